@@ -1,0 +1,43 @@
+# `make demo` and `make test` do everything on a fresh Debian or Ubuntu machine; the rest is for development.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+JOBS   ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint bench clean
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv with everything for development
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "opsd needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dashboards,dev]'
+	@touch $@
+
+demo: $(STAMP) ## Train a tiny model, break it five ways, watch it recover
+	$(BIN)/opsd demo
+
+lint: $(STAMP) ## ruff, mypy --strict, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: $(STAMP) lint ## Everything: linters and all tests, what cannot run is listed by name
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+test-fast: $(STAMP) ## Only the tests that take seconds
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'not slow'
+
+bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/
+	@mkdir -p bench-results
+	@for name in $$($(BIN)/opsd bench --names); do $(BIN)/opsd bench $$name --json bench-results/$$name.json || exit 1; done
+
+clean: ## Remove what make created
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache bench-results .demo

@@ -1,0 +1,1 @@
+"""Benchmarks: each measures opsd beside its peers in the same run."""

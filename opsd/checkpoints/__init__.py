@@ -1,0 +1,1 @@
+"""Checkpoints as files: manifests that can be read, verified and listed without torch."""

@@ -1,0 +1,158 @@
+"""The checkpoint manifest: what a checkpoint consists of, readable without torch.
+
+A run's checkpoint folder holds one folder per step, ``step-000000000100/``, with the files that the trainer's
+ranks wrote and, once all of them are durable, ``manifest.json``. The checkpoint exists from the moment that the
+manifest is renamed into place (file and folder synced), and not before. A checkpoint found damaged later is set
+aside by renaming its manifest to ``manifest.json.rejected``, so it no longer exists and nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+MANIFEST = "manifest.json"
+REJECTED = "manifest.json.rejected"
+FORMAT = 1
+_FOLDER = re.compile(r"step-(\d{12})")
+_BLOCK = 1 << 22
+
+
+class CheckpointError(Exception):
+    """A checkpoint that must not be loaded; ``file`` is the part that is wrong."""
+
+    def __init__(self, message: str, file: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint: name relative to its folder, bytes, ``algorithm:hexdigest`` over the content."""
+
+    name: str
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """``step`` is the last completed step, ``sample`` the global index of the next sequence to train on.
+
+    ``layout`` is the parallel layout that wrote the files, for instance ``{"dp": 2}``; ``config_digest``
+    identifies the model and optimiser settings the state belongs to; ``tier`` is where the files lie: memory,
+    local, remote.
+    """
+
+    step: int
+    sample: int
+    layout: dict[str, int]
+    config_digest: str
+    files: tuple[FileEntry, ...]
+    tier: str
+    created: float
+    run: str = ""
+    format: int = FORMAT
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """The folder of the checkpoint of ``step``."""
+    return root / f"step-{step:012d}"
+
+
+def checksum(path: Path) -> str:
+    """``xxh3_128:`` and the hex digest of the file. Detects damage, does not authenticate. Raises OSError."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names inside a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Make the checkpoint in ``folder`` exist.
+
+    Its files must already be synced. Raises OSError; then it does not exist.
+    """
+    draft = folder / f".{MANIFEST}.{os.getpid()}"
+    with open(draft, "w", encoding="utf-8") as file:
+        json.dump(asdict(manifest), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+    os.rename(draft, folder / MANIFEST)
+    sync_folder(folder)
+    sync_folder(folder.parent)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in ``folder``. Raises CheckpointError if there is none or it makes no sense."""
+    path = folder / MANIFEST
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {MANIFEST}: the checkpoint was never completed", MANIFEST) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", MANIFEST) from error
+    try:
+        if raw["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {raw['format']}, this opsd reads format {FORMAT}", MANIFEST)
+        files = tuple(FileEntry(str(f["name"]), int(f["size"]), str(f["checksum"])) for f in raw.pop("files"))
+        manifest = Manifest(files=files, **raw)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint manifest: {error!r}", MANIFEST) from error
+    if any(Path(entry.name).name != entry.name for entry in files):
+        raise CheckpointError(f"{path} names files outside its folder", MANIFEST)
+    return manifest
+
+
+def verify(folder: Path) -> Manifest:
+    """Read the manifest and check every file's size and checksum. Raises CheckpointError naming the first bad file."""
+    manifest = read(folder)
+    for entry in manifest.files:
+        path = folder / entry.name
+        try:
+            size = path.stat().st_size
+            if size != entry.size:
+                raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry.size}", entry.name)
+            if checksum(path) != entry.checksum:
+                raise CheckpointError(f"{path} does not match its checksum", entry.name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing", entry.name) from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}", entry.name) from error
+    return manifest
+
+
+def steps(root: Path) -> list[int]:
+    """Steps of the checkpoints that exist under ``root``, oldest first. A missing folder has none."""
+    return sorted(step for step, folder in _folders(root) if (folder / MANIFEST).exists())
+
+
+def reject(folder: Path) -> None:
+    """Set a damaged checkpoint aside: it no longer exists, its files stay for the post-mortem. Raises OSError."""
+    os.rename(folder / MANIFEST, folder / REJECTED)
+    sync_folder(folder)
+
+
+def _folders(root: Path) -> Iterator[tuple[int, Path]]:
+    if not root.is_dir():
+        return
+    for path in root.iterdir():
+        if match := _FOLDER.fullmatch(path.name):
+            yield int(match[1]), path

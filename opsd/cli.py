@@ -1,0 +1,65 @@
+"""The ``opsd`` command: a list of subcommands, each loaded only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from opsd import __version__, exitcodes
+
+COMMANDS = {
+    "agent": ("opsd.agent.cli:agent", "Run the node agent: collect, judge, act, serve metrics."),
+    "bench": ("opsd.bench.cli:bench", "Measure opsd beside its peers."),
+    "checkpoint": ("opsd.checkpoints.cli:checkpoint", "List and verify checkpoints from their manifests."),
+    "completion": ("opsd.completion:completion", "Print the completion script for your shell."),
+    "config": ("opsd.config_cli:config", "Check, show or create the configuration file."),
+    "demo": ("opsd.demo.cli:demo", "Train a small model, break it five ways, watch it recover."),
+    "incidents": ("opsd.agent.cli:incidents", "List the incidents of this node."),
+    "launch": ("opsd.launch.cli:launch", "Start and supervise the ranks of a job, where torchrun is used today."),
+    "ledger": ("opsd.launch.ledger_cli:ledger", "Where the wall-clock time of a run went."),
+    "runbook": ("opsd.runbook_cli:runbook", "List the runbooks or show one."),
+    "status": ("opsd.agent.cli:status", "What the agent of this node sees right now."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show the list without importing the commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in sorted(COMMANDS)])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="opsd")
+def cli() -> None:
+    """Keep a training run on a GPU cluster at full speed."""
+
+
+def main() -> None:
+    """Entry point of the ``opsd`` script."""
+    try:
+        code = cli.main(standalone_mode=False, prog_name="opsd")
+    except click.ClickException as error:
+        error.show()
+        sys.exit(exitcodes.USAGE)
+    except click.Abort:
+        click.echo("opsd: interrupted", err=True)
+        sys.exit(exitcodes.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output is gone (`opsd … | head`); nothing is left to say to it.
+        sys.stderr.close()
+        sys.exit(exitcodes.OK)
+    sys.exit(code if isinstance(code, int) else exitcodes.OK)

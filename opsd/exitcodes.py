@@ -1,0 +1,19 @@
+"""Exit codes of every opsd command; the numbers are part of the interface."""
+
+from __future__ import annotations
+
+from typing import Final
+
+OK: Final = 0
+FAILED: Final = 1
+"""The command ran and the answer is no: a rank failed beyond repair, a check failed, a fault was not repaired."""
+USAGE: Final = 2
+"""The command line or a configuration file is wrong; nothing was started."""
+INTERRUPTED: Final = 3
+"""Stopped by the user before it was done."""
+REPEATED: Final = 70
+"""``opsd launch``: the same failure came back; restarting again would not help."""
+REQUEUE: Final = 75
+"""``opsd launch``: checkpointed at a step boundary after SIGTERM or SIGUSR1; run the job again."""
+NOT_FOUND: Final = 127
+"""``opsd launch``: the program does not exist or cannot be executed."""

@@ -1,0 +1,227 @@
+"""What a runbook is: the page a person reads at 3 a.m. and the pure functions that detect, diagnose and remedy.
+
+A runbook is one file that ends in ``RUNBOOK = Runbook(...)``. Its functions see the last minutes of samples
+(``View``) and the latest facts, and nothing else: no clock, no files, no processes. What they want done they
+return as ``Action`` values, which the agent's policy admits or not and one module carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from collectors.base import Event, GpuFact, RankFact, RunFact
+
+
+class Severity(StrEnum):
+    """``critical`` costs training time now, ``warning`` will if ignored, ``info`` is for the record."""
+
+    INFO = "info"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+class State(StrEnum):
+    """Where an incident stands; see ``opsd.agent.incidents`` for the transitions."""
+
+    OPEN = "open"
+    ACTING = "acting"
+    VERIFYING = "verifying"
+    RESOLVED = "resolved"
+    ESCALATED = "escalated"
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """What is to blame. ``component`` is one of: rank, gpu, node, data, storage, network, user code, unknown."""
+
+    component: str
+    node: str | None = None
+    gpu: int | None = None
+    rank: int | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        where = [
+            *([f"rank {self.rank}"] if self.rank is not None else []),
+            *([f"GPU {self.gpu}"] if self.gpu is not None else []),
+            *([self.node] if self.node else []),
+        ]
+        name = self.component if not where or self.component not in ("rank", "gpu", "node") else ""
+        return " ".join(filter(None, [name, " on ".join(where), f"({self.detail})" if self.detail else ""]))
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One fact that supports the finding: a sentence with its number, where it came from, and when (wall seconds)."""
+
+    text: str
+    source: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the incident costs the job: share of its throughput lost while it lasts, and GPU-seconds lost so far."""
+
+    throughput_ratio: float = 0.0
+    gpu_seconds: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a detector saw at one tick.
+
+    ``key`` is what makes it the same incident next tick (GPU UUID, run and rank).
+    """
+
+    kind: str
+    key: str
+    severity: Severity
+    summary: str
+    culprit: Culprit
+    confidence: float
+    evidence: tuple[Evidence, ...]
+    cost: Cost = Cost()
+    job: str = ""
+    data: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something to be done, as data. ``verb`` names a method of the agent's action executor, ``args`` are JSON-able."""
+
+    verb: str
+    target: str
+    args: Mapping[str, object] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """A finding with a history. Times are wall-clock seconds; ``actions`` is what was done or recommended so far."""
+
+    id: str
+    kind: str
+    key: str
+    severity: Severity
+    state: State
+    summary: str
+    culprit: Culprit
+    confidence: float
+    evidence: tuple[Evidence, ...]
+    cost: Cost
+    job: str
+    opened_at: float
+    last_seen_at: float
+    healthy_since: float | None = None
+    acted_at: float | None = None
+    resolved_at: float | None = None
+    attempts: int = 0
+    verdict: str = ""
+    actions: tuple[Mapping[str, object], ...] = ()
+    data: Mapping[str, object] = field(default_factory=dict)
+
+
+class Series(Protocol):
+    """The recent past of one series, oldest first. Seconds are those of the agent's monotonic clock."""
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+
+    @property
+    def last(self) -> float | None:
+        """The newest value, or None if the newest tick has none."""
+        ...
+
+    def values(self, seconds: float) -> Sequence[tuple[float, float]]:
+        """(time, value) pairs of the last ``seconds``, without gaps filled in."""
+        ...
+
+    def increase(self, seconds: float) -> float | None:
+        """Growth of a counter over the last ``seconds`` with resets allowed for; None with fewer than two values."""
+        ...
+
+
+class View(Protocol):
+    """All that a detector may look at. ``now`` is monotonic and matches rank pages; ``wall`` is for timestamps."""
+
+    @property
+    def node(self) -> str: ...
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def wall(self) -> float: ...
+
+    @property
+    def gpus(self) -> Sequence[GpuFact]: ...
+
+    @property
+    def ranks(self) -> Sequence[RankFact]: ...
+
+    @property
+    def runs(self) -> Sequence[RunFact]: ...
+
+    def select(self, metric: str, **labels: str) -> Sequence[Series]:
+        """Every series of ``metric`` whose labels include ``labels``."""
+        ...
+
+    def events(self, kind: str, seconds: float) -> Sequence[Event]:
+        """Events of one kind from the last ``seconds``, oldest first."""
+        ...
+
+    def known(self, collector: str) -> bool:
+        """True if the collector delivered in the last tick; a healthy verdict needs this."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The runbook's text. ``automatic`` says what opsd does by itself in each policy mode."""
+
+    title: str
+    meaning: str
+    impact: str
+    diagnosis: str
+    mitigation: str
+    automatic: str
+
+
+Detect = Callable[[View], Iterable[Finding]]
+Diagnose = Callable[[Finding, View], Finding]
+Remedy = Callable[[Incident, View], Sequence[Action]]
+Healed = Callable[[Incident, View], bool | None]
+
+
+def same_finding(finding: Finding, view: View) -> Finding:
+    """The diagnosis of runbooks whose detector already knows the culprit."""
+    return finding
+
+
+@dataclass(frozen=True, slots=True)
+class Runbook:
+    """One kind of incident.
+
+    ``healed`` answers whether the trouble is over: True, False, or None if that cannot be known right now (which
+    is not healthy). An incident opens once it was found for ``open_after_s`` and resolves once healed for
+    ``clear_after_s``. ``verify_s`` is how long a remedy may take to show its effect before the next attempt or
+    escalation; after ``max_attempts`` the incident escalates. ``needs`` are the collectors without which the
+    runbook is blind.
+    """
+
+    kind: str
+    page: Page
+    detect: Detect
+    healed: Healed
+    diagnose: Diagnose = same_finding
+    remedy: Remedy = lambda incident, view: ()
+    needs: tuple[str, ...] = ()
+    open_after_s: float = 0.0
+    clear_after_s: float = 5.0
+    verify_s: float = 60.0
+    max_attempts: int = 2
