@@ -1,0 +1,1 @@
+"""Collectors: one file per source of signals on a training node."""

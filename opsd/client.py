@@ -385,7 +385,7 @@ def _parse_header(path: Path, data: bytes) -> tuple[int | bytes, ...]:
         raise PageError(f"{path}: not a rank page")
     if header[1] != MAJOR:
         raise PageError(
-            f"{path}: layout version {header[1]}, this opsd reads version {MAJOR}; "
+            f"{path}: layout version {header[1]!r}, this opsd reads version {MAJOR}; "
             "use the same opsd release in the job and on the node"
         )
     if _CRC.unpack_from(data, _HEADER.size)[0] != zlib.crc32(data[: _HEADER.size]):
@@ -408,18 +408,9 @@ def _decode_steps(data: bytes, count: int) -> tuple[tuple[StepRecord, ...], int]
         entry = _STEP.unpack_from(data, _RING_AT + (number - 1) % RING_STEPS * _STEP_STRIDE)
         if entry[0] != number or entry[-1] != number:
             continue  # overwritten by a newer step, or being written right now
-        tokens = entry[5]
-        records.append(
-            StepRecord(
-                step=entry[1],
-                end=entry[2] / 1e9,
-                duration_s=entry[3] / 1e9,
-                tokens=entry[4],
-                loss=entry[6],
-                grad_norm=entry[7],
-                phase_s=tuple(ns / 1e9 for ns in entry[8:-1]),
-            )  # fmt: skip
-        )
+        _, step, end, duration, step_tokens, tokens, loss, norm, *phases, _ = entry
+        phase_s = tuple(ns / 1e9 for ns in phases)
+        records.append(StepRecord(step, end / 1e9, duration / 1e9, step_tokens, loss, norm, phase_s))
     return tuple(records), tokens
 
 
@@ -428,7 +419,7 @@ def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...])
         return int(header[index])
 
     def text(index: int) -> str:
-        return bytes(header[index]).rstrip(b"\0").decode(errors="replace")  # type: ignore[arg-type]
+        return bytes(header[index]).rstrip(b"\0").decode(errors="replace")
 
     _, phase, state, since, count, committed, _ = slot
     steps, tokens = _decode_steps(data, count)

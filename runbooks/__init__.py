@@ -1,0 +1,1 @@
+"""Runbooks: one file per kind of incident, each the page, the detector, the diagnosis and the remedy."""

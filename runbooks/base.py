@@ -219,7 +219,7 @@ class Runbook:
     detect: Detect
     healed: Healed
     diagnose: Diagnose = same_finding
-    remedy: Remedy = lambda incident, view: ()
+    remedy: Remedy = lambda _incident, _view: ()
     needs: tuple[str, ...] = ()
     open_after_s: float = 0.0
     clear_after_s: float = 5.0
