@@ -74,7 +74,11 @@ class StepFact:
 
 @dataclass(frozen=True, slots=True)
 class RankFact:
-    """What a rank on this node is doing. ``process`` is the kernel's state letter, None once the process is gone."""
+    """What a rank on this node is doing.
+
+    ``process`` is the kernel's state letter, None once the process is gone. ``workers`` are its helper processes (pid,
+    role), ``worker_process`` their state letters in the same order, empty where they were not read.
+    """
 
     run: str
     job: str
@@ -93,6 +97,7 @@ class RankFact:
     committed_step: int | None
     workers: tuple[tuple[int, str], ...]
     steps: tuple[StepFact, ...] = field(repr=False)
+    worker_process: tuple[str | None, ...] = ()
 
     @property
     def live(self) -> bool:

@@ -7,6 +7,7 @@ return as ``Action`` values, which the agent's policy admits or not and one modu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -180,6 +181,10 @@ class View(Protocol):
         ...
 
 
+SECTIONS = ("Meaning", "Impact", "Diagnosis", "Mitigation", "What opsd does by itself")
+"""The headings of a runbook page, in the order of the fields of ``Page`` after its title."""
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """The runbook's text. ``automatic`` says what opsd does by itself in each policy mode."""
@@ -190,6 +195,15 @@ class Page:
     diagnosis: str
     mitigation: str
     automatic: str
+
+    @classmethod
+    def parse(cls, markdown: str) -> Page:
+        """A page from its Markdown: the title, then the sections of ``SECTIONS`` in their order. Raises ValueError."""
+        title, *sections = re.split(r"^## ", markdown.strip(), flags=re.MULTILINE)
+        heads = tuple(section.partition("\n")[0].strip() for section in sections)
+        if not title.startswith("# ") or heads != SECTIONS:
+            raise ValueError(f"a runbook page has a title and the sections {', '.join(SECTIONS)}; this one has {heads}")
+        return cls(title[2:].strip(), *(section.partition("\n")[2].strip() for section in sections))
 
 
 Detect = Callable[[View], Iterable[Finding]]

@@ -1,0 +1,205 @@
+"""One rank waits for its next batch far longer than usual and every other rank waits for that rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+from collectors.base import Event, RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.blame import STOPPED, UNINTERRUPTIBLE
+from runbooks.rank_hang import moved_on, reported_states, waits_for_data
+from runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved
+from runbooks.signals import integer, number, text
+
+FLOOR_S = 3.0
+FACTOR = 10.0
+"""A stall is a wait above the floor and above this many times the rank's own median wait."""
+
+SETTLED_STEPS = 3
+"""The first batches open files and fill buffers; they say nothing about the loader."""
+
+_WORST_FIRST = (*STOPPED, UNINTERRUPTIBLE, "S", "R")
+
+
+def _usual_wait(rank: RankFact) -> float:
+    return median(step.phase_s.get("data", 0.0) for step in rank.steps)
+
+
+def _limit(rank: RankFact) -> float:
+    return max(FLOOR_S, FACTOR * _usual_wait(rank))
+
+
+def _waits(rank: RankFact) -> bool:
+    return (
+        rank.live
+        and rank.process not in STOPPED
+        and rank.phase == "data"
+        and rank.steps_reported >= SETTLED_STEPS
+        and len(rank.steps) > 0
+    )
+
+
+def _from_pages(view: View) -> Iterator[Finding]:
+    waiting = [rank for rank in view.ranks if _waits(rank)]
+    for run in sorted({rank.run for rank in waiting if view.now - rank.phase_since > _limit(rank)}):
+        # Half the limit: ranks stopped by one cause reach their limits a moment apart.
+        stalled = [r for r in waiting if r.run == run and view.now - r.phase_since > _limit(r) / 2]
+        alive = [r for r in ranks_of(view, run) if r.live]
+        if len(alive) > 1 and len(stalled) == len(alive):
+            yield _shared(stalled, view)
+        else:
+            yield from (_finding(rank, view) for rank in stalled if view.now - rank.phase_since > _limit(rank))
+
+
+def _finding(rank: RankFact, view: View) -> Finding:
+    waited = view.now - rank.phase_since
+    worker = stalled_worker(rank)
+    others = sorted({r.phase for r in ranks_of(view, rank.run) if r.live and r.rank != rank.rank and r.phase != "data"})
+    facts = [
+        f"rank {rank.rank} has waited {waited:.1f} s for its batch; its usual wait is {_usual_wait(rank):.3f} s",
+        f"its loader process {worker[0]} is in state {worker[1]}{_meaning(worker[1])}" if worker else "",
+        f"the other ranks wait for it in {' and '.join(others)}" if others else "",
+    ]
+    return Finding(
+        kind="dataloader_stall",
+        key=f"{rank.run}/generation {rank.generation}/rank {rank.rank}",
+        severity=Severity.CRITICAL,
+        summary=f"rank {rank.rank} of {rank.run} has waited {waited:.0f} s for data",
+        culprit=Culprit(
+            "data", view.node, rank.gpu, rank.rank, "loader process stopped" if _halted(worker) else "loader"
+        ),
+        confidence=0.95 if _halted(worker) else 0.85,
+        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
+        cost=Cost(1.0, waited * rank.world_size, f"{rank.world_size} GPUs have waited for {waited:.0f} s"),
+        job=rank.job,
+        data={"run": rank.run, "rank": rank.rank, "generation": rank.generation, "step": last_step(rank)},
+    )
+
+
+def _shared(ranks: Sequence[RankFact], view: View) -> Finding:
+    """Every rank of the node waits: not one loader's fault, but that of what all of them read from."""
+    first = max(ranks, key=lambda rank: view.now - rank.phase_since)
+    finding, waited = _finding(first, view), view.now - first.phase_since
+    return replace(
+        finding,
+        key=f"{first.run}/generation {first.generation}/all ranks",
+        summary=f"all {len(ranks)} ranks of {first.run} on this node have waited {waited:.0f} s for data",
+        culprit=Culprit("data", view.node, detail="every rank: the storage or the dataset they share"),
+        confidence=0.8,
+        data={**finding.data, "shared": True},
+    )
+
+
+def stalled_worker(rank: RankFact) -> tuple[int, str] | None:
+    """(pid, state letter) of the rank's loader process, the one least able to run if there are several."""
+    states = rank.worker_process or (None,) * len(rank.workers)
+    loaders = [(pid, state or "?") for (pid, role), state in zip(rank.workers, states, strict=False) if role == "data"]
+    return min(loaders, key=lambda loader: _badness(loader[1]), default=None)
+
+
+def _badness(state: str) -> int:
+    return _WORST_FIRST.index(state) if state in _WORST_FIRST else len(_WORST_FIRST)
+
+
+def _halted(worker: tuple[int, str] | None) -> bool:
+    return worker is not None and worker[1] in STOPPED
+
+
+def _meaning(state: str) -> str:
+    if state == UNINTERRUPTIBLE:
+        return " (waiting for a disk or file server)"
+    return f" ({STOPPED[state]})" if state in STOPPED else ""
+
+
+def _from_launcher(event: Event, view: View) -> Finding | None:
+    """The launcher called a hang what is a wait for data: its limit was reached before ours."""
+    data = event.data
+    run, rank, generation = text(data, "run"), integer(data, "rank"), integer(data, "generation")
+    if not waits_for_data(reported_states(event), rank):
+        return None
+    stuck = number(data, "stuck_s") or 0.0
+    page = rank_of(view, run, rank)
+    said = f"rank {rank} has waited {stuck:.1f} s for its batch; the launcher's limit is {text(data, 'limit_s')} s"
+    return Finding(
+        kind="dataloader_stall",
+        key=f"{run}/generation {generation}/rank {rank}",
+        severity=Severity.CRITICAL,
+        summary=f"rank {rank} of {run} has waited {stuck:.0f} s for data",
+        culprit=Culprit("data", view.node, page.gpu if page else None, rank, "loader"),
+        confidence=0.85,
+        evidence=quoted(event, "launcher", said),
+        cost=downtime(view, event, event.at - stuck),
+        job=job_of(view, run),
+        data={"run": run, "rank": rank, "generation": generation, "step": integer(data, "step")},
+    )
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    found = {finding.key: finding for finding in _from_pages(view)} if view.known("ranks") else {}
+    yield from found.values()
+    for event in unsolved(view, "hang_detected"):
+        finding = _from_launcher(event, view)
+        if finding is not None and finding.key not in found:
+            yield finding
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    data, why = incident.data, incident.summary
+    run, index = text(data, "run"), integer(data, "rank")
+    rank, supervisor = rank_of(view, run, index), run_of(view, run)
+    worker = stalled_worker(rank) if rank is not None and rank.generation == integer(data, "generation") else None
+    if data.get("shared"):
+        return (Action("notify", target=run, reason=f"{why}; look at the storage behind the dataset"),)
+    if worker is not None and incident.attempts == 0:
+        args = {"pid": worker[0], "run": run, "rank": index, "role": "data"}
+        return (Action("kill_process", target=f"{run}/rank {index}", args=args, reason=why),)
+    if supervisor is not None and supervised(view, run):
+        return (
+            Action("restart_generation", target=run, args={"control": supervisor.control, "reason": why}, reason=why),
+        )
+    return (Action("notify", target=run, reason=f"{why}; no opsd launcher is there to restart it"),)
+
+
+PAGE = Page.parse("""
+# The dataloader stalls
+
+## Meaning
+A rank that has trained normally waits for its next batch for more than 3 s and more than ten times its own usual
+wait. The other ranks wait for it in a collective: they are the symptom, not the cause. Evaluation, checkpoints and
+the first steps do not count.
+
+## Impact
+The whole job waits for one rank's data. No step is lost as long as the loader goes on at the same sample.
+
+## Diagnosis
+1. `opsd incidents show ID`: the rank, its usual wait, and the state of its loader process.
+2. Loader in state T: somebody stopped it. In state D it waits for a disk or file server: `cat /proc/PID/wchan`,
+   `iostat -x 1 3`, `journalctl -k --since -10min`.
+3. Loader in state R: `py-spy dump --pid PID` shows what it computes; one huge document is typical.
+4. Every rank of the node waits: the storage they share. `df -h`, `findmnt -t nfs4,lustre`, and the same incident on
+   other nodes.
+
+## Mitigation
+- End the loader process, not the rank: `kill -KILL PID`. The trainer starts another one from the same sample.
+- It comes back: restart the generation, and move the dataset from network storage to local NVMe.
+- Loader always busy: more loader processes or a deeper prefetch.
+
+## What opsd does by itself
+- observe: opens the incident, nothing else.
+- recommend: names the process to end.
+- act: ends the loader process of the stalled rank; the trainer starts a new one from the same sample. If the rank has
+  completed no step after that, asks the launcher to restart the generation, then escalates. If every rank of the node
+  waits it only notifies, because ending loaders does not repair storage.
+""")
+
+RUNBOOK = Runbook(
+    kind="dataloader_stall",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=moved_on,
+    needs=("ranks",),
+    verify_s=20.0,
+)

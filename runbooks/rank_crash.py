@@ -1,0 +1,126 @@
+"""A rank's process ended and took its generation down: who it was, why, and whether the run came back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from collectors.base import Event
+from runbooks.base import Culprit, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
+from runbooks.signals import integer, text
+
+_COMPONENTS: tuple[tuple[str, str, str], ...] = (
+    (r"uncorrectable|\bECC\b|GPU is lost|fallen off the bus|hardware stack error", "gpu", "the GPU reported a fault"),
+    (r"device-side assert", "user code", "a device-side assertion"),
+    (r"illegal memory access|unspecified launch failure|misaligned address|CUDA error", "rank", "a CUDA error"),
+    (r"OutOfMemoryError|CUDA out of memory", "user code", "out of GPU memory"),
+    (r"\bNCCL\b|\bgloo\b|DistBackendError|Connection (reset|closed|refused)", "network", "a collective failed"),
+    (r"Errno (5|28|116)\b|No space left|Input/output error|Stale file handle", "storage", "storage failed"),
+)
+"""Pattern in an error's type and message, component to blame, what it is. The first match decides. A CUDA error that
+may be the program's or the hardware's is left with the rank."""
+
+_NATIVE = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}
+
+
+def _blamed(data: Mapping[str, object]) -> tuple[str, str, float]:
+    """Component, what happened, and confidence, from the exit and the error that the rank left behind."""
+    error = data.get("error")
+    if isinstance(error, Mapping):
+        name, said = text(error, "type"), text(error, "message")
+        for pattern, component, meaning in _COMPONENTS:
+            if re.search(pattern, f"{name}: {said}", re.IGNORECASE):
+                return component, meaning, 0.7
+        return "user code", f"{name} raised by the program", 0.9
+    signal = text(data, "exit").removeprefix("signal ")
+    if signal == "SIGKILL":
+        return "rank", "killed from outside: by the kernel out of memory, by a person or by Slurm", 0.95
+    if signal in _NATIVE:
+        return "rank", "native code crashed", 0.8
+    return "rank", text(data, "exit"), 0.8
+
+
+def _finding(event: Event, view: View) -> Finding:
+    data = event.data
+    run, rank, generation = text(data, "run"), integer(data, "rank"), integer(data, "generation")
+    component, meaning, confidence = _blamed(data)
+    page = rank_of(view, run, rank)
+    step = integer(data, "step")
+    done = f"after step {step}" if step >= 0 else "before its first step was done"
+    said = data.get("error")
+    raised = (
+        f"{text(said, 'type')}: {text(said, 'message')} at {text(said, 'where')}" if isinstance(said, Mapping) else ""
+    )
+    return Finding(
+        kind="rank_crash",
+        key=f"{run}/generation {generation}/rank {rank}",
+        severity=Severity.CRITICAL,
+        summary=f"rank {rank} of {run} ended with {text(data, 'exit')} {done}",
+        culprit=Culprit(component, view.node, page.gpu if page else None, rank, meaning),
+        confidence=confidence,
+        evidence=(
+            *quoted(
+                event, "launcher", f"rank {rank} ended with {text(data, 'exit')} {done}, in phase {text(data, 'phase')}"
+            ),
+            *quoted(event, "error file", raised),
+            *quoted(event, "rank log", *log_lines(data)),
+        ),
+        cost=downtime(view, event, last_step_at(data, event.at)),
+        job=job_of(view, run),
+        data={"run": run, "rank": rank, "generation": generation, "step": step},
+    )
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for event in unsolved(view, "rank_exited"):
+        if event.data.get("culprit") is True:
+            yield _finding(event, view)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
+
+
+PAGE = Page.parse("""
+# A rank crashed
+
+## Meaning
+The process of one rank ended while the run was going on. The launcher saw it end before any other rank did, so it is
+the cause; the others were stopped with it because a synchronous job cannot go on without it.
+
+## Impact
+The whole job stands still until the next generation has completed a step. Steps since the last checkpoint are
+computed again.
+
+## Diagnosis
+1. `opsd incidents show ID`: exit status, Python error, last log lines.
+2. `signal SIGKILL` without an error comes from outside. `journalctl -k --since -10min | grep -i oom` shows the kernel's
+   out-of-memory killer, `sacct -j JOB --format=JobID,State,ExitCode,MaxRSS` shows Slurm.
+3. A Python error of the program (component `user code`): read where it was raised and the rank's log in the run folder.
+   It comes back on any node.
+4. A CUDA error can be the program's or the GPU's: `journalctl -k --since -10min | grep -i xid`, then
+   `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`. The same rank failing on another GPU speaks for the program.
+5. A failed collective (component `network`) is often the echo of a rank on another node: look for that node's incident.
+
+## Mitigation
+- Nothing, if the incident resolved: the next generation is training.
+- Host out of memory: fewer loader processes, or a shallower prefetch.
+- Error in the program: fix it. The launcher stops by itself when the same step fails twice.
+- The same GPU again: `scontrol update nodename=NODE state=drain reason="opsd: gpu"`, then `scontrol requeue JOB`.
+
+## What opsd does by itself
+In every mode the launcher restarts the generation; it gives up when the same failure came back three times.
+- observe, recommend, act: the agent takes no action of its own. It resolves the incident once a later generation has
+  completed a step, and escalates it if the launcher gave up or no step follows.
+""")
+
+RUNBOOK = Runbook(
+    kind="rank_crash",
+    page=PAGE,
+    detect=_detect,
+    healed=_healed,
+    needs=("ranks",),
+    verify_s=180.0,
+    max_attempts=1,
+)

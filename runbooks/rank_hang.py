@@ -1,0 +1,183 @@
+"""The job stands still although every process is there: which rank the others wait for, and why it does not move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from collectors.base import Event, RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.blame import STOPPED, RankState, blame
+from runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, recovered, supervised, unsolved
+from runbooks.signals import integer, number, text
+
+FACTOR = 5.0
+"""A rank hangs after this many times the longest of its recent steps (the factor of NVIDIA's resiliency extension)."""
+
+FLOOR_S = 15.0
+SLOW_PHASES = ("setup", "other", "checkpoint", "evaluation")
+SLOW_PHASE_LIMIT_S = 900.0
+"""Phases without a past to learn from: reading a checkpoint over a slow network once took hours and then recovered."""
+
+SETTLED_STEPS = 3
+"""The first steps compile and autotune; a rank that has not completed this many has the limit of a slow phase."""
+
+
+def waits_for_data(states: Sequence[RankState], culprit: int) -> bool:
+    """True if the culprit is in good health and waits for its data: that is a ``dataloader_stall``."""
+    return any(s.rank == culprit and s.phase == "data" and s.process not in STOPPED for s in states)
+
+
+def reported_states(event: Event) -> list[RankState]:
+    """The ranks as the launcher saw them when it detected the hang."""
+    listed = event.data.get("ranks")
+    return [
+        RankState(
+            rank=integer(rank, "rank"),
+            phase=text(rank, "phase"),
+            stuck_s=number(rank, "stuck_s") or 0.0,
+            process=text(rank, "process") or None,
+            step=integer(rank, "step"),
+        )
+        for rank in (listed if isinstance(listed, list | tuple) else ())
+        if isinstance(rank, Mapping)
+    ]
+
+
+def _from_launcher(event: Event, view: View) -> Finding | None:
+    data = event.data
+    run, rank, generation = text(data, "run"), integer(data, "rank"), integer(data, "generation")
+    states = reported_states(event)
+    if waits_for_data(states, rank):
+        return None
+    verdict = blame(states) if states else None
+    page = rank_of(view, run, rank)
+    stuck = number(data, "stuck_s") or 0.0
+    sentences = data.get("evidence")
+    stacks = text(data, "stacks")
+    reason = text(data, "reason")
+    return Finding(
+        kind="rank_hang",
+        key=f"{run}/generation {generation}",
+        severity=Severity.CRITICAL,
+        summary=f"rank {rank} of {run} hangs in {text(data, 'phase')}: {reason}",
+        culprit=Culprit("rank", view.node, page.gpu if page else None, rank, reason),
+        confidence=verdict.confidence if verdict and verdict.rank == rank else 0.5,
+        evidence=(
+            *quoted(
+                event, "launcher", f"rank {rank} has not moved for {stuck:.1f} s, its limit is {data.get('limit_s')} s"
+            ),
+            *quoted(event, "rank pages", *map(str, sentences if isinstance(sentences, list | tuple) else ())),
+            *quoted(event, "launcher", f"stacks of all ranks: {stacks}" if stacks else ""),
+        ),
+        cost=downtime(view, event, event.at - stuck),
+        job=job_of(view, run),
+        data={"run": run, "rank": rank, "generation": generation, "step": integer(data, "step")},
+    )
+
+
+def state_of(rank: RankFact, now: float) -> RankState:
+    """A rank page as the search for the culprit wants it."""
+    return RankState(rank.rank, rank.phase, now - rank.changed, rank.process, last_step(rank))
+
+
+def _limit(rank: RankFact) -> float:
+    if rank.phase in SLOW_PHASES or len(rank.steps) < SETTLED_STEPS:
+        return SLOW_PHASE_LIMIT_S
+    return max(FLOOR_S, FACTOR * max(step.duration_s for step in rank.steps))
+
+
+def _from_pages(view: View, run: str) -> Finding | None:
+    """The hang of a run without a launcher: nobody moves, and the rank to blame stands longer than its past allows."""
+    ranks = [rank for rank in ranks_of(view, run) if rank.live]
+    states = [state_of(rank, view.now) for rank in ranks]
+    if not states or min(state.stuck_s for state in states) < FLOOR_S:
+        return None
+    verdict = blame(states)
+    culprit = next(rank for rank in ranks if rank.rank == verdict.rank)
+    stuck, limit = view.now - culprit.changed, _limit(culprit)
+    if stuck < limit or waits_for_data(states, culprit.rank):
+        return None
+    world = culprit.world_size
+    return Finding(
+        kind="rank_hang",
+        key=f"{run}/generation {culprit.generation}",
+        severity=Severity.CRITICAL,
+        summary=f"rank {culprit.rank} of {run} hangs in {culprit.phase}: {verdict.reason}",
+        culprit=Culprit("rank", view.node, culprit.gpu, culprit.rank, verdict.reason),
+        confidence=verdict.confidence,
+        evidence=(
+            Evidence(f"no rank has moved; rank {culprit.rank} may take {limit:.0f} s", "rank pages", view.wall),
+            *(Evidence(sentence, "rank pages", view.wall) for sentence in verdict.evidence),
+        ),
+        cost=Cost(1.0, stuck * world, f"{world} GPUs have stood still for {stuck:.0f} s"),
+        job=culprit.job,
+        data={"run": run, "rank": culprit.rank, "generation": culprit.generation, "step": last_step(culprit)},
+    )
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    found = [_from_launcher(event, view) for event in unsolved(view, "hang_detected")]
+    if view.known("ranks"):
+        found += [_from_pages(view, run) for run in sorted({r.run for r in view.ranks}) if not supervised(view, run)]
+    return (finding for finding in found if finding is not None)
+
+
+def moved_on(incident: Incident, view: View) -> bool | None:
+    """True once the incident's rank has completed a further step, or a later generation has, or the run ended well."""
+    run, generation = text(incident.data, "run"), integer(incident.data, "generation")
+    over = recovered(view, run, generation)
+    rank = rank_of(view, run, integer(incident.data, "rank"))
+    if over is False and rank is not None and rank.generation == generation and rank.live:
+        return last_step(rank) > integer(incident.data, "step")
+    return over
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    run = text(incident.data, "run")
+    if supervised(view, run):
+        return ()
+    return (Action("notify", target=run, reason=f"{incident.summary}; no opsd launcher is there to restart it"),)
+
+
+PAGE = Page.parse("""
+# A rank hangs
+
+## Meaning
+All processes of the job are there but none makes progress: one rank has not moved for far longer than its own past
+explains, and the others wait for it. Named is the rank that is stopped, a zombie or stuck in the kernel; if there is
+none, the one with the lowest step, then the one that is not yet in the collective that the others are in, then the
+one that changed first.
+
+## Impact
+Every GPU of the job waits. Lost are that time and, after the restart, the steps since the last checkpoint.
+
+## Diagnosis
+1. `opsd incidents show ID`: every rank's phase, process state and step, and the file with all stacks.
+2. Process state T: somebody sent SIGSTOP (a debugger, a suspended job). `kill -CONT PID` lets it go on.
+3. Process state D: a hung driver or file server. `cat /proc/PID/wchan`, `journalctl -k --since -30min`.
+4. All ranks in `collective` (low confidence): the network or another node. `nvidia-smi nvlink -s`, `ibstat`, and the
+   same incident on the other nodes of the job.
+5. A live look: `py-spy dump --native --pid PID` on the rank named and on one that waits.
+
+## Mitigation
+- Nothing, if the incident resolved: the launcher has restarted the generation.
+- The same rank and GPU twice: `scontrol update nodename=NODE state=drain reason="opsd: hang"`, then
+  `scontrol requeue JOB`.
+- No launcher: end the named rank with `kill -KILL PID`; the job's own fault tolerance takes over from there.
+
+## What opsd does by itself
+Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
+- observe: the agent opens the incident, and resolves it once a step is completed.
+- recommend, act: the same. A run without a launcher has nothing that could restart it, so that people are notified.
+""")
+
+RUNBOOK = Runbook(
+    kind="rank_hang",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=moved_on,
+    needs=("ranks",),
+    verify_s=180.0,
+    max_attempts=1,
+)

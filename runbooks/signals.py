@@ -1,0 +1,66 @@
+"""Pure helpers that runbooks share: robust statistics, readings of series, typed access to event data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+
+from runbooks.base import Series, View
+
+MAD_TO_SIGMA = 1.4826
+"""Scales the median absolute deviation to the standard deviation of a normal distribution."""
+
+
+def spread(values: Sequence[float]) -> float:
+    """The scaled median absolute deviation of ``values``: one outlier does not move it. Raises StatisticsError."""
+    middle = median(values)
+    return MAD_TO_SIGMA * median(abs(value - middle) for value in values)
+
+
+def excess(value: float, peers: Sequence[float]) -> float:
+    """By what share ``value`` lies above the median of ``peers``; 0.1 is 10 %. 0.0 if the median is not positive."""
+    middle = median(peers)
+    return value / middle - 1.0 if middle > 0 else 0.0
+
+
+def latest(view: View, metric: str, **labels: str) -> float | None:
+    """The newest value of the only series that matches, None if there is none, several or no fresh sample."""
+    series = view.select(metric, **labels)
+    return series[0].last if len(series) == 1 else None
+
+
+def usual(series: Series, seconds: float) -> float | None:
+    """The median of the last ``seconds``, None without samples."""
+    values = [value for _, value in series.values(seconds)]
+    return median(values) if values else None
+
+
+def seconds_spent(series: Series, seconds: float) -> float:
+    """How much of the last ``seconds`` a counter of seconds says was spent in its state.
+
+    Such a counter cannot grow faster than time, so each interval counts for its own length at most: a reset counts
+    nothing and one wild sample counts a single interval.
+    """
+    spent = 0.0
+    for (before, low), (after, high) in pairwise(series.values(seconds)):
+        spent += min(max(high - low, 0.0), after - before)
+    return spent
+
+
+def text(data: Mapping[str, object], key: str) -> str:
+    """The field as text, "" if it is missing or null."""
+    value = data.get(key)
+    return "" if value is None else str(value)
+
+
+def number(data: Mapping[str, object], key: str) -> float | None:
+    """The field as a number, None if it is missing or anything else."""
+    value = data.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def integer(data: Mapping[str, object], key: str, default: int = -1) -> int:
+    """The field as a whole number, ``default`` if it is missing or anything else."""
+    value = number(data, key)
+    return default if value is None else int(value)
