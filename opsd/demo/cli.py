@@ -1,0 +1,201 @@
+"""``opsd demo``."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from opsd import exitcodes
+from opsd.demo import gpus as demo_gpus
+from opsd.demo import report
+from opsd.demo.faults import FAULTS, Director, Stage
+from opsd.demo.scene import TEXT_BYTES, DemoError, Scene, open_scene
+from opsd.demo.text import copy_text
+from opsd.demo.view import View
+from opsd.demo.world import Eyes, Snapshot
+from opsd.launch.ledger import read_ledger
+from opsd.launch.ledger_cli import ledger_table
+
+TICK_S = 0.2
+SETTLE_S = 45.0
+MIN_STEPS, MAX_STEPS, TARGET_RUN_S = 240, 3000, 28.0
+CALIBRATION_STEPS = 16
+
+
+@click.command()
+@click.option(
+    "--dir", "folder", type=click.Path(path_type=Path), default=Path(".demo"), show_default=True, help="Workspace."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=100), help="Length of the run; measured to last about 30 s if not given."
+)
+@click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to FILE.")
+def demo(folder: Path, steps: int | None, target: Path | None) -> None:
+    """Train a small model on this machine, break it five ways, watch it recover.
+
+    Exit code 0 only if every fault was detected, blamed on the right culprit and repaired, and every loss equals
+    that of an undisturbed run to the last bit. Without GPUs, eight simulated ones take their place, labelled as
+    such.
+    """
+    console = Console()
+    try:
+        scene = open_scene((folder / datetime.now().strftime("%Y%m%d-%H%M%S")).absolute())
+    except DemoError as error:
+        console.print(f"opsd demo: {error}", style="red")
+        sys.exit(exitcodes.FAILED)
+    try:
+        passed = Demo(scene, console).play(steps, target)
+    except DemoError as error:
+        console.print(f"opsd demo: {error}", style="red", markup=False)
+        passed = False
+    except KeyboardInterrupt:
+        console.print("opsd demo: interrupted; stopping what it started")
+        sys.exit(exitcodes.INTERRUPTED)
+    finally:
+        scene.close()
+    sys.exit(exitcodes.OK if passed else exitcodes.FAILED)
+
+
+class Demo:
+    """The acts of the demo in order."""
+
+    def __init__(self, scene: Scene, console: Console) -> None:
+        self.scene = scene
+        self.console = console
+        self.began = time.time()
+
+    def play(self, steps: int | None, target: Path | None) -> bool:
+        """The whole demo; True if everything that was promised came true."""
+        gpus = self._prepare()
+        steps = steps or self._measured_steps()
+        view = View(simulated_gpus=gpus.simulated is not None)
+        agent = self.scene.start_agent()
+
+        view.stage = f"1 of 2: {steps} steps undisturbed, for comparison"
+        quiet = self._run("undisturbed", steps, gpus, view, director=None)
+        false_alarms = [incident["kind"] for incident in quiet.incidents or ()]
+
+        faults = FAULTS if gpus.simulated else FAULTS[:-1]
+        cooling = dict(enumerate(gpus.simulated)) if gpus.simulated else None
+        director = Director(Stage(self.scene.folder / "disturbed" / "checkpoints", cooling), faults)
+        view = View(simulated_gpus=gpus.simulated is not None)
+        view.stage = f"2 of 2: the same {steps} steps, {len(faults)} faults"
+        self._run("disturbed", steps, gpus, view, director)
+        if agent.poll() is not None:
+            raise DemoError(f"the agent ended ({agent.returncode}):\n{self.scene.tail('agent.log')}")
+        return self._report(director, steps, gpus, false_alarms, target)
+
+    def _prepare(self) -> demo_gpus.Gpus:
+        scene = self.scene
+        self.console.print(f"workspace {scene.folder}")
+        gpus = demo_gpus.prepare(scene)
+        label = "8 simulated GPUs (no real ones here)" if gpus.simulated else gpus.why
+        self.console.print(f"GPUs      {label}")
+        size = copy_text(scene.folder / "text", TEXT_BYTES)
+        self.console.print(f"text      {size / 1e6:.1f} MB: Python's own sources and documentation")
+        with self.console.status("training a tokenizer, making token shards"):
+            scene.call(
+                ["trainer.data", str(scene.folder / "text"), str(scene.folder / "data"), "--vocab-size=2048"],
+                "data.log",
+            )
+        return gpus
+
+    def _program(self, steps: int) -> list[str]:
+        return [
+            "-m",
+            "trainer",
+            "tiny",
+            "--set",
+            f"data.path={self.scene.folder / 'data'}",
+            "--set",
+            f"run.steps={steps}",
+        ]
+
+    def _measured_steps(self) -> int:
+        """As many steps as fit in half a minute on this machine."""
+        with self.console.status("measuring the step time of this machine"):
+            run = self.scene.start_run("calibration", self._program(CALIBRATION_STEPS))
+            if run.wait() != 0:
+                raise DemoError(
+                    f"the trainer does not run here ({run.returncode}):\n{self.scene.tail('calibration.log')}"
+                )
+        with open(self.scene.folder / "calibration" / "metrics.jsonl", encoding="utf-8") as file:
+            times = sorted(json.loads(line)["step_s"] for line in file)
+        step_s = float(times[len(times) // 2])
+        steps = min(MAX_STEPS, max(MIN_STEPS, 20 * math.ceil(TARGET_RUN_S / step_s / 20)))
+        self.console.print(f"run       {steps} steps of {step_s * 1e3:.0f} ms on 2 ranks")
+        return steps
+
+    def _run(self, name: str, steps: int, gpus: demo_gpus.Gpus, view: View, director: Director | None) -> Snapshot:
+        """One supervised run from start to end; returns the last look at it."""
+        process = self.scene.start_run(name, self._program(steps))
+        eyes = Eyes(self.scene.shm / name, self.scene.folder / name / "events.jsonl", self.scene.agent_url)
+        live = Live(console=self.console, refresh_per_second=5, transient=False) if self.console.is_terminal else None
+        with live or nullcontext():
+            now = self._watch(process, eyes, gpus, view, director, live)
+        if process.wait() != 0:
+            raise DemoError(f"the run ended with exit code {process.returncode}:\n{self.scene.tail(f'{name}.log')}")
+        return now
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], eyes: Eyes, gpus: demo_gpus.Gpus, view: View,
+        director: Director | None, live: Live | None,
+    ) -> Snapshot:  # fmt: skip
+        ended: float | None = None
+        while True:
+            now = eyes.look(time.time())
+            gpus.follow(now)
+            injected = director.tick(now) if director else None
+            elapsed = now.wall - self.began
+            lines = [view.note(f"fault  {injected}", elapsed)] if injected else []
+            lines += view.update(now, elapsed)
+            if live:
+                live.update(view.render(now, elapsed))
+            else:
+                for line in lines:
+                    self.console.print(line, markup=False, highlight=False)
+            if ended is None and process.poll() is not None:
+                ended = now.wall
+            if ended is not None and (director is None or director.done or now.wall - ended > SETTLE_S):
+                return now
+            time.sleep(TICK_S)
+
+    def _report(
+        self, director: Director, steps: int, gpus: demo_gpus.Gpus, false_alarms: list[str], target: Path | None
+    ) -> bool:
+        scene, console = self.scene, self.console
+        undisturbed = report.losses(scene.folder / "undisturbed" / "metrics.jsonl")
+        disturbed = report.losses(scene.folder / "disturbed" / "metrics.jsonl")
+        differing = report.differing_steps(undisturbed, disturbed)
+        complete = len(disturbed) == steps
+        ledger = read_ledger(scene.folder / "disturbed")
+        console.print()
+        console.print(report.faults_table(director.trials))
+        console.print(ledger_table(ledger))
+        missing = [fault.title for fault in director.faults[len(director.trials) :]]
+        if gpus.simulated is None:
+            console.print(f"left out: throttling GPU ({gpus.why})")
+        for line in report.verdict(director.trials, missing, differing, undisturbed, disturbed, false_alarms):
+            console.print(line)
+        passed = (
+            complete and not differing and not missing and not false_alarms and all(t.passed for t in director.trials)
+        )
+        console.print("[green]every fault detected, named and repaired[/]" if passed else "[red]the demo failed[/]")
+        console.print(f"everything is in {scene.folder}", style="dim")
+        if target is not None:
+            result = report.as_json(
+                director.trials, equal=complete and not differing, steps=steps, ledger=ledger.as_dict(),
+                simulated=gpus.simulated is not None,
+            )  # fmt: skip
+            target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        return passed

@@ -1,0 +1,216 @@
+"""The five faults of the demo: how each is caused, who is to blame, and when it counts as repaired."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from opsd.checkpoints import manifest
+from opsd.client import RankPage
+from opsd.demo.world import Snapshot
+
+
+class Cooling(Protocol):
+    """The knob of a simulated GPU that the demo turns: 1.0 is healthy cooling."""
+
+    cooling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What faults act on: the run's checkpoints and, where they are simulated, the GPUs."""
+
+    checkpoints: Path
+    gpus: Mapping[int, Cooling] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``inject`` causes the fault and returns what the culprit is expected to be, as a subset of the incident's."""
+
+    kind: str
+    title: str
+    runbook: str
+    inject: Callable[[Stage, Snapshot], dict[str, object]]
+    recovered: Callable[[Trial, Snapshot], float | None]
+    ready: Callable[[Trial | None, Snapshot], bool] = lambda _previous, _now: True
+
+
+@dataclass
+class Trial:
+    """One fault on its way through the demo; times are epoch seconds."""
+
+    fault: Fault
+    injected_at: float
+    injected_step: int
+    expected: dict[str, object]
+    detected_at: float | None = None
+    recovered_at: float | None = None
+    lost_steps: int = 0
+    incident: Mapping[str, Any] | None = None
+
+    @property
+    def culprit_right(self) -> bool:
+        """True if the incident blames what was broken."""
+        if self.incident is None:
+            return False
+        culprit: Mapping[str, Any] = self.incident["culprit"]
+        return all(
+            str(value) in str(culprit.get(key)) if key == "detail" else culprit.get(key) == value
+            for key, value in self.expected.items()
+        )
+
+    @property
+    def passed(self) -> bool:
+        """True if the fault was detected, blamed on the right culprit and repaired."""
+        return self.detected_at is not None and self.recovered_at is not None and self.culprit_right
+
+
+def observe(trial: Trial, now: Snapshot) -> None:
+    """Fill in what has become known about a trial. An incident from before the injection never counts."""
+    if trial.incident is None or trial.incident["state"] not in ("resolved", "escalated"):
+        for incident in now.incidents or ():
+            if incident["kind"] == trial.fault.runbook and incident["opened_at"] >= trial.injected_at:
+                trial.incident = incident
+                break
+    if trial.detected_at is None and trial.incident is not None:
+        noticed = [e["t"] for e in now.events if e["t"] >= trial.injected_at and e["event"] in _NOTICED]
+        trial.detected_at = min([trial.incident["opened_at"], *noticed])
+    if trial.recovered_at is None and trial.detected_at is not None:
+        trial.recovered_at = trial.fault.recovered(trial, now)
+    trial.lost_steps = sum(e["lost_steps"] for e in now.events if _resumed_after(trial, e))
+
+
+_NOTICED = ("rank_exited", "hang_detected")
+
+
+def _resumed_after(trial: Trial, event: Mapping[str, Any]) -> bool:
+    end = trial.recovered_at or float("inf")
+    return event["event"] == "resumed" and trial.injected_at <= float(event["t"]) <= end
+
+
+def _resumed(trial: Trial, now: Snapshot) -> float | None:
+    return next((e["t"] for e in now.events if _resumed_after(trial, e)), None)
+
+
+def _stepping_again(trial: Trial, now: Snapshot) -> float | None:
+    if resumed := _resumed(trial, now):
+        return resumed
+    return now.wall if now.step > trial.injected_step + 1 else None
+
+
+def _incident_resolved(trial: Trial, _now: Snapshot) -> float | None:
+    if trial.incident is None or trial.incident["state"] != "resolved":
+        return None
+    return float(trial.incident["resolved_at"])
+
+
+def _rank(now: Snapshot, rank: int) -> RankPage:
+    return next(page for page in now.pages if page.rank == rank)
+
+
+def _kill_rank(_stage: Stage, now: Snapshot) -> dict[str, object]:
+    os.kill(_rank(now, 1).pid, signal.SIGKILL)
+    return {"component": "rank", "rank": 1}
+
+
+def _stop_rank(_stage: Stage, now: Snapshot) -> dict[str, object]:
+    os.kill(_rank(now, 1).pid, signal.SIGSTOP)
+    return {"component": "rank", "rank": 1}
+
+
+def _stall_loader(_stage: Stage, now: Snapshot) -> dict[str, object]:
+    pid = next(pid for pid, role in _rank(now, 0).workers if role == "data")
+    os.kill(pid, signal.SIGSTOP)
+    return {"component": "data", "rank": 0}
+
+
+def _corrupt_and_crash(stage: Stage, now: Snapshot) -> dict[str, object]:
+    """Flip one bit in the largest file of the newest checkpoint, then kill a rank so that it is needed."""
+    folder = manifest.folder_of(stage.checkpoints, manifest.steps(stage.checkpoints)[-1])
+    entry = max(manifest.read(folder).files, key=lambda file: file.size)
+    with open(folder / entry.name, "r+b") as file:
+        file.seek(entry.size // 2)
+        byte = file.read(1)
+        file.seek(entry.size // 2)
+        file.write(bytes([byte[0] ^ 0x10]))
+    os.kill(_rank(now, 0).pid, signal.SIGKILL)
+    return {"component": "storage", "detail": entry.name}
+
+
+def _just_committed(previous: Trial | None, now: Snapshot) -> bool:
+    since = previous.recovered_at if previous and previous.recovered_at else 0.0
+    committed = [e["t"] for e in now.events if e["event"] == "checkpoint_committed" and e["t"] > since]
+    return bool(committed) and now.wall - committed[-1] < 1.0
+
+
+def _block_fan(stage: Stage, _now: Snapshot) -> dict[str, object]:
+    assert stage.gpus is not None
+    stage.gpus[1].cooling = 0.6
+    return {"component": "gpu", "gpu": 1, "rank": 1}
+
+
+FAULTS = (
+    Fault("kill_rank", "SIGKILL of rank 1", "rank_crash", _kill_rank, _resumed),
+    Fault("stop_rank", "SIGSTOP of rank 1", "rank_hang", _stop_rank, _resumed),
+    Fault("stall_dataloader", "data worker of rank 0 stalls", "dataloader_stall", _stall_loader, _stepping_again),
+    Fault(
+        "corrupt_checkpoint", "newest checkpoint damaged, rank 0 killed", "checkpoint_corrupt",
+        _corrupt_and_crash, _resumed, ready=_just_committed,
+    ),
+    Fault("throttle_gpu", "cooling of GPU 1 fails (simulated)", "gpu_throttle", _block_fan, _incident_resolved),
+)  # fmt: skip
+"""In the order of injection. The last one needs simulated GPUs."""
+
+
+@dataclass
+class Director:
+    """Injects the faults one after the other, each once the run is steady again, and watches what becomes of them."""
+
+    stage: Stage
+    faults: tuple[Fault, ...]
+    gap_steps: int = 12
+    gap_s: float = 1.5
+    limit_s: float = 60.0
+    trials: list[Trial] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._waiting = list(self.faults)
+        self._steady_step: int | None = None
+        self._steady_at = 0.0
+
+    def tick(self, now: Snapshot) -> str | None:
+        """Advance by one look at the run; the title of a fault that was injected just now, or None."""
+        for trial in self.trials:
+            observe(trial, now)
+        busy = self.trials and self.trials[-1].recovered_at is None
+        if busy and now.wall - self.trials[-1].injected_at < self.limit_s:
+            self._steady_step = None
+            return None
+        if not self._waiting or not self._steady(now):
+            return None
+        fault = self._waiting[0]
+        if not fault.ready(self.trials[-1] if self.trials else None, now):
+            return None
+        del self._waiting[0]
+        self.trials.append(Trial(fault, now.wall, now.step, expected={}))
+        self.trials[-1].expected = fault.inject(self.stage, now)
+        self._steady_step = None
+        return fault.title
+
+    @property
+    def done(self) -> bool:
+        """True once every fault was injected and its incident has ended, or its time is up."""
+        return not self._waiting and all(t.incident and t.incident["state"] == "resolved" for t in self.trials)
+
+    def _steady(self, now: Snapshot) -> bool:
+        if now.step < 0 or now.incidents is None:
+            return False
+        if self._steady_step is None:
+            self._steady_step, self._steady_at = now.step, now.wall
+        return now.step >= self._steady_step + self.gap_steps and now.wall >= self._steady_at + self.gap_s

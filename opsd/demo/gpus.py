@@ -1,0 +1,51 @@
+"""The demo's GPUs: the machine's own if it has any, eight simulated ones otherwise."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from opsd.demo.scene import SIMULATED_GPUS, Scene
+from opsd.demo.world import Snapshot
+from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, SimulationError, build
+
+LOAD_WATTS, IDLE_WATTS = 640.0, 95.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """``simulated`` is None on a machine with GPUs of its own, and where they cannot be simulated (``why``)."""
+
+    simulated: SimulatedGpus | None
+    why: str = ""
+
+    def follow(self, now: Snapshot) -> None:
+        """Let the simulated GPUs of live ranks work and the others idle."""
+        if self.simulated is None:
+            return
+        busy = {page.local_rank for page in now.pages if page.state == "running" and page.steps_reported}
+        for gpu in self.simulated:
+            works = gpu.index in busy
+            gpu.load(utilization=98 if works else 0, power_watts=LOAD_WATTS if works else IDLE_WATTS)
+
+
+def prepare(scene: Scene) -> Gpus:
+    """Find or simulate GPUs and tell ``scene`` about them."""
+    if _has_real_gpus():
+        return Gpus(None, "this machine has GPUs of its own, and the demo does not make real ones overheat")
+    try:
+        scene.library = build(scene.folder / "simulated")
+    except (NoCompilerError, SimulationError) as error:
+        return Gpus(None, str(error))
+    scene.gpu_state = scene.shm / "gpus"
+    return Gpus(SimulatedGpus.create(scene.gpu_state, count=SIMULATED_GPUS))
+
+
+def _has_real_gpus() -> bool:
+    """True if the NVIDIA driver's library loads and counts at least one GPU."""
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_uint()
+    return driver.nvmlInit_v2() == 0 and driver.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value > 0

@@ -1,0 +1,119 @@
+"""The end of the demo: the table of faults, the comparison of the losses, the verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from opsd.demo.faults import Trial
+from opsd.demo.view import culprit_name
+
+
+def losses(metrics: Path) -> dict[int, list[str]]:
+    """Every loss ever reported for each step, as written: a step that was done twice has two."""
+    found: dict[int, list[str]] = {}
+    with open(metrics, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                record = json.loads(line, parse_float=str)
+                found.setdefault(int(record["step"]), []).append(str(record["loss"]))
+    return found
+
+
+def differing_steps(reference: Mapping[int, Sequence[str]], disturbed: Mapping[int, Sequence[str]]) -> list[int]:
+    """Steps at which the runs do not agree to the last bit, recomputed steps and steps missing in one included."""
+    return [
+        step
+        for step in sorted(reference.keys() | disturbed.keys())
+        if len({*reference.get(step, ("missing",)), *disturbed.get(step, ("missing",))}) != 1
+    ]
+
+
+def as_json(
+    trials: Sequence[Trial], *, equal: bool, steps: int, ledger: Mapping[str, Any], simulated: bool
+) -> dict[str, Any]:
+    """The demo's result for machines."""
+    return {
+        "faults": [
+            {
+                "kind": trial.fault.kind,
+                "detected_s": _after(trial, trial.detected_at),
+                "recovered_s": _after(trial, trial.recovered_at),
+                "lost_steps": trial.lost_steps,
+                "culprit": trial.incident["culprit"] if trial.incident else None,
+                "culprit_expected": trial.expected,
+                "runbook": trial.incident["kind"] if trial.incident else None,
+            }
+            for trial in trials
+        ],
+        "bitwise_equal": equal,
+        "steps": steps,
+        "ledger": ledger,
+        "simulated_gpus": simulated,
+    }
+
+
+def faults_table(trials: Sequence[Trial]) -> Table:
+    """One row a fault: what was done to the run and what became of it."""
+    table = Table(title="Faults", title_justify="left")
+    for column in ("fault", "detected after", "recovered after", "steps lost", "culprit named", "runbook"):
+        table.add_column(column, justify="right" if column in ("detected after", "recovered after") else "left")
+    for trial in trials:
+        table.add_row(
+            trial.fault.title,
+            _seconds(_after(trial, trial.detected_at)),
+            _seconds(_after(trial, trial.recovered_at)),
+            str(trial.lost_steps),
+            _culprit(trial),
+            trial.fault.runbook,
+        )
+    return table
+
+
+def verdict(
+    trials: Sequence[Trial],
+    missing: Sequence[str],
+    differing: Sequence[int],
+    undisturbed: Mapping[int, Sequence[str]],
+    disturbed: Mapping[int, Sequence[str]],
+    false_alarms: Sequence[str],
+) -> list[str]:
+    """What the demo found out, a sentence each, in rich markup."""
+    lines = [f"[red]never injected: {title}; the run was over too soon[/]" for title in missing]
+    lines += [f"[red]not repaired: {trial.fault.title}[/]" for trial in trials if not trial.passed]
+    if false_alarms:
+        lines.append(f"[red]false alarms during the undisturbed run: {', '.join(false_alarms)}[/]")
+    twice = sum(len(values) - 1 for values in disturbed.values())
+    if differing:
+        at = ", ".join(map(str, differing[:5]))
+        lines.append(f"[red]losses differ from the undisturbed run at {len(differing)} steps, first at {at}[/]")
+    else:
+        last = undisturbed[max(undisturbed)][0]
+        lines.append(
+            f"losses: all {len(disturbed)} steps ({twice} of them done twice) equal those of the undisturbed run to "
+            f"the last bit; last {last}"
+        )
+    return lines
+
+
+def _culprit(trial: Trial) -> str:
+    if trial.incident is None:
+        return "[red]nobody[/red]"
+    name = culprit_name(trial.incident["culprit"])
+    return (
+        name
+        if trial.culprit_right
+        else f"[red]{name}, expected {culprit_name({'component': '', **trial.expected})}[/red]"
+    )
+
+
+def _after(trial: Trial, at: float | None) -> float | None:
+    return None if at is None else round(at - trial.injected_at, 3)
+
+
+def _seconds(value: float | None) -> str:
+    return "[red]never[/red]" if value is None else f"{value:.1f} s"

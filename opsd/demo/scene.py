@@ -1,0 +1,111 @@
+"""The demo's stage: workspace, simulated GPUs, agent, and the programs that it starts and stops."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SIMULATED_GPUS = 8
+RANKS = 2
+SHM_ROOT = Path("/dev/shm")  # noqa: S108 (shared memory, in a folder of our own)
+TEXT_BYTES = 3_000_000
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why."""
+
+
+@dataclass
+class Scene:
+    """``folder`` holds all that the demo writes, except rank pages, which live in shared memory."""
+
+    folder: Path
+    shm: Path
+    port: int
+    library: Path | None = None
+    gpu_state: Path | None = None
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def agent_url(self) -> str:
+        """Where the demo's agent listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, arguments: Sequence[str], log: str) -> subprocess.Popen[bytes]:
+        """Start ``python -m …`` with its output in ``log`` (a name inside the folder)."""
+        with open(self.folder / log, "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *arguments], env=self.environment(), stdout=output, stderr=subprocess.STDOUT
+            )
+        self._processes.append(process)
+        return process
+
+    def call(self, arguments: Sequence[str], log: str) -> None:
+        """Run ``python -m …`` to its end. Raises DemoError with the end of its output if it fails."""
+        process = self.start(arguments, log)
+        if process.wait() != 0:
+            raise DemoError(f"{' '.join(arguments)} failed ({process.returncode}):\n{self.tail(log)}")
+
+    def start_agent(self) -> subprocess.Popen[bytes]:
+        """Start the agent with every runbook allowed to act."""
+        config = self.folder / "opsd.toml"
+        library = f'library = "{self.library}"\n' if self.library else ""
+        config.write_text(
+            f'[agent]\nlisten = "127.0.0.1:{self.port}"\nstate_dir = "{self.folder / "agent"}"\n\n'
+            f'[ranks]\nroot = "{self.shm}"\n\n[nvml]\n{library}\n[policy]\nmode = "act"\ncooldown_s = 2.0\n',
+            encoding="utf-8",
+        )
+        return self.start(["opsd", "agent", "--config", str(config)], "agent.log")
+
+    def start_run(self, name: str, program: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start ``opsd launch`` with two ranks of ``program``; its run folder is ``folder / name``."""
+        launch = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=20"]
+        where = [f"--run-id={name}", f"--run-dir={self.folder / name}"]
+        return self.start(["opsd", "launch", *launch, *where, *program], f"{name}.log")
+
+    def environment(self) -> dict[str, str]:
+        """The environment of everything started here."""
+        extra = {"OPSD_SHM": str(self.shm), "OPSD_STATE_DIR": str(self.folder / "agent"), "PYTHONUNBUFFERED": "1"}
+        if self.gpu_state is not None:
+            extra["OPSD_SIMULATED_NVML"] = str(self.gpu_state)
+        return {**os.environ, **extra}
+
+    def tail(self, log: str, lines: int = 15) -> str:
+        """The last lines of a log."""
+        return "\n".join((self.folder / log).read_text(errors="replace").splitlines()[-lines:])
+
+    def close(self) -> None:
+        """Stop everything that still runs and remove the shared memory."""
+        running = [process for process in self._processes if process.poll() is None]
+        for process in running:
+            process.terminate()
+        for process in running:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.shm, ignore_errors=True)
+
+
+def open_scene(folder: Path) -> Scene:
+    """Create the workspace. Raises DemoError if the folder cannot be used."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shm = SHM_ROOT / f"opsd-demo-{os.getpid()}"
+        shm.mkdir(mode=0o700)
+    except OSError as error:
+        raise DemoError(f"the demo cannot write to {error.filename}: {error.strerror}; choose another --dir") from error
+    return Scene(folder, shm, _free_port())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

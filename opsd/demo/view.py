@@ -1,0 +1,208 @@
+"""The live view: what the run, the GPUs and the agent are doing, on one screen."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from opsd.client import RankPage
+from opsd.demo.world import Snapshot
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PHASE_STYLE = {"data": "cyan", "forward": "green", "backward": "green", "optimizer": "green", "checkpoint": "magenta"}
+_STATE_STYLE = {"open": "red", "acting": "yellow", "verifying": "yellow", "resolved": "green", "escalated": "bold red"}
+
+
+@dataclass
+class View:
+    """Keeps the little history that the screen needs: losses for the sparkline and the log of what happened."""
+
+    simulated_gpus: bool
+    stage: str = ""
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=600))
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=9))
+    _logged_events: int = 0
+    _logged_states: dict[str, str] = field(default_factory=dict)
+    _logged_actions: dict[str, int] = field(default_factory=dict)
+    _last_step: int = -1
+
+    def update(self, now: Snapshot, elapsed: float) -> list[str]:
+        """Take in a snapshot; returns the new log lines."""
+        fresh = [*self._from_events(now), *self._from_incidents(now)]
+        lines = [f"{elapsed:6.1f} s  {line}" for line in fresh]
+        self.log.extend(lines)
+        for record in now.pages[0].steps if now.pages else ():
+            if record.step > self._last_step:
+                self._last_step = record.step
+                self.losses.append(record.loss)
+        return lines
+
+    def note(self, text: str, elapsed: float) -> str:
+        """Add one line of the demo's own to the log."""
+        line = f"{elapsed:6.1f} s  {text}"
+        self.log.append(line)
+        return line
+
+    def render(self, now: Snapshot, elapsed: float) -> RenderableType:
+        """The whole screen."""
+        title = Text.assemble((" opsd demo ", "reverse bold"), f"  {self.stage}  ", (f"{elapsed:.0f} s", "dim"))
+        return Group(
+            title,
+            Panel(_ranks(now), title="ranks", title_align="left"),
+            Panel(self._loss(), title="loss", title_align="left"),
+            Panel(_gpus(now.gpus), title="GPUs" + (" (simulated)" if self.simulated_gpus else ""), title_align="left"),
+            Panel(_incidents(now), title="incidents", title_align="left"),
+            Panel(Text("\n".join(self.log), overflow="ellipsis", no_wrap=True), title="log", title_align="left"),
+        )
+
+    def _loss(self) -> Text:
+        if not self.losses:
+            return Text("no step yet", style="dim")
+        return Text.assemble(
+            (sparkline(list(self.losses), 60), "cyan"), f"  {self.losses[0]:.3f} → {self.losses[-1]:.3f}"
+        )
+
+    def _from_events(self, now: Snapshot) -> list[str]:
+        fresh = now.events[self._logged_events :]
+        self._logged_events = len(now.events)
+        return [line for event in fresh if (line := describe_event(event))]
+
+    def _from_incidents(self, now: Snapshot) -> list[str]:
+        lines = []
+        for incident in reversed(now.incidents or ()):
+            key, state = incident["id"], incident["state"]
+            for action in incident["actions"][self._logged_actions.get(key, 0) :]:
+                lines.append(f"agent  {describe_action(action)}")
+            self._logged_actions[key] = len(incident["actions"])
+            if self._logged_states.get(key) != state:
+                self._logged_states[key] = state
+                lines.append(f"agent  {incident['kind']} {state}: {incident['summary']}")
+        return lines
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """``values`` as at most ``width`` bars; each bar is the mean of its share of the values."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    chunk = max(1, math.ceil(len(finite) / width))
+    means = [sum(finite[i : i + chunk]) / len(finite[i : i + chunk]) for i in range(0, len(finite), chunk)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def describe_event(event: Mapping[str, Any]) -> str | None:
+    """One line for a launcher event, or None for those not worth one."""
+    match event["event"]:
+        case "generation_started":
+            warm = event.get("standby", 0)
+            return f"launch generation {event['generation']} started" + (f", {warm} warm interpreters" if warm else "")
+        case "rank_exited" if event.get("culprit"):
+            return f"launch rank {event['rank']} ended by {event['exit']} after step {event['step']}"
+        case "hang_detected":
+            return f"launch rank {event['rank']} hangs: {event['reason']}"
+        case "resumed":
+            if event.get("previous_step") is None:
+                return f"launch first step {event['step']}"
+            return (
+                f"launch resumed at step {event['step']} after {event['recovered_s']:.1f} s, {event['lost_steps']} lost"
+            )
+        case "checkpoint_rejected":
+            return f"rank   checkpoint of step {event['step']} refused: {event['why']}"
+        case "checkpoint_loaded":
+            return f"rank   checkpoint of step {event['step']} loaded from {event['tier']} in {event['load_s']:.2f} s"
+        case "data_worker_restarted":
+            return f"rank   new data worker from sample {event['sample']}"
+        case "finished":
+            return f"launch finished: {event['reason']}"
+    return None
+
+
+def describe_action(action: Mapping[str, Any]) -> str:
+    """One line for an entry of an incident's actions."""
+    outcome = action.get("outcome") or action.get("decision") or ""
+    detail = action.get("detail") or action.get("reason") or ""
+    return f"{action['verb']} {action['target']}: {outcome}" + (f" ({detail})" if detail else "")
+
+
+def _ranks(now: Snapshot) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("rank", "gen", "step", "phase", "for", "loss", "tokens/s", "step time", "data wait"):
+        table.add_column(column, justify="left" if column == "phase" else "right", min_width=6)
+    for page in now.pages:
+        table.add_row(*_rank_row(page, now))
+    return table
+
+
+def _rank_row(page: RankPage, now: Snapshot) -> list[str | Text]:
+    last = page.last_step
+    age = max(0.0, now.wall - page.created_wall - (page.phase_since - page.created))
+    cells: list[str | Text] = [
+        str(page.rank),
+        str(page.generation),
+        str(last.step) if last else "-",
+        Text(page.phase, style=_PHASE_STYLE.get(page.phase, "")),
+        f"{age:.1f} s",
+    ]
+    if last is None:
+        return [*cells, "-", "-", "-", "-"]
+    return [
+        *cells,
+        f"{last.loss:.3f}",
+        f"{last.tokens / last.duration_s:,.0f}",
+        f"{last.duration_s * 1e3:.0f} ms",
+        f"{last.phase('data') * 1e3:.1f} ms",
+    ]
+
+
+def _gpus(gpus: Mapping[int, Mapping[str, float]] | None) -> RenderableType:
+    if gpus is None:
+        return Text("the agent does not answer", style="red")
+    if not gpus:
+        return Text("none found", style="dim")
+    table = Table(box=None, pad_edge=False)
+    for column in ("", *(f"GPU {gpu}" for gpu in sorted(gpus))):
+        table.add_column(column, justify="right")
+    for name, unit in (("temperature", "°C"), ("clock_mhz", "MHz"), ("power_watts", "W"), ("limit_watts", "W limit")):
+        row = (gpus[gpu].get(name) for gpu in sorted(gpus))
+        table.add_row(unit, *("?" if value is None else f"{value:.0f}" for value in row))
+    return table
+
+
+def _incidents(now: Snapshot) -> RenderableType:
+    if now.incidents is None:
+        return Text("the agent does not answer", style="red")
+    if not now.incidents:
+        return Text("none", style="dim")
+    table = Table(box=None, pad_edge=False)
+    for column in ("kind", "state", "culprit", "what"):
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    for incident in now.incidents[:6]:
+        table.add_row(
+            incident["kind"],
+            Text(incident["state"], style=_STATE_STYLE.get(incident["state"], "")),
+            culprit_name(incident["culprit"]),
+            incident["summary"],
+        )
+    return table
+
+
+def culprit_name(culprit: Mapping[str, Any]) -> str:
+    """A culprit as people say it: "rank 1", "GPU 1 (rank 1)", "data of rank 0", "storage: FILE"."""
+    component, rank, gpu = culprit["component"], culprit.get("rank"), culprit.get("gpu")
+    if component == "gpu" and gpu is not None:
+        return f"GPU {gpu}" + (f" (rank {rank})" if rank is not None else "")
+    if component == "rank" and rank is not None:
+        return f"rank {rank}"
+    if rank is not None:
+        return f"{component} of rank {rank}"
+    return f"{component}: {culprit['detail']}" if culprit.get("detail") else str(component)

@@ -1,0 +1,110 @@
+"""What the demo can see: rank pages, launcher events, the agent's incidents and metrics, at one moment."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from opsd.client import PageError, RankPage, read_page
+
+GPU_METRICS = {
+    "DCGM_FI_DEV_GPU_TEMP": "temperature",
+    "DCGM_FI_DEV_SM_CLOCK": "clock_mhz",
+    "DCGM_FI_DEV_POWER_USAGE": "power_watts",
+    "opsd_gpu_power_limit_watts": "limit_watts",
+    "DCGM_FI_DEV_GPU_UTIL": "utilization",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look at the run. ``wall`` is epoch seconds; ``incidents`` and ``gpus`` are None while the agent is silent."""
+
+    wall: float
+    pages: tuple[RankPage, ...]
+    events: Sequence[Mapping[str, Any]]
+    incidents: Sequence[Mapping[str, Any]] | None
+    gpus: Mapping[int, Mapping[str, float]] | None
+
+    @property
+    def step(self) -> int:
+        """The newest step that every rank has completed; -1 before the first."""
+        if not self.pages:
+            return -1
+        return min(page.last_step.step if page.last_step else -1 for page in self.pages)
+
+    @property
+    def generation(self) -> int:
+        """The newest generation seen."""
+        return max((page.generation for page in self.pages), default=0)
+
+
+@dataclass
+class Eyes:
+    """Takes snapshots. ``folder`` is the run's shared-memory folder, ``events`` the launcher's event file."""
+
+    folder: Path
+    events: Path
+    agent_url: str
+    _offset: int = 0
+    _seen: list[dict[str, Any]] = field(default_factory=list)
+
+    def look(self, wall: float) -> Snapshot:
+        """What there is to see now; parts that cannot be read are absent."""
+        self._tail()
+        incidents = self._get("/api/v1/incidents")
+        return Snapshot(
+            wall=wall,
+            pages=tuple(_pages(self.folder)),
+            events=self._seen,
+            incidents=None if incidents is None else json.loads(incidents)["incidents"],
+            gpus=parse_gpus(self._get("/metrics")),
+        )
+
+    def _tail(self) -> None:
+        try:
+            with open(self.events, encoding="utf-8") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        whole = text[: text.rfind("\n") + 1]
+        self._offset += len(whole.encode())
+        self._seen.extend(json.loads(line) for line in whole.splitlines())
+
+    def _get(self, path: str) -> str | None:
+        try:
+            with urllib.request.urlopen(self.agent_url + path, timeout=2) as answer:  # noqa: S310 (our own agent)
+                return str(answer.read().decode())
+        except (urllib.error.URLError, OSError):
+            return None
+
+
+def _pages(folder: Path) -> list[RankPage]:
+    pages = []
+    for path in sorted(folder.glob("rank-*.page")):
+        try:
+            pages.append(read_page(path))
+        except PageError:
+            continue
+    return pages
+
+
+def parse_gpus(text: str | None) -> Mapping[int, Mapping[str, float]] | None:
+    """GPU index -> what the demo shows of it, from the agent's metrics; None without metrics."""
+    if text is None:
+        return None
+    gpus: dict[int, dict[str, float]] = {}
+    wanted = "\n".join(line for line in text.splitlines() if line.startswith(tuple(GPU_METRICS)))
+    for family in text_string_to_metric_families(wanted + "\n"):
+        for sample in family.samples:
+            if (name := GPU_METRICS.get(sample.name)) and "gpu" in sample.labels:
+                gpus.setdefault(int(sample.labels["gpu"]), {})[name] = sample.value
+    return gpus

@@ -1,0 +1,163 @@
+"""The demo's judgement: it passes only when what it promises came true."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opsd.client import Reporter, read_page
+from opsd.demo.faults import Director, Fault, Stage, Trial, observe
+from opsd.demo.report import differing_steps, losses
+from opsd.demo.text import copy_text
+from opsd.demo.view import culprit_name, describe_event, sparkline
+from opsd.demo.world import Snapshot, parse_gpus
+
+NOTHING = Snapshot(wall=0.0, pages=(), events=(), incidents=(), gpus={})
+
+
+def recovered_when_stepping(trial: Trial, now: Snapshot) -> float | None:
+    return now.wall if now.step > trial.injected_step else None
+
+
+class Injections(list[str]):
+    """Records what was injected instead of breaking anything."""
+
+    def fault(self, kind: str, **expected: object) -> Fault:
+        def inject(_stage: Stage, _now: Snapshot) -> dict[str, object]:
+            self.append(kind)
+            return expected
+
+        return Fault(kind, kind, runbook=f"{kind}_runbook", inject=inject, recovered=recovered_when_stepping)
+
+
+def incident(kind: str, opened_at: float, state: str = "open", **culprit: object) -> dict[str, Any]:
+    return {"id": kind, "kind": f"{kind}_runbook", "state": state, "opened_at": opened_at, "culprit": culprit}
+
+
+@pytest.fixture
+def at_step(tmp_path: Path):
+    """Snapshots of a one-rank run at a given step and time."""
+    reporter = Reporter(tmp_path / "rank-0000.page")
+
+    def snapshot(step: int, wall: float, **fields: Any) -> Snapshot:
+        reporter.step(step=step)
+        return replace(NOTHING, wall=wall, pages=(read_page(tmp_path / "rank-0000.page"),), **fields)
+
+    return snapshot
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path, None)
+
+
+def test_faults_come_one_after_the_other_on_a_steady_run(at_step, stage: Stage) -> None:
+    """The next fault waits until the last one is repaired and the run has been steady for a while."""
+    done = Injections()
+    director = Director(stage, (done.fault("a"), done.fault("b")), gap_steps=5, gap_s=1)
+    director.tick(at_step(0, 0.0))
+    director.tick(at_step(4, 2.0))
+    assert done == []
+    director.tick(at_step(5, 2.0))
+    assert done == ["a"]
+    director.tick(at_step(20, 9.0))
+    assert done == ["a"], "not detected yet"
+    director.tick(at_step(21, 10.0, incidents=[incident("a", 9.5)]))
+    director.tick(at_step(30, 12.0, incidents=[incident("a", 9.5)]))
+    assert done == ["a", "b"]
+
+
+def test_an_unrepaired_fault_does_not_stop_the_show(at_step, stage: Stage) -> None:
+    """After its time is up the next fault is injected, and the trial stays failed."""
+    done = Injections()
+    director = Director(stage, (done.fault("a"), done.fault("b")), gap_steps=1, gap_s=0, limit_s=10)
+    for step, wall in enumerate((0.0, 1.0, 5.0, 12.0, 13.0)):
+        director.tick(at_step(step, wall))
+    assert done == ["a", "b"]
+    assert not director.trials[0].passed
+    assert not director.done
+
+
+def test_only_an_incident_after_the_injection_counts(at_step, stage: Stage) -> None:
+    """An old incident of the same kind is not a detection."""
+    trial = Trial(Injections().fault("a"), injected_at=10.0, injected_step=3, expected={})
+    observe(trial, at_step(9, 11.0, incidents=[incident("a", 9.0)]))
+    assert trial.detected_at is None
+    observe(trial, at_step(9, 12.0, incidents=[incident("a", 9.0), incident("a", 11.5)]))
+    assert (trial.detected_at, trial.passed) == (11.5, True)
+
+
+@pytest.mark.parametrize(
+    ("named", "right"),
+    [
+        ({"component": "rank", "rank": 1, "gpu": None}, True),
+        ({"component": "rank", "rank": 0, "gpu": None}, False),
+        ({"component": "gpu", "rank": 1, "gpu": 1}, False),
+    ],
+)
+def test_the_wrong_culprit_fails_the_trial(at_step, named: dict[str, object], right: bool) -> None:
+    """Detected and repaired is not enough: the culprit must be the one that was broken."""
+    fault = Injections().fault("a")
+    trial = Trial(fault, injected_at=1.0, injected_step=0, expected={"component": "rank", "rank": 1})
+    observe(trial, at_step(9, 3.0, incidents=[incident("a", 2.0, **named)]))
+    assert trial.passed is right
+
+
+def test_lost_steps_are_those_of_this_fault(at_step) -> None:
+    """Steps lost to an earlier restart are not charged to a later fault."""
+    trial = Trial(Injections().fault("a"), injected_at=10.0, injected_step=3, expected={})
+    events = [{"event": "resumed", "t": t, "lost_steps": n} for t, n in ((5.0, 7), (12.0, 4))]
+    observe(trial, at_step(9, 13.0, incidents=[incident("a", 11.0)], events=events))
+    assert trial.lost_steps == 4
+
+
+def test_losses_are_compared_to_the_last_bit(tmp_path: Path) -> None:
+    """A difference in the last digit, a recomputed step that differs, and a missing step are all found."""
+
+    def written(name: str, records: list[tuple[int, str]]) -> dict[int, list[str]]:
+        path = tmp_path / name
+        path.write_text("".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in records))
+        return losses(path)
+
+    one = written("a", [(0, "2.5"), (1, "2.25"), (2, "2.0"), (3, "1.5")])
+    same = written("b", [(0, "2.5"), (1, "2.25"), (2, "2.0"), (1, "2.25"), (2, "2.0"), (3, "1.5")])
+    other = written("c", [(0, "2.5"), (1, "2.25"), (1, "2.2500000000000004"), (2, "2.0000000000000001")])
+    assert differing_steps(one, same) == []
+    assert differing_steps(one, other) == [1, 2, 3]
+
+
+def test_text_is_the_same_every_time(tmp_path: Path) -> None:
+    """The demo's text is real, bounded, and does not depend on the run."""
+    first, second = copy_text(tmp_path / "a", 100_000), copy_text(tmp_path / "b", 100_000)
+    assert first == second >= 100_000
+    names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in "ab"]
+    assert names[0] == names[1]
+
+
+def test_gpu_numbers_come_from_the_metrics() -> None:
+    """The view shows what the agent exports, and nothing where the agent is silent."""
+    text = 'DCGM_FI_DEV_GPU_TEMP{gpu="3",UUID="x"} 71\nopsd_other{gpu="3"} 5\nDCGM_FI_DEV_SM_CLOCK{gpu="3"} 1980\n'
+    assert parse_gpus(text) == {3: {"temperature": 71.0, "clock_mhz": 1980.0}}
+    assert parse_gpus(None) is None
+
+
+def test_words_for_people() -> None:
+    """Culprits and events read as people say them."""
+    assert culprit_name({"component": "gpu", "gpu": 1, "rank": 1}) == "GPU 1 (rank 1)"
+    assert culprit_name({"component": "data", "gpu": None, "rank": 0}) == "data of rank 0"
+    assert culprit_name({"component": "storage", "rank": None, "detail": "rank-0.bin"}) == "storage: rank-0.bin"
+    event = {"event": "rank_exited", "culprit": True, "rank": 1, "exit": "signal SIGKILL", "step": 41}
+    assert describe_event(event) == "launch rank 1 ended by signal SIGKILL after step 41"
+    assert describe_event(json.loads('{"event": "checkpoint_committed", "step": 20}')) is None
+
+
+def test_sparkline_fits_and_falls() -> None:
+    """A falling series gives falling bars, in the width asked for."""
+    bars = sparkline([float(value) for value in range(200, 0, -1)], 40)
+    assert len(bars) == 40
+    assert (bars[0], bars[-1]) == ("█", "▁")
+    assert sparkline([float("nan")], 10) == ""
