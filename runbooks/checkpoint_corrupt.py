@@ -1,0 +1,131 @@
+"""A checkpoint failed its verification at load time: which file, and whether an older one was loaded instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from collectors.base import Event
+from runbooks.base import Action, Cost, Culprit, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import (
+    FRESH_S,
+    REMEMBERED_S,
+    job_of,
+    quoted,
+    ranks_of,
+    run_events,
+    run_of,
+    step_seconds,
+    world_size,
+)
+from runbooks.signals import integer, number, text
+
+
+def _replaced(view: View, run: str, step: int, since: float) -> bool | None:
+    """Whether ``run`` has a good checkpoint again: an older one was loaded, or a newer one committed."""
+    if not view.known("ranks"):
+        return None
+    later = [e for kind in ("checkpoint_loaded", "checkpoint_committed") for e in run_events(view, kind, run)]
+    if any(event.at >= since and integer(event.data, "step") != step for event in later):
+        return True
+    ranks, fact = ranks_of(view, run), run_of(view, run)
+    if any(rank.committed_step is not None and rank.committed_step > step for rank in ranks):
+        return True
+    return False if ranks or fact is not None else None
+
+
+def _cost(view: View, run: str, step: int, since: float) -> Cost:
+    loaded = [e for e in run_events(view, "checkpoint_loaded", run) if e.at >= since]
+    if not loaded:
+        return Cost()
+    lost = max(0, step - integer(loaded[-1].data, "step", step))
+    world = world_size(view, run)
+    return Cost(
+        0.0, lost * step_seconds(ranks_of(view, run)) * world, f"{lost} further steps to do again on {world} GPUs"
+    )
+
+
+def _finding(events: Sequence[Event], view: View) -> Finding:
+    """One incident for one checkpoint, however many ranks found a damaged file in it."""
+    first = events[0]
+    run, step = text(first.data, "run"), integer(first.data, "step")
+    files = sorted({text(event.data, "file") for event in events})
+    return Finding(
+        kind="checkpoint_corrupt",
+        key=f"{run}/step {step}",
+        severity=Severity.WARNING,
+        summary=f"the checkpoint of step {step} of {run} is damaged: {', '.join(files)}",
+        culprit=Culprit("storage", view.node, detail=", ".join(files)),
+        confidence=0.9,
+        evidence=tuple(
+            evidence
+            for event in events
+            for evidence in quoted(event, f"rank {text(event.data, 'rank')}", text(event.data, "why") or event.message)
+        ),
+        cost=_cost(view, run, step, first.at),
+        job=job_of(view, run),
+        data={"run": run, "step": step, "rejected_at": first.at},
+    )
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    rejected: dict[tuple[str, int], list[Event]] = {}
+    for event in view.events("checkpoint_rejected", REMEMBERED_S):
+        rejected.setdefault((text(event.data, "run"), integer(event.data, "step")), []).append(event)
+    for (run, step), events in rejected.items():
+        fresh = view.wall - events[-1].at <= FRESH_S
+        if fresh or _replaced(view, run, step, events[0].at) is False:
+            yield _finding(events, view)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    data = incident.data
+    return _replaced(view, text(data, "run"), integer(data, "step"), number(data, "rejected_at") or incident.opened_at)
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}; the file stays where it is for the post-mortem"
+    return (Action("notify", target=text(incident.data, "run"), reason=why),)
+
+
+PAGE = Page.parse("""
+# A checkpoint is damaged
+
+## Meaning
+A rank verified a committed checkpoint before loading it and found a file that is missing, has the wrong size, or does
+not match the checksum in the manifest. The checkpoint was whole when it was committed, so something has changed it
+since: storage, a cleanup script, or memory on the way to the disk.
+
+## Impact
+The trainer sets the checkpoint aside and goes back to the one before it: the steps in between are computed again. If
+no older checkpoint verifies, the run stops rather than starting afresh in silence.
+
+## Diagnosis
+1. `opsd incidents show ID`: the file, and what is wrong with it.
+2. `opsd checkpoint --help` lists what reads a run's checkpoints from their manifests: which exist, which verify.
+3. The disk or file server that holds it: `journalctl -k --since -1day | grep -iE "nvme|ext4|xfs|I/O error"`,
+   `smartctl -a /dev/nvme0`, `findmnt -T FOLDER`.
+4. Wrong size or missing: who deleted? `ls -la --time-style=full-iso FOLDER`, the shell history, cleanup jobs, quotas.
+5. Right size, wrong content on several checkpoints: suspect memory. `journalctl -k | grep -iE "mce|edac|ecc"`.
+
+## Mitigation
+- Nothing for the run, if an older checkpoint was loaded.
+- Keep the damaged folder until the cause is known; its manifest has been renamed, so that nothing will load it.
+- Verify the other checkpoints before they are needed.
+- The same disk twice: move checkpoints off it.
+
+## What opsd does by itself
+In every mode the trainer refuses the checkpoint and loads the newest one that verifies; nothing is deleted.
+- observe: opens the incident, and resolves it once another checkpoint was loaded or a newer one committed.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="checkpoint_corrupt",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    verify_s=300.0,
+    max_attempts=1,
+)

@@ -1,0 +1,211 @@
+"""A GPU under load is slowed down by heat or by a power brake, and with it every GPU of its job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from collectors.base import RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from runbooks.signals import integer, latest, number, seconds_spent, text, usual
+
+THERMAL = ("sw_thermal", "hw_thermal")
+REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")
+"""Clocks-event reasons that are throttles. The software power cap is not one: near 700 W it is the normal state."""
+
+THROTTLED = "opsd_gpu_throttle_seconds_total"
+CLOCK = "DCGM_FI_DEV_SM_CLOCK"
+
+SHORT_S, SHORT_LIMIT_S = 6.0, 3.0
+LONG_S, LONG_LIMIT_S = 30.0, 9.0
+"""A throttle is half of the last 6 s or 30 % of the last 30 s; a single wild sample adds one second at most."""
+
+LOADED_PERCENT = 30.0
+"""Below this utilization a GPU is not under load: at boot and when idle, HW slowdown comes and goes by itself."""
+
+QUIET_S = 5.0
+CUT = 0.85
+LOWEST = 0.6
+"""Each attempt takes 15 % off the power limit, down to 60 % of the default: the clock falls by far less than power
+does, and a steady small loss is better than clocks that collapse."""
+
+
+def _counters(view: View) -> dict[str, dict[str, Series]]:
+    """The throttle counters of each GPU: UUID -> reason -> series."""
+    found: dict[str, dict[str, Series]] = {}
+    for series in view.select(THROTTLED):
+        labels = series.labels
+        if labels["reason"] in REASONS:
+            found.setdefault(labels["UUID"], {})[labels["reason"]] = series
+    return found
+
+
+def _active(counters: Mapping[str, Series], seconds: float, limit: float) -> list[str]:
+    """The reasons that held for at least ``limit`` of the last ``seconds``."""
+    return [reason for reason, series in counters.items() if seconds_spent(series, seconds) >= limit]
+
+
+def _throttles(counters: Mapping[str, Series]) -> list[str]:
+    return _active(counters, SHORT_S, SHORT_LIMIT_S) or _active(counters, LONG_S, LONG_LIMIT_S)
+
+
+def _rank_on(view: View, gpu: int) -> RankFact | None:
+    return next((rank for rank in view.ranks if rank.gpu == gpu and rank.live), None)
+
+
+def _loaded(view: View, uuid: str, rank: RankFact | None) -> bool:
+    utilization = [usual(series, SHORT_S) for series in view.select("DCGM_FI_DEV_GPU_UTIL", UUID=uuid)]
+    if utilization and utilization[0] is not None:
+        return utilization[0] >= LOADED_PERCENT
+    return rank is not None
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    gpus = _counters(view)
+    throttled = {uuid: reasons for uuid, counters in gpus.items() if (reasons := _throttles(counters))}
+    for uuid, reasons in throttled.items():
+        index = int(next(iter(gpus[uuid].values())).labels["gpu"])
+        rank = _rank_on(view, index)
+        if _loaded(view, uuid, rank):
+            spent = max(seconds_spent(series, 600.0) for series in gpus[uuid].values())
+            yield _finding(view, uuid, index, rank, reasons, _slowdown(view, uuid, set(throttled)), spent)
+
+
+def _slowdown(view: View, uuid: str, throttled: set[str]) -> tuple[float, float] | None:
+    """(clock, the clock it should have) in MHz: that of the healthy GPUs under load, else its own past."""
+    clocks = {series.labels["UUID"]: series for series in view.select(CLOCK)}
+    if uuid not in clocks or (clock := usual(clocks[uuid], SHORT_S)) is None:
+        return None
+    peers = [
+        value
+        for peer, series in clocks.items()
+        if peer not in throttled and _loaded(view, peer, None) and (value := usual(series, SHORT_S)) is not None
+    ]
+    past = sorted(value for _, value in clocks[uuid].values(600.0))
+    return clock, max(clock, median(peers) if peers else past[int(0.9 * (len(past) - 1))])
+
+
+def _finding(
+    view: View,
+    uuid: str,
+    gpu: int,
+    rank: RankFact | None,
+    reasons: Sequence[str],
+    slowdown: tuple[float, float] | None,
+    spent_s: float,
+) -> Finding:
+    share = 0.0 if slowdown is None else 1.0 - slowdown[0] / slowdown[1]
+    waiting = rank.world_size if rank else 1
+    job = rank.job if rank else ""
+    temperature = latest(view, "DCGM_FI_DEV_GPU_TEMP", UUID=uuid)
+    power, limit = (
+        latest(view, "DCGM_FI_DEV_POWER_USAGE", UUID=uuid),
+        latest(view, "opsd_gpu_power_limit_watts", UUID=uuid),
+    )
+    facts = [
+        f"throttled by {' and '.join(reasons)} for {spent_s:.0f} s of the last 10 minutes",
+        f"SM clock {slowdown[0]:.0f} MHz, {slowdown[1]:.0f} MHz expected under load" if slowdown else "",
+        f"temperature {temperature:.0f} °C" if temperature is not None else "",
+        f"power {power:.0f} W of {limit:.0f} W" if power is not None and limit is not None else "",
+    ]
+    whose = f"of job {job}" if job else f"of run {rank.run}" if rank else "of this GPU's work"
+    return Finding(
+        kind="gpu_throttle",
+        key=uuid,
+        severity=Severity.CRITICAL if rank else Severity.WARNING,
+        summary=f"GPU {gpu} is throttled by {' and '.join(reasons)}",
+        culprit=Culprit("gpu", view.node, gpu, rank.rank if rank else None, " and ".join(reasons)),
+        confidence=0.95,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
+        cost=Cost(share, share * waiting * spent_s, f"this throttle costs {share:.0%} {whose} ({waiting} GPUs)"),
+        job=job,
+        data={"uuid": uuid, "gpu": gpu, "reasons": list(reasons)},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    uuid, gpu = text(incident.data, "uuid"), integer(incident.data, "gpu")
+    reasons = incident.data.get("reasons")
+    thermal = isinstance(reasons, list | tuple) and any(reason in THERMAL for reason in reasons)
+    limit = latest(view, "opsd_gpu_power_limit_watts", UUID=uuid)
+    default = latest(view, "opsd_gpu_power_limit_default_watts", UUID=uuid)
+    if not thermal or limit is None or default is None:
+        cause = "check the cooling" if thermal else "check power supplies and the board"
+        return (Action("notify", target=view.node, reason=f"{incident.summary}: {cause}, then replace the node"),)
+    least = latest(view, "opsd_gpu_power_limit_min_watts", UUID=uuid) or 0.0
+    watts = round(max(CUT * limit, LOWEST * default, least))
+    told = Action("notify", target=view.node, reason=f"{incident.summary}: have its cooling serviced, replace the node")
+    if watts >= limit:
+        return (told,)
+    args = {"gpu": gpu, "watts": watts, "restore_watts": _limit_before(incident, limit)}
+    why = f"{incident.summary}: less power is less heat, and a steady clock"
+    return (Action("set_power_limit", target=uuid, args=args, reason=why), told)
+
+
+def _limit_before(incident: Incident, limit: float) -> float:
+    """The power limit before opsd touched it."""
+    for action in incident.actions:
+        args = action.get("args")
+        if action.get("verb") == "set_power_limit" and isinstance(args, Mapping):
+            return number(args, "restore_watts") or limit
+    return limit
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the GPU has worked for a while without any throttle. An idle GPU proves nothing."""
+    uuid = text(incident.data, "uuid")
+    counters = _counters(view).get(uuid)
+    if not counters or any(series.last is None for series in counters.values()):
+        return None
+    if any(seconds_spent(series, QUIET_S) > 0 for series in counters.values()):
+        return False
+    loaded = _loaded(view, uuid, _rank_on(view, integer(incident.data, "gpu")))
+    steady = all(len(series.values(QUIET_S)) >= QUIET_S - 1 for series in counters.values())
+    return True if loaded and steady else None
+
+
+PAGE = Page.parse("""
+# A GPU is throttled
+
+## Meaning
+The driver or the board slows a GPU down under load: `sw_thermal` and `hw_thermal` because it is too hot,
+`hw_power_brake` because the server's power supplies ask for it, `hw_slowdown` for one of these two or for a fault of
+the board. The software power cap is not a throttle: a healthy H100 under load sits at it.
+
+## Impact
+A synchronous job runs at the pace of its slowest GPU, so that one throttled GPU costs every GPU of the job the same
+share. Above the hardware threshold clocks fall by half or more.
+
+## Diagnosis
+1. `opsd incidents show ID`: reasons, temperature, clock beside that of the node's other GPUs, cost.
+2. `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i GPU`: the reasons that are active right now.
+3. `nvidia-smi --query-gpu=index,temperature.gpu,power.draw,clocks.sm --format=csv`: one hot GPU is its own cooling
+   (heat sink, paste, dust), all hot is the fans or the room.
+4. `ipmitool sdr type Fan` and `ipmitool sdr type Temperature`: a fan below its peers, inlet air above 30 °C.
+5. Power brake: `ipmitool sdr type "Power Supply"` and `ipmitool sel list`: a power supply that failed.
+
+## Mitigation
+- Heat: lower the power limit by 15 % (`nvidia-smi -i GPU -pl WATTS`). The clock falls by about 6 %, the heat by 15 %.
+- Then swap the node out at the next good moment and have cooling or power serviced:
+  `scontrol update nodename=NODE state=drain reason="opsd: gpu_throttle"`.
+- A lowered limit stays until the node was serviced: raised any earlier, the GPU is as hot again minutes later. A reboot
+  or a reload of the driver restores the default; by hand it is `nvidia-smi -i GPU -pl WATTS` with the `restore_watts`
+  of the action.
+
+## What opsd does by itself
+- observe: opens the incident with its cost.
+- recommend: names the power limit to set, and notifies.
+- act: for heat, lowers the power limit of this GPU by 15 % and notifies that the node needs service; once more if the
+  GPU is still throttled a minute later, never below 60 % of its default limit. For a power brake, or a hardware
+  slowdown without heat, it only notifies: that is work for hands. It does not raise the limit again by itself.
+""")
+
+RUNBOOK = Runbook(
+    kind="gpu_throttle",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    verify_s=60.0,
+)
