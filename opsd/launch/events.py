@@ -1,0 +1,57 @@
+"""The launcher's event stream: one JSON object a line, to every file that wants it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+class EventLog:
+    """Writes events to several files. A file that cannot be written is reported once and does not stop the run."""
+
+    def __init__(self, run: str, node: str, targets: Sequence[Path]) -> None:
+        self._common = {"run": run, "node": node}
+        self._files = [(path, open(path, "ab", buffering=0)) for path in targets]  # noqa: SIM115
+        self._failed: set[Path] = set()
+        self.generation = 0
+
+    def emit(self, event: str, *, t: float | None = None, **fields: object) -> None:
+        """Append one event of the current generation; ``t`` in wall seconds, now by default."""
+        record = {"t": time.time() if t is None else t, "event": event, "generation": self.generation}
+        line = (json.dumps(record | self._common | fields, default=str) + "\n").encode()
+        for path, file in self._files:
+            try:
+                file.write(line)
+            except OSError as error:
+                if path not in self._failed:
+                    self._failed.add(path)
+                    print(f"opsd launch: events are not written to {path}: {error.strerror}", file=sys.stderr)
+
+
+class EventTail:
+    """Follows the event file of one rank from where it was left."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> Iterator[dict[str, object]]:
+        """The complete lines added since the last call. Lines that are not JSON objects are skipped."""
+        try:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                file.seek(self._offset)
+                data = file.read(1 << 20)
+        except OSError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("event"), str):
+                    yield record

@@ -1,0 +1,156 @@
+"""What a failure is, which rank it began with, and whether restarting can help. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from opsd import exitcodes
+
+Kind = Literal["signal", "user", "communication", "hardware", "environment", "hang"]
+
+_COMMUNICATION = re.compile(
+    r"connection (reset|closed|refused|was closed|was reset|aborted)|broken pipe|closed by (the )?(remote )?peer"
+    r"|remote (process )?(has )?(exited|error)|ncclRemoteError|ncclSystemError|DistBackendError|DistStoreError"
+    r"|DistNetworkError|gloo|watchdog|process ?group ?nccl|socket timeout|wait timeout|store.*timed? ?out",
+    re.IGNORECASE,
+)
+_HARDWARE = re.compile(
+    r"CUDA error|cuda(Error|_error)|uncorrectable|ECC|device-side|CUBLAS_STATUS|CUDNN_STATUS|unspecified launch failure"
+    r"|AcceleratorError|fallen off the bus|ncclUnhandledCudaError|ncclInternalError"
+)
+_ENVIRONMENT = re.compile(
+    r"EADDRINUSE|address already in use|no space left|stale file handle|input/output error|ESTALE|EIO"
+    r"|too many open files|cannot allocate memory|resource temporarily unavailable|read-only file system",
+    re.IGNORECASE,
+)
+_VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class RankError:
+    """The exception a rank ended with; ``where`` is "file:line in function" of the program's innermost frame."""
+
+    type: str
+    message: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank that ended, or hung, when it should not have.
+
+    ``exit`` is its exit in words ("signal SIGKILL", "exit code 1", "hung in backward"), ``step`` the last completed
+    step, ``t`` the second (any clock, the same for all) of its error or exit.
+    """
+
+    rank: int
+    exit: str
+    kind: Kind
+    t: float
+    step: int | None = None
+    phase: str | None = None
+    error: RankError | None = None
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """Equal for two failures with the same cause: numbers and addresses in messages are left out."""
+        if self.error is None:
+            return (self.exit,)
+        return (self.error.type, self.error.where, _VARIABLE.sub("#", self.error.message)[:200])
+
+    @property
+    def cause(self) -> str:
+        """The failure in half a sentence."""
+        if self.error is None:
+            return self.exit
+        message = self.error.message.strip().splitlines()
+        text = f"{self.error.type}: {message[0][:200]}" if message else self.error.type
+        return f"{text} ({self.error.where})" if self.error.where else text
+
+
+def classify(exit: str, error: RankError | None, log_tail: str) -> Kind:
+    """The kind of a failure from its exit, its exception and, without one, the end of its log.
+
+    An exception that only says another rank is gone is ``communication``; ``user`` is an error of the program's
+    own, a deliberate exit code included.
+    """
+    text = f"{error.type}: {error.message}" if error else log_tail
+    if exit.startswith("signal ") and not (exit == "signal SIGABRT" and _COMMUNICATION.search(text)):
+        return "signal"
+    for kind, pattern in _KINDS:
+        if pattern.search(text):
+            return kind
+    return "user"
+
+
+_KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    ("communication", _COMMUNICATION),
+    ("hardware", _HARDWARE),
+    ("environment", _ENVIRONMENT),
+)
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others follow from: the earliest that is not merely a lost connection."""
+    return min(failures, key=lambda failure: (failure.kind == "communication", failure.t))
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The verdict that restarting would not help: the launcher's exit code and why, in a sentence."""
+
+    code: int
+    reason: str
+
+
+class RestartPolicy:
+    """Decides after each failure whether to restart. Three rules stop a run, so that it never loops:
+
+    - an error of the program itself at the same step twice;
+    - the same failure ``same_limit`` times without the run getting any further;
+    - more than ``max_restarts`` restarts within ``refill_steps`` committed steps: restarts that lead to so much durable
+      progress are not held against a run of weeks.
+    """
+
+    def __init__(self, max_restarts: int, *, same_limit: int = 3, refill_steps: int = 100) -> None:
+        self._max_restarts = max_restarts
+        self._same_limit = same_limit
+        self._refill_steps = refill_steps
+        self._used = 0
+        self._refilled_at: int | None = None
+        self._furthest = -1
+        self._same: Counter[tuple[str, ...]] = Counter()
+        self._user_errors: set[tuple[int | None, tuple[str, ...]]] = set()
+
+    def judge(self, failure: Failure, *, furthest: int | None, committed: int | None) -> Stop | None:
+        """None to restart after ``failure``; ``furthest`` and ``committed`` are the run's highest steps so far."""
+        if committed is not None and committed - (self._refilled_at or 0) >= self._refill_steps:
+            self._used, self._refilled_at = 0, committed
+        if furthest is not None and furthest > self._furthest:
+            self._furthest = furthest
+            self._same.clear()
+        self._same[failure.signature] += 1
+        at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
+        if failure.kind == "user":
+            place = (failure.step, failure.signature)
+            if place in self._user_errors and self._max_restarts > 0:
+                return Stop(exitcodes.REPEATED, f"the program failed twice {at_step} with the same error")
+            self._user_errors.add(place)
+        if self._same[failure.signature] >= self._same_limit > 0 and self._max_restarts > 0:
+            return Stop(
+                exitcodes.REPEATED,
+                f"the same failure came {self._same_limit} times without the run getting any further",
+            )
+        self._used += 1
+        if self._used > self._max_restarts:
+            return Stop(exitcodes.FAILED, self._exhausted())
+        return None
+
+    def _exhausted(self) -> str:
+        if self._max_restarts == 0:
+            return "restarts are off (--max-restarts 0)"
+        return f"all {self._max_restarts} restarts are used up and fewer than {self._refill_steps} steps were committed"

@@ -1,0 +1,113 @@
+"""The launcher's event loop: file descriptors, timers and signals, in one thread."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+
+Callback = Callable[[], None]
+
+
+class Timer:
+    """A pending call; ``cancel()`` makes it never happen."""
+
+    __slots__ = ("callback", "due")
+
+    def __init__(self, due: float, callback: Callback) -> None:
+        self.due = due
+        self.callback: Callback | None = callback
+
+    def cancel(self) -> None:
+        """Forget the call; harmless after it has happened."""
+        self.callback = None
+
+
+class Loop:
+    """Calls back when a descriptor is readable, a timer is due or a signal has arrived."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._running = False
+        self.last_idle = time.monotonic()
+        """Monotonic second at which the loop was last seen waiting: what happened did so after it, or at it."""
+
+    def watch(self, descriptor: int, callback: Callback) -> None:
+        """Call ``callback`` whenever ``descriptor`` is readable (a pidfd: once its process has ended)."""
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Stop watching; the descriptor must still be open."""
+        self._selector.unregister(descriptor)
+
+    def later(self, delay_s: float, callback: Callback) -> Timer:
+        """Call ``callback`` once, ``delay_s`` seconds from now."""
+        timer = Timer(time.monotonic() + delay_s, callback)
+        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        return timer
+
+    def every(self, interval_s: float, callback: Callback) -> None:
+        """Call ``callback`` again and again, ``interval_s`` seconds after the end of the call before."""
+
+        def tick() -> None:
+            callback()
+            self.later(interval_s, tick)
+
+        self.later(interval_s, tick)
+
+    def on_signals(self, numbers: Iterable[signal.Signals], callback: Callable[[signal.Signals], None]) -> None:
+        """Turn the given signals into calls from the loop. Only from the main thread, once per process."""
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        handled = frozenset(numbers)
+
+        def nothing(number: int, frame: FrameType | None) -> None:
+            """Exist, so that the default action does not happen; the wake-up descriptor does the rest."""
+
+        for number in handled:
+            signal.signal(number, nothing)
+
+        def deliver() -> None:
+            for number in os.read(reader, 64):
+                if number in handled:
+                    callback(signal.Signals(number))
+
+        self.watch(reader, deliver)
+
+    def run(self) -> None:
+        """Serve until ``stop()``."""
+        self._running = True
+        while self._running:
+            before = time.monotonic()
+            ready = self._selector.select(self._timeout(before))
+            after = time.monotonic()
+            if after - before > 0.001 or not ready:
+                self.last_idle = after
+            for key, _ in ready:
+                if self._running and key.fileobj in self._selector.get_map():
+                    key.data()
+            self._run_timers()
+
+    def stop(self) -> None:
+        """Let ``run()`` return after the current callback."""
+        self._running = False
+
+    def _timeout(self, now: float) -> float | None:
+        while self._timers and self._timers[0][2].callback is None:
+            heapq.heappop(self._timers)
+        return max(0.0, self._timers[0][0] - now) if self._timers else None
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        while self._running and self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            callback, timer.callback = timer.callback, None
+            if callback is not None:
+                callback()

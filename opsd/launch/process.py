@@ -1,0 +1,145 @@
+"""Processes of the launcher: starting, noticing their end, and leaving nothing of theirs behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def become_subreaper() -> None:
+    """Make orphans below this process its children, so that a daemon started by a rank can be found (prctl(2))."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended: by the signal ``signal``, or with ``code`` if that is None."""
+
+    code: int
+    signal: signal.Signals | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True for exit code 0."""
+        return self.signal is None and self.code == 0
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}" if self.signal is None else f"signal {self.signal.name}"
+
+
+class Child:
+    """A process in a session of its own, with a descriptor that is readable once it has ended.
+
+    Its exit is looked at without being collected until ``reap()``: up to then neither its pid nor its process group
+    can be taken by another process, so ``kill_group()`` cannot hit a stranger.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.pid = popen.pid
+        self.pidfd = os.pidfd_open(popen.pid)
+
+    def exit(self) -> Exit | None:
+        """How it ended, None while it runs."""
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if info is None:
+            return None
+        if info.si_code == os.CLD_EXITED:
+            return Exit(info.si_status)
+        return Exit(128 + info.si_status, signal.Signals(info.si_status))
+
+    def kill_group(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal the process and all of its children that stayed in its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the process alone."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, number)
+
+    def reap(self) -> None:
+        """Collect the exit (waiting for it) and free the pid."""
+        self._popen.wait()
+        os.close(self.pidfd)
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    output: int,
+    keep: Sequence[int] = (),
+    error_output: int = subprocess.STDOUT,
+) -> Child:
+    """Start ``command`` in its own session with ``output`` as its stdout and stderr. Raises OSError."""
+    return Child(
+        subprocess.Popen(
+            command,
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=error_output,
+            start_new_session=True,
+            pass_fds=keep,
+        )
+    )
+
+
+def send_message(channel: socket.socket, payload: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send one length-prefixed message, with open descriptors attached. Raises OSError if the other side is gone."""
+    socket.send_fds(channel, [len(payload).to_bytes(4, "little")], list(descriptors))
+    channel.sendall(payload)
+
+
+def descendants(pid: int, skip: Callable[[int], bool] = lambda _: False, proc: str = "/proc") -> Iterator[int]:
+    """Pids of all processes below ``pid``, zombies included, parents first; without the trees ``skip`` says yes to."""
+    for child in _children(pid, proc):
+        if not skip(child):
+            yield child
+            yield from descendants(child, skip, proc)
+
+
+def _children(pid: int, proc: str) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(proc, str(pid), "task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (thread / "children").read_text(encoding="ascii").split())
+    return found
+
+
+def sweep(protected: Callable[[int], bool], number: signal.Signals = signal.SIGKILL) -> int:
+    """Signal every descendant of this process outside the ``protected`` trees; returns how many still exist.
+
+    Direct children among them that have ended are collected. Call again until it returns 0.
+    """
+    remaining = 0
+    for pid in list(descendants(os.getpid(), protected)):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                continue
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+        remaining += 1
+    return remaining
+
+
+def collect_orphans(known: Callable[[int], bool]) -> None:
+    """Collect ended children that the kernel handed to this process and that nobody else waits for."""
+    for pid in _children(os.getpid(), "/proc"):
+        if not known(pid):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)

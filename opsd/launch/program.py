@@ -1,0 +1,51 @@
+"""The user's program: what the ranks run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+class ProgramNotFound(Exception):
+    """The program does not exist or cannot be executed; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A Python script, a module as in ``python -m``, or any executable. ``python`` runs the former two."""
+
+    kind: Literal["script", "module", "executable"]
+    name: str
+    args: tuple[str, ...]
+    python: str
+    cwd: Path
+
+    @property
+    def path(self) -> str:
+        """``sys.path[0]`` of the program, as Python itself would set it."""
+        return str(Path(self.name).resolve().parent) if self.kind == "script" else str(self.cwd)
+
+    @classmethod
+    def find(cls, kind: Literal["script", "module", "executable"], name: str, args: tuple[str, ...]) -> Program:
+        """The program ``name`` as seen from the working directory. Raises ProgramNotFound.
+
+        A module is looked for by the rank itself: only its interpreter knows all places.
+        """
+        from sys import executable
+
+        cwd = Path.cwd()
+        if kind == "script":
+            name = os.path.abspath(name)  # noqa: PTH100  # resolve() would follow links, Python's __file__ does not
+            if not Path(name).is_file():
+                raise ProgramNotFound(f"there is no file {name}")
+            if not os.access(name, os.R_OK):
+                raise ProgramNotFound(f"{name} may not be read by this user")
+        elif kind == "executable":
+            found = shutil.which(name)
+            if found is None:
+                raise ProgramNotFound(f"there is no program {name} that can be executed")
+            name = str(Path(found).absolute()) if os.sep in name else found
+        return cls(kind, name, args, os.environ.get("PYTHON_EXEC") or executable, cwd)

@@ -1,0 +1,77 @@
+"""Watches the rank pages of a generation: how far the run is, what it has made durable, what its ranks report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from opsd.client import PageError, RankPage, read_page
+from opsd.launch.events import EventLog, EventTail
+from opsd.launch.generation import Generation, Rank
+from opsd.launch.rundir import rank_events
+
+
+@dataclass(slots=True)
+class Recovery:
+    """A generation on its way back after a failure that was noticed at the monotonic second ``noticed``."""
+
+    noticed: float
+    previous_step: int | None
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the run has come over all generations: highest completed step, highest durable checkpoint."""
+
+    events: EventLog
+    furthest: int | None = None
+    committed: int | None = None
+    recovery: Recovery | None = None
+    _tails: dict[int, EventTail] = field(default_factory=dict)
+
+    def update(self, generation: Generation) -> dict[int, RankPage]:
+        """Read all pages of ``generation``, pass on what is new as events; the usable pages by rank."""
+        pages = {rank.rank: page for rank in generation.ranks if (page := page_of(rank)) is not None}
+        self._relay(generation.ranks)
+        self._note_resumed(list(pages.values()))
+        for page in pages.values():
+            if page.last_step is not None:
+                self.furthest = max(page.last_step.step, self.furthest if self.furthest is not None else -1)
+            step = page.committed_step
+            if step is not None and (self.committed is None or step > self.committed):
+                self.committed = step
+                self.events.emit("checkpoint_committed", step=step)
+        return pages
+
+    def _note_resumed(self, pages: Sequence[RankPage]) -> None:
+        stepping = [page for page in pages if page.steps]
+        if self.recovery is None or not stepping:
+            return
+        first = min((page.steps[0] for page in stepping), key=lambda record: record.end)
+        previous, noticed = self.recovery.previous_step, self.recovery.noticed
+        self.recovery = None
+        self.events.emit(
+            "resumed",
+            step=first.step,
+            previous_step=previous,
+            lost_steps=0 if previous is None else max(0, previous - first.step + 1),
+            recovered_s=round(first.end - noticed, 4),
+        )
+
+    def _relay(self, ranks: Sequence[Rank]) -> None:
+        for rank in ranks:
+            tail = self._tails.setdefault(rank.rank, EventTail(rank_events(rank.page)))
+            for record in tail.read():
+                fields = {key: value for key, value in record.items() if key not in ("t", "event", "generation")}
+                t = record.get("t")
+                fields["rank"] = rank.rank
+                self.events.emit(str(record["event"]), t=t if isinstance(t, float) else None, **fields)
+
+
+def page_of(rank: Rank) -> RankPage | None:
+    """The rank's page, None if it has none (yet). A page of another process, left or forged, does not count."""
+    try:
+        page = read_page(rank.page)
+    except PageError:
+        return None
+    return page if page.pid == rank.child.pid else None
