@@ -1,0 +1,392 @@
+"""Simulated GPUs: builds the NVML library of ``nvml.c`` and drives it through its shared state file.
+
+Start the reader (the agent, nvitop) with ``OPSD_SIMULATED_NVML`` naming the state file and the built
+``libnvidia-ml.so.1`` as its library, then change the GPUs while it runs::
+
+    library = build(folder)
+    with SimulatedGpus.create(folder / "gpus.state") as gpus:
+        gpus[3].load(utilization=98, power_watts=650)
+        gpus[3].cooling = 0.6
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+STATE_ENV: Final = "OPSD_SIMULATED_NVML"
+LIBRARY: Final = "libnvidia-ml.so.1"
+MODEL: Final = "NVIDIA H100 80GB HBM3 (simulated)"
+LINKS: Final = 18
+MAX_GPUS: Final = 16
+DRIVERS: Final = (570, 575, 580)
+
+_SOURCE = Path(__file__).with_name("nvml.c")
+_MAGIC, _VERSION = 0x4453504F, 1
+_PROCESSES, _XIDS = 8, 16
+_GIB = 1 << 30
+
+
+class NoCompilerError(Exception):
+    """The machine has no C compiler, so the simulated NVML cannot be built."""
+
+
+class SimulationError(Exception):
+    """The simulated NVML cannot be built or its state file cannot be used; the message says why."""
+
+
+def build(folder: Path) -> Path:
+    """Compile the simulated NVML into ``folder`` and return the path of its ``libnvidia-ml.so.1``.
+
+    A library built before from the same source is used again. Raises NoCompilerError without ``cc`` or ``gcc`` on
+    the PATH, SimulationError if the compiler fails, OSError if the folder cannot be written.
+    """
+    source = _SOURCE.read_bytes()
+    library = folder / f"nvml-{hashlib.sha256(source).hexdigest()[:16]}" / LIBRARY
+    if library.exists():
+        return library
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise NoCompilerError("no C compiler (cc or gcc) on the PATH; install one, for instance: apt-get install gcc")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    draft = library.with_name(f".{LIBRARY}.{os.getpid()}")
+    command = [compiler, "-std=c11", "-O2", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", str(draft)]
+    result = subprocess.run(
+        [*command, str(_SOURCE), "-lm", "-lpthread"], capture_output=True, text=True, check=False, timeout=120
+    )
+    if result.returncode != 0:
+        raise SimulationError(f"{compiler} cannot compile {_SOURCE}: {result.stderr.strip()[-2000:]}")
+    draft.rename(library)
+    return library
+
+
+class _Gpu(ctypes.Structure):
+    """``struct gpu`` of nvml.c; the fields from ``limit_w`` on are written by the library."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_char * 64),
+        ("name", ctypes.c_char * 64),
+        ("bus_id", ctypes.c_char * 32),
+        ("serial", ctypes.c_char * 32),
+        ("vbios", ctypes.c_char * 32),
+        ("unsupported", ctypes.c_char * 512),
+        ("denied", ctypes.c_char * 256),
+        *((name, ctypes.c_double) for name in ("utilization", "memory_utilization", "demand_w", "cooling")),
+        *((name, ctypes.c_double) for name in ("ambient_c", "tau_s", "link_kib_per_s", "hang_until")),
+        *((name, ctypes.c_uint64) for name in ("memory_total", "memory_used", "memory_reserved")),
+        ("ecc", (ctypes.c_uint64 * 2) * 2),
+        ("link_errors", (ctypes.c_uint64 * LINKS) * 3),
+        ("process_memory", ctypes.c_uint64 * _PROCESSES),
+        ("process_pid", ctypes.c_uint32 * _PROCESSES),
+        ("link_active", ctypes.c_uint32 * LINKS),
+        ("remapped", ctypes.c_uint32 * 4),
+        *((name, ctypes.c_uint32) for name in ("pcie_gen", "pcie_width", "pcie_replays", "recovery_action")),
+        *((name, ctypes.c_uint32) for name in ("persistence", "lost", "forced_reasons", "counters_work")),
+        ("xid", ctypes.c_uint32 * _XIDS),
+        ("xid_count", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
+        *((name, ctypes.c_double) for name in ("limit_w", "updated", "temperature_c", "power_w", "scale")),
+        *((name, ctypes.c_double) for name in ("energy_mj", "link_kib")),
+        ("counter_ns", ctypes.c_uint64 * 5),
+        *((name, ctypes.c_uint64) for name in ("calls", "blocking_calls")),
+        *((name, ctypes.c_uint32) for name in ("reasons", "sm_mhz")),
+    )
+
+
+class _State(ctypes.Structure):
+    """``struct state`` of nvml.c."""
+
+    _fields_ = (
+        ("magic", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("size", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("count", "driver", "init_error", "reloads")),
+        ("gpus", _Gpu * MAX_GPUS),
+    )
+
+
+STATE_BYTES: Final = ctypes.sizeof(_State)
+
+
+class SimulatedGpu:
+    """One GPU. Setters take effect at the next driver call of any process, getters show the last one's state."""
+
+    def __init__(self, raw: _Gpu, index: int) -> None:
+        self._raw = raw
+        self.index = index
+
+    @property
+    def uuid(self) -> str:
+        return bytes(self._raw.uuid).decode()
+
+    def load(self, *, utilization: float, power_watts: float, memory_ratio: float | None = None) -> None:
+        """What the work on the GPU asks of it: utilization in percent, board power, share of memory in use."""
+        self._raw.utilization = utilization
+        self._raw.memory_utilization = utilization * 0.6
+        self._raw.demand_w = power_watts
+        if memory_ratio is not None:
+            self._raw.memory_used = int(memory_ratio * (self._raw.memory_total - self._raw.memory_reserved))
+
+    @property
+    def utilization(self) -> float:
+        """Percent of time with a kernel running."""
+        return float(self._raw.utilization)
+
+    @utilization.setter
+    def utilization(self, percent: float) -> None:
+        self._raw.utilization = percent
+
+    @property
+    def power_watts(self) -> float:
+        """Board power. Set: what the work asks for; get: what limit and throttling leave of it."""
+        return float(self._raw.power_w)
+
+    @power_watts.setter
+    def power_watts(self, watts: float) -> None:
+        self._raw.demand_w = watts
+
+    @property
+    def power_limit_watts(self) -> float:
+        return float(self._raw.limit_w)
+
+    @power_limit_watts.setter
+    def power_limit_watts(self, watts: float) -> None:
+        self._raw.limit_w = watts
+
+    @property
+    def cooling(self) -> float:
+        """Cooling efficiency: 1 as designed, 0.6 with a failing fan or a clogged cold plate."""
+        return float(self._raw.cooling)
+
+    @cooling.setter
+    def cooling(self, efficiency: float) -> None:
+        self._raw.cooling = efficiency
+
+    @property
+    def thermal_tau_s(self) -> float:
+        """Seconds in which the die covers 63 % of the way to its equilibrium temperature."""
+        return float(self._raw.tau_s)
+
+    @thermal_tau_s.setter
+    def thermal_tau_s(self, seconds: float) -> None:
+        self._raw.tau_s = seconds
+
+    @property
+    def temperature(self) -> float:
+        """Die temperature in degrees Celsius."""
+        return float(self._raw.temperature_c)
+
+    @temperature.setter
+    def temperature(self, celsius: float) -> None:
+        self._raw.temperature_c = celsius
+
+    @property
+    def sm_clock_mhz(self) -> int:
+        return int(self._raw.sm_mhz)
+
+    @property
+    def throttle_reasons(self) -> int:
+        """The clocks-event-reason mask; set: bits that are on whatever the physics says."""
+        return int(self._raw.reasons)
+
+    @throttle_reasons.setter
+    def throttle_reasons(self, mask: int) -> None:
+        self._raw.forced_reasons = mask
+
+    @property
+    def throttle_counters_work(self) -> bool:
+        """Whether the driver has the cumulative nanosecond counters of the throttle reasons."""
+        return bool(self._raw.counters_work)
+
+    @throttle_counters_work.setter
+    def throttle_counters_work(self, work: bool) -> None:
+        self._raw.counters_work = work
+
+    @property
+    def lost(self) -> bool:
+        """Whether the GPU has fallen off the bus: every call about it answers NVML_ERROR_GPU_IS_LOST."""
+        return bool(self._raw.lost)
+
+    @lost.setter
+    def lost(self, lost: bool) -> None:
+        self._raw.lost = lost
+
+    @property
+    def hang_s(self) -> float:
+        """Calls about the GPU block until this many seconds from now; 0 releases the blocked ones."""
+        return max(0.0, float(self._raw.hang_until) - time.monotonic())
+
+    @hang_s.setter
+    def hang_s(self, seconds: float) -> None:
+        self._raw.hang_until = time.monotonic() + seconds
+
+    @property
+    def nvlink_bytes_per_second(self) -> float:
+        """Traffic over all links, the same in each direction."""
+        return float(self._raw.link_kib_per_s) * 1024
+
+    @nvlink_bytes_per_second.setter
+    def nvlink_bytes_per_second(self, rate: float) -> None:
+        self._raw.link_kib_per_s = rate / 1024
+
+    @property
+    def calls(self) -> int:
+        """Driver calls about this GPU so far."""
+        return int(self._raw.calls)
+
+    @property
+    def blocking_calls(self) -> int:
+        """Those of them that block by design (nvmlDeviceGetPcieThroughput)."""
+        return int(self._raw.blocking_calls)
+
+    def set_unsupported(self, names: Iterable[str | int]) -> None:
+        """Calls (by name) and fields (by number) that answer NVML_ERROR_NOT_SUPPORTED from now on."""
+        self._raw.unsupported = _words(names, 512)
+
+    def set_denied(self, names: Iterable[str]) -> None:
+        """Calls that answer NVML_ERROR_NO_PERMISSION from now on."""
+        self._raw.denied = _words(names, 256)
+
+    def set_ecc(self, *, corrected: int = 0, uncorrected: int = 0, aggregate: bool = False) -> None:
+        """Set the ECC error counters: the volatile ones (since the driver was loaded) or the aggregate ones."""
+        self._raw.ecc[aggregate][0], self._raw.ecc[aggregate][1] = corrected, uncorrected
+
+    def set_remapped_rows(
+        self, *, correctable: int = 0, uncorrectable: int = 0, pending: bool = False, failure: bool = False
+    ) -> None:
+        """Set the row-remapping state."""
+        self._raw.remapped[:] = [correctable, uncorrectable, int(pending), int(failure)]
+
+    def set_pcie(self, *, generation: int = 5, width: int = 16, replays: int = 0) -> None:
+        """Set the state of the PCIe link."""
+        self._raw.pcie_gen, self._raw.pcie_width, self._raw.pcie_replays = generation, width, replays
+
+    def set_nvlink(self, link: int, *, active: bool = True, replay: int = 0, recovery: int = 0, crc: int = 0) -> None:
+        """Set the state and the error counters of one link."""
+        self._raw.link_active[link] = active
+        for kind, count in enumerate((replay, recovery, crc)):
+            self._raw.link_errors[kind][link] = count
+
+    def set_recovery_action(self, action: int) -> None:
+        """Set what the driver asks for: 0 nothing, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."""
+        self._raw.recovery_action = action
+
+    def set_processes(self, processes: Iterable[tuple[int, int]]) -> None:
+        """Set the compute processes as (pid, bytes of GPU memory), eight at most."""
+        entries = [*processes]
+        if len(entries) > _PROCESSES:
+            raise ValueError(f"{len(entries)} processes, a simulated GPU has room for {_PROCESSES}")
+        entries += [(0, 0)] * (_PROCESSES - len(entries))
+        for slot, (pid, memory) in enumerate(entries):
+            self._raw.process_pid[slot], self._raw.process_memory[slot] = pid, memory
+
+    def raise_xid(self, code: int) -> None:
+        """Deliver an Xid to every process that has registered for the GPU's events."""
+        self._raw.xid[self._raw.xid_count % _XIDS] = code
+        self._raw.xid_count += 1
+
+
+def _words(names: Iterable[str | int], room: int) -> bytes:
+    text = " ".join(str(name) for name in names).encode()
+    if len(text) >= room:
+        raise ValueError(f"the list is {len(text)} characters long, there is room for {room - 1}")
+    return text
+
+
+class SimulatedGpus:
+    """The GPUs of one state file. Use ``create`` to make the file, ``open`` to drive GPUs that somebody else made."""
+
+    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+        self.path = path
+        self._mapping = mapping
+        self._state = _State.from_buffer(mapping)
+        self._gpus = [SimulatedGpu(self._state.gpus[i], i) for i in range(self._state.count)]
+
+    @classmethod
+    def create(cls, path: Path, *, count: int = 8, driver: int = 580) -> Self:
+        """Write a new state file of ``count`` idle H100 GPUs under a driver of the numbering ``driver``.
+
+        Raises ValueError for a count or driver that cannot be simulated, OSError if the file cannot be written.
+        """
+        if not 0 <= count <= MAX_GPUS:
+            raise ValueError(f"{count} GPUs cannot be simulated, only 0 to {MAX_GPUS}")
+        if driver not in DRIVERS:
+            raise ValueError(f"driver {driver} cannot be simulated, only {', '.join(map(str, DRIVERS))}")
+        state = _State(magic=_MAGIC, version=_VERSION, size=STATE_BYTES, count=count, driver=driver)
+        for index in range(count):
+            _make_idle(state.gpus[index], index)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_bytes(bytes(state))
+        draft.rename(path)
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Map an existing state file. Raises SimulationError if it is not one, OSError if it cannot be read."""
+        with open(path, "r+b") as file:
+            if os.fstat(file.fileno()).st_size != STATE_BYTES:
+                raise SimulationError(f"{path} is not a state file of simulated GPUs of this opsd release")
+            mapping = mmap.mmap(file.fileno(), STATE_BYTES)
+        header = _State.from_buffer_copy(mapping)
+        if (header.magic, header.version, header.size) != (_MAGIC, _VERSION, STATE_BYTES):
+            mapping.close()
+            raise SimulationError(f"{path} is not a state file of simulated GPUs of layout {_VERSION}")
+        return cls(path, mapping)
+
+    def __getitem__(self, index: int) -> SimulatedGpu:
+        return self._gpus[index]
+
+    def __iter__(self) -> Iterator[SimulatedGpu]:
+        return iter(self._gpus)
+
+    def __len__(self) -> int:
+        return len(self._gpus)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def environment(self, library: Path) -> dict[str, str]:
+        """Variables that make any NVML client see these GPUs through ``library``."""
+        return {STATE_ENV: str(self.path), "LD_LIBRARY_PATH": str(library.parent)}
+
+    def fail_init(self, code: int) -> None:
+        """Make nvmlInit answer ``code`` from now on, for instance 18 (driver/library mismatch); 0 makes it work."""
+        self._state.init_error = code
+
+    def reload_driver(self) -> None:
+        """Make every client's session invalid until it calls nvmlInit again, as after a reload of the driver."""
+        self._state.reloads += 1
+
+    def close(self) -> None:
+        """Let go of the file; it stays on disk for its other users. GPUs taken from here before keep working."""
+        self._gpus.clear()
+        del self._state
+
+
+def _make_idle(gpu: _Gpu, index: int) -> None:
+    digest = hashlib.sha256(f"opsd simulated GPU {index}".encode()).hexdigest()
+    gpu.uuid = f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}".encode()
+    gpu.name = MODEL.encode()
+    gpu.bus_id = f"00000000:{0x1A + 0x10 * index:02X}:00.0".encode()
+    gpu.serial = f"1650{index:09d}".encode()
+    gpu.vbios = b"96.00.99.00.01"
+    gpu.demand_w = gpu.power_w = 70.0
+    gpu.cooling, gpu.ambient_c, gpu.tau_s = 1.0, 30.0, 5.0
+    gpu.memory_total, gpu.memory_reserved = 80 * _GIB, _GIB // 2
+    gpu.link_active[:] = [1] * LINKS
+    gpu.pcie_gen, gpu.pcie_width, gpu.persistence, gpu.counters_work = 5, 16, 1, 1
+    gpu.limit_w, gpu.scale, gpu.sm_mhz, gpu.reasons = 700.0, 1.0, 345, 1
+    gpu.temperature_c = 30.0 + 70.0 * 0.055
+    gpu.updated = time.monotonic()
