@@ -21,24 +21,23 @@ _COMPONENTS: tuple[tuple[str, str, str], ...] = (
 """Pattern in an error's type and message, component to blame, what it is. The first match decides. A CUDA error that
 may be the program's or the hardware's is left with the rank."""
 
+_FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGHUP", "SIGINT"}
 _NATIVE = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}
 
 
 def _blamed(data: Mapping[str, object]) -> tuple[str, str, float]:
-    """Component, what happened, and confidence, from the exit and the error that the rank left behind."""
-    error = data.get("error")
+    """Component, what happened, and confidence, from the exit and the error or log that the rank left behind."""
+    error, exit_status = data.get("error"), text(data, "exit")
+    signal = exit_status.removeprefix("signal ")
+    if not isinstance(error, Mapping) and signal in _FROM_OUTSIDE:
+        return "rank", f"{signal} from outside: the kernel out of memory, a person or Slurm", 0.95
+    said = f"{text(error, 'type')}: {text(error, 'message')}" if isinstance(error, Mapping) else text(data, "log_tail")
+    for pattern, component, meaning in _COMPONENTS:
+        if re.search(pattern, said, re.IGNORECASE):
+            return component, meaning, 0.7
     if isinstance(error, Mapping):
-        name, said = text(error, "type"), text(error, "message")
-        for pattern, component, meaning in _COMPONENTS:
-            if re.search(pattern, f"{name}: {said}", re.IGNORECASE):
-                return component, meaning, 0.7
-        return "user code", f"{name} raised by the program", 0.9
-    signal = text(data, "exit").removeprefix("signal ")
-    if signal == "SIGKILL":
-        return "rank", "killed from outside: by the kernel out of memory, by a person or by Slurm", 0.95
-    if signal in _NATIVE:
-        return "rank", "native code crashed", 0.8
-    return "rank", text(data, "exit"), 0.8
+        return "user code", f"{text(error, 'type')} raised by the program", 0.9
+    return "rank", "native code crashed" if signal in _NATIVE else exit_status, 0.8
 
 
 def _finding(event: Event, view: View) -> Finding:

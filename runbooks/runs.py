@@ -11,6 +11,9 @@ from runbooks.signals import integer, number, text
 REMEMBERED_S = 600.0
 """How far back a runbook looks for events."""
 
+GOOD_EXITS = (0, 75)
+"""Exit codes of a launcher whose run ended in good order: done, or checkpointed to be requeued."""
+
 FRESH_S = 5.0
 """An event this young is reported even if the run has recovered from it in the meantime."""
 
@@ -62,7 +65,7 @@ def recovered(view: View, run: str, generation: int) -> bool | None:
         return fact.state == "finished"
     ended = run_events(view, "finished", run)
     if ended:
-        return integer(ended[-1].data, "exit_code") == 0
+        return integer(ended[-1].data, "exit_code") in GOOD_EXITS
     return False if ranks else None
 
 
@@ -121,11 +124,7 @@ def quoted(event: Event, source: str, *sentences: str) -> tuple[Evidence, ...]:
 
 def log_lines(data: Mapping[str, object], count: int = 3) -> list[str]:
     """The last lines of the rank's log that the launcher kept, oldest first."""
-    tail = data.get("log_tail")
-    lines = (
-        [str(line).rstrip() for line in tail] if isinstance(tail, list | tuple) else text(data, "log_tail").split("\n")
-    )
-    return [line for line in lines if line.strip()][-count:]
+    return [line.rstrip() for line in text(data, "log_tail").splitlines() if line.strip()][-count:]
 
 
 def last_step_at(data: Mapping[str, object], fallback: float) -> float:
