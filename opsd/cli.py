@@ -15,6 +15,7 @@ COMMANDS = {
     "checkpoint": ("opsd.checkpoints.cli:checkpoint", "List and verify checkpoints from their manifests."),
     "completion": ("opsd.completion:completion", "Print the completion script for your shell."),
     "config": ("opsd.config_cli:config", "Check, show or create the configuration file."),
+    "dashboards": ("opsd.dashboards_cli:dashboards", "Build the Grafana boards, or check that they are current."),
     "demo": ("opsd.demo.cli:demo", "Train a small model, break it five ways, watch it recover."),
     "incidents": ("opsd.agent.cli:incidents", "List the incidents of this node."),
     "launch": ("opsd.launch.cli:launch", "Start and supervise the ranks of a job, where torchrun is used today."),

@@ -1,0 +1,33 @@
+"""Build the boards: the JSON beside the builders is what Grafana loads, and is checked to be current."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dashboards import node
+from dashboards.kit import to_json
+
+BOARDS = (node,)
+FOLDER = Path(__file__).parent
+
+
+def rendered() -> Iterator[tuple[Path, str]]:
+    """File and content of every board."""
+    for module in BOARDS:
+        yield FOLDER / f"{module.__name__.rpartition('.')[2]}.json", to_json(module.build())
+
+
+def write() -> list[Path]:
+    """Write every board; returns the files that changed. Raises OSError where the folder is read-only."""
+    changed = []
+    for path, text in rendered():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            changed.append(path)
+    return changed
+
+
+def outdated() -> list[Path]:
+    """Boards whose JSON is not what the builder makes today."""
+    return [path for path, text in rendered() if not path.exists() or path.read_text(encoding="utf-8") != text]

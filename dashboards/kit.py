@@ -1,0 +1,130 @@
+"""The few parts that every board is made of: stats, graphs, rows, variables, in one look."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders.common import VizLegendOptions
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common
+from grafana_foundation_sdk.models import dashboard as model
+
+DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One expression of a panel and the legend of its series."""
+
+    expr: str
+    legend: str = ""
+
+
+def _target(query: Query, ref: str) -> prometheus.Dataquery:
+    target = prometheus.Dataquery().expr(query.expr).ref_id(ref).datasource(DATASOURCE)
+    return target.legend_format(query.legend) if query.legend else target
+
+
+def graph(
+    title: str, description: str, unit: str, *queries: Query, width: int = 12, floor: float | None = 0
+) -> timeseries.Panel:
+    """Lines over time; ``width`` of 24. ``floor`` is the lowest end of the axis, None lets Grafana choose."""
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .datasource(DATASOURCE)
+        .height(8)
+        .span(width)
+        .line_width(1)
+        .fill_opacity(0)
+        .show_points(common.VisibilityMode.NEVER)
+        .legend(
+            VizLegendOptions()
+            .display_mode(common.LegendDisplayMode.TABLE)
+            .placement(common.LegendPlacement.RIGHT)
+            .show_legend(True)
+            .calcs(["lastNotNull", "max"])
+        )
+    )
+    for number, query in enumerate(queries):
+        panel = panel.with_target(_target(query, chr(ord("A") + number)))
+    return panel if floor is None else panel.axis_soft_min(floor)
+
+
+def number(
+    title: str, description: str, unit: str, query: Query, *, width: int = 4, bad_above: float | None = None,
+    warn_above: float | None = None,
+) -> stat.Panel:  # fmt: skip
+    """One number, green up to ``warn_above``, red from ``bad_above``; without limits it has no colour of its own."""
+    panel = (
+        stat.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .datasource(DATASOURCE)
+        .height(4)
+        .span(width)
+        .no_value("no data")
+        .with_target(_target(query, "A"))
+    )
+    if bad_above is None:
+        return panel.color_mode(common.BigValueColorMode.NONE)
+    steps = [model.Threshold(color="green", value=None)]
+    if warn_above is not None:
+        steps.append(model.Threshold(color="orange", value=warn_above))
+    steps.append(model.Threshold(color="red", value=bad_above))
+    return panel.thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
+
+
+def label_variable(
+    name: str, label: str, metric: str, *, within: str = "", all_of_them: bool = True
+) -> dashboard.QueryVariable:
+    """A variable over the values of a Prometheus label, limited to series that match ``within``."""
+    variable = (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(DATASOURCE)
+        .query(f"label_values({metric}{{{within}}}, {name})")
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.NATURAL_ASC)
+        .multi(all_of_them)
+        .include_all(all_of_them)
+    )
+    return variable.all_value(".*") if all_of_them else variable
+
+
+def board(uid: str, title: str, description: str, variables: Iterable[dashboard.QueryVariable]) -> dashboard.Dashboard:
+    """An empty board with the datasource variable, ``variables`` and incident annotations."""
+    result = (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags(["opsd"])
+        .readonly()
+        .timezone("browser")
+        .refresh("10s")
+        .time("now-1h", "now")
+        .tooltip(model.DashboardCursorSync.CROSSHAIR)
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    for variable in variables:
+        result = result.with_variable(variable)
+    return result.annotation(
+        dashboard.AnnotationQuery()
+        .name("incidents")
+        .datasource(DATASOURCE)
+        .enable(True)
+        .icon_color("red")
+        .expr('increase(opsd_incidents_opened_total{instance=~"$instance"}[$__rate_interval]) > 0')
+        .title_format("{{kind}} on {{instance}}")
+    )
+
+
+def to_json(built: dashboard.Dashboard) -> str:
+    """The board as Grafana reads it, stable from run to run."""
+    return json.dumps(built.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
