@@ -294,7 +294,7 @@ class NvmlCollector:
     """
 
     name = "nvml"
-    metrics = series.METRICS
+    metrics: tuple[Metric, ...] = series.METRICS
 
     def __init__(
         self,

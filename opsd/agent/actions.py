@@ -1,0 +1,232 @@
+"""The only place where the agent touches the world: every verb that a runbook may ask for.
+
+What an action names comes from rank pages and ``run.json``, which the job's user can write, while the agent may be
+root. Every verb therefore checks with the kernel that the process or socket belongs to the user who owns that page, so
+that nobody can have root act on somebody else's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from opsd.agent.incidents import Outcome
+from opsd.client import PageError, RankPage, process_state, read_page
+from runbooks.base import Action
+
+VERBS = ("kill_process", "set_power_limit", "restart_generation", "notify")
+
+CONTROL_TIMEOUT_S = 5.0
+MAX_ANSWER = 65_536
+ACTION_DEADLINE_S = 30.0
+
+
+class ActionError(Exception):
+    """An action that was refused or failed; the message says why in one sentence."""
+
+
+class PowerLimiter(Protocol):
+    """Sets the power limit of a GPU."""
+
+    def __call__(self, gpu: int, watts: float) -> None:
+        """Set GPU ``gpu`` to ``watts``. Raises an exception whose text says why if that is not possible."""
+
+
+class Notifier(Protocol):
+    """Tells people."""
+
+    def __call__(self, text: str, fields: Mapping[str, object]) -> None:
+        """Tell ``text``. Raises ActionError if nobody could be told."""
+
+
+class Executor:
+    """Carries out actions, each in a thread of its own, and hands their outcomes to ``outcomes``.
+
+    ``before_acting`` is called first in that thread: the agent makes the intention durable there.
+    """
+
+    def __init__(
+        self,
+        *,
+        shm: Path,
+        notify: Notifier,
+        set_power_limit: PowerLimiter | None = None,
+        before_acting: Callable[[], object] = lambda: None,
+        deadline_s: float = ACTION_DEADLINE_S,
+    ) -> None:
+        self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._shm = shm
+        self._notify = notify
+        self._power = set_power_limit
+        self._before_acting = before_acting
+        self._deadline_s = deadline_s
+        self._verbs: Mapping[str, Callable[[Action], str]] = {
+            "kill_process": self._kill_process,
+            "set_power_limit": self._set_power_limit,
+            "restart_generation": self._restart_generation,
+            "notify": self._tell,
+        }
+
+    def submit(self, incident: str, number: int, action: Action) -> None:
+        """Carry out ``action``, the ``number``-th of ``incident``, in the background.
+
+        Exactly one outcome follows, a failure after ``deadline_s`` if the action has not ended by then.
+        """
+        once = threading.Lock()
+
+        def report(ok: bool, detail: str) -> None:
+            if once.acquire(blocking=False):
+                self.outcomes.put(Outcome(incident, number, ok, detail))
+
+        def work() -> None:
+            self._before_acting()
+            ok, detail = self.perform(action)
+            overdue.cancel()
+            report(ok, detail)
+
+        overdue = threading.Timer(self._deadline_s, report, (False, f"has not ended within {self._deadline_s:g} s"))
+        overdue.daemon = True
+        overdue.start()
+        threading.Thread(target=work, name=f"act-{action.verb}", daemon=True).start()
+
+    def perform(self, action: Action) -> tuple[bool, str]:
+        """Carry out ``action`` now: whether it worked, and what was done or why not."""
+        verb = self._verbs.get(action.verb)
+        if verb is None:
+            return False, f"no such action: {action.verb}"
+        try:
+            return True, verb(action)
+        except ActionError as error:
+            return False, str(error)
+        except Exception as error:
+            # A driver or library may raise anything; the incident has to learn of it whatever it is.
+            return False, f"{type(error).__name__}: {error}"
+
+    def _kill_process(self, action: Action) -> str:
+        pid, rank = _integer(action, "pid"), _integer(action, "rank")
+        path = self._shm / _name(action, "run") / f"rank-{rank:04d}.page"
+        try:
+            page = read_page(path)
+        except PageError as error:
+            raise ActionError(str(error)) from error
+        with _process(pid) as descriptor:
+            check_killable(pid, page, owner=path.lstat().st_uid)
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return f"sent SIGKILL to process {pid} of rank {rank}"
+
+    def _set_power_limit(self, action: Action) -> str:
+        gpu, watts = _integer(action, "gpu"), action.args.get("watts")
+        if not isinstance(watts, int | float) or isinstance(watts, bool):
+            raise ActionError(f"watts must be a number, not {watts!r}")
+        if self._power is None:
+            raise ActionError("the GPU driver is not available to this agent")
+        self._power(gpu, float(watts))
+        return f"power limit of GPU {gpu} set to {watts:g} W"
+
+    def _restart_generation(self, action: Action) -> str:
+        control = Path(str(action.args.get("control", "")))
+        if control.parent.parent != self._shm or ".." in control.parts:
+            raise ActionError(f"{control} is not the control socket of a run under {self._shm}")
+        answer = ask_launcher(control, {"cmd": "restart", "reason": str(action.args.get("reason") or action.reason)})
+        if answer.get("ok") is not True:
+            raise ActionError(f"the launcher refused: {answer.get('error') or answer}")
+        return "the launcher restarts the generation"
+
+    def _tell(self, action: Action) -> str:
+        text = str(action.args.get("text") or action.reason)
+        self._notify(text, {"target": action.target})
+        return "told"
+
+
+def check_killable(pid: int, page: RankPage, owner: int) -> None:
+    """Raise ActionError unless ``pid`` is a process of user ``owner`` and the page's rank lists it or started it."""
+    if pid <= 1 or pid in (os.getpid(), page.pid):
+        raise ActionError(f"process {pid} is not a helper of rank {page.rank}")
+    if process_state(page) is None:
+        raise ActionError(f"rank {page.rank} (process {page.pid}) is gone")
+    try:
+        uid = Path(f"/proc/{pid}").stat().st_uid
+    except OSError as error:
+        raise ActionError(f"process {pid} is gone") from error
+    if uid != owner:
+        raise ActionError(f"process {pid} belongs to another user than rank {page.rank}")
+    if pid not in {listed for listed, _ in page.workers} and page.pid not in ancestors(pid):
+        raise ActionError(f"process {pid} is neither listed by rank {page.rank} nor a descendant of it")
+
+
+def ancestors(pid: int) -> list[int]:
+    """Parents of ``pid``, nearest first; empty if it is gone."""
+    found: list[int] = []
+    while pid > 1:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            break
+        pid = int(text.rpartition(")")[2].split()[1])
+        if pid in found:
+            break
+        found.append(pid)
+    return found
+
+
+@contextlib.contextmanager
+def _process(pid: int) -> Any:
+    """A descriptor of the process: even if the pid is reused, only what was checked can get the signal."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ActionError(f"process {pid} is gone") from error
+    try:
+        yield descriptor
+    except ProcessLookupError as error:
+        raise ActionError(f"process {pid} is gone") from error
+    except PermissionError as error:
+        raise ActionError(f"no permission to stop process {pid}") from error
+    finally:
+        os.close(descriptor)
+
+
+def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
+    """Send one request to a launcher's control socket and return its answer. Raises ActionError."""
+    try:
+        status = control.lstat()
+        if not stat.S_ISSOCK(status.st_mode) or status.st_uid != control.parent.lstat().st_uid:
+            raise ActionError(f"{control} is not a launcher's control socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(str(control))
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            with connection.makefile("rb") as stream:
+                line = stream.readline(MAX_ANSWER)
+        answer = json.loads(line)
+    except OSError as error:
+        raise ActionError(f"the launcher at {control} does not answer: {error}") from error
+    except ValueError as error:
+        raise ActionError(f"the launcher at {control} answered something else than JSON") from error
+    if not isinstance(answer, dict):
+        raise ActionError(f"the launcher at {control} answered something else than an object")
+    return answer
+
+
+def _integer(action: Action, name: str) -> int:
+    value = action.args.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ActionError(f"{name} must be a whole number, not {value!r}")
+    return value
+
+
+def _name(action: Action, name: str) -> str:
+    """An argument that becomes part of a path: one plain component."""
+    value = str(action.args.get(name, ""))
+    if not value or value in (".", "..") or "/" in value or "\0" in value:
+        raise ActionError(f"{name} {value!r} is not a name")
+    return value

@@ -1,0 +1,85 @@
+"""``opsd agent``: run the node agent, or show what it would collect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import click
+
+from opsd import exitcodes
+from opsd.config import Settings
+from opsd.config_cli import load
+
+STOP_WITHIN_S = 1.5
+"""After a signal to stop the process ends by force after this long, whatever a driver or a disk is doing."""
+
+
+@click.command()
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+@click.option("--once", is_flag=True, help="Print one collection and exit.")
+@click.option("--format", "form", type=click.Choice(["table", "openmetrics"]), default="table", help="Form of --once.")
+def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) -> int:
+    """Run the node agent: collect, judge, act, serve metrics.
+
+    Ends with 0 after SIGTERM or SIGINT, 1 if its address cannot be listened on, 2 if the configuration is wrong.
+    With --once: 1 if a collector failed or hung.
+    """
+    settings = load(file, overrides)
+    if once:
+        from opsd.agent.once import show
+
+        return show(settings, form)
+    return serve(settings)
+
+
+def serve(settings: Settings) -> int:
+    """Run the agent until it is told to stop; returns the exit code."""
+    from opsd.agent import systemd
+    from opsd.agent.logs import configure
+    from opsd.agent.server import App, Server
+    from opsd.agent.wiring import build_journal, build_loop
+
+    log = configure()
+    stop = stop_on_signals()
+    journal = build_journal(settings, log)
+    loop = build_loop(settings, journal, log)
+    facts = {"node": settings.agent.node, "mode": settings.policy.mode, "started_at": time.time()}
+    app = App(lambda: loop.snapshot, facts, stale_s=max(5.0, 3 * settings.agent.interval_s))
+    try:
+        server = Server(settings.agent.listen, app)
+    except OSError as error:
+        click.echo(
+            f"opsd: cannot listen on {settings.agent.listen}: {error.strerror}; another agent may be running, "
+            "or set agent.listen to a free address",
+            err=True,
+        )
+        return exitcodes.FAILED
+    log.info("agent started", listen=server.address, **facts)
+    systemd.notify("READY=1")
+    loop.run(stop, after_tick=lambda: systemd.notify("WATCHDOG=1"))
+    systemd.notify("STOPPING=1")
+    server.close()
+    journal.close()
+    log.info("agent stopped")
+    return exitcodes.OK
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set. The process ends by itself if it is still there ``STOP_WITHIN_S`` later."""
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: object) -> None:
+        if not stop.is_set():
+            stop.set()
+            force = threading.Timer(STOP_WITHIN_S, os._exit, (exitcodes.OK,))
+            force.daemon = True
+            force.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return stop

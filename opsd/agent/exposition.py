@@ -1,0 +1,125 @@
+"""The agent's samples in the formats that Prometheus reads.
+
+prometheus-client negotiates the format. It would render a scrape of 1,000 series in 13 ms, most of it spent on label
+strings that never change; here these are kept from scrape to scrape, which takes 1 ms. The result is byte for byte
+what prometheus-client makes of ``families()`` (tested against it), and formats other than the two usual ones are left
+to prometheus-client.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder, gzip_accepted
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from collectors.base import Metric, Sample
+
+_TYPES = {"gauge": "gauge", "counter": "counter", "untyped": "unknown", "info": "info"}
+_PLAIN_TYPES = {**_TYPES, "untyped": "untyped", "info": "gauge"}
+_SUFFIXES = {"counter": "_total", "info": "_info"}
+_OPENMETRICS = "application/openmetrics-text; version=1."
+_PLAIN = "text/plain"
+
+Values = dict[tuple[str, ...], float]
+
+
+class Exposition(Collector):
+    """Renders what ``latest`` returns: groups of samples, any number of groups per metric.
+
+    Of two samples of one series only the first is rendered, as a duplicate makes Prometheus refuse the whole scrape.
+    """
+
+    def __init__(self, latest: Callable[[], Sequence[Iterable[Sample]]]) -> None:
+        self._latest = latest
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._starts: dict[str, dict[tuple[str, ...], str]] = {}
+
+    def render(self, accept: str = "", accept_encoding: str = "") -> tuple[bytes, dict[str, str]]:
+        """Body and headers for a scrape with these request headers: OpenMetrics and gzip if the scraper takes them."""
+        encode, content_type = choose_encoder(accept)
+        if content_type.startswith(_OPENMETRICS):
+            body = self._render(openmetrics=True)
+        elif content_type.startswith(_PLAIN):
+            body = self._render(openmetrics=False)
+        else:
+            body = encode(self._registry)
+        headers = {"Content-Type": content_type}
+        if gzip_accepted(accept_encoding):
+            body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
+        return body, headers
+
+    def collect(self) -> Iterator[Family]:
+        """The samples as families of prometheus-client, in the order in which metrics first appear."""
+        for metric, values in self._grouped():
+            family = Family(_family_name(metric), metric.help, _TYPES[metric.kind], _unit(metric))
+            for labels, value in values.items():
+                family.add_sample(metric.name, dict(zip(metric.labels, labels, strict=True)), value)
+            yield family
+
+    def _grouped(self) -> Iterable[tuple[Metric, Values]]:
+        families: dict[str, tuple[Metric, Values]] = {}
+        metric: Metric | None = None
+        values: Values = {}
+        for group in self._latest():
+            for sample_metric, value, labels in group:
+                if sample_metric is not metric:
+                    metric = sample_metric
+                    values = families.setdefault(metric.name, (metric, {}))[1]
+                if labels not in values:
+                    values[labels] = value
+        return families.values()
+
+    def _render(self, *, openmetrics: bool) -> bytes:
+        lines: list[str] = []
+        starts: dict[str, dict[tuple[str, ...], str]] = {}
+        for metric, values in self._grouped():
+            lines.append(_header(metric, openmetrics=openmetrics))
+            known, used = self._starts.get(metric.name, {}), starts.setdefault(metric.name, {})
+            for labels, value in values.items():
+                start = known.get(labels) or _start(metric, labels)
+                used[labels] = start
+                lines.append(f"{start}{_number(value)}\n")
+        # Only what was used is kept, so that series that are gone do not pile up.
+        self._starts = starts
+        if openmetrics:
+            lines.append("# EOF\n")
+        return "".join(lines).encode()
+
+
+def _number(value: float) -> str:
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
+
+
+def _start(metric: Metric, labels: tuple[str, ...]) -> str:
+    """The part of a series' line that does not change: name and labels, these in the order of their names."""
+    pairs = sorted(zip(metric.labels, labels, strict=True))
+    text = ",".join(f'{name}="{_escape(value)}"' for name, value in pairs)
+    return f"{metric.name}{{{text}}} " if text else f"{metric.name} "
+
+
+def _header(metric: Metric, *, openmetrics: bool) -> str:
+    if not openmetrics:
+        text = metric.help.replace("\\", r"\\").replace("\n", r"\n")
+        return f"# HELP {metric.name} {text}\n# TYPE {metric.name} {_PLAIN_TYPES[metric.kind]}\n"
+    name, unit = _family_name(metric), _unit(metric)
+    lines = f"# HELP {name} {_escape(metric.help)}\n# TYPE {name} {_TYPES[metric.kind]}\n"
+    return f"{lines}# UNIT {name} {unit}\n" if unit else lines
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _family_name(metric: Metric) -> str:
+    return metric.name.removesuffix(_SUFFIXES.get(metric.kind, ""))
+
+
+def _unit(metric: Metric) -> str:
+    """The unit to declare: OpenMetrics wants it to end the name, which names fixed by dcgm-exporter do not do."""
+    return metric.unit if metric.unit and _family_name(metric).endswith("_" + metric.unit) else ""

@@ -1,0 +1,302 @@
+"""The life of an incident, as pure functions of what was found and when.
+
+::
+
+    found for open_after_s                     every outcome in                 healed for clear_after_s
+    ---------------------> open -----> acting -----------------> verifying ------------------------------> resolved
+                           ^  | policy admits                     |      |
+                           |  | a remedy                          |      | verify_s over, max_attempts made
+                           |  |                                   |      v
+                           |  +-- healed for clear_after_s -------|---> escalated (a person's turn)
+                           |      (resolved), or nothing to do    |
+                           |      for verify_s (escalated)        |
+                           +----- verify_s over, attempts left ---+
+
+Resolved and escalated are final. An escalated incident stays current, and keeps the same trouble from opening another
+one, until it is healed: ``resolved_at`` then says when. A healed answer of None (not known) never counts as healed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from runbooks.base import Cost, Evidence, Finding, Incident, Severity, State
+
+MAX_EVIDENCE = 16
+"""Sentences kept: those it was opened with, then the newest."""
+MAX_ACTIONS = 50
+PENDING_GAP_S = 2.5
+"""A finding that is not yet an incident may be missing for this long (two ticks) without starting anew."""
+
+_SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
+NO_COST = Cost()
+RESTARTED = "the agent was restarted while this was under way; whether it was carried out is not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the reducer needs to know of a runbook; see ``runbooks.base.Runbook``. Seconds."""
+
+    open_after_s: float = 0.0
+    clear_after_s: float = 5.0
+    verify_s: float = 60.0
+    max_attempts: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one action of an incident; ``number`` is its place in ``Incident.actions``."""
+
+    incident: str
+    number: int
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A change of an incident's state. ``before`` is None when it was opened."""
+
+    incident: str
+    kind: str
+    before: State | None
+    after: State
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What one tick says about current incidents, by incident id; an id that is missing is not known to be healed.
+
+    ``idle`` are open incidents whose runbook has nothing to do.
+    """
+
+    findings: Sequence[Finding] = ()
+    healed: Mapping[str, bool | None] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
+    outcomes: Sequence[Outcome] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """Current incidents by (kind, key), and since when and until when a finding has been seen that is not one yet."""
+
+    incidents: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
+    pending: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+
+def is_current(incident: Incident) -> bool:
+    """True until the trouble is over."""
+    return incident.resolved_at is None
+
+
+def reduce(
+    book: Book, observed: Observed, rules: Mapping[str, Rules], now: float
+) -> tuple[Book, tuple[Incident, ...], tuple[Transition, ...]]:
+    """One tick: the new book, the incidents that ended in it, and every change of state. ``now`` is epoch seconds."""
+    found = {(finding.kind, finding.key): finding for finding in observed.findings}
+    outcomes: dict[str, list[Outcome]] = {}
+    for outcome in observed.outcomes:
+        outcomes.setdefault(outcome.incident, []).append(outcome)
+    current: dict[tuple[str, str], Incident] = {}
+    ended: list[Incident] = []
+    transitions: list[Transition] = []
+    for name, incident in book.incidents.items():
+        rule = rules.get(incident.kind, Rules())
+        after = _settle(incident, outcomes.get(incident.id, ()), rule, now)
+        finding = found.get(name)
+        if finding is not None:
+            after = _merge(after, finding, now)
+        after = _judge(after, observed, finding is not None, rule, now)
+        if after.state != incident.state:
+            transitions.append(_transition(incident.state, after, now))
+        if is_current(after):
+            current[name] = after
+        else:
+            ended.append(after)
+    pending = _waiting(book, found, now)
+    for name, finding in found.items():
+        if name in book.incidents:
+            continue
+        if now - pending[name][0] >= rules.get(finding.kind, Rules()).open_after_s:
+            del pending[name]
+            current[name] = _open(finding, now)
+            transitions.append(_transition(None, current[name], now))
+    return Book(current, pending), tuple(ended), tuple(transitions)
+
+
+def started(incident: Incident, actions: Iterable[Mapping[str, object]], now: float) -> Incident:
+    """The incident once ``actions`` (as recorded, outcome "running") have been set in motion."""
+    return replace(
+        incident,
+        state=State.ACTING,
+        acted_at=now,
+        attempts=incident.attempts + 1,
+        actions=(*incident.actions, *actions),
+    )
+
+
+def noted(incident: Incident, actions: Iterable[Mapping[str, object]]) -> Incident:
+    """The incident with actions that were only recommended, or refused; nothing is noted twice."""
+    known = {_same(action) for action in incident.actions}
+    new = [action for action in actions if _same(action) not in known]
+    room = MAX_ACTIONS - len(incident.actions)
+    return replace(incident, actions=(*incident.actions, *new[:room])) if new and room > 0 else incident
+
+
+def resumed(incident: Incident, now: float) -> Incident:
+    """The incident as loaded after a restart of the agent: what was under way has an unknown end and is verified."""
+    if incident.state is not State.ACTING:
+        return incident
+    actions = tuple(
+        {**action, "outcome": "unknown", "detail": RESTARTED} if action.get("outcome") == "running" else action
+        for action in incident.actions
+    )
+    return replace(incident, state=State.VERIFYING, acted_at=now, actions=actions, verdict=RESTARTED)
+
+
+def shifted(book: Book, seconds: float) -> Book:
+    """The book after a step of the wall clock by ``seconds``, so that no hold time is cut short or stretched."""
+    incidents = {
+        name: replace(
+            incident,
+            healthy_since=None if incident.healthy_since is None else incident.healthy_since + seconds,
+            acted_at=None if incident.acted_at is None else incident.acted_at + seconds,
+        )
+        for name, incident in book.incidents.items()
+    }
+    return Book(incidents, {name: (a + seconds, b + seconds) for name, (a, b) in book.pending.items()})
+
+
+def _same(action: Mapping[str, object]) -> tuple[object, ...]:
+    return action.get("verb"), action.get("target"), action.get("outcome"), action.get("detail")
+
+
+def _transition(before: State | None, incident: Incident, now: float) -> Transition:
+    text = incident.summary if before is None else incident.verdict
+    return Transition(incident.id, incident.kind, before, incident.state, now, text)
+
+
+def _waiting(
+    book: Book, found: Mapping[tuple[str, str], Finding], now: float
+) -> dict[tuple[str, str], tuple[float, float]]:
+    pending = {name: seen for name, seen in book.pending.items() if now - seen[1] <= PENDING_GAP_S}
+    for name in found:
+        if name not in book.incidents:
+            pending[name] = (pending[name][0] if name in pending else now, now)
+    return pending
+
+
+def _open(finding: Finding, now: float) -> Incident:
+    digest = hashlib.blake2s(f"{finding.kind} {finding.key} {now!r}".encode(), digest_size=3).hexdigest()
+    return Incident(
+        id=f"{finding.kind}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}-{digest}",
+        kind=finding.kind,
+        key=finding.key,
+        severity=finding.severity,
+        state=State.OPEN,
+        summary=finding.summary,
+        culprit=finding.culprit,
+        confidence=finding.confidence,
+        evidence=finding.evidence[:MAX_EVIDENCE],
+        cost=finding.cost,
+        job=finding.job,
+        opened_at=now,
+        last_seen_at=now,
+        data=finding.data,
+    )
+
+
+def _merge(incident: Incident, finding: Finding, now: float) -> Incident:
+    """What a further finding adds. A surer diagnosis replaces the culprit; severity and cost never shrink."""
+    surer = finding.confidence >= incident.confidence
+    return replace(
+        incident,
+        severity=max(incident.severity, finding.severity, key=_SEVERITIES.index),
+        summary=finding.summary if surer else incident.summary,
+        culprit=finding.culprit if surer else incident.culprit,
+        confidence=max(incident.confidence, finding.confidence),
+        evidence=_evidence(incident.evidence, finding.evidence),
+        cost=_cost(incident.cost, finding.cost),
+        job=finding.job or incident.job,
+        last_seen_at=now,
+        data={**incident.data, **finding.data},
+    )
+
+
+def _cost(before: Cost, now: Cost) -> Cost:
+    if now.gpu_seconds < before.gpu_seconds:
+        return replace(before, throughput_ratio=now.throughput_ratio)
+    return now
+
+
+def _evidence(before: tuple[Evidence, ...], new: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
+    known = {(evidence.source, evidence.text) for evidence in before}
+    fresh = tuple(evidence for evidence in new if (evidence.source, evidence.text) not in known)
+    if len(before) + len(fresh) <= MAX_EVIDENCE:
+        return before + fresh
+    half = MAX_EVIDENCE // 2
+    return before[:half] + (before[half:] + fresh)[-half:]
+
+
+def _settle(incident: Incident, outcomes: Sequence[Outcome], rule: Rules, now: float) -> Incident:
+    """Take in the outcomes of actions. When the last is in, the effect is verified or a failure tried again."""
+    if not outcomes or incident.state is not State.ACTING:
+        return incident
+    actions = list(incident.actions)
+    for outcome in outcomes:
+        state = "ok" if outcome.ok else "failed"
+        actions[outcome.number] = {
+            **actions[outcome.number],
+            "outcome": state,
+            "detail": outcome.detail,
+            "ended_at": now,
+        }
+    after = replace(incident, actions=tuple(actions))
+    if any(action.get("outcome") == "running" for action in actions):
+        return after
+    failures = [outcome.detail for outcome in outcomes if not outcome.ok]
+    if failures and incident.attempts < rule.max_attempts:
+        return replace(after, state=State.OPEN, verdict=f"attempt {incident.attempts} failed: {failures[0]}")
+    verdict = f"failed: {failures[0]}" if failures else "acted, waiting for the effect"
+    return replace(after, state=State.VERIFYING, acted_at=now, verdict=verdict)
+
+
+def _judge(incident: Incident, observed: Observed, found: bool, rule: Rules, now: float) -> Incident:
+    healed = observed.healed.get(incident.id) is True
+    since = (incident.healthy_since if incident.healthy_since is not None else now) if healed else None
+    incident = replace(incident, healthy_since=since) if since != incident.healthy_since else incident
+    if since is not None and now - since >= rule.clear_after_s and not found and incident.state is not State.ACTING:
+        return _end(incident, now)
+    if incident.state is State.VERIFYING and not healed:
+        return _after_attempt(incident, rule, now)
+    idle_since = incident.opened_at if incident.acted_at is None else incident.acted_at
+    if (
+        incident.state is State.OPEN
+        and incident.id in observed.idle
+        and not healed
+        and now - idle_since >= rule.verify_s
+    ):
+        return replace(incident, state=State.ESCALATED, verdict=f"not over after {rule.verify_s:.0f} s")
+    return incident
+
+
+def _after_attempt(incident: Incident, rule: Rules, now: float) -> Incident:
+    assert incident.acted_at is not None
+    if now - incident.acted_at < rule.verify_s:
+        return incident
+    tries = "attempt" if incident.attempts == 1 else "attempts"
+    verdict = f"not over {rule.verify_s:.0f} s after {incident.attempts} {tries}"
+    state = State.OPEN if incident.attempts < rule.max_attempts else State.ESCALATED
+    return replace(incident, state=state, verdict=verdict)
+
+
+def _end(incident: Incident, now: float) -> Incident:
+    if incident.state is State.ESCALATED:
+        return replace(incident, resolved_at=now, verdict=f"{incident.verdict}; over since")
+    verdict = "over by itself" if incident.attempts == 0 else f"over after attempt {incident.attempts}"
+    return replace(incident, state=State.RESOLVED, resolved_at=now, verdict=verdict)

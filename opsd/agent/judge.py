@@ -1,0 +1,67 @@
+"""Ask the runbooks. Their functions are plug-ins: one that raises is counted and logged, and the others go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from structlog.typing import FilteringBoundLogger
+
+from opsd.agent.incidents import Rules
+from runbooks.base import Action, Finding, Incident, Runbook, View
+
+T = TypeVar("T")
+
+
+class Judge:
+    """All runbooks. ``errors`` counts exceptions by kind."""
+
+    def __init__(self, runbooks: Sequence[Runbook], log: FilteringBoundLogger) -> None:
+        self.runbooks = {runbook.kind: runbook for runbook in runbooks}
+        self.rules = {
+            r.kind: Rules(r.open_after_s, r.clear_after_s, r.verify_s, r.max_attempts) for r in self.runbooks.values()
+        }
+        self.errors: Counter[str] = Counter()
+        self._log = log
+
+    def findings(self, view: View) -> list[Finding]:
+        """What all runbooks that are not blind find in this tick, diagnosed."""
+
+        def ask(runbook: Runbook) -> tuple[Finding, ...]:
+            return tuple(runbook.diagnose(finding, view) for finding in runbook.detect(view))
+
+        found: list[Finding] = []
+        for runbook in self.runbooks.values():
+            if sees(runbook, view):
+                found += self._try(runbook, partial(ask, runbook), ())
+        return found
+
+    def healed(self, incidents: Iterable[Incident], view: View) -> dict[str, bool | None]:
+        """Incident id -> whether the trouble is over; None, or nothing, where that cannot be known now."""
+        return {i.id: self._try(r, partial(r.healed, i, view), None) for i, r in self._seen(incidents, view)}
+
+    def remedies(self, incidents: Iterable[Incident], view: View) -> Mapping[str, Sequence[Action]]:
+        """Incident id -> what its runbook wants done; an incident whose runbook is blind now is left out."""
+        return {i.id: tuple(self._try(r, partial(r.remedy, i, view), ())) for i, r in self._seen(incidents, view)}
+
+    def _seen(self, incidents: Iterable[Incident], view: View) -> Iterator[tuple[Incident, Runbook]]:
+        """The incidents that can be judged now, with their runbooks."""
+        for incident in incidents:
+            runbook = self.runbooks.get(incident.kind)
+            if runbook is not None and sees(runbook, view):
+                yield incident, runbook
+
+    def _try(self, runbook: Runbook, question: Callable[[], T], otherwise: T) -> T:
+        try:
+            return question()
+        except Exception:
+            self.errors[runbook.kind] += 1
+            self._log.exception("runbook failed", kind=runbook.kind)
+            return otherwise
+
+
+def sees(runbook: Runbook, view: View) -> bool:
+    """True if every collector that the runbook needs has delivered in this tick."""
+    return all(view.known(name) for name in runbook.needs)

@@ -1,0 +1,31 @@
+"""The agent's log: lines for people on a terminal, JSON everywhere else; always on stderr."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import structlog
+from structlog.typing import FilteringBoundLogger
+
+
+def configure() -> FilteringBoundLogger:
+    """The log of this process."""
+    people = sys.stderr.isatty()
+    renderers: list[Any] = (
+        [structlog.dev.ConsoleRenderer()]
+        if people
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=not people),
+            *renderers,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger("info"),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    log: FilteringBoundLogger = structlog.get_logger()
+    return log

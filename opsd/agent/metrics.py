@@ -1,0 +1,115 @@
+"""The agent's metrics about itself: collectors, loop, journal, incidents, actions. All exist from the start."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from collectors.base import Metric, Sample
+from opsd import __version__
+from opsd.agent.actions import VERBS
+from opsd.agent.gather import Health, Source
+from runbooks.base import Incident, Severity, State
+
+BUILD = Metric("opsd_build_info", "Release of the agent.", "info", labels=("version", "python"))
+COLLECTOR_STATE = Metric(
+    "opsd_collector_state",
+    "1 for the state the collector is in: ok, no_data (nothing to collect from here), error, hung, starting.",
+    labels=("collector", "state"),
+)
+COLLECTOR_UP = Metric("opsd_collector_up", "1 if the collector's latest collection delivered.", labels=("collector",))
+COLLECTOR_SECONDS = Metric(
+    "opsd_collector_duration_seconds", "Duration of the latest collection.", unit="seconds", labels=("collector",)
+)
+COLLECTOR_ERRORS = Metric(
+    "opsd_collector_errors_total", "Collections that raised an exception.", "counter", labels=("collector",)
+)
+COLLECTOR_AGE = Metric(
+    "opsd_collector_last_success_timestamp_seconds",
+    "Unix time of the latest collection that delivered; 0 if there was none.",
+    unit="seconds",
+    labels=("collector",),
+)
+TICK_SECONDS = Metric("opsd_agent_tick_seconds", "Duration of the latest tick of the agent's loop.", unit="seconds")
+TICKS = Metric("opsd_agent_ticks_total", "Ticks of the agent's loop.", "counter")
+MISSED = Metric("opsd_agent_missed_ticks_total", "Ticks left out because the one before took too long.", "counter")
+SERIES = Metric("opsd_agent_window_series", "Series in the agent's window.")
+JOURNAL_UP = Metric("opsd_journal_up", "1 if the journal of incidents can be written.")
+JOURNAL_BACKLOG = Metric("opsd_journal_backlog_records", "Records that wait in memory to be written.")
+JOURNAL_LOST = Metric("opsd_journal_lost_records_total", "Records given up because the backlog was full.", "counter")
+RUNBOOK_ERRORS = Metric(
+    "opsd_runbook_errors_total", "Exceptions raised by a runbook's functions.", "counter", labels=("kind",)
+)
+INCIDENTS = Metric("opsd_incidents", "Incidents that are not over.", labels=("kind", "severity", "state"))
+OPENED = Metric("opsd_incidents_opened_total", "Incidents opened since the agent's start.", "counter", labels=("kind",))
+ACTIONS = Metric(
+    "opsd_actions_total",
+    "Actions by what became of them: ok, failed, recommended, refused.",
+    "counter",
+    labels=("verb", "outcome"),
+)
+
+METRICS = (
+    BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
+    MISSED, SERIES, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
+)  # fmt: skip
+
+CURRENT_STATES = (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)
+OUTCOMES = ("ok", "failed", "recommended", "refused")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the loop counts. Keys are label values."""
+
+    ticks: int = 0
+    missed: int = 0
+    opened: Counter[str] = field(default_factory=Counter)
+    actions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    runbook_errors: Counter[str] = field(default_factory=Counter)
+
+
+def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterator[Sample]:
+    """How the collectors stand. ``wall_of_zero`` is the epoch second of monotonic second 0."""
+    for source in sources:
+        name = (source.name,)
+        for state in Health:
+            yield Sample(COLLECTOR_STATE, float(source.health is state), (source.name, state.value))
+        yield Sample(COLLECTOR_UP, float(source.health is Health.OK), name)
+        yield Sample(COLLECTOR_SECONDS, source.duration_s, name)
+        yield Sample(COLLECTOR_ERRORS, float(source.errors), name)
+        at = source.succeeded_at
+        yield Sample(COLLECTOR_AGE, 0.0 if at is None else wall_of_zero + at, name)
+
+
+def incident_samples(incidents: Iterable[Incident], kinds: Sequence[str], counts: Counts) -> Iterator[Sample]:
+    """Incidents and actions, zeros included."""
+    current = Counter((i.kind, i.severity, i.state) for i in incidents)
+    for kind in kinds:
+        for severity in Severity:
+            for state in CURRENT_STATES:
+                number = float(current[kind, severity, state])
+                yield Sample(INCIDENTS, number, (kind, severity.value, state.value))
+        yield Sample(OPENED, float(counts.opened[kind]), (kind,))
+        yield Sample(RUNBOOK_ERRORS, float(counts.runbook_errors[kind]), (kind,))
+    for verb in VERBS:
+        for outcome in OUTCOMES:
+            yield Sample(ACTIONS, float(counts.actions[verb, outcome]), (verb, outcome))
+
+
+def agent_samples(counts: Counts, tick_s: float, series: int) -> Iterator[Sample]:
+    """The loop itself."""
+    yield Sample(BUILD, 1.0, (__version__, platform.python_version()))
+    yield Sample(TICK_SECONDS, tick_s)
+    yield Sample(TICKS, float(counts.ticks))
+    yield Sample(MISSED, float(counts.missed))
+    yield Sample(SERIES, float(series))
+
+
+def journal_samples(problem: str, backlog: int, lost: int) -> Iterator[Sample]:
+    """The journal; ``problem`` is "" if it can be written."""
+    yield Sample(JOURNAL_UP, float(not problem))
+    yield Sample(JOURNAL_BACKLOG, float(backlog))
+    yield Sample(JOURNAL_LOST, float(lost))

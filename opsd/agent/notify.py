@@ -1,0 +1,85 @@
+"""Tell people: a line in the log, and a webhook if there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from queue import Full, Queue
+
+from structlog.typing import FilteringBoundLogger
+
+from opsd.agent.actions import ActionError, Notifier
+from opsd.agent.incidents import Transition
+from runbooks.base import Incident, State
+
+WEBHOOK_TIMEOUT_S = 5.0
+MAX_WAITING = 100
+
+
+class LogNotifier:
+    """Writes notifications to the agent's log."""
+
+    def __init__(self, log: FilteringBoundLogger) -> None:
+        self._log = log
+
+    def __call__(self, text: str, fields: Mapping[str, object]) -> None:
+        self._log.warning("notification", text=text, **fields)
+
+
+class WebhookNotifier:
+    """Posts ``{"text": ..., **fields}`` to a URL, and writes to the log as well.
+
+    The URL is a secret: neither it nor the server's answer appears in an error.
+    """
+
+    def __init__(self, log: FilteringBoundLogger, url: str) -> None:
+        self._to_log = LogNotifier(log)
+        self._url = url
+
+    def __call__(self, text: str, fields: Mapping[str, object]) -> None:
+        self._to_log(text, fields)
+        import httpx  # 18 MiB and a tenth of a second that an agent without a webhook does not pay
+
+        try:
+            answer = httpx.post(self._url, json={"text": text, **fields}, timeout=WEBHOOK_TIMEOUT_S)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ActionError(f"the webhook could not be reached: {type(error).__name__}") from error
+        if answer.is_error:
+            raise ActionError(f"the webhook answered with status {answer.status_code}")
+
+
+class Announcer:
+    """Tells people about incidents that were opened, escalated or resolved, without ever keeping the loop waiting.
+
+    A notifier that is slow or down delays later announcements; beyond ``MAX_WAITING`` they are dropped, as the journal
+    and the metrics have them all.
+    """
+
+    def __init__(self, notify: Notifier, node: str, log: FilteringBoundLogger) -> None:
+        self._notify, self._node, self._log = notify, node, log
+        self._waiting: Queue[tuple[str, dict[str, object]]] = Queue(MAX_WAITING)
+        threading.Thread(target=self._work, name="announce", daemon=True).start()
+
+    def __call__(self, incident: Incident, transition: Transition) -> None:
+        """Announce ``transition`` of ``incident`` if it is one that people want to hear of."""
+        if transition.before is not None and transition.after not in (State.ESCALATED, State.RESOLVED):
+            return
+        state = "opened" if transition.before is None else transition.after.value
+        text = f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}"
+        fields: dict[str, object] = {
+            "id": incident.id,
+            "culprit": str(incident.culprit),
+            "job": incident.job,
+            "verdict": incident.verdict,
+        }
+        with contextlib.suppress(Full):
+            self._waiting.put_nowait((text, fields))
+
+    def _work(self) -> None:
+        while True:
+            text, fields = self._waiting.get()
+            try:
+                self._notify(text, fields)
+            except ActionError as error:
+                self._log.warning("announcement failed", reason=str(error))

@@ -1,0 +1,59 @@
+"""``opsd agent --once``: one collection, printed."""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from opsd import exitcodes
+from opsd.agent.exposition import Exposition
+from opsd.agent.gather import Gatherer, Health, Source
+from opsd.agent.metrics import collector_samples
+from opsd.agent.wiring import build_collectors
+from opsd.config import Settings
+
+_STYLES = {Health.OK: "green", Health.NO_DATA: "dim", Health.ERROR: "red", Health.HUNG: "red", Health.STARTING: "dim"}
+
+
+def show(settings: Settings, form: str) -> int:
+    """Collect once and print it as ``form``, "table" or "openmetrics"; returns the exit code."""
+    gatherer = Gatherer(build_collectors(settings), deadline_s=settings.agent.deadline_s, clock=time.monotonic)
+    sources = gatherer.gather(settings.agent.deadline_s)
+    for source in sources:
+        if source.health is Health.STARTING:
+            source.health, source.reason = Health.HUNG, f"has not returned within {settings.agent.deadline_s:g} s"
+    if form == "openmetrics":
+        own = list(collector_samples(sources, time.time() - time.monotonic()))
+        body, _ = Exposition(lambda: [own, *(s.reading.samples for s in sources)]).render(
+            "application/openmetrics-text"
+        )
+        click.echo(body, nl=False)
+    else:
+        _print(sources)
+    failed = any(source.health in (Health.ERROR, Health.HUNG) for source in sources)
+    return exitcodes.FAILED if failed else exitcodes.OK
+
+
+def _print(sources: tuple[Source, ...]) -> None:
+    console = Console()
+    for source in sources:
+        took = f"{len(source.reading.samples)} series in {source.duration_s * 1e3:.1f} ms"
+        said = source.reason or took
+        console.print(
+            f"[bold]{source.name}[/bold] [{_STYLES[source.health]}]{source.health.value}[/]", said, highlight=False
+        )
+        if source.reading.samples:
+            console.print(_table(source))
+
+
+def _table(source: Source) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("series", overflow="fold")
+    table.add_column("value", justify="right", no_wrap=True)
+    for metric, value, labels in source.reading.samples:
+        pairs = ", ".join(f"{name}={text}" for name, text in zip(metric.labels, labels, strict=True) if text)
+        table.add_row(f"{metric.name} {pairs}", f"{value:.10g} {metric.unit}".strip())
+    return table

@@ -1,0 +1,103 @@
+"""Whether opsd may do what a runbook wants done: a pure function of mode, history and time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from runbooks.base import Action, Incident
+
+HOUR_S = 3600.0
+HARMLESS = frozenset({"notify"})
+"""Verbs that change nothing on the node: no cool-down, no rate limit, and also carried out when only recommending."""
+
+
+class Verdict(StrEnum):
+    """What becomes of a proposed action."""
+
+    RUN = "run"
+    RECOMMEND = "recommended"
+    REFUSE = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What holds for all runbooks."""
+
+    cooldown_s: float = 60.0
+    max_actions_per_hour: int = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """An action carried out at the epoch second ``at`` for an incident of ``kind``."""
+
+    kind: str
+    verb: str
+    target: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The answer for one action, with the reason where it is not "run"."""
+
+    action: Action
+    verdict: Verdict
+    reason: str = ""
+
+
+def decide(
+    incident: Incident,
+    actions: Sequence[Action],
+    mode: str,
+    history: Sequence[Past],
+    limits: Limits,
+    started_at: float,
+    now: float,
+) -> tuple[Decision, ...]:
+    """Decide about ``actions``, which form one attempt. Times are epoch seconds, ``started_at`` that of the agent.
+
+    In mode observe nothing is decided on at all. An attempt is all or nothing: if one of its actions is refused the
+    others are as well, so that no half of a remedy is carried out.
+    """
+    if mode == "observe":
+        return ()
+    checks: tuple[Callable[[Action], str], ...] = (
+        lambda action: _stale(incident, started_at),
+        lambda action: _cooling(incident.kind, action, history, limits, now),
+        lambda action: _too_many(len(actions), history, limits, now),
+    )
+    decisions = []
+    for action in actions:
+        reason = next(filter(None, (check(action) for check in checks)), "")
+        if reason:
+            decisions.append(Decision(action, Verdict.REFUSE, reason))
+        elif mode == "act" or action.verb in HARMLESS:
+            decisions.append(Decision(action, Verdict.RUN))
+        else:
+            decisions.append(Decision(action, Verdict.RECOMMEND, "policy mode is recommend"))
+    refused = next((decision for decision in decisions if decision.verdict is Verdict.REFUSE), None)
+    if refused is None:
+        return tuple(decisions)
+    together = f"part of an attempt that is refused: {refused.reason}"
+    return tuple(d if d.verdict is Verdict.REFUSE else Decision(d.action, Verdict.REFUSE, together) for d in decisions)
+
+
+def _stale(incident: Incident, started_at: float) -> str:
+    newest = max((evidence.at for evidence in incident.evidence), default=incident.opened_at)
+    return "its evidence is older than this agent's start" if newest < started_at else ""
+
+
+def _cooling(kind: str, action: Action, history: Sequence[Past], limits: Limits, now: float) -> str:
+    if action.verb in HARMLESS:
+        return ""
+    recent = any(p.kind == kind and p.target == action.target and now - p.at < limits.cooldown_s for p in history)
+    return f"acted on {action.target} for {kind} less than {limits.cooldown_s:g} s ago" if recent else ""
+
+
+def _too_many(count: int, history: Sequence[Past], limits: Limits, now: float) -> str:
+    recent = sum(now - past.at < HOUR_S and past.verb not in HARMLESS for past in history)
+    limit = limits.max_actions_per_hour
+    return f"the limit of {limit} actions an hour is reached" if recent + count > limit else ""

@@ -1,0 +1,218 @@
+"""The agent's HTTP server: metrics, health and incidents; GET and HEAD only, read only, loopback by default.
+
+========================= ==========================================================================
+``/metrics``              every series, Prometheus text or OpenMetrics
+``/healthz``              200 while the loop ticks, 503 otherwise
+``/readyz``               200 once the first collection is done and while the loop ticks
+``/api/v1/status``        collectors, GPUs, ranks, runs, journal
+``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first
+``/api/v1/incidents/ID``  one incident
+========================= ==========================================================================
+
+A request has a thread to itself, of which there are few, and a few seconds to be read and answered: a scraper that
+never reads, or writes a byte a minute, is cut off and cannot hold the agent.
+"""
+
+from __future__ import annotations
+
+import html
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from opsd import __version__
+from opsd.agent import api
+from opsd.agent.exposition import Exposition
+from opsd.agent.loop import Snapshot
+
+MAX_CONNECTIONS = 16
+CONNECTION_S = 5.0
+"""A connection is closed after this many seconds, whatever it is doing."""
+DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
+JSON = "application/json; charset=utf-8"
+
+Answer = tuple[HTTPStatus, bytes, Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What of a request matters here. ``query`` has every value of every parameter."""
+
+    path: str
+    query: Mapping[str, list[str]]
+    accept: str = ""
+    accept_encoding: str = ""
+
+
+class App:
+    """Answers requests from the newest snapshot. ``stale_s``: a loop that has not ticked for longer is not healthy."""
+
+    def __init__(self, latest: Callable[[], Snapshot], facts: Mapping[str, Any], *, stale_s: float) -> None:
+        self._latest = latest
+        self._facts = facts
+        self._stale_s = stale_s
+        self._exposition = Exposition(lambda: latest().samples)
+        self._routes: Mapping[str, Callable[[Request], Answer]] = {
+            "/": self._index,
+            "/metrics": self._metrics,
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+            "/api/v1/status": self._status,
+            "/api/v1/incidents": self._incidents,
+        }
+
+    def __call__(self, request: Request) -> Answer:
+        """The answer to one request; safe to be called from several threads."""
+        if route := self._routes.get(request.path):
+            return route(request)
+        if request.path.startswith("/api/v1/incidents/"):
+            return self._incident(request.path.rpartition("/")[2])
+        return _problem(HTTPStatus.NOT_FOUND, f"nothing at {request.path}; see /")
+
+    def _metrics(self, request: Request) -> Answer:
+        body, headers = self._exposition.render(request.accept, request.accept_encoding)
+        return HTTPStatus.OK, body, headers
+
+    def _healthz(self, _request: Request) -> Answer:
+        age = time.monotonic() - self._latest().at
+        if age > self._stale_s:
+            return _problem(HTTPStatus.SERVICE_UNAVAILABLE, f"the loop has not ticked for {age:.1f} s")
+        return _json({"status": "ok"})
+
+    def _readyz(self, request: Request) -> Answer:
+        if self._latest().tick < 0:
+            return _problem(HTTPStatus.SERVICE_UNAVAILABLE, "the first collection is not done yet")
+        return self._healthz(request)
+
+    def _status(self, _request: Request) -> Answer:
+        return _json(api.status(self._latest(), self._facts, time.monotonic()))
+
+    def _incidents(self, request: Request) -> Answer:
+        text = request.query.get("limit", [str(DEFAULT_LIMIT)])[-1]
+        if not text.isascii() or not text.isdigit() or len(text) > 9:
+            return _problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
+        return _json(api.incident_list(self._latest(), request.query.get("state", ()), min(int(text), MAX_LIMIT)))
+
+    def _incident(self, id: str) -> Answer:
+        found = api.find(self._latest(), id)
+        if found is None:
+            return _problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
+        return _json(api.incident(found))
+
+    def _index(self, _request: Request) -> Answer:
+        links = "".join(f'<li><a href="{path}">{path}</a></li>' for path in self._routes if path != "/")
+        node = html.escape(str(self._facts.get("node", "")))
+        page = f"<!doctype html><title>opsd {node}</title><h1>opsd {__version__} on {node}</h1><ul>{links}</ul>"
+        return HTTPStatus.OK, page.encode(), {"Content-Type": "text/html; charset=utf-8"}
+
+
+def _json(value: object) -> Answer:
+    return HTTPStatus.OK, api.encode(value), {"Content-Type": JSON}
+
+
+def _problem(status: HTTPStatus, text: str) -> Answer:
+    return status, api.encode({"error": text}), {"Content-Type": JSON}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version = f"opsd/{__version__}"
+    sys_version = ""
+    timeout = CONNECTION_S
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        url = urlsplit(self.path)
+        request = Request(
+            url.path,
+            parse_qs(url.query, max_num_fields=20),
+            self.headers.get("Accept", ""),
+            self.headers.get("Accept-Encoding", ""),
+        )
+        status, body, headers = self.server.app(request)
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: a scrape a second is not worth a line."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves ``app`` on ``listen`` ("127.0.0.1:9477", "[::1]:9477") until ``close``. Raises OSError if it cannot."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, listen: str, app: App) -> None:
+        self.app = app
+        self._open: dict[socket.socket, float] = {}
+        self._guard = threading.Lock()
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, int(port)), _Handler)
+        threading.Thread(target=self.serve_forever, name="http", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Host and port in use, for instance after listening on port 0."""
+        host = f"[{self.server_name}]" if self.address_family == socket.AF_INET6 else self.server_name
+        return f"{host}:{self.server_port}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.shutdown()
+        self.server_close()
+
+    def server_bind(self) -> None:
+        """Bind without http.server's look-up of the host's name: a dead name server would delay the start."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def verify_request(self, request: Any, _client_address: Any) -> bool:
+        """Turn a connection away while as many as there are threads for are open."""
+        with self._guard:
+            if len(self._open) >= MAX_CONNECTIONS:
+                return False
+            self._open[request] = time.monotonic()
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection and forget it."""
+        with self._guard:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second: cut off connections that have had their time."""
+        oldest = time.monotonic() - CONNECTION_S
+        with self._guard:
+            for connection in [c for c, since in self._open.items() if since < oldest]:
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer that went away or was cut off is no error of ours."""

@@ -1,0 +1,215 @@
+"""The last minutes of every series, in memory, and what the runbooks may ask of them.
+
+Each series is a ring of 32-bit offsets from its own 64-bit base, on a time axis that all series share: 10,000 series of
+600 ticks fit into 30 MiB. The base follows the series, so that differences between samples of the window keep a
+relative precision of 2**-23 however large a counter has grown; the newest value is kept exactly. A missing sample is a
+NaN in the ring, and gaps are filled in only when the series comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from collectors.base import Event, GpuFact, Metric, RankFact, Reading, RunFact, Sample
+
+F = TypeVar("F", GpuFact, RankFact, RunFact)
+
+MAX_EVENTS = 2_000
+"""Events remembered; a flood pushes out the oldest."""
+MAX_SERIES = 50_000
+"""Series remembered; beyond that new ones are left out and counted in ``Window.refused``."""
+
+_NAN = math.nan
+_FIRST_LIMIT = 2.0**20
+
+
+class Window:
+    """Implements ``runbooks.base.View``. Written to and read by one thread.
+
+    Each tick: ``begin``, then ``add`` for every collector that delivered.
+    """
+
+    def __init__(self, node: str, *, seconds: float = 600.0, interval_s: float = 1.0) -> None:
+        self.node = node
+        self.now = 0.0
+        self.wall = 0.0
+        self.refused = 0
+        self.ticks = math.ceil(seconds / interval_s) + 1
+        self.tick = -1
+        self.times = array("d", [_NAN]) * self.ticks
+        self._families: dict[str, dict[tuple[str, ...], Ring]] = {}
+        self._count = 0
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._readings: dict[str, Reading] = {}
+        self._fresh: set[str] = set()
+
+    @property
+    def gpus(self) -> Sequence[GpuFact]:
+        """The GPUs of this node as last seen."""
+        return self._facts(GpuFact)
+
+    @property
+    def ranks(self) -> Sequence[RankFact]:
+        """The ranks on this node as last seen."""
+        return self._facts(RankFact)
+
+    @property
+    def runs(self) -> Sequence[RunFact]:
+        """The runs on this node as last seen."""
+        return self._facts(RunFact)
+
+    def begin(self, now: float, wall: float) -> None:
+        """Start a tick at the monotonic second ``now`` and the epoch second ``wall``."""
+        self.now, self.wall = now, wall
+        self.tick += 1
+        self.times[self.tick % self.ticks] = now
+        self._fresh.clear()
+        if self.tick % max(1, self.ticks // 10) == 0:
+            self._drop_unseen()
+
+    def add(self, collector: str, reading: Reading) -> None:
+        """Take in what ``collector`` delivered in this tick."""
+        self._fresh.add(collector)
+        self._readings[collector] = reading
+        self._events.extend(reading.events)
+        self._store(reading.samples)
+
+    def forget(self, collector: str) -> None:
+        """Drop the facts of a collector that failed; its series have no sample in this tick."""
+        self._readings.pop(collector, None)
+
+    def select(self, metric: str, **labels: str) -> Sequence[Ring]:
+        """Every series of ``metric`` seen within the window whose labels include ``labels``."""
+        rings = self._families.get(metric, {}).values()
+        return [ring for ring in rings if ring.matches(labels)] if labels else list(rings)
+
+    def events(self, kind: str, seconds: float) -> Sequence[Event]:
+        """Events of ``kind`` that happened in the last ``seconds``, oldest first."""
+        oldest = self.wall - seconds
+        return sorted((e for e in self._events if e.kind == kind and e.at >= oldest), key=lambda e: e.at)
+
+    def known(self, collector: str) -> bool:
+        """True if ``collector`` delivered in this tick."""
+        return collector in self._fresh
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _facts(self, kind: type[F]) -> Sequence[F]:
+        return [fact for reading in self._readings.values() for fact in reading.facts if isinstance(fact, kind)]
+
+    def _store(self, samples: Iterable[Sample]) -> None:
+        """The hot loop: about half a microsecond a sample."""
+        tick, slot = self.tick, self.tick % self.ticks
+        before = tick - 1
+        metric: Metric | None = None
+        family: dict[tuple[str, ...], Ring] = {}
+        for sample_metric, value, labels in samples:
+            if sample_metric is not metric:
+                metric = sample_metric
+                family = self._families.setdefault(metric.name, {})
+            ring = family.get(labels)
+            if ring is None:
+                if self._count >= MAX_SERIES:
+                    self.refused += 1
+                    continue
+                ring = family[labels] = Ring(self, metric, labels, value)
+                self._count += 1
+            if ring.tick != before:
+                ring.skip_to(tick)
+            ring.tick = tick
+            ring.value = value
+            offset = value - ring.base
+            if -ring.limit < offset < ring.limit:
+                ring.offsets[slot] = offset
+            else:
+                ring.rebase(slot, value)
+
+    def _drop_unseen(self) -> None:
+        oldest = self.tick - self.ticks
+        for name, family in list(self._families.items()):
+            for labels in [labels for labels, ring in family.items() if ring.tick <= oldest]:
+                del family[labels]
+                self._count -= 1
+            if not family:
+                del self._families[name]
+
+
+class Ring:
+    """One series; implements ``runbooks.base.Series``."""
+
+    __slots__ = ("base", "limit", "metric", "offsets", "tick", "value", "values_of", "window")
+
+    def __init__(self, window: Window, metric: Metric, labels: tuple[str, ...], value: float) -> None:
+        self.window = window
+        self.metric = metric
+        self.values_of = labels
+        self.base = value if math.isfinite(value) else 0.0
+        self.limit = _FIRST_LIMIT
+        self.offsets = array("f", [_NAN]) * window.ticks
+        self.tick = window.tick - 1
+        self.value = value
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Label names and values."""
+        return dict(zip(self.metric.labels, self.values_of, strict=True))
+
+    @property
+    def last(self) -> float | None:
+        """The value of this tick, exactly; None if there is none or it is NaN."""
+        return self.value if self.tick == self.window.tick and self.value == self.value else None
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """True if the series has all of ``labels``."""
+        return self.labels.items() >= labels.items()
+
+    def values(self, seconds: float) -> Sequence[tuple[float, float]]:
+        """(monotonic second, value) of the last ``seconds``, oldest first, missing samples left out."""
+        window, base, offsets = self.window, self.base, self.offsets
+        oldest = window.now - seconds
+        found = []
+        for tick in range(self.tick, max(-1, window.tick - window.ticks), -1):
+            slot = tick % window.ticks
+            at = window.times[slot]
+            if at < oldest:
+                break
+            offset = offsets[slot]
+            if offset == offset:
+                found.append((at, base + offset))
+        found.reverse()
+        return found
+
+    def increase(self, seconds: float) -> float | None:
+        """Growth of a counter over the last ``seconds``, resets allowed for; None with fewer than two values."""
+        points = self.values(seconds)
+        if len(points) < 2:
+            return None
+        growth, previous = 0.0, points[0][1]
+        for _, value in points[1:]:
+            growth += value - previous if value >= previous else value
+            previous = value
+        return growth
+
+    def skip_to(self, tick: int) -> None:
+        """Mark the ticks since the last sample as missing."""
+        ticks = self.window.ticks
+        for missed in range(max(self.tick + 1, tick - ticks + 1), tick):
+            self.offsets[missed % ticks] = _NAN
+
+    def rebase(self, slot: int, value: float) -> None:
+        """Store ``value``, which is far from the base, and make it the new base if it is a number at all."""
+        if not math.isfinite(value):
+            self.offsets[slot] = value
+            return
+        shift = self.base - value
+        self.offsets = array("f", [offset + shift for offset in self.offsets])
+        self.offsets[slot] = 0.0
+        self.base = value
+        # Twice the window's spread, so that a steady counter is rebased about once in two windows.
+        spread = max((abs(offset) for offset in self.offsets if math.isfinite(offset)), default=0.0)
+        self.limit = max(_FIRST_LIMIT, 2.0 * spread)

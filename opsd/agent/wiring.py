@@ -1,0 +1,57 @@
+"""Build the agent from its settings: the one place that knows every real part."""
+
+from __future__ import annotations
+
+from structlog.typing import FilteringBoundLogger
+
+from collectors.base import Collector
+from collectors.nvml import NvmlCollector, PowerControl
+from opsd.agent.actions import Executor, Notifier
+from opsd.agent.journal import Journal
+from opsd.agent.loop import Loop, Options
+from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
+from opsd.agent.policy import Limits
+from opsd.config import Settings
+from runbooks import RUNBOOKS
+
+
+def build_collectors(settings: Settings) -> list[Collector]:
+    """The collectors that are enabled."""
+    enabled: list[Collector] = []
+    if settings.nvml.enabled:
+        enabled.append(NvmlCollector(settings.nvml.library, hostname=settings.agent.node))
+    return enabled
+
+
+def build_journal(settings: Settings, log: FilteringBoundLogger) -> Journal:
+    """The journal in the state folder; it says in the log when it stops and starts being written."""
+
+    def say(problem: str) -> None:
+        if problem:
+            log.error("journal", problem=problem)
+        else:
+            log.info("journal", path=str(settings.agent.state_dir))
+
+    return Journal(settings.agent.state_dir, say)
+
+
+def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) -> Loop:
+    """The loop with everything connected to it; nothing has been collected yet."""
+    agent, policy, webhook = settings.agent, settings.policy, settings.notify.webhook
+    notifier: Notifier = WebhookNotifier(log, webhook.get_secret_value()) if webhook else LogNotifier(log)
+    executor = Executor(
+        shm=settings.ranks.root,
+        notify=notifier,
+        set_power_limit=PowerControl(settings.nvml.library).set_power_limit if settings.nvml.enabled else None,
+        before_acting=lambda: journal.flush(1.0),
+    )
+    options = Options(
+        node=agent.node,
+        interval_s=agent.interval_s,
+        deadline_s=agent.deadline_s,
+        window_s=agent.window_s,
+        mode_of=policy.mode_of,
+        limits=Limits(policy.cooldown_s, policy.max_actions_per_hour),
+    )
+    announce = [Announcer(notifier, agent.node, log)] if webhook else []
+    return Loop(options, build_collectors(settings), RUNBOOKS, executor, journal, log, listeners=announce)

@@ -1,0 +1,291 @@
+"""The configuration: one TOML file becomes one frozen tree of settings.
+
+The file is the one named with ``--config``, else ``$OPSD_CONFIG``, else ``/etc/opsd/opsd.toml``, else there is none and
+the defaults apply. ``OPSD_STATE_DIR`` and ``OPSD_SHM`` win over the file. A file that is missing, malformed or has an
+unknown key raises ConfigError with one sentence that says what to change; commands exit with ``exitcodes.USAGE`` then.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from runbooks import RUNBOOKS
+
+Mode = Literal["observe", "recommend", "act"]
+
+SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message is one sentence for its author."""
+
+
+def default_state_dir() -> Path:
+    """``/var/lib/opsd`` for root, ``$XDG_STATE_HOME/opsd`` (``~/.local/state/opsd``) for everybody else."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/opsd")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "opsd"
+
+
+AnyPath = Annotated[Path, Field(strict=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class AgentSettings(_Section):
+    """The node agent."""
+
+    listen: str = Field(
+        default="127.0.0.1:9477",
+        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]\s]+):\d{1,5}$",
+        description="Address and port of /metrics and the API. Everybody who reaches it can read it.",
+    )
+    interval_s: float = Field(default=1.0, ge=0.05, le=60, description="Seconds between two collections.")
+    deadline_s: float = Field(
+        default=2.0, gt=0, le=300, description="A collector that takes longer is marked as hung and its series vanish."
+    )
+    window_s: float = Field(
+        default=600.0, ge=10, le=86_400, description="How much past the runbooks can look at, in seconds."
+    )
+    state_dir: AnyPath = Field(
+        default_factory=default_state_dir,
+        examples=["/var/lib/opsd"],
+        description="Folder of the journal. By default /var/lib/opsd for root and ~/.local/state/opsd for others; "
+        "OPSD_STATE_DIR wins.",
+    )
+    node: str = Field(
+        default_factory=lambda: os.uname().nodename,
+        min_length=1,
+        examples=["node-0017"],
+        description="Name of this node, if it is not the host name.",
+    )
+
+
+class NvmlSettings(_Section):
+    """GPUs through the NVIDIA driver."""
+
+    enabled: bool = Field(default=True, description="Collect from the NVIDIA driver.")
+    library: str | None = Field(
+        default=None, examples=["/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"], description="The driver's library."
+    )
+
+
+class HostSettings(_Section):
+    """Processors, memory and disks of the node."""
+
+    enabled: bool = Field(default=True, description="Collect host metrics.")
+
+
+class RanksSettings(_Section):
+    """Training ranks on this node, through their rank pages."""
+
+    enabled: bool = Field(default=True, description="Read the rank pages of the runs on this node.")
+    root: AnyPath = Field(
+        default=Path("/dev/shm/opsd"),  # noqa: S108
+        description="Folder in shared memory with one folder per run; OPSD_SHM wins.",
+    )
+
+
+class PolicySettings(_Section):
+    """What opsd may do by itself."""
+
+    mode: Mode = Field(
+        default="observe",
+        description="observe: only tell; recommend: say what it would do; act: do it.",
+    )
+    runbooks: Mapping[str, Mode] = Field(
+        default_factory=dict,
+        examples=[{"gpu_throttle": "recommend"}],
+        description="Another mode for single runbooks; names are those of `opsd runbook list`.",
+    )
+    cooldown_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds before the same kind of incident may be acted on again at the same target.",
+    )
+    max_actions_per_hour: int = Field(
+        default=12, ge=0, description="Beyond this many actions in an hour opsd only recommends."
+    )
+
+    def mode_of(self, kind: str) -> Mode:
+        """The mode that applies to incidents of ``kind``."""
+        return self.runbooks.get(kind, self.mode)
+
+
+class NotifySettings(_Section):
+    """Telling people."""
+
+    webhook: SecretStr | None = Field(
+        default=None,
+        examples=["https://hooks.example.com/services/..."],
+        description="URL that receives a JSON object for every incident opened, escalated or resolved. Kept secret.",
+    )
+
+
+class Settings(_Section):
+    """Everything that can be configured; the field names are the sections of the file."""
+
+    agent: AgentSettings = AgentSettings()
+    nvml: NvmlSettings = NvmlSettings()
+    host: HostSettings = HostSettings()
+    ranks: RanksSettings = RanksSettings()
+    policy: PolicySettings = PolicySettings()
+    notify: NotifySettings = NotifySettings()
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    """Name and model of each section, in the order of the file."""
+    for name, field in Settings.model_fields.items():
+        assert isinstance(field.annotation, type)
+        yield name, field.annotation
+
+
+def find_file(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Path | None:
+    """The configuration file that applies, or None for the built-in defaults.
+
+    A file that was named (by ``path`` or ``OPSD_CONFIG``) is returned whether it exists or not.
+    """
+    if path is not None:
+        return path
+    if named := env.get("OPSD_CONFIG"):
+        return Path(named)
+    return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+
+
+def load(path: Path | None = None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> Settings:
+    """Settings from the file that applies, the environment, and ``overrides`` ("agent.interval_s=0.5"), last one wins.
+
+    Raises ConfigError.
+    """
+    file = find_file(path, env)
+    data = {} if file is None else _read(file)
+    _set(data, "agent.state_dir", env.get("OPSD_STATE_DIR"))
+    _set(data, "ranks.root", env.get("OPSD_SHM"))
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or "." not in key:
+            raise ConfigError(f"--set {override}: write section.key=value, for instance agent.interval_s=0.5")
+        _set(data, key.strip(), _parse_value(value.strip()))
+    return _validate(data, "" if file is None else f"{file}: ")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}; `opsd config init {file}` writes one") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not a text file in UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+
+
+def _set(data: dict[str, Any], dotted: str, value: object) -> None:
+    if value is None:
+        return
+    *outer, last = dotted.split(".")
+    for key in outer:
+        inner = data.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{dotted}: {key} is a value, not a section")
+        data = inner
+    data[last] = value
+
+
+def _parse_value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _validate(data: Mapping[str, Any], where: str) -> Settings:
+    try:
+        settings = Settings.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(where + _sentence(error)) from error
+    kinds = [runbook.kind for runbook in RUNBOOKS]
+    for kind in settings.policy.runbooks:
+        if kind not in kinds:
+            raise ConfigError(
+                f"{where}unknown runbook policy.runbooks.{kind}{_suggest(kind, kinds, 'policy.runbooks.')}"
+            )
+    return settings
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem in one sentence; an unknown key comes before everything else."""
+    problems = error.errors(include_url=False)
+    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    dotted = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {dotted}{_suggest_key(dotted)}"
+    value = problem["input"]
+    shown = "" if dotted.startswith("notify.") else f", not {value!r}"
+    return f"{dotted}: {problem['msg'].removeprefix('Input ')}{shown}"
+
+
+def known_keys() -> list[str]:
+    """Every settable key as ``section.key``."""
+    return [f"{section}.{key}" for section, model in sections() for key in model.model_fields]
+
+
+def _suggest_key(dotted: str) -> str:
+    if "." not in dotted:
+        return _suggest(dotted, [name for name, _ in sections()])
+    section, _, key = dotted.partition(".")
+    here = [known for known in known_keys() if known.startswith(section + ".")]
+    elsewhere = [known for known in known_keys() if known.endswith("." + key)]
+    return _suggest(dotted, elsewhere or here)
+
+
+def _suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else f"; known are {', '.join(known)}"
+
+
+def to_toml(settings: Settings) -> str:
+    """The settings in force as TOML; secrets are masked, unset values are left out."""
+    blocks = []
+    for section, model in sections():
+        values = getattr(settings, section)
+        lines = [
+            f"{key} = {_literal(getattr(values, key))}"
+            for key in model.model_fields
+            if getattr(values, key) is not None
+        ]
+        blocks.append("\n".join([f"[{section}]", *lines]) + "\n")
+    return "\n".join(blocks)
+
+
+def template() -> str:
+    """A configuration file in which every setting is explained and commented out at its default."""
+    blocks = ["# Configuration of opsd. What is commented out shows the default or an example.\n"]
+    for section, model in sections():
+        lines = [f"[{section}]"]
+        for key, field in model.model_fields.items():
+            value = field.examples[0] if field.examples else field.default
+            lines += [f"# {field.description}", f"# {key} = {_literal(value)}"]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def _literal(value: object) -> str:
+    """``value`` as a TOML literal."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + " }" if value else "{}"
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
