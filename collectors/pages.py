@@ -1,0 +1,129 @@
+"""What the ranks collector needs of a rank page, as protocols. The module ``opsd.client`` fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from collectors.base import RankFact, StepFact
+
+
+class Step(Protocol):
+    """One completed step; seconds, ``end`` on the monotonic clock."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def duration_s(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def phase_s(self) -> Sequence[float]: ...
+
+
+class Page(Protocol):
+    """A consistent copy of a rank page."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def gpu(self) -> int | None: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def job(self) -> str: ...
+    @property
+    def created(self) -> float: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def phase_since(self) -> float: ...
+    @property
+    def changed(self) -> float: ...
+    @property
+    def steps_reported(self) -> int: ...
+    @property
+    def committed_step(self) -> int | None: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def workers(self) -> tuple[tuple[int, str], ...]: ...
+    @property
+    def steps(self) -> Sequence[Step]: ...
+
+
+P = TypeVar("P", bound=Page)
+
+
+class Client(Protocol[P]):
+    """The reading side of the rank page: the module ``opsd.client``."""
+
+    @property
+    def PHASES(self) -> Sequence[str]: ...
+    @property
+    def PageError(self) -> type[Exception]: ...
+
+    def read_page(self, path: Path) -> P:
+        """Read one page. Raises ``PageError`` if there is none that can be used."""
+        ...
+
+    def process_state(self, page: P) -> str | None:
+        """The kernel's state letter of the rank's process, None if it is gone."""
+        ...
+
+    def process_start(self, pid: int) -> int | None:
+        """Start time of a process in clock ticks since boot, None if there is no such process."""
+        ...
+
+
+def step_facts(page: Page, phases: Sequence[str], known: Sequence[StepFact]) -> tuple[StepFact, ...]:
+    """The steps of ``page``; those among ``known``, the facts of an earlier look, are not made again."""
+    before = {fact.end: fact for fact in known}
+    return tuple(
+        before.get(s.end)
+        or StepFact(
+            s.step, s.end, s.duration_s, s.tokens, s.loss, s.grad_norm, dict(zip(phases, s.phase_s, strict=True))
+        )
+        for s in page.steps
+    )
+
+
+def rank_fact(
+    page: Page, run: str, process: str | None, workers: Sequence[str | None], steps: tuple[StepFact, ...]
+) -> RankFact:
+    """The page as a fact about the rank ``page.rank`` of ``run``; ``process`` and ``workers`` are state letters."""
+    return RankFact(
+        run=run,
+        job=page.job,
+        rank=page.rank,
+        local_rank=page.local_rank,
+        world_size=page.world_size,
+        generation=page.generation,
+        gpu=page.gpu,
+        pid=page.pid,
+        state=page.state,
+        process=process,
+        phase=page.phase,
+        phase_since=page.phase_since,
+        changed=page.changed,
+        steps_reported=page.steps_reported,
+        committed_step=page.committed_step,
+        workers=page.workers,
+        steps=steps,
+        worker_process=tuple(workers),
+    )

@@ -1,0 +1,337 @@
+"""Training ranks on this node: their rank pages, their runs, and what launcher and ranks report as events.
+
+The folder ``<root>/<run>/`` belongs to the user of the run while the agent may be root; ``tail`` says how it is read.
+The name of a run is always that of its folder, whatever the files in it claim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Generic
+
+from collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
+from collectors.pages import Client, P, Page, rank_fact, step_facts
+from collectors.tail import Tail, read_small
+
+RUN_STATES: Final = ("running", "restarting", "stopping", "finished", "failed")
+EVENTS: Final = frozenset((
+    "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "requeued", "finished",
+    "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
+))  # fmt: skip
+"""Events passed on under their own name. Any other becomes a ``rank_event``: a user's file must not be able to speak
+for the hardware."""
+
+MAX_RUNS: Final = 64
+MAX_RANKS: Final = 256
+"""Runs, and ranks of a run, looked at on one node; the rest is left out."""
+RATE_STEPS: Final = 10
+"""Steps that the throughput is averaged over."""
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_PAGE_NAME = re.compile(r"rank-(\d{4,6})\.page")
+_MAX_RUN_JSON = 64 << 10
+
+
+def _rank(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge") -> Metric:
+    return Metric(f"opsd_rank_{name}", help_text, kind, unit, ("run", "rank", *labels))
+
+
+UP = _rank("up", "1 while the process of the rank lives and has not finished.")
+STEP = _rank("step", "Last completed step.")
+STEP_SECONDS = _rank("step_seconds", "Duration of the last completed step.", "seconds")
+PHASE = _rank("phase", "1 for the phase the rank is in, 0 for the others.", "", "phase")
+PHASE_AGE = _rank("phase_age_seconds", "Time since the rank entered its phase.", "seconds")
+PHASE_SECONDS = _rank("phase_seconds_total", "Time spent in completed steps.", "seconds", "phase", kind="counter")
+CHANGE_AGE = _rank("last_change_age_seconds", "Time since the last change of phase or completed step.", "seconds")
+TOKENS = _rank("tokens_total", "Tokens trained on by this process.", kind="counter")
+TOKENS_RATE = _rank("tokens_per_second", f"Throughput over the last {RATE_STEPS} steps; sinks while no step ends.")
+LOSS = _rank("loss", "Loss of the last completed step.")
+GRAD_NORM = _rank("grad_norm", "Gradient norm of the last completed step.")
+COMMITTED = _rank("committed_step", "Step of the newest checkpoint that is durable.")
+PAGE_ERRORS = Metric("opsd_rank_page_errors", "Rank pages that cannot be used right now.", labels=("run",))
+JOB_INFO = Metric(
+    "opsd_gpu_job_info",
+    "Which rank works on a GPU; join on the label gpu.",
+    "info",
+    labels=("gpu", "job_id", "run", "rank"),
+)
+RUN_STATE = Metric("opsd_run_state", "1 for the state of the run, 0 for the others.", labels=("run", "state"))
+RUN_GENERATION = Metric("opsd_run_generation", "Generation of ranks the run is in.", labels=("run",))
+RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=("run",))
+
+METRICS: Final = (
+    UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
+    COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
+)  # fmt: skip
+
+
+class PhaseTotals:
+    """Seconds a rank has spent in each phase over all its completed steps, through restarts of its process.
+
+    A page keeps its recent steps only. Steps that came and went between two looks count like the ones still seen.
+    """
+
+    def __init__(self, phases: Sequence[str]) -> None:
+        self._phases = phases
+        self._seconds = [0.0] * len(phases)
+        self._process: tuple[int, float] | None = None
+        self._counted = 0
+
+    def update(self, page: Page) -> Mapping[str, float]:
+        """Take in what is new on ``page`` and return the seconds per phase."""
+        if self._process != (page.pid, page.created):
+            self._process, self._counted = (page.pid, page.created), 0
+        new = page.steps_reported - self._counted
+        seen = page.steps[-new:] if new > 0 else ()
+        for step in seen:
+            for index, seconds in enumerate(step.phase_s):
+                self._seconds[index] += seconds * new / len(seen)
+        if seen:
+            self._counted = page.steps_reported
+        return dict(zip(self._phases, self._seconds, strict=True))
+
+
+def tokens_per_second(page: Page, now: float) -> float | None:
+    """Throughput over the last steps; a step that takes longer than the one before drags it down while it lasts."""
+    recent = page.steps[-RATE_STEPS:]
+    if not recent:
+        return None
+    began, last = recent[0].end - recent[0].duration_s, recent[-1]
+    elapsed = max(last.end, now - last.duration_s) - began
+    return sum(step.tokens for step in recent) / elapsed if elapsed > 0 else None
+
+
+def parse_event(line: bytes, run: str, now: float, **fields: object) -> Event | None:
+    """One line of an event file, ``fields`` added to it; None if it is no event."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(name := record.get("event"), str):
+        return None
+    at = record.get("t")
+    data = {**record, **fields, "run": run}
+    kind = name if name in EVENTS else "rank_event"
+    return Event(kind, float(at) if isinstance(at, int | float) else now, _sentence(name, data), data)
+
+
+def _sentence(name: str, data: Mapping[str, object]) -> str:
+    who = f"rank {data['rank']} of {data['run']}" if "rank" in data else str(data["run"])
+    return f"{name[:64].replace('_', ' ')}: {who}"
+
+
+def parse_run(content: bytes, run: str, alive: Callable[[int, int], bool]) -> RunFact | None:
+    """The run as ``run.json`` describes it, None if that is no such file. ``alive`` judges (pid, start time)."""
+    try:
+        raw = json.loads(content)
+        pid = int(raw["launcher_pid"])
+        return RunFact(
+            run=run,
+            job=str(raw["job"])[:64],
+            node=str(raw["node"])[:64],
+            state=str(raw["state"]) if raw["state"] in RUN_STATES else "failed",
+            generation=int(raw["generation"]),
+            launcher_pid=pid,
+            alive=alive(pid, int(raw["launcher_start"])),
+            world_size=int(raw["world_size"]),
+            control=str(raw["control"])[:4096],
+            folder=str(raw["folder"])[:4096],
+        )
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+class RanksCollector(Generic[P]):
+    """The runs under ``root`` and their ranks. ``client`` is the module ``opsd.client``.
+
+    A rank or run that has ended is reported for ``linger_s`` more, so that how it ended is seen, and then no longer.
+    """
+
+    name = "ranks"
+    metrics = METRICS
+
+    def __init__(
+        self,
+        root: Path,
+        client: Client[P],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        linger_s: float = 60.0,
+    ) -> None:
+        self._root = root
+        self._client = client
+        self._clock = clock
+        self._wall = wall
+        self._linger_s = linger_s
+        self._runs: dict[str, _Run[P]] = {}
+
+    def collect(self) -> Reading | NoData:
+        """Read all runs. Raises OSError if the root cannot be read."""
+        try:
+            with os.scandir(self._root) as entries:
+                names = [e.name for e in entries if _RUN_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return NoData(f"no run has been started on this node: {self._root} does not exist")
+        names = sorted(names)[:MAX_RUNS]
+        self._runs = {
+            name: self._runs.get(name) or _Run(self._root / name, self._client, self._linger_s) for name in names
+        }
+        samples: list[Sample] = []
+        events: list[Event] = []
+        facts: list[Fact] = []
+        for run in self._runs.values():
+            reading = run.read(self._clock(), self._wall())
+            samples += reading.samples
+            events += reading.events
+            facts += reading.facts
+        return Reading(tuple(samples), tuple(events), tuple(facts))
+
+
+class _Run(Generic[P]):
+    """One run's folder, and what has to be remembered from look to look."""
+
+    def __init__(self, folder: Path, client: Client[P], linger_s: float) -> None:
+        self._folder = folder
+        self._run = folder.name
+        self._client = client
+        self._linger_s = linger_s
+        self._launcher_events = Tail("events.jsonl")
+        self._rank_events: dict[int, Tail] = {}
+        self._relayed: set[tuple[object, ...]] = set()
+        self._totals: dict[int, PhaseTotals] = {}
+        self._facts: dict[int, RankFact] = {}
+        self._seen_alive: float | None = None
+
+    def read(self, now: float, wall: float) -> Reading:
+        """What the folder tells at the monotonic second ``now``; nothing if it has just been removed."""
+        try:
+            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return Reading()
+        try:
+            run = self._read_run(folder, now, wall)
+            names = os.listdir(folder)  # noqa: PTH208  # by descriptor, which pathlib cannot
+            ranks = sorted(int(m[1]) for name in names if (m := _PAGE_NAME.fullmatch(name)))[:MAX_RANKS]
+            events = tuple(self._read_events(folder, wall, ranks, relayed=run is not None and run.alive))
+        finally:
+            os.close(folder)
+        pages, errors = self._read_pages(ranks)
+        samples: list[Sample] = []
+        facts: list[Fact] = []
+        if run is not None:
+            facts.append(run)
+            samples += _run_samples(run)
+        for page in pages:
+            process = self._client.process_state(page)
+            if process is None and not (run and run.alive) and now - page.changed > self._linger_s:
+                continue
+            fact = self._fact(page, process)
+            facts.append(fact)
+            samples += self._rank_samples(fact, page, now)
+        if facts or errors:
+            samples.append(Sample(PAGE_ERRORS, errors, (self._run,)))
+        return Reading(tuple(samples), events, tuple(facts))
+
+    def _read_run(self, folder: int, now: float, wall: float) -> RunFact | None:
+        found = read_small("run.json", folder, _MAX_RUN_JSON)
+        if found is None:
+            return None
+        content, modified = found
+        run = parse_run(content, self._run, lambda pid, start: self._client.process_start(pid) == start)
+        if run is None:
+            return None
+        if run.alive:
+            self._seen_alive = now
+        ended_s = wall - modified if self._seen_alive is None else now - self._seen_alive
+        return run if ended_s <= self._linger_s else None
+
+    def _read_events(self, folder: int, wall: float, ranks: Sequence[int], *, relayed: bool) -> Iterator[Event]:
+        """New events of the launcher, and those of the ranks that no launcher relays into its own stream."""
+        for line in self._launcher_events.read(folder):
+            if event := parse_event(line, self._run, wall):
+                self._relayed.add(_identity(event))
+                yield event
+        if relayed:
+            return
+        for rank in ranks:
+            tail = self._rank_events.setdefault(rank, Tail(f"rank-{rank:04d}.page.events.jsonl"))
+            for line in tail.read(folder):
+                event = parse_event(line, self._run, wall, rank=rank)
+                if event and _identity(event) not in self._relayed:
+                    yield event
+
+    def _read_pages(self, ranks: Sequence[int]) -> tuple[list[P], int]:
+        """The usable pages, and how many cannot be used. A page of another rank than its name says is one of these."""
+        pages = []
+        for rank in ranks:
+            with contextlib.suppress(self._client.PageError):
+                page = self._client.read_page(self._folder / f"rank-{rank:04d}.page")
+                if page.rank == rank:
+                    pages.append(page)
+        return pages, len(ranks) - len(pages)
+
+    def _fact(self, page: Page, process: str | None) -> RankFact:
+        known = self._facts.get(page.rank)
+        steps = step_facts(page, self._client.PHASES, known.steps if known else ())
+        workers = [process_letter(pid) for pid, _ in page.workers]
+        fact = self._facts[page.rank] = rank_fact(page, self._run, process, workers, steps)
+        return fact
+
+    def _rank_samples(self, fact: RankFact, page: Page, now: float) -> Iterator[Sample]:
+        labels = (self._run, str(fact.rank))
+        live = fact.live and fact.process != "Z"
+        yield Sample(UP, float(live), labels)
+        yield Sample(TOKENS, page.tokens, labels)
+        totals = self._totals.setdefault(fact.rank, PhaseTotals(self._client.PHASES)).update(page)
+        for phase, seconds in totals.items():
+            yield Sample(PHASE_SECONDS, seconds, (*labels, phase))
+        if fact.committed_step is not None:
+            yield Sample(COMMITTED, fact.committed_step, labels)
+        if fact.steps:
+            yield from _step_samples(fact.steps[-1], labels)
+        if not live:
+            return
+        for phase in self._client.PHASES:
+            yield Sample(PHASE, float(phase == fact.phase), (*labels, phase))
+        yield Sample(PHASE_AGE, max(0.0, now - fact.phase_since), labels)
+        yield Sample(CHANGE_AGE, max(0.0, now - fact.changed), labels)
+        if (rate := tokens_per_second(page, now)) is not None:
+            yield Sample(TOKENS_RATE, rate, labels)
+        if fact.gpu is not None:
+            yield Sample(JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
+
+
+def process_letter(pid: int, proc: Path = Path("/proc")) -> str | None:
+    """The kernel's state letter of a process (proc_pid_stat(5)), None if it is gone."""
+    try:
+        return (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def _identity(event: Event) -> tuple[object, ...]:
+    return event.data.get("rank"), event.data.get("event"), event.at
+
+
+def _step_samples(step: StepFact, labels: tuple[str, ...]) -> Iterator[Sample]:
+    yield Sample(STEP, step.step, labels)
+    yield Sample(STEP_SECONDS, step.duration_s, labels)
+    if not math.isnan(step.loss):
+        yield Sample(LOSS, step.loss, labels)
+    if not math.isnan(step.grad_norm):
+        yield Sample(GRAD_NORM, step.grad_norm, labels)
+
+
+def _run_samples(run: RunFact) -> Iterator[Sample]:
+    for state in RUN_STATES:
+        yield Sample(RUN_STATE, float(state == run.state), (run.run, state))
+    yield Sample(RUN_GENERATION, run.generation, (run.run,))
+    yield Sample(RUN_UP, float(run.alive), (run.run,))

@@ -1,0 +1,85 @@
+"""Following files that somebody else writes, possibly a user while the reader is root.
+
+Nothing here follows a symbolic link, blocks on a pipe, or reads without a bound.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Final
+
+MAX_LINE: Final = 128 << 10
+"""Longer lines are skipped."""
+CHUNK: Final = 256 << 10
+"""Most that is read from one file at a time; the rest waits for the next call."""
+
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class LineCutter:
+    """Puts lines together from chunks that were cut anywhere."""
+
+    def __init__(self, max_line: int = MAX_LINE) -> None:
+        self._max = max_line
+        self._rest = b""
+        self._skipping = False
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The lines completed by ``chunk``, without their line ends. Empty lines and those too long are left out."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if lines and self._skipping:
+            self._skipping = False
+            del lines[0]
+        if len(self._rest) > self._max:
+            self._skipping, self._rest = True, b""
+        elif self._skipping:
+            self._rest = b""
+        return [line for line in lines if 0 < len(line) <= self._max]
+
+
+class Tail:
+    """The lines appended to a file, each exactly once; a file made anew is read from its start."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._file: tuple[int, int] | None = None
+        self._offset = 0
+        self._cutter = LineCutter()
+
+    def read(self, folder: int) -> list[bytes]:
+        """The complete lines added since the last call; none if there is no such regular file. ``folder`` is open."""
+        try:
+            descriptor = os.open(self._name, _FLAGS, dir_fd=folder)
+        except OSError:
+            return []
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
+                return []
+            if self._file != (info.st_dev, info.st_ino) or info.st_size < self._offset:
+                self._file, self._offset, self._cutter = (info.st_dev, info.st_ino), 0, LineCutter()
+            chunk = os.pread(descriptor, CHUNK, self._offset)
+        except OSError:
+            return []
+        finally:
+            os.close(descriptor)
+        self._offset += len(chunk)
+        return self._cutter.feed(chunk)
+
+
+def read_small(name: str, folder: int, limit: int = CHUNK) -> tuple[bytes, float] | None:
+    """Content and modification time of a regular file, None if there is none of at most ``limit`` bytes."""
+    try:
+        descriptor = os.open(name, _FLAGS, dir_fd=folder)
+    except OSError:
+        return None
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > limit:
+            return None
+        return os.pread(descriptor, limit, 0), info.st_mtime
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
