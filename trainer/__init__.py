@@ -1,1 +1,1 @@
-"""The trainer: a decoder-only language model, its data path and its checkpoints, on FSDP2."""
+"""A small decoder-only language-model trainer: one story from token shards to checkpoints."""

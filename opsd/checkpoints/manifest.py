@@ -90,19 +90,26 @@ def commit(folder: Path, manifest: Manifest) -> None:
     Its files must already be synced. Raises OSError; then it does not exist.
     """
     draft = folder / f".{MANIFEST}.{os.getpid()}"
-    with open(draft, "w", encoding="utf-8") as file:
-        json.dump(asdict(manifest), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
-    os.rename(draft, folder / MANIFEST)
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump(asdict(manifest), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(folder)
+        os.rename(draft, folder / MANIFEST)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     sync_folder(folder)
     sync_folder(folder.parent)
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in ``folder``. Raises CheckpointError if there is none or it makes no sense."""
-    path = folder / MANIFEST
+def read(folder: Path, name: str = MANIFEST) -> Manifest:
+    """The manifest of the checkpoint in ``folder``. Raises CheckpointError if there is none or it makes no sense.
+
+    ``name`` is that of a manifest that has been set aside.
+    """
+    path = folder / name
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -121,10 +128,13 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path) -> Manifest:
-    """Read the manifest and check every file's size and checksum. Raises CheckpointError naming the first bad file."""
+def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
+    """Read the manifest and check every file's size and checksum. Raises CheckpointError naming the first bad file.
+
+    ``parts`` readers share the work when each has its own ``part``, from 0 on.
+    """
     manifest = read(folder)
-    for entry in manifest.files:
+    for entry in manifest.files[part::parts]:
         path = folder / entry.name
         try:
             size = path.stat().st_size
@@ -141,7 +151,7 @@ def verify(folder: Path) -> Manifest:
 
 def steps(root: Path) -> list[int]:
     """Steps of the checkpoints that exist under ``root``, oldest first. A missing folder has none."""
-    return sorted(step for step, folder in _folders(root) if (folder / MANIFEST).exists())
+    return sorted(step for step, folder in folders(root) if (folder / MANIFEST).exists())
 
 
 def reject(folder: Path) -> None:
@@ -150,7 +160,8 @@ def reject(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _folders(root: Path) -> Iterator[tuple[int, Path]]:
+def folders(root: Path) -> Iterator[tuple[int, Path]]:
+    """Step and path of every checkpoint folder under ``root``, complete or not, in no order."""
     if not root.is_dir():
         return
     for path in root.iterdir():

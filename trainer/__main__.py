@@ -1,0 +1,47 @@
+"""``python -m trainer CONFIG``: train, one process per rank, under ``opsd launch``, torchrun or alone."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from trainer.config import ConfigError, load
+from trainer.data.shards import DataError
+from trainer.restore import RestoreError
+from trainer.train import train
+
+FAILED, USAGE = 1, 2
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("config")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
+@click.option("--fresh", is_flag=True, help="Begin at step 0 if every checkpoint of the run is damaged.")
+def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
+    """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b).
+
+    Goes on from the newest checkpoint of the run folder that verifies. Exit codes: 0 done, or stopped on request
+    with the state saved; 1 failed; 2 settings or data that cannot be used.
+    """
+    try:
+        saved = _train(config, overrides, fresh)
+    except (ConfigError, DataError) as error:
+        click.echo(f"trainer: {error}", err=True)
+        sys.exit(USAGE)
+    except RestoreError as error:
+        click.echo(f"trainer: {error}", err=True)
+        sys.exit(FAILED)
+    if not saved:
+        click.echo("trainer: stopped, but the last state could not be saved; see the events of the run", err=True)
+        sys.exit(FAILED)
+
+
+@record
+def _train(config: str, overrides: tuple[str, ...], fresh: bool) -> bool:
+    return train(load(config, overrides), fresh=fresh)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Saving the training state without stopping the training.
+
+A rank keeps a piece of shared memory that is laid out exactly as its checkpoint file. Saving is copying the state into
+it, which is all that the training waits for; ``trainer.persist``, a process of its own, writes the memory to disk, and
+once every rank's file is durable the first rank's process commits the manifest.
+
+The file is in safetensors format and holds the rank's regions of the tensors ``model.NAME``, ``exp_avg.NAME``,
+``exp_avg_sq.NAME`` and ``updates``, the number of optimiser steps taken. Its metadata key ``regions`` is a JSON
+object that maps each name to ``{"shape": shape of the whole tensor, "offset": where the region begins in it}``,
+from which any other layout can pick its own regions.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+import torch
+from torch import nn
+
+from opsd.client import Reporter
+from trainer.parallel import Region, region_of
+from trainer.persist import Plan
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_ALIGNMENT = 64
+
+State = dict[str, Region]
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Everything a resumed run needs besides its place in the data, as this rank's regions of named tensors."""
+    state: State = {}
+    for name, parameter in model.named_parameters():
+        moments = optimizer.state[parameter]
+        state[f"model.{name}"] = region_of(parameter)
+        state[f"exp_avg.{name}"] = region_of(moments["exp_avg"])
+        state[f"exp_avg_sq.{name}"] = region_of(moments["exp_avg_sq"])
+        state["updates"] = region_of(moments["step"].view(1))
+    return state
+
+
+def file_layout(state: State) -> tuple[bytes, dict[str, int], int]:
+    """The header of this rank's file, the position of each tensor in it, and the size of the file, in bytes."""
+    entries: dict[str, object] = {}
+    starts: dict[str, int] = {}
+    regions = {name: {"shape": region.shape, "offset": region.offset} for name, region in state.items()}
+    entries["__metadata__"] = {"format": "pt", "regions": json.dumps(regions)}
+    end = 0
+    for name, region in state.items():
+        starts[name], end = end, end + region.local.numel() * region.local.element_size()
+        entries[name] = {
+            "dtype": _DTYPES[region.local.dtype],
+            "shape": list(region.local.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: start + len(header) for name, start in starts.items()}, len(header) + end
+
+
+class Saver:
+    """Checkpoints of one rank. All ranks call ``save`` at the same steps, and only when none of them is busy."""
+
+    def __init__(self, plan: Plan, state: State, reporter: Reporter, committed: int) -> None:
+        self._reporter = reporter
+        self._regions = list(state.values())
+        header, starts, size = file_layout(state)
+        descriptor = os.memfd_create("opsd-checkpoint")
+        os.posix_fallocate(descriptor, 0, size)
+        self._plan = replace(plan, memory=descriptor, size=size)
+        memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory[: len(header)] = header
+        self._staged = [_view(memory, starts[name], region.local) for name, region in state.items()]
+        self._step: int | None = None
+        self._replies = b""
+        self._stall_s = 0.0
+        self.committed = committed
+        """Step of the newest checkpoint that is durable."""
+        self.failed = False
+        """Whether this rank's part could not be written; until ``abandon`` has told the others."""
+        self._start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint of this rank is on its way to the disk."""
+        return self._step is not None
+
+    def save(self, step: int, sample: int) -> None:
+        """Copy the state after ``step`` into the shared memory and have it persisted."""
+        assert not self.busy
+        began = time.perf_counter()
+        with self._reporter.phase("checkpoint"):
+            for staged, region in zip(self._staged, self._regions, strict=True):
+                staged.copy_(region.local)
+        self._stall_s += time.perf_counter() - began
+        self._step = step
+        self._order({"save": step, "sample": sample})
+
+    def poll(self) -> None:
+        """Take notice of what the persist process has done; never waits."""
+        while self.busy:
+            try:
+                received = os.read(self._from_process, 1 << 16)
+            except BlockingIOError:
+                return
+            if not received:
+                self._died()
+                return
+            *lines, self._replies = (self._replies + received).split(b"\n")
+            for line in lines:
+                self._reply(**json.loads(line))
+
+    def abandon(self) -> None:
+        """Give up the checkpoint on its way, because another rank's part of it failed."""
+        self.failed = False
+        if self.busy:
+            self._order({"abandon": self._step})
+
+    def take_stall(self) -> float:
+        """Seconds that the training has waited for staging since the last call."""
+        seconds, self._stall_s = self._stall_s, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Let the persist process end."""
+        self._process.communicate()
+        self._reporter.remove_worker(self._process.pid)
+
+    def _start(self) -> None:
+        # In a session of its own: who kills the process group of a rank must not kill the copy of its state.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.persist", json.dumps(asdict(self._plan))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(self._plan.memory,),
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._from_process = self._process.stdout.fileno()
+        os.set_blocking(self._from_process, False)
+        self._reporter.add_worker(self._process.pid, "persist")
+
+    def _order(self, order: dict[str, int | None]) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died; poll finds out
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    def _reply(self, state: str, why: str = "") -> None:
+        if state == "committed":
+            assert self._step is not None
+            self.committed = self._step
+            self._reporter.checkpoint_committed(self._step)
+        elif state == "failed":
+            self._fail(why)
+        self._step = None
+
+    def _died(self) -> None:
+        self._process.communicate()
+        self._reporter.remove_worker(self._process.pid)
+        self._fail(f"the persist process died with status {self._process.returncode}")
+        self._step = None
+        self._replies = b""
+        self._start()
+
+    def _fail(self, why: str) -> None:
+        self.failed = True
+        self._reporter.event("checkpoint_failed", step=self._step, why=why)
+
+
+def _view(memory: mmap.mmap, start: int, like: torch.Tensor) -> torch.Tensor:
+    if not like.numel():
+        return torch.empty_like(like, device="cpu")
+    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)

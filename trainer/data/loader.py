@@ -1,0 +1,137 @@
+"""The trainer's side of the prefetch process: batches in order, whatever happens to the process."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from opsd.client import Reporter
+from trainer.config import Config
+from trainer.data.shards import DataError, Index, sequence_counts
+from trainer.data.worker import READY_BYTES, Plan, slot_views
+from trainer.parallel import World
+
+MAX_DEATHS = 3
+
+
+class Batch(NamedTuple):
+    """One micro-batch, of the samples from ``sample`` on; the tensors are [rows, length]."""
+
+    sample: int
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor
+
+
+class Loader:
+    """Micro-batches of this rank, from global sample ``sample`` on.
+
+    A worker that dies, for instance because an operator killed it when it hung, is replaced by one that goes on with
+    the very next sample. Waiting has no limit: slow storage is not a failure. Only a worker that dies ``MAX_DEATHS``
+    times in a row without a batch is given up.
+    """
+
+    def __init__(self, config: Config, index: Index, world: World, sample: int, reporter: Reporter) -> None:
+        data = config.data
+        if not sum(sequence_counts(index, data.sequence)):
+            raise DataError(f"{data.shards} has fewer tokens than one sequence of {data.sequence}")
+        self.device = world.device
+        self._reporter = reporter
+        self._plan = Plan(
+            shards=str(Path(data.shards).resolve()),
+            seed=config.run.seed,
+            length=data.sequence,
+            rows=data.micro_batch,
+            slots=data.prefetch,
+            sample=sample + world.rank * data.micro_batch,
+            stride=world.size * data.micro_batch,
+            ring=os.memfd_create("opsd-batches"),
+            parent=os.getpid(),
+        )
+        os.posix_fallocate(self._plan.ring, 0, self._plan.slots * self._plan.slot_bytes)
+        self._memory = mmap.mmap(self._plan.ring, self._plan.slots * self._plan.slot_bytes)
+        self._next = self._plan.sample
+        self._slot = 0
+        self._deaths = 0
+        self._wait_s = 0.0
+        self._start()
+
+    def next(self) -> Batch:
+        """The next micro-batch; waits for it in the phase "data". Raises DataError if there will never be one."""
+        began = time.perf_counter()
+        with self._reporter.phase("data"):
+            while not (ready := os.read(self._ready, READY_BYTES)):
+                self._replace()
+            sample = int.from_bytes(ready, "little")
+            assert sample == self._next, f"the worker sent sample {sample}, expected {self._next}"
+            tokens, documents = (torch.from_numpy(view) for view in slot_views(self._memory, self._plan, self._slot))
+            batch = Batch(
+                sample,
+                tokens[:, :-1].to(self.device, copy=True),
+                tokens[:, 1:].to(self.device, copy=True),
+                documents.to(self.device, copy=True),
+            )
+            self._grant(1)
+        self._wait_s += time.perf_counter() - began
+        self._deaths = 0
+        self._slot = (self._slot + 1) % self._plan.slots
+        self._next += self._plan.stride
+        return batch
+
+    def take_wait(self) -> float:
+        """Seconds that the training has waited for data since the last call."""
+        seconds, self._wait_s = self._wait_s, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """End the worker."""
+        self._worker.kill()
+        self._worker.communicate()
+        self._reporter.remove_worker(self._worker.pid)
+        os.close(self._plan.ring)
+
+    def _start(self) -> None:
+        plan = replace(self._plan, sample=self._next)
+        self._worker = subprocess.Popen(
+            [sys.executable, "-m", "trainer.data.worker", json.dumps(asdict(plan))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(plan.ring,),
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+        )
+        assert self._worker.stdout is not None
+        self._ready = self._worker.stdout.fileno()
+        self._slot = 0
+        self._reporter.add_worker(self._worker.pid, "data")
+        self._grant(plan.slots)
+
+    def _grant(self, slots: int) -> None:
+        assert self._worker.stdin is not None
+        with suppress(BrokenPipeError):  # it has died; the next read finds out
+            self._worker.stdin.write(bytes(slots))
+
+    def _replace(self) -> None:
+        self._worker.communicate()
+        pid, why = self._worker.pid, _exit_reason(self._worker.returncode)
+        self._reporter.remove_worker(pid)
+        self._deaths += 1
+        if self._deaths == MAX_DEATHS:
+            raise DataError(f"the data worker died {MAX_DEATHS} times in a row at sample {self._next}, last by {why}")
+        self._start()
+        self._reporter.event("data_worker_restarted", pid=pid, why=why, sample=self._next, new_pid=self._worker.pid)
+
+
+def _exit_reason(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

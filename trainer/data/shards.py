@@ -1,0 +1,164 @@
+"""Token shards: flat files of token ids, the start of every document, and an index that describes them.
+
+A corpus is a folder::
+
+    index.json            what is below, with sizes and checksums; a corpus without it does not exist
+    tokenizer.json        the tokenizer that made the ids (Hugging Face format)
+    shard-00000.tokens    ids, little-endian uint16 or uint32
+    shard-00000.documents uint64 position of the first token of each document, ascending from 0
+
+Every document begins with the token ``<|document|>``. It predicts the first word of its document, and being predicted,
+it ends the one before; so every token of a shard is a target, and every one has its context in its own document.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from opsd.checkpoints.manifest import checksum, sync_folder
+
+INDEX = "index.json"
+TOKENIZER = "tokenizer.json"
+DOCUMENT = "<|document|>"
+FORMAT = 1
+
+
+class DataError(ValueError):
+    """A corpus that cannot be used; the message is one sentence naming the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a corpus: its name in the folder, bytes, and ``algorithm:hexdigest`` over the content."""
+
+    name: str
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One shard: number of tokens and of documents, and its two files."""
+
+    tokens: int
+    documents: int
+    token_file: File
+    document_file: File
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What ``index.json`` says; ``vocab`` is the number of token ids, ``dtype`` that of the token files."""
+
+    vocab: int
+    dtype: str
+    tokenizer: File
+    shards: tuple[Shard, ...]
+    format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        """Identifies the tokens and their order, whatever folder they lie in."""
+        return "/".join(shard.token_file.checksum for shard in self.shards)
+
+
+def describe(path: Path) -> File:
+    """The entry of an existing file."""
+    return File(path.name, path.stat().st_size, checksum(path))
+
+
+def read_index(folder: Path) -> Index:
+    """Read the index of the corpus in ``folder``. Raises DataError."""
+    path = folder / INDEX
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise DataError(f"{path} has format {raw['format']}, this trainer reads format {FORMAT}")
+        shards = tuple(
+            Shard(entry["tokens"], entry["documents"], File(**entry["token_file"]), File(**entry["document_file"]))
+            for entry in raw["shards"]
+        )
+        return Index(raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); make it with `python -m trainer.data`") from error
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not an index of token shards: {error!r}") from error
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Make the corpus exist: the index appears once everything it names is there, and whole."""
+    draft = folder / f".{INDEX}.{os.getpid()}"
+    with open(draft, "w", encoding="utf-8") as file:
+        json.dump(asdict(index), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, folder / INDEX)
+    sync_folder(folder)
+
+
+def verify(folder: Path, index: Index, *, content: bool, part: int = 0, parts: int = 1) -> None:
+    """Compare the files with the index: all sizes and, of every ``parts``-th file, the ``content``.
+
+    Raises DataError naming the first file that differs.
+    """
+    for number, entry in enumerate(_files(index)):
+        path = folder / entry.name
+        try:
+            size = path.stat().st_size
+            if size != entry.size:
+                raise DataError(f"{path} has {size} bytes, the index says {entry.size}; copy or make the shard again")
+            if content and number % parts == part and checksum(path) != entry.checksum:
+                raise DataError(f"{path} does not match its checksum in the index; copy or make the shard again")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}; copy or make the shard again") from error
+
+
+def _files(index: Index) -> Iterator[File]:
+    yield index.tokenizer
+    for shard in index.shards:
+        yield shard.token_file
+        yield shard.document_file
+
+
+class Corpus:
+    """Sequences of ``length`` tokens, numbered through all shards; the files are mapped, not read."""
+
+    def __init__(self, folder: Path, index: Index, length: int) -> None:
+        self._tokens = [
+            np.memmap(folder / shard.token_file.name, dtype=index.dtype, mode="r") for shard in index.shards
+        ]
+        self._documents = [
+            np.memmap(folder / shard.document_file.name, dtype=np.uint64, mode="r") for shard in index.shards
+        ]
+        self.length = length
+        self._ends = np.cumsum(sequence_counts(index, length))
+
+    def read(self, sequences: Iterable[int], tokens: npt.NDArray[np.int64], documents: npt.NDArray[np.int32]) -> None:
+        """Fill ``tokens`` [n, length + 1] and ``documents`` [n, length], the document of each token within its row.
+
+        A sequence and the next share one token: the last target of one is the first input of the other.
+        """
+        for row, sequence in enumerate(sequences):
+            shard = int(np.searchsorted(self._ends, sequence, side="right"))
+            first = self._ends[shard - 1] if shard else 0
+            at = int(sequence - first) * self.length
+            tokens[row] = self._tokens[shard][at : at + self.length + 1]
+            starts = self._documents[shard]
+            low, high = np.searchsorted(starts, np.array([at, at + self.length - 1], dtype=np.uint64), side="right")
+            documents[row] = 0
+            documents[row, (starts[low:high] - np.uint64(at)).astype(np.int64)] = 1
+            np.cumsum(documents[row], out=documents[row])
+
+
+def sequence_counts(index: Index, length: int) -> list[int]:
+    """How many sequences of ``length`` tokens each shard has; its last token is a target only."""
+    return [max(0, shard.tokens - 1) // length for shard in index.shards]

@@ -1,0 +1,146 @@
+"""From text files to a corpus of token shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trainer.data.shards import DOCUMENT, TOKENIZER, DataError, File, Index, Shard, describe, write_index
+
+BATCH_FILES = 256
+TRAINING_BYTES = 20_000_000
+"""A tokenizer is trained on the beginning of the text; its merges hardly change after some 10 MB."""
+
+
+def find_files(sources: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """The files among ``sources``, and those below its folders that end in one of ``suffixes``, sorted.
+
+    Raises DataError if there are none.
+    """
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            found += (path for path in source.rglob("*") if path.suffix in suffixes and path.is_file())
+        elif source.is_file():
+            found.append(source)
+        else:
+            raise DataError(f"{source} does not exist")
+    if not found:
+        raise DataError(f"no file that ends in {' or '.join(suffixes)} was found")
+    return sorted(set(found))
+
+
+def read_texts(files: Iterable[Path], limit: int) -> Iterator[str]:
+    """The texts of ``files``, up to ``limit`` bytes in all; files that are empty or not UTF-8 are left out."""
+    left = limit
+    for path in files:
+        try:
+            raw = path.read_bytes()
+            text = raw.decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        left -= len(raw)
+        if left < 0:
+            return
+        if text:
+            yield text
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE tokenizer with ``vocab`` ids, of which 0 begins a document."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """An existing ``tokenizer.json``, with ``<|document|>`` added where it has none. Raises DataError."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.add_special_tokens([DOCUMENT])
+    return tokenizer
+
+
+def make_corpus(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, shard_tokens: int) -> Index:
+    """Tokenise ``texts`` into shards of about ``shard_tokens`` tokens in ``folder``. Documents are never split.
+
+    Raises DataError if there is no text, OSError if the folder cannot be written.
+    """
+    # Text that happens to contain the marker must not begin a document.
+    tokenizer.encode_special_tokens = True
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / TOKENIZER))
+    vocab = tokenizer.get_vocab_size()
+    writer = _ShardWriter(folder, "uint16" if vocab <= 1 << 16 else "uint32")
+    shards: list[Shard] = []
+    for document in _encode(texts, tokenizer):
+        writer.add(document)
+        if writer.tokens >= shard_tokens:
+            shards.append(writer.finish(len(shards)))
+    if writer.tokens:
+        shards.append(writer.finish(len(shards)))
+    if not shards:
+        raise DataError("the sources have no text")
+    index = Index(vocab, writer.dtype, describe(folder / TOKENIZER), tuple(shards))
+    write_index(folder, index)
+    return index
+
+
+def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    begin = tokenizer.token_to_id(DOCUMENT)
+    assert begin is not None
+    iterator = iter(texts)
+    while batch := list(islice(iterator, BATCH_FILES)):
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield [begin, *encoding.ids]
+
+
+@dataclass
+class _ShardWriter:
+    folder: Path
+    dtype: str
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._documents: list[np.ndarray] = []
+
+    def add(self, document: list[int]) -> None:
+        self._documents.append(np.array(document, dtype=self.dtype))
+        self.tokens += len(document)
+
+    def finish(self, number: int) -> Shard:
+        lengths = [len(document) for document in self._documents]
+        starts = np.cumsum([0, *lengths[:-1]], dtype=np.uint64)
+        name = f"shard-{number:05d}"
+        shard = Shard(
+            self.tokens,
+            len(lengths),
+            _write(self.folder / f"{name}.tokens", np.concatenate(self._documents)),
+            _write(self.folder / f"{name}.documents", starts),
+        )
+        self._documents, self.tokens = [], 0
+        return shard
+
+
+def _write(path: Path, array: np.ndarray) -> File:
+    with open(path, "wb") as file:
+        file.write(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    return describe(path)

@@ -1,0 +1,86 @@
+"""The prefetch process of a rank: reads sequences ahead of the trainer. Imports numpy, never torch.
+
+Batches go through a ring of slots in shared memory. On standard input each byte is a slot that may be filled; on
+standard output each 8 bytes are the first sample of a slot that has been filled. The end of the input is the end of
+the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.order import sequences
+from trainer.data.shards import Corpus, read_index, sequence_counts
+
+READY_BYTES = 8
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker reads: ``rows`` sequences for each slot, beginning at ``sample``, then ``stride`` further on."""
+
+    shards: str
+    seed: int
+    length: int
+    rows: int
+    slots: int
+    sample: int
+    stride: int
+    ring: int
+    """Descriptor of the shared memory."""
+    parent: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Tokens [rows, length + 1] as int64, documents [rows, length] as int32, and padding to whole words."""
+        return -(-self.rows * ((self.length + 1) * 8 + self.length * 4) // 8) * 8
+
+
+def slot_views(memory: mmap.mmap, plan: Plan, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """The arrays in a slot of the ring."""
+    at = slot * plan.slot_bytes
+    shape = (plan.rows, plan.length + 1)
+    tokens = np.ndarray(shape, np.int64, memory, at)
+    documents = np.ndarray((plan.rows, plan.length), np.int32, memory, at + tokens.nbytes)
+    return tokens, documents
+
+
+def main() -> None:
+    """Fill slots until the trainer is gone."""
+    plan = Plan(**json.loads(sys.argv[1]))
+    # A stopped process does not notice the end of its input, so the kernel is asked to end it with the rank.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != plan.parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = Path(plan.shards)
+    index = read_index(folder)
+    corpus, size = Corpus(folder, index, plan.length), sum(sequence_counts(index, plan.length))
+    memory = mmap.mmap(plan.ring, plan.slots * plan.slot_bytes)
+    slots = [slot_views(memory, plan, slot) for slot in range(plan.slots)]
+    rows = np.arange(plan.rows, dtype=np.uint64)
+    for number in count():
+        if not os.read(0, 1):
+            return
+        sample = plan.sample + number * plan.stride
+        corpus.read(sequences(rows + np.uint64(sample), size, plan.seed), *slots[number % plan.slots])
+        os.write(1, sample.to_bytes(READY_BYTES, "little"))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:
+        os._exit(0)

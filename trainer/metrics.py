@@ -1,0 +1,71 @@
+"""``metrics.jsonl`` in the run folder: one line per completed step, written by the first rank.
+
+=============  ===========================================================================================
+key            meaning
+=============  ===========================================================================================
+t              wall-clock second of the end of the step
+generation     which start of the run wrote the line; a step that was computed again has a line of each
+step           absolute, from 1
+tokens         trained on so far, this step included
+loss           mean over the global batch, nats per token, every digit of the float64
+grad_norm      global, before clipping
+lr             learning rate of the step
+step_s         duration in seconds, of which ``data_s`` waiting for data and ``checkpoint_s`` for staging
+tokens_per_s   of all ranks together
+mfu            model FLOP/s over ``metrics.peak_flops`` x ranks; null if the peak is not known
+=============  ===========================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+from trainer.config import Config
+from trainer.model import flops_per_token
+from trainer.parallel import World
+
+
+class MetricsLog:
+    """Appends lines to a file. A full disk never stops the training: the line is dropped, and said so once."""
+
+    def __init__(self, path: Path, config: Config, world: World, parameters: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._tokens = config.data.batch * config.data.sequence
+        self._flops = self._tokens * flops_per_token(parameters, config.model, config.data.sequence)
+        self._peak_flops = config.metrics.peak_flops * world.size
+        self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
+        self._step_began = time.perf_counter()
+        self._told = False
+
+    def write(self, **values: float | int) -> None:
+        """Append the line of the step that ends now; ``values`` are the keys that only the caller knows."""
+        now = time.perf_counter()
+        step_s, self._step_began = now - self._step_began, now
+        line = {
+            "t": time.time(),
+            "generation": self._generation,
+            **values,
+            "step_s": step_s,
+            "tokens_per_s": self._tokens / step_s,
+            "mfu": self._flops / step_s / self._peak_flops if self._peak_flops else None,
+        }
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self._append(json.dumps(finite).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        """Append a line, whole or not at all."""
+        end = os.lseek(self._file, 0, os.SEEK_END)
+        try:
+            if os.write(self._file, line) < len(line):
+                os.ftruncate(self._file, end)
+        except OSError as error:
+            if not self._told:
+                print(f"trainer: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
+            self._told = True

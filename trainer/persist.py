@@ -1,0 +1,234 @@
+"""The persist process of a rank: writes staged checkpoints to disk. Standard library and xxhash, nothing heavier.
+
+It takes orders, one JSON object a line, on standard input and answers on standard output::
+
+    {"save": STEP, "sample": SAMPLE}  ->  {"state": "committed"} | {"state": "failed", "why": ...}
+    {"abandon": STEP}                 ->  {"state": "abandoned"}
+
+What happens when ranks die. The staged copy is complete, so the process finishes the checkpoint it has in hand and then
+ends; ending is bounded, see ``LIMIT_S``. Each process holds a lock on the byte of its rank in ``.saving`` for as
+long as it lives. The first rank's process uses them to tell a part that is still to come from one that never will; the
+next generation uses them to wait for saves in flight before it chooses a checkpoint (``wait_for_saves``). File names
+carry the attempt, a random number of each start of the run, so that parts of two generations never mix.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import re
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
+from opsd.checkpoints.retention import prune
+
+LOCKS = ".saving"
+LIMIT_S = 600
+"""A process whose rank has gone ends after this, come what may."""
+POLL_S = 0.02
+_BLOCK = 1 << 22
+_PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a persist process needs to know; ``memory`` is the descriptor of the staged file, ``size`` its length."""
+
+    root: str
+    rank: int
+    world: int
+    attempt: str
+    layout: dict[str, int]
+    config_digest: str
+    run: str
+    keep: int
+    memory: int = -1
+    size: int = 0
+
+
+class Abandoned(Exception):
+    """The checkpoint in hand cannot be completed, because the part of another rank is missing."""
+
+
+class Orders:
+    """The lines on a descriptor. ``closed`` once the other side has gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lines: list[bytes] = []
+        self._rest = b""
+        self.closed = False
+
+    def next(self, timeout_s: float | None = None) -> dict[str, int] | None:
+        """The next order; None when there is none within ``timeout_s`` or the other side has gone."""
+        if not self._lines and not self.closed and select.select([self._descriptor], [], [], timeout_s)[0]:
+            received = os.read(self._descriptor, 1 << 16)
+            if not received:
+                self.closed = True
+                signal.alarm(LIMIT_S)
+            *lines, self._rest = (self._rest + received).split(b"\n")
+            self._lines += lines
+        if self._lines:
+            order: dict[str, int] = json.loads(self._lines.pop(0))
+            return order
+        if self.closed and timeout_s:
+            time.sleep(timeout_s)
+        return None
+
+
+def main() -> None:
+    """Serve orders until the rank is gone and nothing is left to be done."""
+    plan = Plan(**json.loads(sys.argv[1]))
+    os.nice(5)
+    root = Path(plan.root)
+    locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with suppress(OSError):  # a file system without locks: a save is then given up early, never wrong
+        fcntl.lockf(locks, fcntl.LOCK_EX, 1, plan.rank)
+    orders = Orders(0)
+    with mmap.mmap(plan.memory, plan.size) as memory:
+        while not orders.closed:
+            order = orders.next()
+            if order and "save" in order:
+                _answer(**_save(plan, memory, order["save"], order["sample"], orders, locks))
+
+
+def _answer(**reply: str) -> None:
+    with suppress(BrokenPipeError):
+        os.write(1, json.dumps(reply).encode() + b"\n")
+
+
+def _save(plan: Plan, memory: mmap.mmap, step: int, sample: int, orders: Orders, locks: int) -> dict[str, str]:
+    folder = folder_of(Path(plan.root), step)
+    part = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = write_part(folder, plan, memory)
+        if plan.rank == 0:
+            files = _gather(folder, plan, orders, locks)
+            manifest = Manifest(
+                step, sample, plan.layout, plan.config_digest, files, tier="local", created=time.time(), run=plan.run
+            )
+            commit(folder, manifest)
+        else:
+            _await_commit(folder, part.name, orders)
+    except (OSError, Abandoned) as error:
+        _discard(folder, plan, part)
+        if isinstance(error, Abandoned):
+            return {"state": "abandoned"}
+        return {"state": "failed", "why": f"{folder}: {error.strerror}"}
+    if plan.rank == 0:
+        _prune(plan)
+    return {"state": "committed"}
+
+
+def _prune(plan: Plan) -> None:
+    try:
+        prune(Path(plan.root), plan.keep)
+    except OSError as error:
+        print(f"opsd: old checkpoints could not be removed: {error}", file=sys.stderr)
+
+
+def write_part(folder: Path, plan: Plan, memory: mmap.mmap) -> FileEntry:
+    """Write this rank's staged file durably, under a name that says its attempt and checksum. Raises OSError."""
+    draft = _draft(folder, plan)
+    digest = xxhash.xxh3_128()
+    with open(draft, "wb", buffering=0) as file, memoryview(memory) as view:
+        at = 0
+        while at < plan.size:
+            written = file.write(view[at : at + _BLOCK])
+            digest.update(view[at : at + written])
+            at += written
+        os.fsync(file.fileno())
+    name = f"rank-{plan.rank:04d}.{plan.attempt}.{digest.hexdigest()}.safetensors"
+    os.rename(draft, folder / name)
+    sync_folder(folder)
+    return FileEntry(name, plan.size, f"xxh3_128:{digest.hexdigest()}")
+
+
+def parts_of(folder: Path, attempt: str) -> dict[int, FileEntry]:
+    """The parts that ``attempt`` has written into ``folder`` so far, by rank."""
+    parts = {}
+    for path in folder.iterdir():
+        match = _PART.fullmatch(path.name)
+        if match and match[2] == attempt:
+            parts[int(match[1])] = FileEntry(path.name, path.stat().st_size, f"xxh3_128:{match[3]}")
+    return parts
+
+
+def wait_for_saves(root: Path, timeout_s: float) -> bool:
+    """Wait until no persist process holds its lock in ``root``. False if some still do after ``timeout_s``."""
+    locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while time.monotonic() < deadline:
+            if _unlocked(locks, 0, 0):
+                return True
+            time.sleep(POLL_S)
+        return False
+    finally:
+        os.close(locks)
+
+
+def _unlocked(locks: int, start: int, length: int) -> bool:
+    """Whether nobody else holds a lock in the range; True as well on a file system without locks."""
+    try:
+        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    fcntl.lockf(locks, fcntl.LOCK_UN, length, start)
+    return True
+
+
+def _gather(folder: Path, plan: Plan, orders: Orders, locks: int) -> tuple[FileEntry, ...]:
+    while True:
+        # Locks before files: a process may finish its part and end in between.
+        gone = {rank for rank in range(1, plan.world) if orders.closed and _unlocked(locks, rank, 1)}
+        parts = parts_of(folder, plan.attempt)
+        if len(parts) == plan.world:
+            return tuple(parts[rank] for rank in range(plan.world))
+        if gone - parts.keys():
+            raise Abandoned
+        _wait(orders)
+
+
+def _await_commit(folder: Path, part: str, orders: Orders) -> None:
+    while not orders.closed:
+        with suppress(CheckpointError):
+            if any(entry.name == part for entry in read(folder).files):
+                return
+        _wait(orders)
+
+
+def _wait(orders: Orders) -> None:
+    order = orders.next(POLL_S)
+    if order and "abandon" in order:
+        raise Abandoned
+
+
+def _discard(folder: Path, plan: Plan, part: FileEntry | None) -> None:
+    """Remove our own files of a checkpoint that failed, and its folder if nothing else is in it."""
+    with suppress(OSError):
+        _draft(folder, plan).unlink(missing_ok=True)
+        if part is not None:
+            (folder / part.name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _draft(folder: Path, plan: Plan) -> Path:
+    return folder / f".rank-{plan.rank:04d}.{plan.attempt}.draft"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Choosing the checkpoint to go on from, and reading it back, whatever layout wrote it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from opsd.checkpoints.manifest import (
+    MANIFEST,
+    REJECTED,
+    CheckpointError,
+    Manifest,
+    folder_of,
+    folders,
+    reject,
+    steps,
+    verify,
+)
+from opsd.client import Reporter
+from trainer.checkpoint import State
+from trainer.parallel import Region, World
+from trainer.persist import wait_for_saves
+
+WAIT_FOR_SAVES_S = 60.0
+
+
+class RestoreError(Exception):
+    """There are checkpoints, but none that this run can go on from; the message is one sentence with the way out."""
+
+
+def restore(
+    root: Path, state: State, world: World, config_digest: str, reporter: Reporter, *, fresh: bool = False
+) -> Manifest | None:
+    """Fill ``state`` from the newest checkpoint under ``root`` that verifies. None if the run begins at step 0.
+
+    All ranks call it together and load the same step: the first rank proposes, the ranks share the verification, a
+    damaged checkpoint is set aside and the next older one is proposed. Raises RestoreError if the checkpoint belongs to
+    other settings or, unless ``fresh``, if there were checkpoints and none of them is whole.
+    """
+    began = time.monotonic()
+    if world.rank == 0:
+        wait_for_saves(root, WAIT_FOR_SAVES_S)
+    manifest = _choose(root, world, reporter)
+    if world.rank == 0:
+        _report_incomplete(root, -1 if manifest is None else manifest.step, reporter)
+    if manifest is None:
+        if not fresh and any((folder / REJECTED).exists() for _, folder in folders(root)):
+            raise RestoreError(
+                f"every checkpoint in {root} is damaged; bring one back, or pass --fresh to begin again at step 0"
+            )
+        return None
+    folder = folder_of(root, manifest.step)
+    if manifest.config_digest != config_digest:
+        raise RestoreError(
+            f"{folder} was made with another model, seed, sequence length or corpus; "
+            "use the settings that the run was started with, or another run folder"
+        )
+    load(folder, manifest, state, world.rank)
+    if world.rank == 0:
+        load_s = time.monotonic() - began
+        reporter.event("checkpoint_loaded", step=manifest.step, tier=manifest.tier, load_s=round(load_s, 4))
+    reporter.checkpoint_committed(manifest.step)
+    return manifest
+
+
+def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
+    while True:
+        step = world.from_first(max(steps(root), default=-1))
+        if step < 0:
+            return None
+        folder = folder_of(root, step)
+        error: CheckpointError | None = None
+        try:
+            manifest = verify(folder, part=world.rank, parts=world.size)
+        except CheckpointError as found:
+            error = found
+        finder = world.least(world.size if error is None else world.rank)
+        if finder == world.size:
+            return manifest
+        if world.rank == finder and error is not None:
+            reporter.event("checkpoint_rejected", step=step, file=error.file, why=str(error))
+            reject(folder)
+        world.least(0)  # nobody looks again before it is set aside
+
+
+def _report_incomplete(root: Path, newest: int, reporter: Reporter) -> None:
+    for step, folder in folders(root):
+        if step > newest and not (folder / MANIFEST).exists() and not (folder / REJECTED).exists():
+            why = f"{folder} has no {MANIFEST}: the checkpoint was never completed"
+            reporter.event("checkpoint_rejected", step=step, file=MANIFEST, why=why)
+
+
+@torch.no_grad()
+def load(folder: Path, manifest: Manifest, state: State, rank: int = 0) -> None:
+    """Fill ``state`` from the files of a checkpoint, each region from whichever files overlap it.
+
+    This rank's own file comes first, and at an unchanged layout it is the only one read. Raises CheckpointError if the
+    files do not cover the state.
+    """
+    missing = {name: region.local.numel() for name, region in state.items()}
+    missing = {name: count for name, count in missing.items() if count}
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    names = [entry.name for entry in manifest.files]
+    for name in names[rank : rank + 1] + names[:rank] + names[rank + 1 :]:
+        if not missing:
+            break
+        with safe_open(folder / name, framework="pt") as file:
+            stored = json.loads(file.metadata()["regions"])
+            for tensor in missing.keys() & stored.keys():
+                offset = tuple(stored[tensor]["offset"])
+                if (tensor, offset) in seen:  # replicas of one region count once
+                    continue
+                seen.add((tensor, offset))
+                missing[tensor] -= _copy_overlap(file.get_slice(tensor), offset, state[tensor])
+        missing = {tensor: count for tensor, count in missing.items() if count}
+    if missing:
+        raise CheckpointError(f"{folder} does not hold all of {min(missing)}", str(min(missing)))
+
+
+def _copy_overlap(stored: object, offset: Iterable[int], region: Region) -> int:
+    """Copy what the stored region at ``offset`` and ours have in common; returns the number of elements."""
+    source, target = [], []
+    shape = stored.get_shape()  # type: ignore[attr-defined]
+    for theirs, their_length, ours, our_length in zip(offset, shape, region.offset, region.local.shape, strict=True):
+        begin, end = max(theirs, ours), min(theirs + their_length, ours + our_length)
+        if begin >= end:
+            return 0
+        source.append(slice(begin - theirs, end - theirs))
+        target.append(slice(begin - ours, end - ours))
+    part = stored[tuple(source)]  # type: ignore[index]
+    region.local[tuple(target)].copy_(part)
+    return math.prod(part.shape)

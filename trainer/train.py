@@ -1,0 +1,168 @@
+"""The training loop.
+
+Every heavy import of a run stands at the top of a module that this one imports: an interpreter that has imported
+``trainer.train`` starts a rank without delay. ``torch._dynamo`` is among them because optimisers and FSDP
+import it in their first step otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from opsd.client import Reporter
+from trainer.checkpoint import Saver, training_state
+from trainer.config import Config, ConfigError
+from trainer.data.loader import Loader
+from trainer.data.shards import DataError, Index, read_index, verify
+from trainer.metrics import MetricsLog
+from trainer.model import Decoder
+from trainer.optimizer import adamw, clip, set_rate, set_updates, squared_norm
+from trainer.parallel import World, build, join
+from trainer.persist import Plan
+from trainer.restore import restore
+from trainer.schedule import warmup_stable_decay
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+SETTLE_POLL_S = 0.01
+
+
+def train(config: Config, *, fresh: bool = False) -> bool:
+    """Train to ``config.run.steps``, or to the step at which a stop is requested.
+
+    Returns False if the last state could not be saved. Raises ConfigError, DataError or RestoreError for what a user
+    can put right.
+    """
+    reporter = Reporter.from_env()
+    index = open_corpus(config)
+    world = join(config.run)
+    micro_steps = accumulation(config, world.size)
+    model = build(config, world)
+    optimizer = adamw(model, config.optimizer)
+    state = training_state(model, optimizer)
+
+    folder = Path(config.run.folder)
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    digest = config.digest(index.digest)
+    manifest = restore(folder / CHECKPOINTS, state, world, digest, reporter, fresh=fresh)
+    set_updates(optimizer, state["updates"].local)
+    step, sample = (manifest.step, manifest.sample) if manifest else (0, 0)
+
+    saver = Saver(persist_plan(config, world, digest), state, reporter, committed=step)
+    loader = Loader(config, index, world, sample, reporter)
+    metrics = MetricsLog(folder / METRICS, config, world, sum(p.numel() for p in model.parameters()))
+    due = stop = False
+    while step < config.run.steps and not stop:
+        step += 1
+        sample += config.data.batch
+        rate = config.optimizer.lr * warmup_stable_decay(step, config.schedule)
+        local_loss = gradients(model, loader, micro_steps, config.optimizer.z_loss, reporter)
+        with reporter.phase("collective"):
+            saver.poll()
+            # One all-reduce carries all that the ranks must agree on.
+            loss_sum, square, stops, busy, failed = world.sum(
+                [local_loss, squared_norm(model), reporter.stop_requested, saver.busy, saver.failed]
+            )
+        loss, norm, stop = loss_sum / world.size, math.sqrt(square), stops > 0
+        with reporter.phase("optimizer"):
+            if math.isfinite(norm):
+                clip(model, norm, config.optimizer.clip)
+                set_rate(optimizer, rate)
+                optimizer.step()
+            else:
+                reporter.event("update_skipped", step=step, why=f"the gradient norm is {norm}")
+            optimizer.zero_grad()
+        if failed:
+            saver.abandon()
+        due = due or step % config.checkpoint.every == 0
+        if due and not busy:
+            saver.save(step, sample)
+            due = False
+        tokens = config.data.batch * config.data.sequence
+        reporter.step(tokens=tokens // world.size, loss=loss, grad_norm=norm, step=step)
+        if world.rank == 0:
+            metrics.write(
+                step=step, tokens=sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
+                data_s=loader.take_wait(), checkpoint_s=saver.take_stall(),
+            )  # fmt: skip
+    loader.close()
+    saved = finish(saver, world, step, sample)
+    reporter.close()
+    dist.destroy_process_group()
+    return saved
+
+
+def open_corpus(config: Config) -> Index:
+    """The index of the run's shards; each local rank has compared its part of the files with it. Raises DataError."""
+    folder = Path(config.data.shards)
+    index = read_index(folder)
+    part, parts = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    verify(folder, index, content=config.data.verify == "checksum", part=part, parts=parts)
+    if index.vocab > config.model.vocab:
+        raise DataError(f"{folder} has {index.vocab} token ids, model.vocab is {config.model.vocab}")
+    return index
+
+
+def accumulation(config: Config, ranks: int) -> int:
+    """Micro-batches that each rank runs per step. Raises ConfigError if the global batch does not divide."""
+    data = config.data
+    count, rest = divmod(data.batch, ranks * data.micro_batch)
+    if rest:
+        raise ConfigError(
+            f"data.batch {data.batch} is not a multiple of {ranks} ranks x data.micro_batch {data.micro_batch}"
+        )
+    return count
+
+
+def gradients(model: Decoder, loader: Loader, micro_steps: int, z_loss: float, reporter: Reporter) -> torch.Tensor:
+    """Accumulate the gradients of one step; returns this rank's mean loss, a scalar in nats per token."""
+    assert isinstance(model, FSDPModule)
+    total = torch.zeros((), device=loader.device)
+    for number in range(1, micro_steps + 1):
+        batch = loader.next()
+        model.set_requires_gradient_sync(number == micro_steps)
+        with reporter.phase("forward"):
+            loss = model(batch.tokens, batch.documents, batch.targets, z_loss) / micro_steps
+        with reporter.phase("backward"):
+            torch.autograd.backward(loss)
+        total += loss.detach()
+    return total
+
+
+def persist_plan(config: Config, world: World, digest: str) -> Plan:
+    """What the persist processes of this start of the run need to know."""
+    attempt = world.from_first(secrets.randbits(32))
+    return Plan(
+        root=str(Path(config.run.folder) / CHECKPOINTS), rank=world.rank, world=world.size, attempt=f"{attempt:08x}",
+        layout=world.layout, config_digest=digest, run=os.environ.get("OPSD_RUN", ""), keep=config.checkpoint.keep,
+    )  # fmt: skip
+
+
+def finish(saver: Saver, world: World, step: int, sample: int) -> bool:
+    """See the checkpoint of the last ``step`` through on all ranks; False if that failed."""
+    if not settle(saver, world, step):
+        saver.save(step, sample)
+    saved = settle(saver, world, step)
+    saver.close()
+    return saved
+
+
+def settle(saver: Saver, world: World, step: int) -> bool:
+    """Wait until no rank has a checkpoint on its way; then whether that of ``step`` is committed."""
+    while True:
+        saver.poll()
+        busy, failed, committed = world.sum([saver.busy, saver.failed, saver.committed == step])
+        if failed:
+            saver.abandon()
+        elif not busy:
+            return committed == world.size
+        time.sleep(SETTLE_POLL_S)
