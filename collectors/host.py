@@ -1,0 +1,205 @@
+"""The node itself, as far as it can hold a training job back: processors, memory, pressure, file systems, processes.
+
+node_exporter exports more of a host and does it well; this is what detection needs, from one look per tick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from collectors.base import Metric, MetricKind, Reading, Sample
+
+PROCESS_STATES: Final[Mapping[str, str]] = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "uninterruptible",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "zombie",
+    "I": "idle",
+}
+"""State letters of proc_pid_stat(5)."""
+
+RESOURCES: Final = ("cpu", "memory", "io")
+
+
+def _host(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge") -> Metric:
+    return Metric(f"opsd_host_{name}", help_text, kind, unit, labels)
+
+
+CPU = _host("cpu_ratio", "Share of processor time since the last collection.", "ratio", "mode")
+CPUS = _host("cpus", "Logical processors.")
+LOAD = _host("load_average", "Runnable and uninterruptible tasks, averaged.", "", "minutes")
+MEMORY_TOTAL = _host("memory_total_bytes", "Memory installed.", "bytes")
+MEMORY_AVAILABLE = _host("memory_available_bytes", "Memory that can be had without swapping.", "bytes")
+MEMORY_SHARED = _host("memory_shared_bytes", "Shared memory, tmpfs included.", "bytes")
+SWAP_TOTAL = _host("swap_total_bytes", "Swap space.", "bytes")
+SWAP_USED = _host("swap_used_bytes", "Swap space in use.", "bytes")
+PRESSURE = _host(
+    "pressure_seconds_total",
+    "Time in which some or all (full) tasks waited for a resource.",
+    "seconds", "resource", "kind",
+    kind="counter",
+)  # fmt: skip
+BOOT_TIME = _host("boot_time_seconds", "When the node was started, in seconds since the epoch.", "seconds")
+DISK_SIZE = _host("filesystem_size_bytes", "Size of the file system.", "bytes", "mount")
+DISK_AVAILABLE = _host("filesystem_available_bytes", "Space left for users other than root.", "bytes", "mount")
+INODES = _host("filesystem_inodes", "Inodes of the file system; none on those that make them as needed.", "", "mount")
+INODES_FREE = _host("filesystem_inodes_free", "Inodes left.", "", "mount")
+PROCESSES = _host("processes", "Processes by state, counted every few seconds.", "", "state")
+BLOCKED = _host("tasks_blocked", "Tasks that wait for I/O right now.")
+OPEN_FILES = _host("open_files", "File handles in use.")
+OPEN_FILES_MAX = _host("open_files_max", "File handles the kernel gives out at most.")
+
+METRICS: Final = (
+    CPU, CPUS, LOAD, MEMORY_TOTAL, MEMORY_AVAILABLE, MEMORY_SHARED, SWAP_TOTAL, SWAP_USED, PRESSURE, BOOT_TIME,
+    DISK_SIZE, DISK_AVAILABLE, INODES, INODES_FREE, PROCESSES, BLOCKED, OPEN_FILES, OPEN_FILES_MAX,
+)  # fmt: skip
+
+
+def parse_pressure(text: str) -> dict[str, float]:
+    """Seconds stalled by kind (some, full) from a file of /proc/pressure. Raises ValueError if it is something else."""
+    stalled = {}
+    for line in text.splitlines():
+        kind, *fields = line.split()
+        values = dict(field.split("=", 1) for field in fields)
+        if "total" not in values:
+            raise ValueError(f"not a pressure file: {line[:80]!r}")
+        stalled[kind] = int(values["total"]) / 1e6
+    return stalled
+
+
+def cpu_ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Share of each mode in the processor time between two readings; empty if no time has passed.
+
+    The kernel's idle and I/O wait counters can go back a little; a negative difference counts as none. Time of virtual
+    machines (guest) is left out, the kernel has it in user and nice already.
+    """
+    modes = [mode for mode in after if mode in before and not mode.startswith("guest")]
+    spent = {mode: max(0.0, after[mode] - before[mode]) for mode in modes}
+    total = sum(spent.values())
+    return {mode: seconds / total for mode, seconds in spent.items()} if total > 0 else {}
+
+
+def count_states(letters: Sequence[str]) -> dict[str, int]:
+    """Processes by the name of their state; every state is there."""
+    counts = Counter(PROCESS_STATES.get(letter, "other") for letter in letters)
+    return {state: counts[state] for state in (*PROCESS_STATES.values(), "other")}
+
+
+class HostCollector:
+    """The host behind ``proc``, and the file systems at ``mounts``; a mount point that does not exist is left out.
+
+    Looking at every process takes a millisecond per hundred of them, so that is done every ``scan_s`` seconds only.
+    """
+
+    name = "host"
+    metrics = METRICS
+
+    def __init__(
+        self,
+        proc: Path = Path("/proc"),
+        mounts: Sequence[Path] = (Path("/"), Path("/dev/shm")),  # noqa: S108  # only its size is read
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        scan_s: float = 10.0,
+    ) -> None:
+        self._proc = proc
+        self._mounts = tuple(mounts)
+        self._clock = clock
+        self._scan_s = scan_s
+        self._cpu: Mapping[str, float] = {}
+        self._states: Mapping[str, int] = {}
+        self._scanned: float | None = None
+
+    def collect(self) -> Reading:
+        """Read the host once. Raises OSError if ``proc`` is not there."""
+        with _psutil_at(self._proc):
+            samples = [*self._processors(), *_memory()]
+        samples += self._pressure()
+        samples += self._files()
+        samples += self._processes()
+        for mount in self._mounts:
+            samples += _filesystem(mount)
+        return Reading(tuple(samples))
+
+    def _processors(self) -> Iterator[Sample]:
+        cpu = psutil.cpu_times()._asdict()
+        for mode, ratio in cpu_ratios(self._cpu, cpu).items():
+            yield Sample(CPU, ratio, (mode,))
+        self._cpu = cpu
+        yield Sample(CPUS, psutil.cpu_count() or 1)
+        yield Sample(BOOT_TIME, psutil.boot_time())
+        for minutes, load in zip(("1", "5", "15"), self._read("loadavg").split(), strict=False):
+            yield Sample(LOAD, float(load), (minutes,))
+
+    def _pressure(self) -> Iterator[Sample]:
+        for resource in RESOURCES:
+            with contextlib.suppress(FileNotFoundError):  # kernels without PSI
+                for kind, seconds in parse_pressure(self._read(f"pressure/{resource}")).items():
+                    yield Sample(PRESSURE, seconds, (resource, kind))
+
+    def _files(self) -> Iterator[Sample]:
+        used, _, most = self._read("sys/fs/file-nr").split()
+        yield Sample(OPEN_FILES, int(used))
+        yield Sample(OPEN_FILES_MAX, int(most))
+
+    def _processes(self) -> Iterator[Sample]:
+        blocked = next((line for line in self._read("stat").splitlines() if line.startswith("procs_blocked ")), None)
+        if blocked is not None:
+            yield Sample(BLOCKED, int(blocked.split()[1]))
+        now = self._clock()
+        if self._scanned is None or now - self._scanned >= self._scan_s:
+            self._states, self._scanned = count_states([*_state_letters(self._proc)]), now
+        for state, count in self._states.items():
+            yield Sample(PROCESSES, count, (state,))
+
+    def _read(self, name: str) -> str:
+        return (self._proc / name).read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _psutil_at(proc: Path) -> Iterator[None]:
+    before, psutil.PROCFS_PATH = psutil.PROCFS_PATH, str(proc)
+    try:
+        yield
+    finally:
+        psutil.PROCFS_PATH = before
+
+
+def _memory() -> Iterator[Sample]:
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    yield Sample(MEMORY_TOTAL, memory.total)
+    yield Sample(MEMORY_AVAILABLE, memory.available)
+    yield Sample(MEMORY_SHARED, memory.shared)
+    yield Sample(SWAP_TOTAL, swap.total)
+    yield Sample(SWAP_USED, swap.used)
+
+
+def _state_letters(proc: Path) -> Iterator[str]:
+    with os.scandir(proc) as entries:
+        pids = [entry.name for entry in entries if entry.name.isdigit()]
+    for pid in pids:
+        with contextlib.suppress(OSError), open(proc / pid / "stat", "rb") as file:  # it may have ended meanwhile
+            yield chr(file.read(512).rpartition(b") ")[2][0])
+
+
+def _filesystem(mount: Path) -> Iterator[Sample]:
+    try:
+        info = os.statvfs(mount)
+    except FileNotFoundError:
+        return
+    labels = (str(mount),)
+    yield Sample(DISK_SIZE, info.f_blocks * info.f_frsize, labels)
+    yield Sample(DISK_AVAILABLE, info.f_bavail * info.f_frsize, labels)
+    if info.f_files:
+        yield Sample(INODES, info.f_files, labels)
+        yield Sample(INODES_FREE, info.f_ffree, labels)
