@@ -143,8 +143,10 @@ class NoData:
 class Collector(Protocol):
     """The plug-in interface. ``collect`` may raise: the agent counts it as an error of this collector."""
 
-    name: str
-    metrics: tuple[Metric, ...]
+    @property
+    def name(self) -> str: ...
+    @property
+    def metrics(self) -> tuple[Metric, ...]: ...
 
     def collect(self) -> Reading | NoData:
         """Read the source once. Called from one thread, never concurrently with itself."""

@@ -32,7 +32,6 @@ PENDING_GAP_S = 2.5
 """A finding that is not yet an incident may be missing for this long (two ticks) without starting anew."""
 
 _SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
-NO_COST = Cost()
 RESTARTED = "the agent was restarted while this was under way; whether it was carried out is not known"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from collectors.base import Metric, Sample
 from opsd import __version__
@@ -36,6 +35,9 @@ TICK_SECONDS = Metric("opsd_agent_tick_seconds", "Duration of the latest tick of
 TICKS = Metric("opsd_agent_ticks_total", "Ticks of the agent's loop.", "counter")
 MISSED = Metric("opsd_agent_missed_ticks_total", "Ticks left out because the one before took too long.", "counter")
 SERIES = Metric("opsd_agent_window_series", "Series in the agent's window.")
+REFUSED = Metric(
+    "opsd_agent_window_refused_samples_total", "Samples of series beyond what the window has room for.", "counter"
+)
 JOURNAL_UP = Metric("opsd_journal_up", "1 if the journal of incidents can be written.")
 JOURNAL_BACKLOG = Metric("opsd_journal_backlog_records", "Records that wait in memory to be written.")
 JOURNAL_LOST = Metric("opsd_journal_lost_records_total", "Records given up because the backlog was full.", "counter")
@@ -53,22 +55,11 @@ ACTIONS = Metric(
 
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
-    MISSED, SERIES, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
+    MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
 )  # fmt: skip
 
 CURRENT_STATES = (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)
 OUTCOMES = ("ok", "failed", "recommended", "refused")
-
-
-@dataclass(slots=True)
-class Counts:
-    """What the loop counts. Keys are label values."""
-
-    ticks: int = 0
-    missed: int = 0
-    opened: Counter[str] = field(default_factory=Counter)
-    actions: Counter[tuple[str, str]] = field(default_factory=Counter)
-    runbook_errors: Counter[str] = field(default_factory=Counter)
 
 
 def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterator[Sample]:
@@ -84,28 +75,35 @@ def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterato
         yield Sample(COLLECTOR_AGE, 0.0 if at is None else wall_of_zero + at, name)
 
 
-def incident_samples(incidents: Iterable[Incident], kinds: Sequence[str], counts: Counts) -> Iterator[Sample]:
-    """Incidents and actions, zeros included."""
+def runbook_samples(
+    kinds: Iterable[str], incidents: Iterable[Incident], opened: Mapping[str, int], errors: Mapping[str, int]
+) -> Iterator[Sample]:
+    """Incidents that are not over, those opened, and failures of runbooks, zeros included."""
     current = Counter((i.kind, i.severity, i.state) for i in incidents)
     for kind in kinds:
         for severity in Severity:
             for state in CURRENT_STATES:
                 number = float(current[kind, severity, state])
                 yield Sample(INCIDENTS, number, (kind, severity.value, state.value))
-        yield Sample(OPENED, float(counts.opened[kind]), (kind,))
-        yield Sample(RUNBOOK_ERRORS, float(counts.runbook_errors[kind]), (kind,))
+        yield Sample(OPENED, float(opened.get(kind, 0)), (kind,))
+        yield Sample(RUNBOOK_ERRORS, float(errors.get(kind, 0)), (kind,))
+
+
+def action_samples(actions: Mapping[tuple[str, str], int]) -> Iterator[Sample]:
+    """Actions by verb and outcome, zeros included."""
     for verb in VERBS:
         for outcome in OUTCOMES:
-            yield Sample(ACTIONS, float(counts.actions[verb, outcome]), (verb, outcome))
+            yield Sample(ACTIONS, float(actions.get((verb, outcome), 0)), (verb, outcome))
 
 
-def agent_samples(counts: Counts, tick_s: float, series: int) -> Iterator[Sample]:
+def loop_samples(ticks: int, missed: int, tick_s: float, series: int, refused: int) -> Iterator[Sample]:
     """The loop itself."""
     yield Sample(BUILD, 1.0, (__version__, platform.python_version()))
     yield Sample(TICK_SECONDS, tick_s)
-    yield Sample(TICKS, float(counts.ticks))
-    yield Sample(MISSED, float(counts.missed))
+    yield Sample(TICKS, float(ticks))
+    yield Sample(MISSED, float(missed))
     yield Sample(SERIES, float(series))
+    yield Sample(REFUSED, float(refused))
 
 
 def journal_samples(problem: str, backlog: int, lost: int) -> Iterator[Sample]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 from structlog.typing import FilteringBoundLogger
 
 from collectors.base import Collector
 from collectors.nvml import NvmlCollector, PowerControl
+from collectors.ranks import RanksCollector
+from opsd import client
 from opsd.agent.actions import Executor, Notifier
 from opsd.agent.journal import Journal
-from opsd.agent.loop import Loop, Options
+from opsd.agent.judge import Judge
+from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
 from opsd.agent.policy import Limits
+from opsd.agent.responder import Responder
+from opsd.agent.window import Window
 from opsd.config import Settings
 from runbooks import RUNBOOKS
 
@@ -20,6 +27,8 @@ def build_collectors(settings: Settings) -> list[Collector]:
     enabled: list[Collector] = []
     if settings.nvml.enabled:
         enabled.append(NvmlCollector(settings.nvml.library, hostname=settings.agent.node))
+    if settings.ranks.enabled:
+        enabled.append(RanksCollector(settings.ranks.root, client))
     return enabled
 
 
@@ -45,13 +54,24 @@ def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) 
         set_power_limit=PowerControl(settings.nvml.library).set_power_limit if settings.nvml.enabled else None,
         before_acting=lambda: journal.flush(1.0),
     )
-    options = Options(
-        node=agent.node,
-        interval_s=agent.interval_s,
-        deadline_s=agent.deadline_s,
-        window_s=agent.window_s,
+    judge = Judge(RUNBOOKS, log)
+    responder = Responder(
+        judge,
+        executor,
+        journal,
+        log,
         mode_of=policy.mode_of,
         limits=Limits(policy.cooldown_s, policy.max_actions_per_hour),
+        started_at=time.time(),
+        listeners=[Announcer(notifier, agent.node, log)] if webhook else [],
     )
-    announce = [Announcer(notifier, agent.node, log)] if webhook else []
-    return Loop(options, build_collectors(settings), RUNBOOKS, executor, journal, log, listeners=announce)
+    return Loop(
+        Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s),
+        build_collectors(settings),
+        judge,
+        responder,
+        journal,
+        log,
+        interval_s=agent.interval_s,
+        deadline_s=agent.deadline_s,
+    )

@@ -1,0 +1,171 @@
+"""Between what is seen and what is done: findings become incidents, incidents actions, and all of it is recorded.
+
+This is where the pure parts (``incidents``, ``policy``) meet the ones with effects (``journal``, ``actions``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from structlog.typing import FilteringBoundLogger
+
+from opsd.agent import incidents
+from opsd.agent.actions import Executor
+from opsd.agent.incidents import Outcome, Transition
+from opsd.agent.journal import KEEP_ACTIONS_S, MAX_ENDED, Journal
+from opsd.agent.judge import Judge
+from opsd.agent.policy import Decision, Limits, Past, Verdict, decide
+from runbooks.base import Action, Incident, State, View
+
+REWRITE_S = 30.0
+"""An incident that only goes on is written to the journal this often."""
+
+Listener = Callable[[Incident, Transition], None]
+
+
+class Responder:
+    """Keeps the incidents of the node. Used from one thread.
+
+    ``opened`` counts by kind, ``actions`` by (verb, outcome). ``ended`` has the incident that ended last first.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        executor: Executor,
+        journal: Journal,
+        log: FilteringBoundLogger,
+        *,
+        mode_of: Callable[[str], str],
+        limits: Limits,
+        started_at: float,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self._judge, self._executor, self._journal, self._log = judge, executor, journal, log
+        self._mode_of, self._limits, self._listeners = mode_of, limits, listeners
+        self._started_at = started_at
+        self.opened: Counter[str] = Counter()
+        self.actions: Counter[tuple[str, str]] = Counter()
+        memory = journal.open()
+        loaded = {(i.kind, i.key): incidents.resumed(i, started_at) for i in memory.current}
+        self._book = incidents.Book(loaded)
+        self.ended: deque[Incident] = deque(memory.ended, maxlen=MAX_ENDED)
+        self._history = [*memory.actions]
+        self._written: dict[str, tuple[Incident, float]] = {}
+        self._idle: frozenset[str] = frozenset()
+
+    @property
+    def current(self) -> tuple[Incident, ...]:
+        """The incidents that are not over."""
+        return tuple(self._book.incidents.values())
+
+    def clock_stepped(self, seconds: float) -> None:
+        """Allow for a step of the wall clock."""
+        self._book = incidents.shifted(self._book, seconds)
+        self._started_at += seconds
+
+    def respond(self, view: View) -> None:
+        """One tick: take in what ``view`` shows and do what is to be done about it."""
+        observed = incidents.Observed(
+            findings=self._judge.findings(view),
+            healed=self._judge.healed(self.current, view),
+            idle=self._idle,
+            outcomes=self._outcomes(),
+        )
+        self._book, ended, transitions = incidents.reduce(self._book, observed, self._judge.rules, view.wall)
+        by_id = {incident.id: incident for incident in (*self.current, *ended)}
+        for transition in transitions:
+            self._tell(by_id[transition.incident], transition)
+        for incident in ended:
+            self.ended.appendleft(incident)
+            self._written.pop(incident.id, None)
+            self._journal.incident(incident)
+        self._act(view)
+        for incident in self.current:
+            self._record(incident, view.wall)
+
+    def _outcomes(self) -> list[Outcome]:
+        verbs = {(i.id, n): str(a["verb"]) for i in self.current for n, a in enumerate(i.actions)}
+        outcomes = []
+        while not self._executor.outcomes.empty():
+            outcome = self._executor.outcomes.get()
+            verb = verbs.get((outcome.incident, outcome.number), "unknown")
+            self.actions[verb, "ok" if outcome.ok else "failed"] += 1
+            self._log.info("action ended", incident=outcome.incident, verb=verb, ok=outcome.ok, detail=outcome.detail)
+            outcomes.append(outcome)
+        return outcomes
+
+    def _act(self, view: View) -> None:
+        """Decide about every open incident and set in motion what the policy admits."""
+        waiting = [incident for incident in self.current if incident.state is State.OPEN]
+        remedies = self._judge.remedies(waiting, view)
+        self._idle = frozenset(name for name, actions in remedies.items() if not actions)
+        self._history = [past for past in self._history if view.wall - past.at < KEEP_ACTIONS_S]
+        changed = {}
+        for incident in waiting:
+            actions, mode = remedies.get(incident.id, ()), self._mode_of(incident.kind)
+            decisions = decide(incident, actions, mode, self._history, self._limits, self._started_at, view.wall)
+            after = self._note([d for d in decisions if d.verdict is not Verdict.RUN], incident, view.wall)
+            admitted = [decision.action for decision in decisions if decision.verdict is Verdict.RUN]
+            changed[incident.kind, incident.key] = self._start(admitted, after, view.wall) if admitted else after
+        self._book = replace(self._book, incidents={**self._book.incidents, **changed})
+
+    def _note(self, decisions: Sequence[Decision], incident: Incident, wall: float) -> Incident:
+        """Write down what is recommended or refused, once."""
+        after = incidents.noted(incident, [_recorded(d.action, d.verdict, d.reason, wall) for d in decisions])
+        for note in after.actions[len(incident.actions) :]:
+            verb, outcome = str(note["verb"]), str(note["outcome"])
+            self.actions[verb, outcome] += 1
+            self._log.info("not done", incident=incident.id, verb=verb, outcome=outcome, reason=note["detail"])
+        return after
+
+    def _start(self, actions: Sequence[Action], incident: Incident, wall: float) -> Incident:
+        """Set one attempt in motion. The journal knows of it first: the executor waits for that."""
+        records = [_recorded(action, "running", "", wall) for action in actions]
+        after = incidents.started(incident, records, wall)
+        self._record(after, wall)
+        text = f"attempt {after.attempts}"
+        self._journal.transition(Transition(after.id, after.kind, incident.state, after.state, wall, text))
+        for number, action in enumerate(actions, len(incident.actions)):
+            past = Past(incident.kind, action.verb, action.target, wall)
+            self._history.append(past)
+            self._journal.action(incident.id, past)
+            said = {"verb": action.verb, "target": action.target, "reason": action.reason}
+            self._log.warning("acting", incident=incident.id, **said)
+            self._executor.submit(incident.id, number, action)
+        return after
+
+    def _tell(self, incident: Incident, transition: Transition) -> None:
+        if transition.before is None:
+            self.opened[incident.kind] += 1
+        self._journal.transition(transition)
+        said = {"state": transition.after.value, "severity": incident.severity.value, "text": transition.text}
+        self._log.warning("incident", id=incident.id, culprit=str(incident.culprit), **said)
+        for listener in self._listeners:
+            listener(incident, transition)
+
+    def _record(self, incident: Incident, wall: float) -> None:
+        """Write the incident to the journal if something besides its times has changed, and from time to time."""
+        before, at = self._written.get(incident.id, (None, 0.0))
+        if before is None or _essence(before) != _essence(incident) or abs(wall - at) >= REWRITE_S:
+            self._written[incident.id] = (incident, wall)
+            self._journal.incident(incident)
+
+
+def _recorded(action: Action, outcome: str, detail: str, at: float) -> Mapping[str, object]:
+    """An action as it stands in ``Incident.actions``; ``at`` is the epoch second of the decision."""
+    return {
+        "verb": action.verb,
+        "target": action.target,
+        "args": dict(action.args),
+        "reason": action.reason,
+        "at": at,
+        "outcome": str(outcome),
+        "detail": detail,
+    }
+
+
+def _essence(incident: Incident) -> tuple[object, ...]:
+    return incident.state, incident.severity, incident.culprit, incident.attempts, incident.actions, incident.verdict
