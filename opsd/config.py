@@ -83,6 +83,11 @@ class HostSettings(_Section):
     """Processors, memory and disks of the node."""
 
     enabled: bool = Field(default=True, description="Collect host metrics.")
+    mounts: tuple[AnyPath, ...] = Field(
+        default=(Path("/"), Path("/dev/shm")),  # noqa: S108
+        strict=False,
+        description="Mount points whose free space is watched.",
+    )
 
 
 class RanksSettings(_Section):
@@ -287,5 +292,7 @@ def _literal(value: object) -> str:
         return repr(value)
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + " }" if value else "{}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
     text = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'

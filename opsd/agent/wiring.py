@@ -7,6 +7,7 @@ import time
 from structlog.typing import FilteringBoundLogger
 
 from collectors.base import Collector
+from collectors.host import HostCollector
 from collectors.nvml import NvmlCollector, PowerControl
 from collectors.ranks import RanksCollector
 from opsd import client
@@ -27,6 +28,8 @@ def build_collectors(settings: Settings) -> list[Collector]:
     enabled: list[Collector] = []
     if settings.nvml.enabled:
         enabled.append(NvmlCollector(settings.nvml.library, hostname=settings.agent.node))
+    if settings.host.enabled:
+        enabled.append(HostCollector(mounts=settings.host.mounts))
     if settings.ranks.enabled:
         enabled.append(RanksCollector(settings.ranks.root, client))
     return enabled

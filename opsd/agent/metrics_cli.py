@@ -1,0 +1,46 @@
+"""``opsd metrics``: the catalogue of everything that the agent exports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from collectors.base import Metric
+from opsd.agent import metrics as own
+from opsd.agent.wiring import build_collectors
+from opsd.config import Settings
+
+
+def catalogue() -> Iterator[tuple[str, Metric]]:
+    """(source, metric) of every metric, those of the agent itself first."""
+    for metric in own.METRICS:
+        yield "agent", metric
+    for collector in build_collectors(Settings()):
+        for metric in collector.metrics:
+            yield collector.name, metric
+
+
+@click.command()
+@click.option("--list", "_list", is_flag=True, help="List every metric (the default).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def metrics(_list: bool, as_json: bool) -> None:
+    """List every metric that the agent exports: name, type, labels, unit, help and source."""
+    if as_json:
+        rows = [
+            {"name": m.name, "type": m.kind, "labels": m.labels, "unit": m.unit, "help": m.help, "source": source}
+            for source, m in catalogue()
+        ]
+        click.echo(json.dumps(rows, indent=1))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "type", "labels", "unit", "help", "source"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "type", "source"))
+    for source, metric in catalogue():
+        table.add_row(metric.name, metric.kind, ", ".join(metric.labels), metric.unit, metric.help, source)
+    console = Console()
+    # A list that goes into a pipe is for grep: one line a metric, however long.
+    Console(width=None if console.is_terminal else 400).print(table, highlight=False)
