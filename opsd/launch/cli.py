@@ -5,25 +5,32 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
 from opsd import exitcodes
+from opsd.launch.capture import find_py_spy
+from opsd.launch.console import Console
+from opsd.launch.control import ControlServer
 from opsd.launch.environment import gpu_count
 from opsd.launch.events import EventLog
+from opsd.launch.hang import HangLimits
+from opsd.launch.hang_watch import HangWatch
 from opsd.launch.loop import Loop
 from opsd.launch.membership import SingleNode
 from opsd.launch.process import become_subreaper
 from opsd.launch.program import Program, ProgramNotFound
+from opsd.launch.ranks import RankStarter
 from opsd.launch.rundir import RUN_NAME, RunError, RunFolders, memory_root, new_run_name, prune
 from opsd.launch.settings import Settings
+from opsd.launch.standby import StandbyPool
 from opsd.launch.supervisor import Supervisor
 
 _FILE = click.Path(path_type=Path)
 
 
 def _local_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """Ranks on this node: a number, or cpu, gpu, auto."""
     gpus = gpu_count(os.environ)
     cpus = len(os.sched_getaffinity(0))
     counts = {"cpu": cpus, "gpu": gpus, "auto": gpus or cpus}
@@ -49,48 +56,152 @@ def _run_name(context: click.Context, parameter: click.Parameter, value: str | N
     return name
 
 
+def _streams(context: click.Context, parameter: click.Parameter, value: str) -> dict[int | None, int]:
+    """Torchrun's stream specification: 0 to 3 for all local ranks (key None), or rank:stream pairs."""
+    pairs = [item.rpartition(":") for item in value.split(",")]
+    try:
+        streams = {int(rank) if colon else None: int(stream) for rank, colon, stream in pairs}
+    except ValueError:
+        streams = {None: -1}
+    if not all(0 <= stream <= 3 for stream in streams.values()):
+        raise click.BadParameter(f"{value!r} is neither 0, 1, 2 or 3 nor pairs such as 0:3,1:1")
+    return streams
+
+
+def _rank_list(context: click.Context, parameter: click.Parameter, value: str) -> frozenset[int] | None:
+    if not value:
+        return None
+    try:
+        return frozenset(int(item) for item in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of local ranks such as 0,1") from None
+
+
+def shown_ranks(
+    size: int, redirects: dict[int | None, int], tee: dict[int | None, int], chosen: frozenset[int] | None
+) -> frozenset[int]:
+    """The local ranks whose output goes to the console: those not redirected, or teed, and chosen if any are."""
+    shown = set()
+    for rank in range(size):
+        redirected = redirects.get(rank, redirects.get(None, 0)) == 3
+        teed = tee.get(rank, tee.get(None, 0)) != 0
+        if (teed or not redirected) and (chosen is None or rank in chosen):
+            shown.add(rank)
+    return frozenset(shown)
+
+
 @click.command(
     context_settings={
         "allow_interspersed_args": False,
         "token_normalize_func": lambda token: token.replace("_", "-"),
         "max_content_width": 110,
     },
+    epilog="Exit codes: 0 all ranks finished; 1 failed, restarts used up; 2 wrong command line; 3 interrupted; "
+    "70 the same failure came back; 75 checkpointed and stopped after SIGTERM or SIGUSR1, run the job again; "
+    "127 the program does not exist.",
 )
-@click.option("--nproc-per-node", "local_size", default="1", callback=_local_size, envvar="PET_NPROC_PER_NODE")
-@click.option("--nnodes", default="1", callback=_one_node, envvar="PET_NNODES", help="1")
-@click.option("--standalone", is_flag=True, help="Accepted; one node always meets by itself.")
-@click.option("--max-restarts", type=click.IntRange(0), default=8, show_default=True, envvar="PET_MAX_RESTARTS")
-@click.option("--master-addr", default="127.0.0.1", show_default=True, envvar="PET_MASTER_ADDR")
-@click.option("--master-port", type=click.IntRange(1, 65535), envvar="PET_MASTER_PORT", help="Default: a fresh one.")
-@click.option("--rdzv-id", envvar="PET_RDZV_ID", help="The ranks' TORCHELASTIC_RUN_ID; default: the run's name.")
+@click.option(
+    "--nproc-per-node",
+    "local_size",
+    default="1",
+    show_default=True,
+    callback=_local_size,
+    envvar="PET_NPROC_PER_NODE",
+    metavar="N|cpu|gpu|auto",
+    help="Ranks on this node.",
+)
+@click.option("--nnodes", default="1", show_default=True, callback=_one_node, envvar="PET_NNODES", help="Nodes: 1.")
+@click.option("--standalone", is_flag=True, help="Accepted for torchrun; one node always meets by itself.")
+@click.option("--node-rank", type=click.IntRange(0, 0), default=0, envvar="PET_NODE_RANK", hidden=True)
+@click.option("--rdzv-backend", default="static", envvar="PET_RDZV_BACKEND", hidden=True)
+@click.option("--rdzv-endpoint", default="", envvar="PET_RDZV_ENDPOINT", hidden=True)
+@click.option("--rdzv-conf", default="", envvar="PET_RDZV_CONF", hidden=True)
+@click.option("--monitor-interval", type=float, default=0.0, envvar="PET_MONITOR_INTERVAL", hidden=True)
+@click.option("--rdzv-id", envvar="PET_RDZV_ID", help="The ranks' TORCHELASTIC_RUN_ID; the run's name by default.")
+@click.option("--master-addr", default="127.0.0.1", show_default=True, envvar="PET_MASTER_ADDR", help="MASTER_ADDR.")
+@click.option(
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    envvar="PET_MASTER_PORT",
+    help="MASTER_PORT of every generation; a fresh one for each by default.",
+)
 @click.option("--role", default="default", envvar="PET_ROLE", help="The ranks' ROLE_NAME.")
-@click.option("--log-dir", type=_FILE, envvar="PET_LOG_DIR", help="Where logs go; default: RUN_DIR/logs.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=8,
+    show_default=True,
+    envvar="PET_MAX_RESTARTS",
+    help="Restarts within any --restart-window committed steps.",
+)
+@click.option(
+    "--restart-window",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="Committed steps after which earlier restarts no longer count.",
+)
+@click.option(
+    "--same-failures",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Stop when the same failure came this often without progress; 0: never for that.",
+)
+@click.option(
+    "--hang-limit",
+    type=click.FloatRange(0),
+    default=5.0,
+    show_default=True,
+    help="Seconds without any change that are a hang, unless three times the p99 step is longer; 0: never judge.",
+)
+@click.option(
+    "--data-hang-limit",
+    type=click.FloatRange(1),
+    default=20.0,
+    show_default=True,
+    help="The same while waiting for data; leaves the agent time to repair a loader.",
+)
+@click.option(
+    "--startup-limit",
+    type=click.FloatRange(1),
+    default=1800.0,
+    show_default=True,
+    help="Seconds without change allowed until the first three steps are done: loading, compiling.",
+)
+@click.option(
+    "--stop-timeout",
+    type=click.FloatRange(0),
+    default=120.0,
+    show_default=True,
+    help="Seconds to checkpoint and end after SIGTERM or SIGUSR1; a second signal leaves 20 s, a third none.",
+)
+@click.option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart.")
+@click.option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters.")
+@click.option("--log-dir", type=_FILE, envvar="PET_LOG_DIR", help="Where logs go; RUN_DIR/logs by default.")
+@click.option(
+    "-r",
+    "--redirects",
+    default="0",
+    callback=_streams,
+    envvar="PET_REDIRECTS",
+    help="3: output to the log files only, not to the console; or by local rank, 0:3,1:0.",
+)
+@click.option("-t", "--tee", default="0", callback=_streams, envvar="PET_TEE", help="Overrules --redirects; same form.")
+@click.option("--local-ranks-filter", "chosen", default="", callback=_rank_list, help="Show only these local ranks.")
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module, as in python -m.")
 @click.option("--no-python", is_flag=True, help="PROGRAM is any executable.")
-@click.option("--run-id", "run", callback=_run_name, help="Name of the run.")
-@click.option("--run-dir", type=_FILE, help="Folder kept for the run; default: ~/.local/state/opsd/runs/RUN.")
-@click.option("--events", type=_FILE, help="Also write the events to FILE, one JSON object a line.")
+@click.option("--run-id", "run", callback=_run_name, help="Name of the run; from the Slurm job or the time by default.")
+@click.option("--run-dir", type=_FILE, help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default.")
+@click.option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line.")
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def launch(
-    local_size: int,
-    nnodes: str,
-    standalone: bool,
-    max_restarts: int,
-    master_addr: str,
-    master_port: int | None,
-    rdzv_id: str | None,
-    role: str,
-    log_dir: Path | None,
-    module: bool,
-    no_python: bool,
-    run: str,
-    run_dir: Path | None,
-    events: Path | None,
-    program: str,
-    args: tuple[str, ...],
-) -> int:
-    """Start and supervise the ranks of a job, where torchrun is used today."""
+def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, **options: Any) -> int:
+    """Start and supervise the ranks of a job, where torchrun is used today.
+
+    The flags and the environment of the ranks are torchrun's. All output of a rank goes to one log file, and from
+    there to the console.
+    """
     if module and no_python:
         raise click.UsageError("--module and --no-python exclude each other; leave one out.")
     try:
@@ -98,28 +209,66 @@ def launch(
     except ProgramNotFound as error:
         click.echo(f"opsd launch: {error}", err=True)
         return exitcodes.NOT_FOUND
-    prune(memory_root(), time.time())
-    try:
-        folders = RunFolders.create(run, run_dir, log_dir)
-        targets = [folders.memory / "events.jsonl", folders.folder / "events.jsonl"]
-        log = EventLog(run, _node(), targets + ([events] if events else []))
-    except RunError as error:
-        raise click.ClickException(str(error)) from error
-    except OSError as error:
-        raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
+    node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    hang_limit, run = options["hang_limit"], options["run"]
     settings = Settings(
         program=found,
         run=run,
         job=os.environ.get("SLURM_JOB_ID", ""),
-        node=_node(),
-        local_size=local_size,
-        run_id=rdzv_id or run,
-        role=role,
-        max_restarts=max_restarts,
+        node=node,
+        local_size=options["local_size"],
+        run_id=options["rdzv_id"] or run,
+        role=options["role"],
+        max_restarts=options["max_restarts"],
+        same_failures=options["same_failures"],
+        refill_steps=options["restart_window"],
+        standby=not options["no_standby"] and not no_python,
+        standby_imports=options["standby_import"],
+        hang=HangLimits(hang_limit, options["data_hang_limit"], options["startup_limit"]) if hang_limit else None,
+        stop_timeout_s=options["stop_timeout"],
+        shown=shown_ranks(options["local_size"], options["redirects"], options["tee"], options["chosen"]),
     )
+    prune(memory_root(), time.time())
+    try:
+        folders = RunFolders.create(run, options["run_dir"], options["log_dir"])
+        targets = [folders.memory / "events.jsonl", folders.folder / "events.jsonl"]
+        events = EventLog(run, node, targets + ([options["events"]] if options["events"] else []))
+    except RunError as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
+    membership = SingleNode(settings.local_size, options["master_addr"], options["master_port"])
+    return _supervise(settings, folders, events, membership)
+
+
+def _supervise(settings: Settings, folders: RunFolders, events: EventLog, membership: SingleNode) -> int:
     become_subreaper()
-    return Supervisor(settings, folders, log, SingleNode(local_size, master_addr, master_port), Loop()).run()
-
-
-def _node() -> str:
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    loop = Loop()
+    standby = StandbyPool(
+        settings.program,
+        lambda local_rank: settings.environment(local_rank, folders.folder),
+        size=settings.local_size if settings.standby else 0,
+        extra_modules=settings.standby_imports,
+        log=folders.logs / "standby.log",
+        loop=loop,
+    )
+    hangs = HangWatch(settings.hang, folders, events, loop, find_py_spy()) if settings.hang is not None else None
+    console = Console()
+    supervisor = Supervisor(
+        settings,
+        folders,
+        events,
+        loop,
+        membership=membership,
+        starter=RankStarter(settings, folders, standby),
+        standby=standby,
+        hangs=hangs,
+        console=console,
+    )
+    control = ControlServer(folders.control, loop, supervisor.control)
+    try:
+        return supervisor.run()
+    finally:
+        control.close()
+        standby.close()
+        console.close()

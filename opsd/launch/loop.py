@@ -91,7 +91,7 @@ class Loop:
             if after - before > 0.001 or not ready:
                 self.last_idle = after
             for key, _ in ready:
-                if self._running and key.fileobj in self._selector.get_map():
+                if key.fileobj in self._selector.get_map():
                     key.data()
             self._run_timers()
 

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,12 +95,6 @@ def spawn(
             pass_fds=keep,
         )
     )
-
-
-def send_message(channel: socket.socket, payload: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one length-prefixed message, with open descriptors attached. Raises OSError if the other side is gone."""
-    socket.send_fds(channel, [len(payload).to_bytes(4, "little")], list(descriptors))
-    channel.sendall(payload)
 
 
 def descendants(pid: int, skip: Callable[[int], bool] = lambda _: False, proc: str = "/proc") -> Iterator[int]:

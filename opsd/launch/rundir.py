@@ -9,8 +9,9 @@ import re
 import stat
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from opsd.client import events_path, process_start
 
@@ -23,8 +24,7 @@ class RunError(Exception):
     """The folders of a run cannot be had; the message says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunState:
+class RunState(TypedDict):
     """The content of ``run.json``."""
 
     run: str
@@ -96,7 +96,7 @@ class RunFolders:
         """Replace ``run.json``. A full shared memory is not the run's problem: the old file then stays."""
         draft = self.memory / f".run.json.{os.getpid()}"
         with contextlib.suppress(OSError):
-            draft.write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps(state) + "\n", encoding="utf-8")
             draft.replace(self.memory / "run.json")
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from opsd.launch.environment import launch_environment
+from opsd.launch.hang import HangLimits
 from opsd.launch.program import Program
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Seconds throughout. ``shown`` are the local ranks whose output also goes to the console."""
+    """Seconds throughout. ``shown``: local ranks whose output also goes to the console; ``hang`` None: not judged."""
 
     program: Program
     run: str
@@ -24,6 +27,18 @@ class Settings:
     refill_steps: int = 100
     standby: bool = True
     standby_imports: tuple[str, ...] = ()
+    hang: HangLimits | None = field(default_factory=HangLimits)
     stop_timeout_s: float = 120.0
-    shown: frozenset[int] = field(default_factory=frozenset)
-    events_file: Path | None = None
+    shown: frozenset[int] = frozenset()
+
+    def environment(self, local_rank: int, run_dir: Path) -> dict[str, str]:
+        """What the environment of ``local_rank`` has in every generation: the launcher's own and opsd's."""
+        return launch_environment(
+            os.environ,
+            local_rank=local_rank,
+            local_size=self.local_size,
+            run=self.run,
+            run_dir=run_dir,
+            job=self.job,
+            node=self.node,
+        )

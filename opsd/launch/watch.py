@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from opsd.client import PageError, RankPage, read_page
+from opsd.client import RankPage
 from opsd.launch.events import EventLog, EventTail
-from opsd.launch.generation import Generation, Rank
+from opsd.launch.ranks import Generation, Rank
 from opsd.launch.rundir import rank_events
 
 
@@ -31,7 +31,7 @@ class Progress:
 
     def update(self, generation: Generation) -> dict[int, RankPage]:
         """Read all pages of ``generation``, pass on what is new as events; the usable pages by rank."""
-        pages = {rank.rank: page for rank in generation.ranks if (page := page_of(rank)) is not None}
+        pages = {rank.rank: page for rank in generation.ranks if (page := rank.page()) is not None}
         self._relay(generation.ranks)
         self._note_resumed(list(pages.values()))
         for page in pages.values():
@@ -60,18 +60,9 @@ class Progress:
 
     def _relay(self, ranks: Sequence[Rank]) -> None:
         for rank in ranks:
-            tail = self._tails.setdefault(rank.rank, EventTail(rank_events(rank.page)))
+            tail = self._tails.setdefault(rank.rank, EventTail(rank_events(rank.page_path)))
             for record in tail.read():
                 fields = {key: value for key, value in record.items() if key not in ("t", "event", "generation")}
                 t = record.get("t")
                 fields["rank"] = rank.rank
                 self.events.emit(str(record["event"]), t=t if isinstance(t, float) else None, **fields)
-
-
-def page_of(rank: Rank) -> RankPage | None:
-    """The rank's page, None if it has none (yet). A page of another process, left or forged, does not count."""
-    try:
-        page = read_page(rank.page)
-    except PageError:
-        return None
-    return page if page.pid == rank.child.pid else None

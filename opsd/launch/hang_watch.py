@@ -1,0 +1,108 @@
+"""Joins the judge of hangs with the world: reads process states, takes the stacks, writes the event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from opsd.client import RankPage, process_state
+from opsd.launch.capture import Capture, Target
+from opsd.launch.events import EventLog
+from opsd.launch.hang import Hang, HangJudge, HangLimits, Stall
+from opsd.launch.loop import Loop
+from opsd.launch.ranks import Generation
+from opsd.launch.rundir import RunFolders
+
+
+class HangWatch:
+    """Looks at the pages of a generation from time to time; stacks are ready when a hang's limit is reached."""
+
+    def __init__(
+        self, limits: HangLimits, folders: RunFolders, events: EventLog, loop: Loop, py_spy: str | None
+    ) -> None:
+        self._judge = HangJudge(limits)
+        self._folders = folders
+        self._events = events
+        self._loop = loop
+        self._py_spy = py_spy
+        self._capture: Capture | None = None
+
+    @property
+    def suspicious(self) -> bool:
+        """True while a stall is being looked into: worth looking often."""
+        return self._capture is not None
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Processes of ours that take stacks."""
+        return self._capture.pids if self._capture is not None else frozenset()
+
+    def new_generation(self) -> None:
+        """Start afresh with new ranks."""
+        self.relax()
+        self._judge.new_generation()
+
+    def relax(self) -> None:
+        """Drop what is being looked into."""
+        if self._capture is not None:
+            self._capture.close()
+            self._capture = None
+
+    def look(self, generation: Generation, pages: Mapping[int, RankPage]) -> Hang | None:
+        """The hang that has been established, after its event was written; None while there is none."""
+        running = {rank.rank: pages[rank.rank] for rank in generation.running if rank.rank in pages}
+        processes = {number: process_state(page) for number, page in running.items()}
+        stall = self._judge.check(running, processes, time.monotonic())
+        if stall is None:
+            self.relax()
+            return None
+        if self._capture is None:
+            self._capture = self._begin(generation, stall)
+        if not stall.due:
+            return None
+        hang = self._judge.verdict(stall, self._capture.stacks)
+        if hang is not None:
+            self._report(generation.number, hang, self._capture)
+        self.relax()
+        return hang
+
+    def _begin(self, generation: Generation, stall: Stall) -> Capture:
+        states = {standing.rank: standing.process for standing in stall.ranks}
+        targets = tuple(
+            Target(rank.rank, rank.child.pid, states.get(rank.rank) in ("T", "t"), rank.log)
+            for rank in generation.running
+        )
+        capture = Capture(targets, self._loop, self._py_spy)
+        capture.start()
+        return capture
+
+    def _report(self, generation: int, hang: Hang, capture: Capture) -> None:
+        capture.ask_ranks()
+        path = self._folders.stacks / f"gen-{generation:04d}.txt"
+        written: Path | None = path
+        try:
+            capture.write(path)
+        except OSError:
+            written = None
+        self._events.emit(
+            "hang_detected",
+            rank=hang.rank,
+            phase=hang.phase,
+            step=hang.step,
+            stuck_s=round(hang.stuck_s, 3),
+            limit_s=round(hang.limit_s, 3),
+            reason=hang.reason,
+            evidence=list(hang.evidence),
+            stacks=None if written is None else str(written),
+            ranks=[
+                {
+                    "rank": rank.rank,
+                    "phase": rank.phase,
+                    "stuck_s": round(rank.stuck_s, 3),
+                    "process": rank.process,
+                    "step": rank.step,
+                }
+                for rank in hang.ranks
+            ],
+        )

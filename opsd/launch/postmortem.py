@@ -1,0 +1,82 @@
+"""What a generation's ranks left behind when they failed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from opsd.launch.events import EventLog
+from opsd.launch.failure import Failure, RankError, classify
+from opsd.launch.ranks import Generation, Rank
+
+PROGRAM_NOT_FOUND = "ProgramNotFound"
+"""The error type with which ``worker.py`` says that there is nothing to run."""
+
+
+def failures(generation: Generation) -> list[tuple[Failure, Rank]]:
+    """The ranks that have ended badly, and those that have left an error and are on their way out."""
+    found = []
+    for rank in generation.ranks:
+        if rank.exit is not None and rank.exit.ok:
+            continue
+        left = read_error(rank.error_file)
+        if rank.exit is None and left is None:
+            continue
+        found.append((_failure(rank, left), rank))
+    return found
+
+
+def _failure(rank: Rank, left: tuple[RankError, float] | None) -> Failure:
+    page = rank.page()
+    error, t = left if left is not None else (None, _wall(rank.exited or time.monotonic()))
+    exit = str(rank.exit) if rank.exit is not None else "exception"
+    return Failure(
+        rank.rank,
+        exit,
+        classify(exit, error, rank.log_tail()),
+        t,
+        page.last_step.step if page is not None and page.last_step is not None else None,
+        page.phase if page is not None else None,
+        error,
+    )
+
+
+def report_exit(events: EventLog, rank: Rank, failure: Failure, *, culprit: bool) -> None:
+    """Write the ``rank_exited`` event of a failed rank."""
+    page, error = rank.page(), failure.error
+    last = page.last_step if page is not None else None
+    events.emit(
+        "rank_exited",
+        rank=rank.rank,
+        pid=rank.child.pid,
+        exit=failure.exit,
+        step=failure.step,
+        phase=failure.phase,
+        culprit=culprit,
+        error=None if error is None else {"type": error.type, "message": error.message, "where": error.where},
+        log_tail=rank.log_tail(),
+        last_step_t=None if last is None else round(_wall(last.end), 4),
+        noticed_s=round(rank.noticed_s, 4),
+    )
+
+
+def read_error(path: Path) -> tuple[RankError, float] | None:
+    """The exception in a rank's error file and its wall second; None without one.
+
+    The file is the one of ``worker.py``, or of a program that uses torch's ``@record`` itself.
+    """
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        if isinstance(message, str):
+            return RankError("Error", message, ""), path.stat().st_mtime
+        extra = message["extraInfo"]
+        name, _, text = str(message["message"]).partition(": ")
+        t = float(extra.get("at") or extra["timestamp"])
+        return RankError(str(extra.get("type") or name), text, str(extra.get("where", ""))), t
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _wall(monotonic: float) -> float:
+    return time.time() - time.monotonic() + monotonic

@@ -1,0 +1,120 @@
+"""The ranks of this node: one generation of them at a time, started together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opsd.client import PageError, RankPage, read_page
+from opsd.launch.environment import generation_environment
+from opsd.launch.membership import Assignment
+from opsd.launch.process import Child, Exit
+from opsd.launch.rundir import RunFolders
+from opsd.launch.settings import Settings
+from opsd.launch.standby import StandbyPool
+from opsd.launch.worker_channel import WarmWorker, open_log, order_run, start_worker
+
+_TAIL_BYTES = 8192
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank of the running generation. ``exited`` is the monotonic second at which its end was noticed."""
+
+    rank: int
+    local_rank: int
+    child: Child
+    log: Path
+    error_file: Path
+    page_path: Path
+    warm: bool
+    exit: Exit | None = None
+    exited: float | None = None
+    noticed_s: float = 0.0
+
+    def page(self) -> RankPage | None:
+        """The rank's page, None if it has none (yet). A page of another process, left or forged, does not count."""
+        try:
+            page = read_page(self.page_path)
+        except PageError:
+            return None
+        return page if page.pid == self.child.pid else None
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last ``lines`` lines of the rank's log."""
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+@dataclass(slots=True)
+class Generation:
+    """The ranks that were started together; ``number`` counts from 1 over the whole life of the run."""
+
+    number: int
+    ranks: list[Rank] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def running(self) -> list[Rank]:
+        """The ranks that have not ended yet."""
+        return [rank for rank in self.ranks if rank.exit is None]
+
+
+class RankStarter:
+    """Starts the ranks of a generation, from warm standby workers where there are any."""
+
+    def __init__(self, settings: Settings, folders: RunFolders, standby: StandbyPool) -> None:
+        self._settings = settings
+        self._folders = folders
+        self._standby = standby
+
+    def start(self, generation: Generation, place: Assignment, restarts: int) -> None:
+        """Add this node's ranks to ``generation``. Raises OSError, with those that were started in place."""
+        self._folders.forget_pages()
+        for local_rank in range(place.local_size):
+            generation.ranks.append(self._start_rank(generation.number, place, local_rank, restarts))
+
+    def _start_rank(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> Rank:
+        rank = place.rank_offset + local_rank
+        logs = self._folders.generation_logs(generation)
+        log, error_file = logs / f"rank-{rank:04d}.log", logs / f"rank-{rank:04d}.error.json"
+        page = self._folders.page(rank)
+        env = generation_environment(
+            place,
+            local_rank=local_rank,
+            generation=generation,
+            restarts=restarts,
+            max_restarts=self._settings.max_restarts,
+            run_id=self._settings.run_id,
+            role=self._settings.role,
+            error_file=error_file,
+            page=page,
+        )
+        output = open_log(log)
+        try:
+            worker, warm = self._worker(local_rank, env, output)
+        finally:
+            os.close(output)
+        return Rank(rank, local_rank, worker.child, log, error_file, page, warm)
+
+    def _worker(self, local_rank: int, env: dict[str, str], output: int) -> tuple[WarmWorker, bool]:
+        program = self._settings.program
+        warm = self._standby.take(local_rank)
+        if warm is not None:
+            try:
+                order_run(warm, program, env, output)
+                return warm, True
+            except OSError as error:
+                print(f"opsd launch: a standby worker died when needed ({error}); starting cold", file=sys.stderr)
+                warm.discard()
+        cold = start_worker(program, self._settings.environment(local_rank, self._folders.folder), output)
+        order_run(cold, program, env, output)
+        return cold, False
