@@ -149,16 +149,17 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     data, why = incident.data, incident.summary
     run, index = text(data, "run"), integer(data, "rank")
     rank, supervisor = rank_of(view, run, index), run_of(view, run)
-    worker = stalled_worker(rank) if rank is not None and rank.generation == integer(data, "generation") else None
+    if rank is None or not rank.live or rank.generation != integer(data, "generation"):
+        return ()  # the launcher is restarting it already
     if data.get("shared"):
         return (Action("notify", target=run, reason=f"{why}; look at the storage behind the dataset"),)
+    worker = stalled_worker(rank)
     if worker is not None and incident.attempts == 0:
-        args = {"pid": worker[0], "run": run, "rank": index, "role": "data"}
+        args: dict[str, object] = {"pid": worker[0], "run": run, "rank": index, "role": "data"}
         return (Action("kill_process", target=f"{run}/rank {index}", args=args, reason=why),)
     if supervisor is not None and supervised(view, run):
-        return (
-            Action("restart_generation", target=run, args={"control": supervisor.control, "reason": why}, reason=why),
-        )
+        args = {"control": supervisor.control, "reason": why}
+        return (Action("restart_generation", target=run, args=args, reason=why),)
     return (Action("notify", target=run, reason=f"{why}; no opsd launcher is there to restart it"),)
 
 

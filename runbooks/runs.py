@@ -14,8 +14,9 @@ REMEMBERED_S = 600.0
 GOOD_EXITS = (0, 75)
 """Exit codes of a launcher whose run ended in good order: done, or checkpointed to be requeued."""
 
-FRESH_S = 5.0
-"""An event this young is reported even if the run has recovered from it in the meantime."""
+FRESH_S = 10.0
+"""An event this young is reported even if the run has recovered from it in the meantime; longer than hiccups of a
+collector last, so that a crash repaired while nobody looked is still told."""
 
 
 def ranks_of(view: View, run: str) -> list[RankFact]:

@@ -1,0 +1,269 @@
+"""A simulated job on one node: ranks in lockstep and the launcher that restarts them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+
+from collectors.base import Event, Fact, RunFact
+from opsd.scenarios.model import Change, Crash, Hang, Job
+from opsd.scenarios.ranks import NEVER, ORDER, SHARE, SimulatedRank
+from opsd.scenarios.signals import Signal
+
+COMMIT_S = 1.0
+"""A checkpoint is durable this long after the training went on."""
+NOTICED_S = 0.02
+TOKENS = 16_384
+
+
+class SimulatedJob:
+    """The ranks of a job on one node. ``advance`` moves it on; facts and events are those of the collector."""
+
+    def __init__(self, job: Job, node: str, rng: random.Random, began: float, wall: Callable[[float], float]) -> None:
+        self.settings, self._node, self._rng, self._wall = job, node, rng, wall
+        self.world_size = job.world_size or job.ranks
+        self.loss, self.grad_norm = Signal(job.loss, noise=0.01), Signal(0.5, noise=0.02)
+        self.remote_stuck = False
+        self.generation = 0
+        self.state, self.alive = "running", True
+        self.ranks: list[SimulatedRank] = []
+        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._events: list[Event] = []
+        self._checkpoint: int | None = None
+        self._awaited: tuple[float, int] | None = None
+        self._start(began)
+
+    # -- what the collector sees ---------------------------------------------------------------------------------
+
+    def facts(self) -> Iterator[Fact]:
+        """The pages of the ranks, and the launcher's word on the run."""
+        for rank in self.ranks:
+            yield rank.fact(run=self.settings.run, job=self.settings.job, world_size=self.world_size)
+        if self.settings.launcher:
+            yield RunFact(
+                run=self.settings.run,
+                job=self.settings.job,
+                node=self._node,
+                state=self.state,
+                generation=self.generation,
+                launcher_pid=900,
+                alive=self.alive,
+                world_size=self.world_size,
+                control=f"/dev/shm/opsd/{self.settings.run}/control.sock",  # noqa: S108
+                folder=f"/home/user/.local/state/opsd/runs/{self.settings.run}",
+            )
+
+    def take_events(self) -> tuple[Event, ...]:
+        """The events since the last call."""
+        taken, self._events = tuple(self._events), []
+        return taken
+
+    def emit(self, kind: str, at: float, **fields: object) -> None:
+        """Something for the run's event stream at monotonic second ``at``."""
+        data = {"run": self.settings.run, "node": self._node, "generation": self.generation, **fields}
+        self._events.append(Event(kind, self._wall(at), f"{kind} of {self.settings.run}", data))
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Let everything happen that is due up to second ``now``."""
+        while True:
+            rank = min(self.ranks, key=lambda r: r.until, default=None)
+            timer = self._timers[0][0] if self._timers else NEVER
+            due = min(timer, rank.until if rank else NEVER)
+            if due > now:
+                return
+            if rank is None or timer <= rank.until:
+                at, _, callback = heapq.heappop(self._timers)
+                callback(at)
+            else:
+                self._leave(rank, rank.until)
+
+    def _later(self, at: float, callback: Callable[[float], None]) -> None:
+        heapq.heappush(self._timers, (at, next(self._order), callback))
+
+    def _leave(self, rank: SimulatedRank, at: float) -> None:
+        if rank.phase not in ORDER:
+            rank.begin_next(at)
+        elif rank.phase == ORDER[-1]:
+            self._complete(rank, at)
+        else:
+            rank.enter(ORDER[ORDER.index(rank.phase) + 1], at)
+            self._meet(at)
+
+    def _meet(self, at: float) -> None:
+        """Let the ranks go on if all of them have come to the collective."""
+        if self.ranks and not self.remote_stuck and all(rank.arrived for rank in self.ranks):
+            slowest = max(rank.slow.get("collective", 1.0) for rank in self.ranks)
+            for rank in self.ranks:
+                rank.until = at + SHARE["collective"] * self.settings.step_s * slowest
+
+    def _complete(self, rank: SimulatedRank, at: float) -> None:
+        loss, grad_norm = self.loss.read(at, self._rng), self.grad_norm.read(at, self._rng)
+        assert loss is not None and grad_norm is not None
+        rank.complete(at, tokens=TOKENS, loss=loss, grad_norm=grad_norm)
+        if self._awaited is not None and rank.generation == self.generation:
+            self._resumed(rank, at)
+        every = self.settings.checkpoint_every
+        if every and rank.next_step % every == 0:
+            rank.pauses.append(("checkpoint", self.settings.checkpoint_s))
+            if rank is self.ranks[0]:
+                step = rank.next_step - 1
+                self._later(at + self.settings.checkpoint_s + COMMIT_S, lambda t: self._commit(step, t))
+        rank.begin_next(at)
+
+    def _commit(self, step: int, at: float) -> None:
+        if self.ranks and all(rank.process is not None for rank in self.ranks):
+            self._checkpoint = self.ranks[0].committed = step
+            self.emit("checkpoint_committed", at, step=step)
+
+    # -- the launcher --------------------------------------------------------------------------------------------
+
+    def _start(self, at: float) -> None:
+        self.generation += 1
+        self.state = "running"
+        settings = self.settings
+        self.ranks = [
+            SimulatedRank(number, self.generation, 10_000 + 100 * self.generation + number, self._rng, settings.step_s)
+            for number in range(settings.ranks)
+        ]
+        for rank in self.ranks:
+            rank.since = rank.step_began = at
+            rank.until = at + settings.setup_s
+            rank.first_step_s = settings.first_step_s
+            rank.next_step = 0 if self._checkpoint is None else self._checkpoint + 1
+        pids = [{"rank": rank.number, "pid": rank.pid} for rank in self.ranks]
+        if settings.launcher:
+            self.emit("generation_started", at, world_size=self.world_size, standby=0, ranks=pids)
+
+    def _resumed(self, rank: SimulatedRank, at: float) -> None:
+        assert self._awaited is not None
+        noticed, previous = self._awaited
+        self._awaited = None
+        step = rank.steps[0].step
+        lost = max(0, previous - step + 1)
+        self.emit("resumed", at, step=step, previous_step=previous, lost_steps=lost, recovered_s=at - noticed)
+
+    def restart(self, at: float) -> None:
+        """End the generation and start the next one from the last checkpoint."""
+        furthest = max((rank.next_step - 1 for rank in self.ranks), default=-1)
+        self._awaited = self._awaited or (at, furthest)
+        self._kill_all(at)
+        self.state = "restarting"
+        self._later(at + self.settings.restart_s, self._start)
+
+    def _give_up(self, at: float, code: int, reason: str) -> None:
+        self._kill_all(at)
+        self.state = "failed"
+        self.emit("finished", at, exit_code=code, reason=reason)
+
+    def _kill_all(self, at: float) -> None:
+        self._timers.clear()
+        for rank in self.ranks:
+            rank.set_process(None, at)
+
+    # -- what scenarios do to it ---------------------------------------------------------------------------------
+
+    def apply(self, change: Change, at: float) -> None:
+        """Carry out those parts of ``change`` that concern ranks and launcher."""
+        chosen = [rank for rank in self.ranks if change.ranks is None or rank.number in change.ranks]
+        for rank in chosen:
+            _apply(rank, change, at)
+        if change.loss is not None:
+            self.loss.become(change.loss, at)
+        if change.grad_norm is not None:
+            self.grad_norm.become(change.grad_norm, at)
+        if change.remote_stuck is not None:
+            self.remote_stuck = change.remote_stuck
+        if change.launcher == "dead":
+            self.alive = False
+        if change.event is not None:
+            fields = dict(change.event)
+            self.emit(str(fields.pop("event")), at, **fields)
+        if change.crash is not None:
+            self._crash(chosen[0], change.crash, at)
+        if change.hang is not None:
+            self._hang(chosen[0], change.hang, at)
+        if change.restart is not None:
+            self.restart(at)
+        if change.finish:
+            self._finish(at)
+        self._meet(at)
+
+    def _crash(self, rank: SimulatedRank, crash: Crash, at: float) -> None:
+        rank.set_process(None, at)
+        if not self.settings.launcher:
+            return
+        last = rank.steps[-1] if rank.steps else None
+        self.emit(
+            "rank_exited",
+            at + NOTICED_S,
+            rank=rank.number,
+            pid=rank.pid,
+            exit=crash.exit,
+            step=last.step if last else None,
+            phase=rank.phase,
+            culprit=True,
+            error=crash.error,
+            log_tail=crash.log,
+            last_step_t=self._wall(last.end) if last else None,
+            noticed_s=NOTICED_S,
+        )
+        self._go_on(crash.restarts, at, crash.exit)
+
+    def _hang(self, rank: SimulatedRank, hang: Hang, at: float) -> None:
+        stuck = at - rank.fact(run="", job="", world_size=0).changed
+        self.emit(
+            "hang_detected",
+            at,
+            rank=rank.number,
+            phase=rank.phase,
+            step=rank.next_step - 1,
+            stuck_s=stuck,
+            limit_s=hang.limit_s,
+            reason=hang.reason,
+            evidence=[],
+            stacks="stacks/gen-0001.txt",
+            ranks=[self._seen(other, at) for other in self.ranks],
+        )
+        self._go_on(hang.restarts, at, "a hang")
+
+    def _seen(self, rank: SimulatedRank, at: float) -> Mapping[str, object]:
+        return {
+            "rank": rank.number,
+            "phase": rank.phase,
+            "stuck_s": at - rank.since,
+            "process": rank.process,
+            "step": rank.next_step - 1,
+        }
+
+    def _go_on(self, restarts: bool, at: float, why: str) -> None:
+        if restarts and self.alive:
+            self.restart(at)
+        elif self.alive:
+            self._give_up(at, 70, f"the same failure came 3 times: {why}")
+
+    def _finish(self, at: float) -> None:
+        self._kill_all(at)
+        for rank in self.ranks:
+            rank.state = "finished"
+        self.state = "finished"
+        self.emit("finished", at, exit_code=0, reason="all ranks finished")
+
+
+def _apply(rank: SimulatedRank, change: Change, at: float) -> None:
+    if change.slow is not None:
+        rank.slow = dict(change.slow)
+    if change.worker is not None:
+        rank.worker = change.worker
+    if change.pause is not None:
+        rank.pauses.extend(change.pause.items())
+    if change.process is not None:
+        rank.set_process(change.process, at)
+    if change.stall == "":
+        rank.release(at)
+    elif change.stall is not None:
+        rank.stalls.add(change.stall)

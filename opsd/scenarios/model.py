@@ -1,0 +1,198 @@
+"""The scenario format: one TOML file is one timeline and what the agent is expected to make of it.
+
+A scenario starts with a healthy node: GPUs under load, a job that has trained for a while, a launcher. ``[[at]]`` says
+what changes when; ``[[on]]`` says how the world answers to an action of opsd; ``[[expect]]`` says which incident has to
+open, how soon, with which culprit, and what opsd does about it in each policy mode. Whatever incident is not expected
+(or listed in ``allow``) is a false alarm. A scenario without ``[[expect]]`` is healthy, however odd it looks::
+
+    title = "The fan of one GPU fails"
+    duration = 90
+
+    [[at]]
+    t = 30
+    gpu = 2
+    set."opsd_gpu_throttle_seconds_total{reason=sw_thermal}" = { rate = 1 }
+    set.DCGM_FI_DEV_GPU_TEMP = { to = 89, over = 5 }
+
+    [[on]]
+    action = "set_power_limit"
+    after = 2
+    gpu = 2
+    set."opsd_gpu_throttle_seconds_total{reason=sw_thermal}" = { rate = 0 }
+
+    [[expect]]
+    kind = "gpu_throttle"
+    culprit = { gpu = 2, rank = 2 }
+    within = 10
+    actions = ["set_power_limit", "notify"]
+    state = { observe = "open", act = "resolved" }
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Mode = Literal["observe", "recommend", "act"]
+MODES: tuple[Mode, ...] = ("observe", "recommend", "act")
+
+
+class ScenarioError(Exception):
+    """A scenario file that makes no sense; the message says where and why."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Course(_Part):
+    """How a series goes on from where it is: ``rate`` per second, ``to`` a value ``over`` seconds, or ``add`` once."""
+
+    rate: float | None = None
+    to: float | None = None
+    over: float = Field(0.0, ge=0)
+    add: float | None = None
+    noise: float | None = Field(None, ge=0, description="Standard deviation around the course.")
+
+
+Value = float | Literal["absent"] | Course
+
+
+class Crash(_Part):
+    """The process of a rank ends. ``error`` is the exception it left: type, message, where."""
+
+    exit: str = "signal SIGKILL"
+    error: dict[str, str] | None = None
+    log: str = ""
+    restarts: bool = Field(True, description="False: the launcher gives up.")
+
+
+class Hang(_Part):
+    """The launcher detects a hang and blames the first of ``ranks``."""
+
+    limit_s: float = 5.0
+    reason: str = ""
+    restarts: bool = True
+
+
+class Change(_Part):
+    """What changes at one moment. ``gpu`` and ``ranks`` say where; without them it is all of them."""
+
+    gpu: int | None = None
+    set: dict[str, Value] = Field(default_factory=dict, description='Series as "name" or "name{label=value}".')
+    lost: str | None = Field(
+        None, description="The GPU no longer answers; the text is the driver's. Empty: back again."
+    )
+
+    ranks: tuple[int, ...] | None = None
+    process: str | None = Field(None, description="State letter of the process: T, Z, D stop it, S and R let it go on.")
+    stall: str | None = Field(None, description="The phase that the rank does not leave again; empty: go on.")
+    slow: dict[str, float] | None = Field(None, description="Phase -> factor on its duration.")
+    worker: str | None = Field(None, description="State letter of the loader process; empty: there is none.")
+    pause: dict[str, float] | None = Field(None, description="Phase -> seconds, once, at the next step boundary.")
+    crash: Crash | None = None
+    hang: Hang | None = None
+    loss: Value | None = None
+    grad_norm: Value | None = None
+    remote_stuck: bool | None = Field(None, description="A rank of another node does not come to the collective.")
+
+    event: dict[str, object] | None = Field(None, description="A launcher or rank event: event, and its fields.")
+    restart: str | None = Field(None, description="The launcher restarts the generation for this reason.")
+    finish: bool = Field(False, description="The run ends in good order.")
+    launcher: Literal["dead"] | None = None
+
+    blind: tuple[str, ...] = Field((), description="Collectors that fail from now on.")
+    sighted: tuple[str, ...] = Field((), description="Collectors that work again.")
+    clock: float = Field(0.0, description="A step of the wall clock, in seconds.")
+
+
+class Moment(Change):
+    """A change at second ``t``; every further ``every`` seconds again, ``times`` times in all."""
+
+    t: float = Field(ge=0)
+    every: float = Field(0.0, ge=0)
+    times: int = Field(1, ge=1)
+
+
+class Reaction(Change):
+    """How the world answers to an action: the change comes ``after`` seconds; ``fails`` is why the action fails."""
+
+    action: str
+    after: float = Field(0.5, ge=0)
+    fails: str = ""
+
+
+class Job(_Part):
+    """The job on the node. Local rank i runs on GPU i."""
+
+    run: str = "smol"
+    job: str = "4242"
+    ranks: int = Field(default=4, ge=0, le=16)
+    world_size: int = 0
+    step_s: float = Field(default=1.0, gt=0)
+    launcher: bool = True
+    warm_steps: int = Field(default=70, ge=0, description="Steps done before second 0; 0: the job starts at second 0.")
+    first_step_s: float = 1.0
+    setup_s: float = 2.0
+    restart_s: float = 2.0
+    checkpoint_every: int = 50
+    checkpoint_s: float = 0.3
+    loss: float = 2.5
+
+
+class Expectation(_Part):
+    """An incident that must open. ``culprit`` is the part of it that must be right; ``at`` is when the fault begins."""
+
+    kind: str
+    culprit: dict[str, str | int] = Field(default_factory=dict)
+    severity: Literal["info", "warning", "critical"] | None = None
+    at: float | None = None
+    within: float = Field(gt=0, description="Seconds from the fault to the incident, at most.")
+    actions: tuple[str, ...] = Field((), description="Verbs carried out in mode act, in their order.")
+    state: dict[Mode, Literal["open", "acting", "verifying", "resolved", "escalated"]] = Field(default_factory=dict)
+    evidence: tuple[str, ...] = Field((), description="Texts that the evidence, summary or cost must contain.")
+
+
+class Scenario(_Part):
+    """One timeline. ``title`` is one sentence; ``gpus`` of the node, ``seed`` of the noise."""
+
+    title: str
+    duration: float = Field(60.0, gt=0, le=86_400)
+    gpus: Annotated[int, Field(ge=0, le=16)] = 4
+    seed: int = 0
+    job: Job = Job()
+    at: tuple[Moment, ...] = ()
+    on: tuple[Reaction, ...] = ()
+    expect: tuple[Expectation, ...] = ()
+    allow: tuple[str, ...] = Field((), description="Kinds that may open besides: known symptoms of the expected one.")
+    modes: tuple[Mode, ...] = MODES
+
+    def moments(self) -> list[tuple[float, Change]]:
+        """Every change with its second, repetitions unrolled, in the order of time."""
+        unrolled = [(m.t + n * m.every, m) for m in self.at for n in range(m.times)]
+        return sorted(unrolled, key=lambda moment: moment[0])
+
+    def fault_at(self, expectation: Expectation) -> float:
+        """When the fault of ``expectation`` begins: by default with the first change."""
+        return expectation.at if expectation.at is not None else min((m.t for m in self.at), default=0.0)
+
+
+def load(path: Path) -> Scenario:
+    """Read a scenario file. Raises ScenarioError."""
+    try:
+        return Scenario.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ScenarioError(f"{path}: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ScenarioError(f"{path}: {where}: {first['msg']}") from error
+
+
+def files(folder: Path) -> Iterator[Path]:
+    """The scenario files under ``folder``, one folder per kind of incident, in a stable order."""
+    yield from sorted(folder.glob("*/*.toml"))

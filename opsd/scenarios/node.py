@@ -1,0 +1,149 @@
+"""A simulated node: its series, its GPUs and its job, as readings of the collectors that would see them."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+
+from collectors import nvml_series as nvml
+from collectors import ranks as ranks_collector
+from collectors.base import GpuFact, Metric, Reading, Sample
+from opsd.scenarios import healthy
+from opsd.scenarios.job import SimulatedJob
+from opsd.scenarios.model import Change, Scenario, ScenarioError, Value
+from opsd.scenarios.signals import Signal
+
+NODE = "n01"
+MONOTONIC_0 = 50_000.0
+WALL_0 = 1_760_000_000.0
+"""What the clocks show at second 0 of a scenario."""
+
+COLLECTORS = {"nvml": nvml.METRICS, "ranks": ranks_collector.METRICS}
+_ALIVE_WHEN_LOST = (nvml.UP, nvml.XID_ERRORS)
+_SELECTOR = re.compile(r"(\w+)(?:\{(.*)\})?")
+
+
+class SimulatedNode:
+    """The world of one scenario. Seconds are those of the scenario; ``now`` and ``wall`` are the agent's clocks."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._rng = random.Random(scenario.seed)
+        self._clock_offset = 0.0
+        self.second = 0.0
+        self.blind: set[str] = set()
+        self._metrics = {metric.name: metric for metrics in COLLECTORS.values() for metric in metrics}
+        self._owner = {metric.name: name for name, metrics in COLLECTORS.items() for metric in metrics}
+        self._identities = [_identity(index) for index in range(scenario.gpus)]
+        self._lost: dict[int, str] = {}
+        self._series: dict[str, dict[tuple[str, ...], Signal]] = {}
+        for identity in self._identities:
+            for metric, extra, signal in healthy.gpu(loaded=identity.index < scenario.job.ranks):
+                labels = identity.labels(metric, NODE, *extra)
+                self._series.setdefault(metric.name, {})[labels] = signal
+        settings = scenario.job
+        warm_s = settings.setup_s + settings.first_step_s + settings.warm_steps * settings.step_s
+        began = -warm_s if settings.warm_steps else 0.0
+        self.job = SimulatedJob(settings, NODE, self._rng, MONOTONIC_0 + began, self._wall_of)
+
+    @property
+    def now(self) -> float:
+        """The monotonic clock."""
+        return MONOTONIC_0 + self.second
+
+    @property
+    def wall(self) -> float:
+        """The wall clock."""
+        return self._wall_of(self.now)
+
+    def _wall_of(self, monotonic: float) -> float:
+        return WALL_0 + self._clock_offset + monotonic - MONOTONIC_0
+
+    def advance(self, second: float) -> None:
+        """Let the world go on to ``second`` of the scenario."""
+        self.second = second
+        self.job.advance(self.now)
+
+    def apply(self, change: Change) -> None:
+        """Carry out ``change`` now. Raises ScenarioError for a series that no collector has."""
+        self._clock_offset += change.clock
+        self.blind = (self.blind | set(change.blind)) - set(change.sighted)
+        if change.lost is not None and change.gpu is not None:
+            self._lost[change.gpu] = change.lost
+        for selector, value in change.set.items():
+            self._set(selector, value, change.gpu)
+        self.job.apply(change, self.now)
+
+    def read(self, collector: str) -> Reading:
+        """What ``collector`` delivers now."""
+        if collector == "ranks":
+            return Reading(tuple(self._rank_samples()), self.job.take_events(), tuple(self.job.facts()))
+        samples = tuple(self._samples(collector))
+        return Reading(samples, (), self._gpu_facts()) if collector == "nvml" else Reading(samples)
+
+    def _samples(self, collector: str) -> Iterator[Sample]:
+        for name, family in self._series.items():
+            if self._owner[name] != collector:
+                continue
+            metric = self._metrics[name]
+            for labels, signal in family.items():
+                if collector == "nvml" and self._lost.get(int(labels[0])):
+                    if metric in _ALIVE_WHEN_LOST:
+                        yield Sample(metric, 0.0 if metric is nvml.UP else signal.exact(self.now), labels)
+                elif (value := signal.read(self.now, self._rng)) is not None:
+                    yield Sample(metric, value, labels)
+
+    def _rank_samples(self) -> Iterator[Sample]:
+        for rank in self.job.ranks:
+            labels = (self.job.settings.run, str(rank.number))
+            yield Sample(ranks_collector.UP, float(rank.process is not None and rank.state == "running"), labels)
+            if rank.steps:
+                last = rank.steps[-1]
+                recent = list(rank.steps)[-ranks_collector.RATE_STEPS :]
+                elapsed = max(last.end, self.now - last.duration_s) - (recent[0].end - recent[0].duration_s)
+                yield Sample(ranks_collector.STEP, last.step, labels)
+                yield Sample(ranks_collector.STEP_SECONDS, last.duration_s, labels)
+                yield Sample(ranks_collector.TOKENS_RATE, sum(step.tokens for step in recent) / elapsed, labels)
+                yield Sample(ranks_collector.LOSS, last.loss, labels)
+                yield Sample(ranks_collector.GRAD_NORM, last.grad_norm, labels)
+
+    def _gpu_facts(self) -> tuple[GpuFact, ...]:
+        return tuple(
+            GpuFact(i.index, i.uuid, i.pci_bus_id, i.model, lost=self._lost.get(i.index) or None)
+            for i in self._identities
+        )
+
+    def _set(self, selector: str, value: Value, gpu: int | None) -> None:
+        """Give every series that fits ``selector`` a new course; a series that is not there yet is made."""
+        match = _SELECTOR.fullmatch(selector)
+        metric = self._metrics.get(match[1]) if match else None
+        if match is None or metric is None:
+            raise ScenarioError(f"{selector}: no collector exports this series")
+        wanted = dict(pair.split("=", 1) for pair in (match[2] or "").split(",") if pair)
+        if gpu is not None:
+            wanted["gpu"] = str(gpu)
+        family = self._series.setdefault(metric.name, {})
+        fitting = [
+            signal
+            for labels, signal in family.items()
+            if wanted.items() <= set(zip(metric.labels, labels, strict=True))
+        ]
+        if not fitting:
+            family[self._labels(metric, wanted)] = signal = Signal(0.0, self.now)
+            fitting = [signal]
+        for signal in fitting:
+            signal.become(value, self.now)
+
+    def _labels(self, metric: Metric, wanted: dict[str, str]) -> tuple[str, ...]:
+        if "gpu" in metric.labels and "gpu" in wanted:
+            identity = self._identities[int(wanted["gpu"])]
+            own = dict(zip(metric.labels, identity.labels(metric, NODE, *([""] * 9)), strict=False))
+            wanted = {**own, **wanted}
+        missing = [name for name in metric.labels if name not in wanted]
+        if missing:
+            raise ScenarioError(f"{metric.name} needs the labels {', '.join(missing)}")
+        return tuple(wanted[name] for name in metric.labels)
+
+
+def _identity(index: int) -> nvml.Identity:
+    return nvml.Identity(index, f"GPU-{index:04d}", f"00000000:{0x1A + 0x10 * index:02X}:00.0", "NVIDIA H100 80GB HBM3")

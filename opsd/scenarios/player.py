@@ -1,0 +1,131 @@
+"""Play a scenario: the agent's own window, judge and responder over a simulated node, with the clock in our hands."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import tempfile
+import traceback
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from opsd.agent.actions import Executor
+from opsd.agent.incidents import Outcome, Transition
+from opsd.agent.journal import Journal
+from opsd.agent.judge import Judge
+from opsd.agent.policy import Limits
+from opsd.agent.responder import Responder
+from opsd.agent.window import Window
+from opsd.scenarios.model import Mode, Scenario
+from opsd.scenarios.node import COLLECTORS, NODE, SimulatedNode
+from runbooks import RUNBOOKS
+from runbooks.base import Action, Incident
+
+
+@dataclass
+class Played:
+    """What the agent made of a scenario, in its seconds. ``actions`` were carried out, ``errors`` are its own bugs."""
+
+    mode: Mode
+    opened: dict[str, float] = field(default_factory=dict)
+    incidents: dict[str, Incident] = field(default_factory=dict)
+    transitions: list[tuple[float, Transition]] = field(default_factory=list)
+    actions: list[tuple[float, str, Action]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class _Hands(Executor):
+    """Actions end at once, as the scenario says, and the world answers to them later."""
+
+    def __init__(self, player: _Player) -> None:
+        super().__init__(shm=Path("/nonexistent"), notify=lambda _text, _fields: None)
+        self._player = player
+
+    def submit(self, incident: str, number: int, action: Action) -> None:
+        fails = self._player.acted(incident, action)
+        self.outcomes.put(Outcome(incident, number, not fails, fails or "done"))
+
+
+class _Player:
+    def __init__(self, scenario: Scenario, mode: Mode) -> None:
+        self.played = Played(mode)
+        self._scenario = scenario
+        self._node = SimulatedNode(scenario)
+        self._order = itertools.count()
+        self._due = [(second, next(self._order), change) for second, change in scenario.moments()]
+        heapq.heapify(self._due)
+
+    def acted(self, incident: str, action: Action) -> str:
+        """Note an action that the agent carries out; why it fails, or ""."""
+        self.played.actions.append((self._node.second, incident, action))
+        reactions = [reaction for reaction in self._scenario.on if reaction.action == action.verb]
+        for reaction in reactions:
+            heapq.heappush(self._due, (self._node.second + reaction.after, next(self._order), reaction))
+        return next((reaction.fails for reaction in reactions if reaction.fails), "")
+
+    def play(self) -> Played:
+        with tempfile.TemporaryDirectory(prefix="opsd-scenario-") as folder:
+            journal = Journal(Path(folder), lambda _problem: None)
+            window, responder = Window(NODE), self._responder(journal)
+            for tick in range(int(self._scenario.duration) + 1):
+                stepped = self._go_to(float(tick))
+                if stepped:
+                    responder.clock_stepped(stepped)
+                self._look(window)
+                responder.respond(window)
+            journal.close()
+        for incident in (*responder.ended, *responder.current):
+            self.played.incidents[incident.id] = incident
+        return self.played
+
+    def _look(self, window: Window) -> None:
+        window.begin(self._node.now, self._node.wall)
+        for collector in COLLECTORS:
+            if collector in self._node.blind:
+                window.forget(collector)
+            else:
+                window.add(collector, self._node.read(collector))
+
+    def _responder(self, journal: Journal) -> Responder:
+        log = structlog.wrap_logger(None, processors=[self._logged])
+        return Responder(
+            Judge(RUNBOOKS, log),
+            _Hands(self),
+            journal,
+            log,
+            mode_of=lambda _kind: self.played.mode,
+            limits=Limits(),
+            started_at=self._node.wall,
+            listeners=[self._heard],
+        )
+
+    def _logged(self, _logger: object, level: str, record: MutableMapping[str, Any]) -> str:
+        """Keep what the agent logs as an error (a runbook that raised), and print nothing."""
+        if level in ("error", "exception"):
+            self.played.errors.append(f"{record['event']}: {traceback.format_exc()}")
+        raise structlog.DropEvent
+
+    def _heard(self, incident: Incident, transition: Transition) -> None:
+        if transition.before is None:
+            self.played.opened[incident.id] = self._node.second
+        self.played.transitions.append((self._node.second, transition))
+
+    def _go_to(self, second: float) -> float:
+        """Let everything happen up to ``second``; by how much the wall clock was stepped meanwhile."""
+        stepped = 0.0
+        while self._due and self._due[0][0] <= second:
+            at, _, change = heapq.heappop(self._due)
+            self._node.advance(max(at, self._node.second))
+            self._node.apply(change)
+            stepped += change.clock
+        self._node.advance(second)
+        return stepped
+
+
+def play(scenario: Scenario, mode: Mode) -> Played:
+    """Play ``scenario`` once, in real code and virtual time. Raises ScenarioError for a series that does not exist."""
+    return _Player(scenario, mode).play()
