@@ -88,7 +88,7 @@ def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             graph(
-                "Temperature", "GPU temperature.", "celsius",
+                "Temperature", "GPU temperature; the slowdown threshold of an H100 is near 87 degrees.", "celsius",
                 Query(f"DCGM_FI_DEV_GPU_TEMP{{{GPU}}}", "GPU {{gpu}}"), floor=None,
             )
         )
@@ -186,7 +186,7 @@ def _agent(result: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             graph(
-                "Incidents opened", "By kind.", "none",
+                "Incidents opened", "Incidents that the agent opened, by kind of runbook.", "none",
                 Query(f"increase(opsd_incidents_opened_total{{{NODE}}}[$__rate_interval]) > 0", "{{kind}}"), width=8,
             )
         )
