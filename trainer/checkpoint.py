@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from opsd.client import Reporter
+from trainer.optimizer import Optimizer
 from trainer.parallel import Region, region_of
 from trainer.persist import Plan
 
@@ -34,14 +35,14 @@ _ALIGNMENT = 64
 State = dict[str, Region]
 
 
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def training_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Everything a resumed run needs besides its place in the data, as this rank's regions of named tensors."""
     state: State = {}
     for name, parameter in model.named_parameters():
-        moments = optimizer.state[parameter]
-        state[f"model.{name}"] = region_of(parameter)
-        state[f"exp_avg.{name}"] = region_of(moments["exp_avg"])
-        state[f"exp_avg_sq.{name}"] = region_of(moments["exp_avg_sq"])
+        region, moments = region_of(parameter), optimizer.moments(name)
+        state[f"model.{name}"] = region
+        state[f"exp_avg.{name}"] = replace(region, local=moments["exp_avg"])
+        state[f"exp_avg_sq.{name}"] = replace(region, local=moments["exp_avg_sq"])
         state["updates"] = region_of(moments["step"].view(1))
     return state
 
@@ -79,6 +80,7 @@ class Saver:
         memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory[: len(header)] = header
         self._staged = [_view(memory, starts[name], region.local) for name, region in state.items()]
+        self._process: subprocess.Popen[bytes] | None = None
         self._step: int | None = None
         self._replies = b""
         self._stall_s = 0.0
@@ -86,7 +88,6 @@ class Saver:
         """Step of the newest checkpoint that is durable."""
         self.failed = False
         """Whether this rank's part could not be written; until ``abandon`` has told the others."""
-        self._start()
 
     @property
     def busy(self) -> bool:
@@ -102,27 +103,31 @@ class Saver:
                 staged.copy_(region.local)
         self._stall_s += time.perf_counter() - began
         self._step = step
-        self._order({"save": step, "sample": sample})
+        if self._process is None:
+            self._process = self._start()
+        self._order(self._process, {"save": step, "sample": sample})
 
     def poll(self) -> None:
         """Take notice of what the persist process has done; never waits."""
-        while self.busy:
-            try:
-                received = os.read(self._from_process, 1 << 16)
-            except BlockingIOError:
-                return
-            if not received:
-                self._died()
-                return
-            *lines, self._replies = (self._replies + received).split(b"\n")
-            for line in lines:
-                self._reply(**json.loads(line))
+        if self._process is None or not self.busy:
+            return
+        assert self._process.stdout is not None
+        received: bytes | None = self._process.stdout.read(1 << 16)
+        if received is None:
+            return
+        if not received:
+            self._fail(f"the persist process ended with status {self._process.wait()}")
+            self.close()
+            return
+        *lines, self._replies = (self._replies + received).split(b"\n")
+        for line in lines:
+            self._reply(**json.loads(line))
 
     def abandon(self) -> None:
         """Give up the checkpoint on its way, because another rank's part of it failed."""
         self.failed = False
-        if self.busy:
-            self._order({"abandon": self._step})
+        if self._process is not None and self.busy:
+            self._order(self._process, {"abandon": self._step})
 
     def take_stall(self) -> float:
         """Seconds that the training has waited for staging since the last call."""
@@ -131,12 +136,14 @@ class Saver:
 
     def close(self) -> None:
         """Let the persist process end."""
-        self._process.communicate()
-        self._reporter.remove_worker(self._process.pid)
+        if self._process is not None:
+            self._process.communicate()
+            self._reporter.remove_worker(self._process.pid)
+            self._process, self._replies = None, b""
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         # In a session of its own: who kills the process group of a rank must not kill the copy of its state.
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "trainer.persist", json.dumps(asdict(self._plan))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -144,36 +151,30 @@ class Saver:
             pass_fds=(self._plan.memory,),
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        self._from_process = self._process.stdout.fileno()
-        os.set_blocking(self._from_process, False)
-        self._reporter.add_worker(self._process.pid, "persist")
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._reporter.add_worker(process.pid, "persist")
+        return process
 
-    def _order(self, order: dict[str, int | None]) -> None:
-        assert self._process.stdin is not None
+    def _order(self, process: subprocess.Popen[bytes], order: dict[str, int | None]) -> None:
+        assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has died; poll finds out
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.write(json.dumps(order).encode() + b"\n")
 
     def _reply(self, state: str, why: str = "") -> None:
         if state == "committed":
             assert self._step is not None
             self.committed = self._step
             self._reporter.checkpoint_committed(self._step)
+            self._step = None
         elif state == "failed":
             self._fail(why)
-        self._step = None
-
-    def _died(self) -> None:
-        self._process.communicate()
-        self._reporter.remove_worker(self._process.pid)
-        self._fail(f"the persist process died with status {self._process.returncode}")
-        self._step = None
-        self._replies = b""
-        self._start()
+        else:
+            self._step = None
 
     def _fail(self, why: str) -> None:
-        self.failed = True
         self._reporter.event("checkpoint_failed", step=self._step, why=why)
+        self.failed, self._step = True, None
 
 
 def _view(memory: mmap.mmap, start: int, like: torch.Tensor) -> torch.Tensor:

@@ -1,58 +1,83 @@
-"""AdamW and the global gradient norm."""
+"""AdamW on this rank's shards, and the global gradient norm."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import nn
 
 from trainer.config import OptimizerSettings
-from trainer.parallel import local_gradients
+from trainer.parallel import local_part
 
 
-def adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Fused AdamW with its state allocated at once; embeddings and norms have no weight decay (OLMo 2, SmolLM3)."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        (plain if parameter.dim() == 1 or name.startswith("embedding.") else decayed).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        fused=True,
-    )
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
+class Optimizer:
+    """Fused AdamW; embeddings and norms have no weight decay (OLMo 2, SmolLM3).
+
+    AdamW works element by element, so each rank updates its own shards as plain tensors. Going through DTensor instead
+    gives the same bits and costs tenths of a second at the first step, which every restart would pay.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+        self._parameters = list(model.parameters())
+        self._clip = settings.clip
+        self.shards = {name: nn.Parameter(local_part(value)) for name, value in model.named_parameters()}
+        decayed = [shard for name, shard in self.shards.items() if _has_decay(name, shard)]
+        others = [shard for name, shard in self.shards.items() if not _has_decay(name, shard)]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": settings.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            fused=True,
+        )
+        for shard in self.shards.values():
+            self._adamw.state[shard] = {
+                "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        """The state of the parameter ``name``: exp_avg and exp_avg_sq like its shard, step as a scalar."""
+        state: dict[str, torch.Tensor] = self._adamw.state[self.shards[name]]
+        return state
+
+    def set_updates(self, updates: float) -> None:
+        """Set the number of updates taken so far, which the bias correction depends on."""
+        for state in self._adamw.state.values():
+            state["step"].fill_(updates)
+
+    def take_gradients(self) -> torch.Tensor:
+        """Take the gradients from the model.
+
+        Returns the sum of their squares on this rank, float64; summed over ranks it is the square of the global norm.
+        """
+        gradients = []
+        for parameter, shard in zip(self._parameters, self.shards.values(), strict=True):
+            assert parameter.grad is not None
+            shard.grad, parameter.grad = local_part(parameter.grad), None
+            gradients.append(shard.grad)
+        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+
+    def update(self, rate: float, norm: float) -> bool:
+        """Update the parameters with the learning rate ``rate``, given the global gradient norm.
+
+        Returns False if the norm is not finite; then the gradients are dropped and nothing changes.
+        """
+        if math.isfinite(norm):
+            if norm > self._clip:
+                gradients = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+                torch._foreach_mul_(gradients, self._clip / norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+        self._adamw.zero_grad()
+        return math.isfinite(norm)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def set_updates(optimizer: torch.optim.Optimizer, updates: torch.Tensor) -> None:
-    """Set the number of updates taken, which the bias correction depends on, of every parameter."""
-    for moments in optimizer.state.values():
-        moments["step"].copy_(updates.squeeze())
-
-
-def squared_norm(model: nn.Module) -> torch.Tensor:
-    """Sum of squares of this rank's part of the gradients, float64; summed over ranks it is the global norm squared."""
-    norms = torch._foreach_norm(list(local_gradients(model)))
-    return torch.stack(norms).double().square().sum()
-
-
-def clip(model: nn.Module, norm: float, limit: float) -> None:
-    """Scale the gradients so that their global ``norm`` is at most ``limit``."""
-    if norm > limit:
-        torch._foreach_mul_(list(local_gradients(model)), limit / norm)
+def _has_decay(name: str, shard: torch.Tensor) -> bool:
+    return shard.dim() > 1 and not name.startswith("embedding.")

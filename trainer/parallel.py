@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -125,14 +124,12 @@ def initialise(model: Decoder, seed: int) -> None:
 
 def region_of(tensor: torch.Tensor) -> Region:
     """The local part of a tensor and where it lies; of a plain tensor, the whole."""
-    if not isinstance(tensor, DTensor):
-        return Region(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Region(tensor.to_local().detach(), tuple(tensor.shape), tuple(offset))
+    offset: Sequence[int] = (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Region(local_part(tensor), tuple(tensor.shape), tuple(offset))
 
 
-def local_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The local parts of all gradients."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            yield region_of(parameter.grad).local
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` that this rank holds, sharing its memory, without autograd."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -25,7 +25,7 @@ from trainer.data.loader import Loader
 from trainer.data.shards import DataError, Index, read_index, verify
 from trainer.metrics import MetricsLog
 from trainer.model import Decoder
-from trainer.optimizer import adamw, clip, set_rate, set_updates, squared_norm
+from trainer.optimizer import Optimizer
 from trainer.parallel import World, build, join
 from trainer.persist import Plan
 from trainer.restore import restore
@@ -46,19 +46,20 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     index = open_corpus(config)
     world = join(config.run)
     micro_steps = accumulation(config, world.size)
+    loader = Loader(config, index, world, reporter)
     model = build(config, world)
-    optimizer = adamw(model, config.optimizer)
+    optimizer = Optimizer(model, config.optimizer)
     state = training_state(model, optimizer)
 
     folder = Path(config.run.folder)
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     digest = config.digest(index.digest)
     manifest = restore(folder / CHECKPOINTS, state, world, digest, reporter, fresh=fresh)
-    set_updates(optimizer, state["updates"].local)
+    optimizer.set_updates(state["updates"].local.item())
     step, sample = (manifest.step, manifest.sample) if manifest else (0, 0)
+    loader.begin(sample)
 
     saver = Saver(persist_plan(config, world, digest), state, reporter, committed=step)
-    loader = Loader(config, index, world, sample, reporter)
     metrics = MetricsLog(folder / METRICS, config, world, sum(p.numel() for p in model.parameters()))
     due = stop = False
     while step < config.run.steps and not stop:
@@ -70,17 +71,12 @@ def train(config: Config, *, fresh: bool = False) -> bool:
             saver.poll()
             # One all-reduce carries all that the ranks must agree on.
             loss_sum, square, stops, busy, failed = world.sum(
-                [local_loss, squared_norm(model), reporter.stop_requested, saver.busy, saver.failed]
+                [local_loss, optimizer.take_gradients(), reporter.stop_requested, saver.busy, saver.failed]
             )
         loss, norm, stop = loss_sum / world.size, math.sqrt(square), stops > 0
         with reporter.phase("optimizer"):
-            if math.isfinite(norm):
-                clip(model, norm, config.optimizer.clip)
-                set_rate(optimizer, rate)
-                optimizer.step()
-            else:
+            if not optimizer.update(rate, norm):
                 reporter.event("update_skipped", step=step, why=f"the gradient norm is {norm}")
-            optimizer.zero_grad()
         if failed:
             saver.abandon()
         due = due or step % config.checkpoint.every == 0

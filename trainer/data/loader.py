@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from opsd.client import Reporter
 from trainer.config import Config
 from trainer.data.shards import DataError, Index, sequence_counts
-from trainer.data.worker import READY_BYTES, Plan, slot_views
+from trainer.data.worker import SAMPLE_BYTES, Plan, slot_views
 from trainer.parallel import World
 
 MAX_DEATHS = 3
@@ -35,14 +35,15 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Micro-batches of this rank, from global sample ``sample`` on.
+    """Micro-batches of this rank, from the global sample given to ``begin`` on.
 
-    A worker that dies, for instance because an operator killed it when it hung, is replaced by one that goes on with
-    the very next sample. Waiting has no limit: slow storage is not a failure. Only a worker that dies ``MAX_DEATHS``
-    times in a row without a batch is given up.
+    The worker is started at once, so that it is ready by the time that the sample is known. One that dies, for instance
+    because an operator killed it when it hung, is replaced by one that goes on with the very next sample. Waiting has
+    no limit: slow storage is not a failure. Only a worker that dies ``MAX_DEATHS`` times in a row without a batch is
+    given up.
     """
 
-    def __init__(self, config: Config, index: Index, world: World, sample: int, reporter: Reporter) -> None:
+    def __init__(self, config: Config, index: Index, world: World, reporter: Reporter) -> None:
         data = config.data
         if not sum(sequence_counts(index, data.sequence)):
             raise DataError(f"{data.shards} has fewer tokens than one sequence of {data.sequence}")
@@ -54,24 +55,27 @@ class Loader:
             length=data.sequence,
             rows=data.micro_batch,
             slots=data.prefetch,
-            sample=sample + world.rank * data.micro_batch,
             stride=world.size * data.micro_batch,
             ring=os.memfd_create("opsd-batches"),
             parent=os.getpid(),
         )
         os.posix_fallocate(self._plan.ring, 0, self._plan.slots * self._plan.slot_bytes)
         self._memory = mmap.mmap(self._plan.ring, self._plan.slots * self._plan.slot_bytes)
-        self._next = self._plan.sample
-        self._slot = 0
-        self._deaths = 0
+        self._offset = world.rank * data.micro_batch
+        self._next = self._slot = self._deaths = 0
         self._wait_s = 0.0
-        self._start()
+        self._worker = self._start()
+
+    def begin(self, sample: int) -> None:
+        """Have the worker read from the global sample ``sample`` on. Call it once, before ``next``."""
+        self._next = sample + self._offset
+        self._send_begin()
 
     def next(self) -> Batch:
         """The next micro-batch; waits for it in the phase "data". Raises DataError if there will never be one."""
         began = time.perf_counter()
         with self._reporter.phase("data"):
-            while not (ready := os.read(self._ready, READY_BYTES)):
+            while not (ready := self._receive()):
                 self._replace()
             sample = int.from_bytes(ready, "little")
             assert sample == self._next, f"the worker sent sample {sample}, expected {self._next}"
@@ -82,7 +86,7 @@ class Loader:
                 tokens[:, 1:].to(self.device, copy=True),
                 documents.to(self.device, copy=True),
             )
-            self._grant(1)
+            self._send(bytes(1))
         self._wait_s += time.perf_counter() - began
         self._deaths = 0
         self._slot = (self._slot + 1) % self._plan.slots
@@ -101,26 +105,30 @@ class Loader:
         self._reporter.remove_worker(self._worker.pid)
         os.close(self._plan.ring)
 
-    def _start(self) -> None:
-        plan = replace(self._plan, sample=self._next)
-        self._worker = subprocess.Popen(
-            [sys.executable, "-m", "trainer.data.worker", json.dumps(asdict(plan))],
+    def _start(self) -> subprocess.Popen[bytes]:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "trainer.data.worker", json.dumps(asdict(self._plan))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            pass_fds=(plan.ring,),
+            pass_fds=(self._plan.ring,),
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
         )
-        assert self._worker.stdout is not None
-        self._ready = self._worker.stdout.fileno()
-        self._slot = 0
-        self._reporter.add_worker(self._worker.pid, "data")
-        self._grant(plan.slots)
+        self._reporter.add_worker(worker.pid, "data")
+        return worker
 
-    def _grant(self, slots: int) -> None:
+    def _send_begin(self) -> None:
+        self._slot = 0
+        self._send(self._next.to_bytes(SAMPLE_BYTES, "little") + bytes(self._plan.slots))
+
+    def _send(self, message: bytes) -> None:
         assert self._worker.stdin is not None
-        with suppress(BrokenPipeError):  # it has died; the next read finds out
-            self._worker.stdin.write(bytes(slots))
+        with suppress(BrokenPipeError):  # it has died; the next receive finds out
+            self._worker.stdin.write(message)
+
+    def _receive(self) -> bytes:
+        assert self._worker.stdout is not None
+        return self._worker.stdout.read(SAMPLE_BYTES)
 
     def _replace(self) -> None:
         self._worker.communicate()
@@ -129,7 +137,8 @@ class Loader:
         self._deaths += 1
         if self._deaths == MAX_DEATHS:
             raise DataError(f"the data worker died {MAX_DEATHS} times in a row at sample {self._next}, last by {why}")
-        self._start()
+        self._worker = self._start()
+        self._send_begin()
         self._reporter.event("data_worker_restarted", pid=pid, why=why, sample=self._next, new_pid=self._worker.pid)
 
 

@@ -1,8 +1,8 @@
 """The prefetch process of a rank: reads sequences ahead of the trainer. Imports numpy, never torch.
 
-Batches go through a ring of slots in shared memory. On standard input each byte is a slot that may be filled; on
-standard output each 8 bytes are the first sample of a slot that has been filled. The end of the input is the end of
-the process.
+Batches go through a ring of slots in shared memory. On standard input come 8 bytes, the sample to begin with, and then
+a byte for each slot that may be filled. On standard output each 8 bytes are the first sample of a slot that has been
+filled. The end of the input is the end of the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -23,20 +23,19 @@ import numpy.typing as npt
 from trainer.data.order import sequences
 from trainer.data.shards import Corpus, read_index, sequence_counts
 
-READY_BYTES = 8
+SAMPLE_BYTES = 8
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker reads: ``rows`` sequences for each slot, beginning at ``sample``, then ``stride`` further on."""
+    """What a worker reads: ``rows`` sequences for each slot, those of the next slot ``stride`` samples further on."""
 
     shards: str
     seed: int
     length: int
     rows: int
     slots: int
-    sample: int
     stride: int
     ring: int
     """Descriptor of the shared memory."""
@@ -71,12 +70,13 @@ def main() -> None:
     memory = mmap.mmap(plan.ring, plan.slots * plan.slot_bytes)
     slots = [slot_views(memory, plan, slot) for slot in range(plan.slots)]
     rows = np.arange(plan.rows, dtype=np.uint64)
-    for number in count():
+    sample = int.from_bytes(os.read(0, SAMPLE_BYTES), "little")
+    for slot in cycle(slots):
         if not os.read(0, 1):
             return
-        sample = plan.sample + number * plan.stride
-        corpus.read(sequences(rows + np.uint64(sample), size, plan.seed), *slots[number % plan.slots])
-        os.write(1, sample.to_bytes(READY_BYTES, "little"))
+        corpus.read(sequences(rows + np.uint64(sample), size, plan.seed), *slot)
+        os.write(1, sample.to_bytes(SAMPLE_BYTES, "little"))
+        sample += plan.stride
 
 
 if __name__ == "__main__":
