@@ -1,0 +1,125 @@
+"""``opsd checkpoint``: list and verify checkpoints from their manifests."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from opsd import exitcodes
+from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, read, verify
+from opsd.checkpoints.retention import PRUNED
+
+SUBFOLDER = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One checkpoint folder; ``state`` is complete, rejected, removed (half way), damaged or incomplete."""
+
+    step: int
+    folder: Path
+    state: str
+    manifest: Manifest | None
+    size: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry as plain values."""
+        manifest = asdict(self.manifest) if self.manifest else None
+        return {"step": self.step, "folder": str(self.folder), "state": self.state, "size": self.size} | {
+            "manifest": manifest
+        }
+
+
+@click.group()
+def checkpoint() -> None:
+    """List and verify checkpoints from their manifests.
+
+    PATH is a run folder, its checkpoints folder, or the folder of one checkpoint.
+    """
+
+
+@checkpoint.command("list")
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_command(path: Path, as_json: bool) -> int:
+    """List the checkpoints under PATH, oldest first."""
+    entries = find(path)
+    if as_json:
+        click.echo(json.dumps({"checkpoints": [entry.as_json() for entry in entries]}, indent=1))
+        return exitcodes.OK
+    table = Table("step", "state", "layout", "files", "size", "sample", "age", box=None, header_style="bold")
+    for entry in entries:
+        manifest = entry.manifest
+        table.add_row(
+            str(entry.step),
+            entry.state,
+            " ".join(f"{name}{size}" for name, size in manifest.layout.items()) if manifest else "",
+            str(len(manifest.files)) if manifest else "",
+            _bytes(entry.size),
+            str(manifest.sample) if manifest else "",
+            _age(time.time() - manifest.created) if manifest else "",
+        )
+    Console().print(table if entries else f"no checkpoints under {path}")
+    return exitcodes.OK
+
+
+@checkpoint.command("verify")
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def verify_command(path: Path) -> int:
+    """Check every file of the checkpoints under PATH; exit code 1 if one is damaged or there is none."""
+    entries = [entry for entry in find(path) if entry.state in ("complete", "damaged")]
+    if not entries:
+        click.echo(f"no complete checkpoint under {path}", err=True)
+        return exitcodes.FAILED
+    damaged = 0
+    for entry in entries:
+        try:
+            manifest = verify(entry.folder)
+            click.echo(f"step {entry.step}: ok, {len(manifest.files)} files, {_bytes(entry.size)}")
+        except CheckpointError as error:
+            damaged += 1
+            click.echo(f"step {entry.step}: DAMAGED: {error}")
+    return exitcodes.FAILED if damaged else exitcodes.OK
+
+
+def find(path: Path) -> list[Entry]:
+    """The checkpoints of a run folder, of a folder of checkpoints, or the one that ``path`` is; oldest first."""
+    found = dict(folders(path)) or dict(folders(path / SUBFOLDER))
+    if not found:
+        found = {
+            step: folder for step, folder in folders(path.absolute().parent) if folder.name == path.absolute().name
+        }
+    return [_entry(step, found[step]) for step in sorted(found)]
+
+
+def _entry(step: int, folder: Path) -> Entry:
+    size = sum(file.lstat().st_size for file in folder.iterdir())
+    for name, state in ((MANIFEST, "complete"), (REJECTED, "rejected"), (PRUNED, "removed")):
+        if (folder / name).exists():
+            try:
+                return Entry(step, folder, state, read(folder, name), size)
+            except CheckpointError:
+                return Entry(step, folder, "damaged" if name == MANIFEST else state, None, size)
+    return Entry(step, folder, "incomplete", None, size)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
