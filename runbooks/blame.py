@@ -91,6 +91,7 @@ def blame(ranks: Sequence[RankState]) -> Blame:
     Among ranks that look alike the one that changed first is named, with little confidence: if all wait in one
     collective the cause may as well be the network or a rank on another node.
     """
+    ranks = sorted(ranks, key=lambda r: r.rank)
     suspects, reasons, confidence = list(ranks), list[str](), 0.0
     for rule, sure in _RULES:
         found, reason = rule(suspects)
@@ -110,7 +111,7 @@ def blame(ranks: Sequence[RankState]) -> Blame:
         rank=culprit.rank,
         reason="; ".join(reasons),
         confidence=confidence,
-        evidence=tuple(_sentence(r) for r in sorted(ranks, key=lambda r: (r is not culprit, r.rank))),
+        evidence=tuple(_sentence(r) for r in sorted(ranks, key=lambda r: r is not culprit)),
     )
 
 

@@ -1,0 +1,105 @@
+"""The pages of the runbooks, read like the person on call reads them."""
+
+import re
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+
+import runbooks
+from collectors.host import METRICS as HOST
+from collectors.nvml_series import METRICS as NVML
+from collectors.ranks import METRICS as RANKS
+from opsd.agent.actions import VERBS
+from opsd.cli import cli
+from runbooks import RUNBOOKS
+from runbooks.base import Page
+
+FOLDER = Path(runbooks.__file__).parent
+SHARED = {"__init__", "base", "blame", "runs", "signals"}
+PROGRAMS = {
+    "cat", "df", "findmnt", "grep", "iostat", "ibstat", "ipmitool", "journalctl", "kill", "ls", "nvidia-smi", "py-spy",
+    "sacct", "scontrol", "smartctl", "squeue",
+}  # fmt: skip
+"""Programs that a page may ask for besides opsd: they come with the distribution, the driver or Slurm."""
+
+by_kind = pytest.mark.parametrize("runbook", RUNBOOKS, ids=lambda runbook: runbook.kind)
+
+
+def commands(runbook):
+    """The commands on a page: what stands in backticks and begins with the name of a program."""
+    page = runbook.page
+    quoted = re.findall(r"`([^`]+)`", "\n".join((page.diagnosis, page.mitigation, page.automatic)).replace("\n", " "))
+    return [re.sub(r"\s+", " ", text) for text in quoted if text.split()[0] in PROGRAMS | {"opsd"}]
+
+
+def test_every_file_is_a_runbook_in_the_tuple_under_its_own_name():
+    """One file per kind, and none forgotten."""
+    files = {path.stem for path in FOLDER.glob("*.py")} - SHARED
+    assert [
+        runbook.kind for runbook in RUNBOOKS if import_module(f"runbooks.{runbook.kind}").RUNBOOK is not runbook
+    ] == []
+    assert {runbook.kind for runbook in RUNBOOKS} == files
+
+
+@by_kind
+def test_a_page_says_what_opsd_does_in_each_mode(runbook):
+    """Whoever is on call must know what the agent may already have done."""
+    assert all(mode in runbook.page.automatic for mode in ("observe", "recommend", "act"))
+
+
+@by_kind
+def test_a_page_tells_what_to_type(runbook):
+    """A diagnosis begins with the incident itself and has commands to go on with."""
+    assert any(command.startswith("opsd incidents show") for command in commands(runbook))
+    assert len({command.split()[0] for command in commands(runbook)}) >= 2
+
+
+@by_kind
+def test_opsd_commands_on_a_page_exist(runbook):
+    """A command that does not exist costs minutes at 3 a.m."""
+    for command in commands(runbook):
+        if command.startswith("opsd "):
+            group, context = cli, click.Context(cli)
+            for word in command.split()[1:]:
+                if not isinstance(group, click.Group) or word.startswith("-"):
+                    break
+                group = group.get_command(context, word)
+                assert group is not None, f"{command}: no {word}"
+
+
+@by_kind
+def test_metrics_that_a_runbook_reads_are_exported(runbook):
+    """A detector on a series that nobody writes would be silent for ever."""
+    source = (FOLDER / f"{runbook.kind}.py").read_text(encoding="utf-8")
+    exported = {metric.name for metric in (*NVML, *HOST, *RANKS)}
+    read = set(re.findall(r'"((?:DCGM_FI|opsd)_\w+)"', source))
+    assert read - exported == set()
+
+
+@by_kind
+def test_verbs_that_a_runbook_asks_for_exist(runbook):
+    """An action that the executor does not know would fail when it is needed."""
+    source = (FOLDER / f"{runbook.kind}.py").read_text(encoding="utf-8")
+    assert set(re.findall(r'Action\(\s*"(\w+)"', source)) <= set(VERBS)
+
+
+def test_a_page_without_one_of_its_sections_is_refused():
+    """A half page is noticed when it is written, not when it is needed."""
+    with pytest.raises(ValueError, match="Mitigation"):
+        Page.parse("# Title\n\n## Meaning\nx\n\n## Impact\ny\n")
+
+
+def test_a_page_is_parsed_into_its_sections():
+    """The Markdown of the file is the page."""
+    text = "".join(f"\n## {head}\nabout {head}\n" for head in ("Meaning", "Impact", "Diagnosis", "Mitigation"))
+    page = Page.parse(f"# Title\n{text}\n## What opsd does by itself\nnothing\n")
+    assert (page.title, page.diagnosis, page.automatic) == ("Title", "about Diagnosis", "nothing")
+
+
+def test_the_runbooks_are_part_of_the_wheel():
+    """The agent of a node has no checkout."""
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "runbooks" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
