@@ -1,4 +1,4 @@
-"""The series of the NVML collector: names, labels, and the pure functions from driver answers to samples.
+"""The series of the NVML collector: names, help and labels.
 
 Names that begin with ``DCGM_FI_`` and their labels are those of dcgm-exporter's default counters, so that dashboards
 and alerts written for it work unchanged. Their units are dcgm-exporter's too and stand in the help text.
@@ -6,12 +6,10 @@ and alerts written for it work unchanged. Their units are dcgm-exporter's too an
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
-from collectors.base import Metric, MetricKind, Sample
+from collectors.base import Metric, MetricKind
 
 _DCGM_LABELS = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname")
 _GPU_LABELS = ("gpu", "UUID")
@@ -72,10 +70,13 @@ PCIE_GENERATION = _gpu("pcie_link_generation", "PCIe generation the link runs at
 PCIE_GENERATION_MAX = _gpu("pcie_link_generation_max", "Highest PCIe generation of GPU and slot together.")
 PCIE_WIDTH = _gpu("pcie_link_width", "PCIe lanes in use.")
 PCIE_WIDTH_MAX = _gpu("pcie_link_width_max", "Most PCIe lanes of GPU and slot together.")
+NVLINK_SENT = _gpu("nvlink_transmitted_bytes_total", "Data sent over all NVLinks.", "bytes", kind="counter")
+NVLINK_RECEIVED = _gpu("nvlink_received_bytes_total", "Data received over all NVLinks.", "bytes", kind="counter")
+NVLINK_ERRORS = _gpu("nvlink_errors_total", "Errors on all NVLinks together.", "", "type", kind="counter")
 NVLINK_UP = _gpu("nvlink_up", "1 if the link is active.", "", "link")
-NVLINK_SENT = _gpu("nvlink_transmitted_bytes_total", "Data sent over the link.", "bytes", "link", kind="counter")
-NVLINK_RECEIVED = _gpu("nvlink_received_bytes_total", "Data received over the link.", "bytes", "link", kind="counter")
-NVLINK_ERRORS = _gpu("nvlink_errors_total", "Errors on all links together.", "", "type", kind="counter")
+NVLINK_LINK_ERRORS = _gpu(
+    "nvlink_link_errors_total", "Replays, recoveries and CRC errors of one link.", "", "link", kind="counter"
+)
 PERFORMANCE_STATE = _gpu("performance_state", "P-state, 0 is the fastest.")
 RECOVERY_ACTION = _gpu(
     "recovery_action",
@@ -92,8 +93,8 @@ METRICS: Final = (
     REMAPPED_CORRECTABLE, REMAP_FAILURE, EVENT_REASONS, UP, INFO, THROTTLE, POWER_LIMIT, POWER_LIMIT_DEFAULT,
     POWER_LIMIT_MIN, POWER_LIMIT_MAX, TEMPERATURE_LIMIT, TEMPERATURE_MARGIN, MEMORY_TOTAL, CLOCK_MAX, ECC_ERRORS,
     REMAP_PENDING, RETIRED_PAGES, RETIRED_PENDING, PCIE_GENERATION, PCIE_GENERATION_MAX, PCIE_WIDTH, PCIE_WIDTH_MAX,
-    NVLINK_UP, NVLINK_SENT, NVLINK_RECEIVED, NVLINK_ERRORS, PERFORMANCE_STATE, RECOVERY_ACTION, PERSISTENCE,
-    PROCESSES, PROCESS_MEMORY,
+    NVLINK_SENT, NVLINK_RECEIVED, NVLINK_ERRORS, NVLINK_UP, NVLINK_LINK_ERRORS, PERFORMANCE_STATE, RECOVERY_ACTION,
+    PERSISTENCE, PROCESSES, PROCESS_MEMORY,
 )  # fmt: skip
 
 
@@ -111,134 +112,3 @@ class Identity:
         if metric.labels is _DCGM_LABELS:
             return (str(self.index), self.uuid, self.pci_bus_id, f"nvidia{self.index}", self.model, hostname)
         return (str(self.index), self.uuid, *extra)
-
-
-class Target(NamedTuple):
-    """Where the number of a field value goes: ``value * scale`` into one series."""
-
-    metric: Metric
-    scale: float = 1.0
-    extra: tuple[str, ...] = ()
-
-
-FieldKey = tuple[int, int]
-"""Field id and scope (a link, or 0)."""
-
-ALL_LINKS: Final = 0xFFFFFFFF
-LINK_COUNT: Final = 91
-_LINK_SENT, _LINK_RECEIVED, _LINK_STATE = 138, 139, 165
-
-# Field ids of nvml.h.
-_FIELDS: Mapping[FieldKey, Target] = {
-    (82, 0): Target(MEMORY_TEMP),
-    (83, 0): Target(ENERGY),
-    (94, 0): Target(PCIE_REPLAYS),
-    (3, 0): Target(ECC_ERRORS, 1, ("corrected", "volatile")),
-    (4, 0): Target(ECC_ERRORS, 1, ("uncorrected", "volatile")),
-    (5, 0): Target(ECC_ERRORS, 1, ("corrected", "aggregate")),
-    (6, 0): Target(ECC_ERRORS, 1, ("uncorrected", "aggregate")),
-    (29, 0): Target(RETIRED_PAGES, 1, ("single_bit",)),
-    (30, 0): Target(RETIRED_PAGES, 1, ("double_bit",)),
-    (31, 0): Target(RETIRED_PENDING),
-    (142, 0): Target(REMAPPED_CORRECTABLE),
-    (143, 0): Target(REMAPPED_UNCORRECTABLE),
-    (144, 0): Target(REMAP_PENDING),
-    (145, 0): Target(REMAP_FAILURE),
-    (230, 0): Target(RECOVERY_ACTION),
-    (38, 0): Target(NVLINK_ERRORS, 1, ("crc_flit",)),
-    (45, 0): Target(NVLINK_ERRORS, 1, ("crc_data",)),
-    (52, 0): Target(NVLINK_ERRORS, 1, ("replay",)),
-    (59, 0): Target(NVLINK_ERRORS, 1, ("recovery",)),
-}
-
-_THROTTLE_FIELDS: Mapping[int, str] = {
-    74: "sw_power_cap",
-    76: "sync_boost",
-    251: "sw_thermal",
-    252: "hw_thermal",
-    253: "hw_power_brake",
-    269: "sw_thermal",
-    270: "hw_thermal",
-    271: "hw_power_brake",
-}
-"""Cumulative nanoseconds: 251 to 253 in the headers of CUDA 12.9 and 13.0, 269 to 271 in later ones."""
-
-
-def field_plan(links: int) -> dict[FieldKey, Target | None]:
-    """Every field to ask a GPU with ``links`` NVLinks for, and where its number goes (None: it is used otherwise).
-
-    NVLink fields come first: drivers have been seen to read one entry past an NVLink field that is the last (nvitop's
-    libnvml.py guards against it).
-    """
-    plan: dict[FieldKey, Target | None] = {}
-    if links:
-        plan[_LINK_SENT, ALL_LINKS] = plan[_LINK_RECEIVED, ALL_LINKS] = None
-    for link in range(links):
-        plan[_LINK_SENT, link] = Target(NVLINK_SENT, 1024, (str(link),))
-        plan[_LINK_RECEIVED, link] = Target(NVLINK_RECEIVED, 1024, (str(link),))
-        plan[_LINK_STATE, link] = Target(NVLINK_UP, 1, (str(link),))
-    plan.update(_FIELDS)
-    plan.update(dict.fromkeys(((field, 0) for field in _THROTTLE_FIELDS), None))
-    return plan
-
-
-class FieldValue(NamedTuple):
-    """One ``nvmlFieldValue_t``: ``bits`` are the raw eight bytes of the value, ``result`` an NVML return code."""
-
-    id: int
-    scope: int
-    timestamp_us: int
-    latency_us: int
-    type: int
-    result: int
-    bits: int
-
-
-_FIELD_VALUE = struct.Struct("=IIqqIIQ")
-_DOUBLE, _UNSIGNED_INT, _UNSIGNED_LONG, _UNSIGNED_LONG_LONG, _SIGNED_LONG_LONG, _SIGNED_INT, _UNSIGNED_SHORT = range(7)
-
-
-def field_values(raw: bytes | memoryview) -> Iterator[FieldValue]:
-    """The entries of an ``nvmlFieldValue_t`` array. ``raw`` is a multiple of 40 bytes long."""
-    return map(FieldValue._make, _FIELD_VALUE.iter_unpack(raw))
-
-
-def number(field: FieldValue) -> float:
-    """The value of a field by its declared type."""
-    kind, bits = field.type, field.bits
-    if kind == _UNSIGNED_INT:
-        return bits & 0xFFFFFFFF
-    if kind in (_UNSIGNED_LONG, _UNSIGNED_LONG_LONG):
-        return bits
-    if kind == _UNSIGNED_SHORT:
-        return bits & 0xFFFF
-    if kind == _SIGNED_INT:
-        return (bits & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
-    if kind == _SIGNED_LONG_LONG:
-        return (bits ^ 1 << 63) - (1 << 63)
-    return float(struct.unpack("=d", struct.pack("=Q", bits))[0])
-
-
-def throttle_counters(fields: Sequence[FieldValue]) -> dict[str, int]:
-    """Nanoseconds per throttle reason, from whichever field numbering the driver has.
-
-    Other fields have had the same numbers (power smoothing, at 251 to 271); those are 32 bits wide, counters are 64.
-    """
-    wide = (_UNSIGNED_LONG, _UNSIGNED_LONG_LONG)
-    return {_THROTTLE_FIELDS[f.id]: f.bits for f in fields if f.id in _THROTTLE_FIELDS and f.type in wide}
-
-
-def nvlink_kib(fields: Sequence[FieldValue]) -> float | None:
-    """KiB sent and received over all links, or None if the driver does not tell."""
-    totals = [number(f) for f in fields if f.scope == ALL_LINKS and f.id in (_LINK_SENT, _LINK_RECEIVED)]
-    return sum(totals) if len(totals) == 2 else None
-
-
-def field_samples(
-    fields: Sequence[FieldValue], series: Mapping[FieldKey, tuple[Metric, float, tuple[str, ...]]]
-) -> Iterator[Sample]:
-    """The samples of all fields that have a series of their own; ``series`` maps to metric, scale, label values."""
-    for field in fields:
-        if (found := series.get((field.id, field.scope))) is not None:
-            metric, scale, labels = found
-            yield Sample(metric, number(field) * scale, labels)
