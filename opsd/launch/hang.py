@@ -13,8 +13,8 @@ all others                             3 x p99 of the step time without the phas
 
 A process stopped by a signal has ``steady_s`` in every phase. A rank that waits for another is not judged as long as
 that other one is within its own limit. Stacks can excuse a rank: one that compiles or saves gets the limit of that
-phase whatever it reported. After a hang for which nothing but the time spoke, the limit of that phase is tripled, so that
-something slow but finite gets through at a later attempt; how long it took is then remembered.
+phase whatever it reported. After a hang for which nothing but the time spoke, the limit of its phase is tripled, so
+that something slow but finite gets through at a later attempt; how long it took is then remembered.
 """
 
 from __future__ import annotations

@@ -1,0 +1,261 @@
+"""Where the wall-clock time of a run went: every second in exactly one bucket. Pure, but for ``read_ledger``.
+
+================  ====================================================================================================
+bucket            time
+================  ====================================================================================================
+productive        in steps that were done for the first time
+recomputed        in steps that had been done before a failure, and in the step that a failure cut off
+detection         from a failure (hang: the last change of the rank) until the launcher noticed
+restart           from noticing a failure to the beginning of the next generation's first step, without load
+load              reading a checkpoint
+setup             from the start of the run to its first step, without load
+checkpoint_stall  in which a checkpoint held up the training
+data_stall        waiting for data beyond the usual: where a step waited over 3 x the median wait, what exceeds the median
+stop              from the last step to the end of the launcher
+queued            between one launcher of the run and the next
+other             between steps, outside of what the trainer counts as a step
+================  ====================================================================================================
+
+ETTR (effective training time ratio) is productive / wall clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+BUCKETS = (
+    "productive",
+    "recomputed",
+    "detection",
+    "restart",
+    "load",
+    "setup",
+    "checkpoint_stall",
+    "data_stall",
+    "stop",
+    "queued",
+    "other",
+)
+DATA_STALL_FACTOR = 3.0
+_FAILURES = ("rank_exited", "hang_detected", "restart_requested")
+_NS = 1_000_000_000
+
+
+class LedgerError(Exception):
+    """There is nothing to make a ledger from; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """``nanoseconds`` per bucket, which sum to the run's wall clock. ``notes`` say what could not be told apart."""
+
+    nanoseconds: Mapping[str, int]
+    steps: int
+    generations: int
+    finished: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def wall_s(self) -> float:
+        """Wall clock of the run in seconds."""
+        return sum(self.nanoseconds.values()) / _NS
+
+    @property
+    def buckets(self) -> dict[str, float]:
+        """Seconds per bucket, in the order of ``BUCKETS``."""
+        return {name: self.nanoseconds[name] / _NS for name in BUCKETS}
+
+    @property
+    def ettr(self) -> float:
+        """Share of the wall clock spent on steps done for the first time; 0 for an empty run."""
+        return self.nanoseconds["productive"] / _NS / self.wall_s if self.wall_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ledger for JSON."""
+        return {
+            "wall_s": self.wall_s,
+            "ettr": self.ettr,
+            "buckets": self.buckets,
+            "steps": self.steps,
+            "generations": self.generations,
+            "finished": self.finished,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(slots=True)
+class _Generation:
+    """What the events say about one generation; times in wall nanoseconds."""
+
+    number: int
+    started: int
+    after_failure: bool
+    failed: int | None = None
+    blind: int = 0
+    """From the failure itself to ``failed``, when it was noticed."""
+    load: int = 0
+    resumed: int | None = None
+    finished: int | None = None
+
+
+@dataclass(slots=True)
+class _Clock:
+    """A cursor over the run's time that moves forward only and books what it passes."""
+
+    at: int
+    booked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0))
+
+    def advance(self, to: int, bucket: str) -> None:
+        if to > self.at:
+            self.booked[bucket] += to - self.at
+            self.at = to
+
+
+def make_ledger(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Ledger:
+    """The ledger of a run from its launcher events and the trainer's metrics (one mapping per step).
+
+    Raises LedgerError if the events hold no start of a generation.
+    """
+    generations = _generations(events)
+    if not generations:
+        raise LedgerError("the events hold no generation_started: the run never began")
+    steps = _steps(metrics)
+    usual = median(float(line.get("data_s") or 0.0) for line in metrics) if metrics else 0.0
+    clock, highest, total = _Clock(generations[0].started), -1, 0
+    for index, generation in enumerate(generations):
+        following = generations[index + 1] if index + 1 < len(generations) else None
+        clock.advance(generation.started, "restart" if generation.after_failure else "queued")
+        own = steps.get(generation.number, [])
+        _book_start(clock, generation, own)
+        end = generation.failed or generation.finished or (following.started if following else None)
+        for step in own:
+            _book_step(clock, step, again=step["step"] <= highest, usual=usual, end=end)
+        _book_end(clock, generation, stepped=bool(own))
+        highest = max([highest, *(step["step"] for step in own)])
+        total += len(own)
+    clock.advance(max(_ns(event["t"]) for event in events), "other")
+    finished = generations[-1].finished is not None
+    return Ledger(clock.booked, total, len(generations), finished, tuple(_notes(metrics, finished)))
+
+
+def _generations(events: Sequence[Mapping[str, Any]]) -> list[_Generation]:
+    found: list[_Generation] = []
+    for event in sorted(events, key=lambda event: float(event["t"])):
+        kind, t = event["event"], _ns(event["t"])
+        if kind == "generation_started":
+            after_failure = bool(found) and found[-1].failed is not None and found[-1].finished is None
+            found.append(_Generation(int(event["generation"]), t, after_failure))
+            continue
+        if not found:
+            continue
+        current = found[-1]
+        if kind in _FAILURES and current.failed is None and event.get("culprit", True):
+            current.failed = t
+            current.blind = _ns(event.get("stuck_s") or event.get("noticed_s") or 0)
+        elif kind == "checkpoint_loaded":
+            current.load = max(current.load, _ns(event.get("load_s") or 0))
+        elif kind == "resumed":
+            current.resumed = t
+        elif kind == "finished":
+            current.finished = t
+    return found
+
+
+def _book_start(clock: _Clock, generation: _Generation, steps: Sequence[Mapping[str, Any]]) -> None:
+    """From the start of the processes to the first step."""
+    bucket = "restart" if generation.after_failure else "setup"
+    if steps:
+        first = _ns(steps[0]["t"]) - _ns(steps[0].get("step_s") or 0)
+    elif generation.resumed is not None:
+        first = generation.resumed
+    else:
+        return
+    if generation.failed is not None:
+        first = min(first, generation.failed)
+    clock.advance(max(clock.at, first - generation.load), bucket)
+    clock.advance(first, "load")
+
+
+def _book_step(clock: _Clock, step: Mapping[str, Any], *, again: bool, usual: float, end: int | None) -> None:
+    """The time up to the end of one step: what lies before it, its stalls, its work."""
+    done = _ns(step["t"]) if end is None else min(_ns(step["t"]), end)
+    clock.advance(done - _ns(step.get("step_s") or 0), "other")
+    for bucket, seconds in (
+        ("checkpoint_stall", step.get("checkpoint_s") or 0.0),
+        ("data_stall", data_stall(step.get("data_s") or 0.0, usual)),
+    ):
+        clock.advance(min(done, clock.at + _ns(seconds)), bucket)
+    clock.advance(done, "recomputed" if again else "productive")
+
+
+def _book_end(clock: _Clock, generation: _Generation, *, stepped: bool) -> None:
+    if generation.failed is not None:
+        unfinished = "recomputed" if stepped else "restart" if generation.after_failure else "setup"
+        if not stepped and generation.resumed is not None:
+            unfinished = "productive"
+        clock.advance(generation.failed - generation.blind, unfinished)
+        clock.advance(generation.failed, "detection")
+    if generation.finished is not None:
+        clock.advance(generation.finished, "stop" if stepped or generation.failed is not None else "productive")
+
+
+def data_stall(wait_s: float, usual_s: float) -> float:
+    """The part of one step's wait for data that counts as a stall, in seconds."""
+    return wait_s - usual_s if wait_s > DATA_STALL_FACTOR * usual_s else 0.0
+
+
+def _steps(metrics: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
+    """The steps of each generation in the order of time."""
+    found: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for line in metrics:
+        found[int(line["generation"])].append(line)
+    for steps in found.values():
+        steps.sort(key=lambda line: float(line["t"]))
+    return found
+
+
+def _notes(metrics: Sequence[Mapping[str, Any]], finished: bool) -> Iterator[str]:
+    if not metrics:
+        yield (
+            "no metrics.jsonl: steps are not known, so recomputed steps, stalls and the setup of the first generation "
+            "count as productive"
+        )
+    if not finished:
+        yield "the run has not finished: the time after the last event or step is missing"
+
+
+def _ns(seconds: float) -> int:
+    return round(float(seconds) * _NS)
+
+
+def read_ledger(folder: Path) -> Ledger:
+    """The ledger of the run in ``folder``, from its events.jsonl and, if there is one, metrics.jsonl.
+
+    Lines cut off by a crash are skipped. Raises LedgerError if there are no events.
+    """
+    try:
+        events = list(_lines(folder / "events.jsonl", ("t", "event", "generation")))
+    except OSError as error:
+        raise LedgerError(f"{folder} is not a run folder: events.jsonl: {error.strerror}") from error
+    try:
+        metrics = list(_lines(folder / "metrics.jsonl", ("t", "step", "generation")))
+    except OSError:
+        metrics = []
+    return make_ledger(events, metrics)
+
+
+def _lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and all(key in record for key in required):
+                yield record
