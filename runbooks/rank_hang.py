@@ -45,27 +45,22 @@ def reported_states(event: Event) -> list[RankState]:
 
 def _from_launcher(event: Event, view: View) -> Finding | None:
     data = event.data
-    run, rank, generation = text(data, "run"), integer(data, "rank"), integer(data, "generation")
+    run, rank, generation = text(data, "run"), number(data, "rank"), integer(data, "generation")
     states = reported_states(event)
-    if waits_for_data(states, rank):
+    if rank is not None and waits_for_data(states, int(rank)):
         return None
-    verdict = blame(states) if states else None
-    page = rank_of(view, run, rank)
-    stuck = number(data, "stuck_s") or 0.0
+    stuck, reason, stacks = number(data, "stuck_s") or 0.0, text(data, "reason"), text(data, "stacks")
     sentences = data.get("evidence")
-    stacks = text(data, "stacks")
-    reason = text(data, "reason")
+    limit = f"its limit in {text(data, 'phase')} is {text(data, 'limit_s')} s"
     return Finding(
         kind="rank_hang",
         key=f"{run}/generation {generation}",
         severity=Severity.CRITICAL,
-        summary=f"rank {rank} of {run} hangs in {text(data, 'phase')}: {reason}",
-        culprit=Culprit("rank", view.node, page.gpu if page else None, rank, reason),
-        confidence=verdict.confidence if verdict and verdict.rank == rank else 0.5,
+        summary=f"{run} hangs in {text(data, 'phase')}: {reason}",
+        culprit=_named(view, run, None if rank is None else int(rank), reason),
+        confidence=_confidence(states, rank),
         evidence=(
-            *quoted(
-                event, "launcher", f"rank {rank} has not moved for {stuck:.1f} s, its limit is {data.get('limit_s')} s"
-            ),
+            *quoted(event, "launcher", f"no rank has moved for {stuck:.1f} s; {limit}"),
             *quoted(event, "rank pages", *map(str, sentences if isinstance(sentences, list | tuple) else ())),
             *quoted(event, "launcher", f"stacks of all ranks: {stacks}" if stacks else ""),
         ),
@@ -73,6 +68,22 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
         job=job_of(view, run),
         data={"run": run, "rank": rank, "generation": generation, "step": integer(data, "step")},
     )
+
+
+def _named(view: View, run: str, rank: int | None, reason: str) -> Culprit:
+    """The launcher's culprit, who is unknown if no rank stood out."""
+    if rank is None:
+        return Culprit("unknown", view.node, detail=reason)
+    page = rank_of(view, run, rank)
+    return Culprit("rank", view.node, page.gpu if page else None, rank, reason)
+
+
+def _confidence(states: Sequence[RankState], rank: float | None) -> float:
+    """How sure the launcher's verdict is; it had the stacks as well when it disagrees with the pages."""
+    if rank is None:
+        return 0.2
+    verdict = blame(states) if states else None
+    return max(verdict.confidence, 0.7) if verdict and verdict.rank == rank else 0.7
 
 
 def state_of(rank: RankFact, now: float) -> RankState:

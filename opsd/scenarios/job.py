@@ -219,7 +219,7 @@ class SimulatedJob:
         self.emit(
             "hang_detected",
             at,
-            rank=rank.number,
+            rank=None if hang.nobody else rank.number,
             phase=rank.phase,
             step=rank.next_step - 1,
             stuck_s=stuck,

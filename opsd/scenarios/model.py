@@ -72,8 +72,9 @@ class Crash(_Part):
 
 
 class Hang(_Part):
-    """The launcher detects a hang and blames the first of ``ranks``."""
+    """The launcher detects a hang and blames the first of ``ranks``, or nobody."""
 
+    nobody: bool = False
     limit_s: float = 5.0
     reason: str = ""
     restarts: bool = True
