@@ -133,7 +133,8 @@ class HostCollector:
 
     def _processors(self) -> Iterator[Sample]:
         cpu = psutil.cpu_times()._asdict()
-        for mode, ratio in cpu_ratios(self._cpu, cpu).items():
+        # The first look has no earlier one: it shows the average since boot, so that no series is missing.
+        for mode, ratio in cpu_ratios(self._cpu or dict.fromkeys(cpu, 0.0), cpu).items():
             yield Sample(CPU, ratio, (mode,))
         self._cpu = cpu
         yield Sample(CPUS, psutil.cpu_count() or 1)
