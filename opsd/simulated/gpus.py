@@ -1,4 +1,4 @@
-"""Simulated GPUs: builds the NVML library of ``nvml.c`` and drives it through its shared state file.
+"""Simulated GPUs, driven through the state file that they share with the simulated NVML library (``nvml.c``).
 
 Start the reader (the agent, nvitop) with ``OPSD_SIMULATED_NVML`` naming the state file and the built
 ``libnvidia-ml.so.1`` as its library, then change the GPUs while it runs::
@@ -11,116 +11,32 @@ Start the reader (the agent, nvitop) with ``OPSD_SIMULATED_NVML`` naming the sta
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import mmap
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from opsd.simulated.layout import LINKS, MAGIC, MAX_GPUS, PROCESSES, STATE_BYTES, VERSION, XIDS, GpuState, State
+from opsd.simulated.library import NoCompilerError, SimulationError, build
+
+__all__ = ["DRIVERS", "STATE_ENV", "NoCompilerError", "SimulatedGpu", "SimulatedGpus", "SimulationError", "build"]
+
 STATE_ENV: Final = "OPSD_SIMULATED_NVML"
-LIBRARY: Final = "libnvidia-ml.so.1"
 MODEL: Final = "NVIDIA H100 80GB HBM3 (simulated)"
-LINKS: Final = 18
-MAX_GPUS: Final = 16
 DRIVERS: Final = (570, 575, 580)
+"""Driver generations whose field numbers can be simulated."""
 
-_SOURCE = Path(__file__).with_name("nvml.c")
-_MAGIC, _VERSION = 0x4453504F, 1
-_PROCESSES, _XIDS = 8, 16
 _GIB = 1 << 30
-
-
-class NoCompilerError(Exception):
-    """The machine has no C compiler, so the simulated NVML cannot be built."""
-
-
-class SimulationError(Exception):
-    """The simulated NVML cannot be built or its state file cannot be used; the message says why."""
-
-
-def build(folder: Path) -> Path:
-    """Compile the simulated NVML into ``folder`` and return the path of its ``libnvidia-ml.so.1``.
-
-    A library built before from the same source is used again. Raises NoCompilerError without ``cc`` or ``gcc`` on
-    the PATH, SimulationError if the compiler fails, OSError if the folder cannot be written.
-    """
-    source = _SOURCE.read_bytes()
-    library = folder / f"nvml-{hashlib.sha256(source).hexdigest()[:16]}" / LIBRARY
-    if library.exists():
-        return library
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise NoCompilerError("no C compiler (cc or gcc) on the PATH; install one, for instance: apt-get install gcc")
-    library.parent.mkdir(parents=True, exist_ok=True)
-    draft = library.with_name(f".{LIBRARY}.{os.getpid()}")
-    command = [compiler, "-std=c11", "-O2", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", str(draft)]
-    result = subprocess.run(
-        [*command, str(_SOURCE), "-lm", "-lpthread"], capture_output=True, text=True, check=False, timeout=120
-    )
-    if result.returncode != 0:
-        raise SimulationError(f"{compiler} cannot compile {_SOURCE}: {result.stderr.strip()[-2000:]}")
-    draft.rename(library)
-    return library
-
-
-class _Gpu(ctypes.Structure):
-    """``struct gpu`` of nvml.c; the fields from ``limit_w`` on are written by the library."""
-
-    _fields_ = (
-        ("uuid", ctypes.c_char * 64),
-        ("name", ctypes.c_char * 64),
-        ("bus_id", ctypes.c_char * 32),
-        ("serial", ctypes.c_char * 32),
-        ("vbios", ctypes.c_char * 32),
-        ("unsupported", ctypes.c_char * 512),
-        ("denied", ctypes.c_char * 256),
-        *((name, ctypes.c_double) for name in ("utilization", "memory_utilization", "demand_w", "cooling")),
-        *((name, ctypes.c_double) for name in ("ambient_c", "tau_s", "link_kib_per_s", "hang_until")),
-        *((name, ctypes.c_uint64) for name in ("memory_total", "memory_used", "memory_reserved")),
-        ("ecc", (ctypes.c_uint64 * 2) * 2),
-        ("link_errors", (ctypes.c_uint64 * LINKS) * 3),
-        ("process_memory", ctypes.c_uint64 * _PROCESSES),
-        ("process_pid", ctypes.c_uint32 * _PROCESSES),
-        ("link_active", ctypes.c_uint32 * LINKS),
-        ("remapped", ctypes.c_uint32 * 4),
-        *((name, ctypes.c_uint32) for name in ("pcie_gen", "pcie_width", "pcie_replays", "recovery_action")),
-        *((name, ctypes.c_uint32) for name in ("persistence", "lost", "forced_reasons", "counters_work")),
-        ("xid", ctypes.c_uint32 * _XIDS),
-        ("xid_count", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32),
-        *((name, ctypes.c_double) for name in ("limit_w", "updated", "temperature_c", "power_w", "scale")),
-        *((name, ctypes.c_double) for name in ("energy_mj", "link_kib")),
-        ("counter_ns", ctypes.c_uint64 * 5),
-        *((name, ctypes.c_uint64) for name in ("calls", "blocking_calls")),
-        *((name, ctypes.c_uint32) for name in ("reasons", "sm_mhz")),
-    )
-
-
-class _State(ctypes.Structure):
-    """``struct state`` of nvml.c."""
-
-    _fields_ = (
-        ("magic", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("size", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("count", "driver", "init_error", "reloads")),
-        ("gpus", _Gpu * MAX_GPUS),
-    )
-
-
-STATE_BYTES: Final = ctypes.sizeof(_State)
 
 
 class SimulatedGpu:
     """One GPU. Setters take effect at the next driver call of any process, getters show the last one's state."""
 
-    def __init__(self, raw: _Gpu, index: int) -> None:
+    def __init__(self, raw: GpuState, index: int) -> None:
         self._raw = raw
         self.index = index
 
@@ -283,15 +199,15 @@ class SimulatedGpu:
     def set_processes(self, processes: Iterable[tuple[int, int]]) -> None:
         """Set the compute processes as (pid, bytes of GPU memory), eight at most."""
         entries = [*processes]
-        if len(entries) > _PROCESSES:
-            raise ValueError(f"{len(entries)} processes, a simulated GPU has room for {_PROCESSES}")
-        entries += [(0, 0)] * (_PROCESSES - len(entries))
+        if len(entries) > PROCESSES:
+            raise ValueError(f"{len(entries)} processes, a simulated GPU has room for {PROCESSES}")
+        entries += [(0, 0)] * (PROCESSES - len(entries))
         for slot, (pid, memory) in enumerate(entries):
             self._raw.process_pid[slot], self._raw.process_memory[slot] = pid, memory
 
     def raise_xid(self, code: int) -> None:
         """Deliver an Xid to every process that has registered for the GPU's events."""
-        self._raw.xid[self._raw.xid_count % _XIDS] = code
+        self._raw.xid[self._raw.xid_count % XIDS] = code
         self._raw.xid_count += 1
 
 
@@ -308,7 +224,7 @@ class SimulatedGpus:
     def __init__(self, path: Path, mapping: mmap.mmap) -> None:
         self.path = path
         self._mapping = mapping
-        self._state = _State.from_buffer(mapping)
+        self._state = State.from_buffer(mapping)
         self._gpus = [SimulatedGpu(self._state.gpus[i], i) for i in range(self._state.count)]
 
     @classmethod
@@ -321,7 +237,7 @@ class SimulatedGpus:
             raise ValueError(f"{count} GPUs cannot be simulated, only 0 to {MAX_GPUS}")
         if driver not in DRIVERS:
             raise ValueError(f"driver {driver} cannot be simulated, only {', '.join(map(str, DRIVERS))}")
-        state = _State(magic=_MAGIC, version=_VERSION, size=STATE_BYTES, count=count, driver=driver)
+        state = State(magic=MAGIC, version=VERSION, size=STATE_BYTES, count=count, driver=driver)
         for index in range(count):
             _make_idle(state.gpus[index], index)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -336,10 +252,10 @@ class SimulatedGpus:
             if os.fstat(file.fileno()).st_size != STATE_BYTES:
                 raise SimulationError(f"{path} is not a state file of simulated GPUs of this opsd release")
             mapping = mmap.mmap(file.fileno(), STATE_BYTES)
-        header = _State.from_buffer_copy(mapping)
-        if (header.magic, header.version, header.size) != (_MAGIC, _VERSION, STATE_BYTES):
+        header = State.from_buffer_copy(mapping)
+        if (header.magic, header.version, header.size) != (MAGIC, VERSION, STATE_BYTES):
             mapping.close()
-            raise SimulationError(f"{path} is not a state file of simulated GPUs of layout {_VERSION}")
+            raise SimulationError(f"{path} is not a state file of simulated GPUs of layout {VERSION}")
         return cls(path, mapping)
 
     def __getitem__(self, index: int) -> SimulatedGpu:
@@ -375,7 +291,7 @@ class SimulatedGpus:
         del self._state
 
 
-def _make_idle(gpu: _Gpu, index: int) -> None:
+def _make_idle(gpu: GpuState, index: int) -> None:
     digest = hashlib.sha256(f"opsd simulated GPU {index}".encode()).hexdigest()
     gpu.uuid = f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}".encode()
     gpu.name = MODEL.encode()

@@ -1,0 +1,61 @@
+"""The state file of the simulated GPUs: the mirror of ``gpu.h``, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+MAGIC: Final = 0x4453504F
+VERSION: Final = 1
+MAX_GPUS: Final = 16
+LINKS: Final = 18
+PROCESSES: Final = 8
+XIDS: Final = 16
+
+
+class GpuState(ctypes.Structure):
+    """``struct gpu`` of gpu.h; the fields from ``limit_w`` on are written by the library."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_char * 64),
+        ("name", ctypes.c_char * 64),
+        ("bus_id", ctypes.c_char * 32),
+        ("serial", ctypes.c_char * 32),
+        ("vbios", ctypes.c_char * 32),
+        ("unsupported", ctypes.c_char * 512),
+        ("denied", ctypes.c_char * 256),
+        *((name, ctypes.c_double) for name in ("utilization", "memory_utilization", "demand_w", "cooling")),
+        *((name, ctypes.c_double) for name in ("ambient_c", "tau_s", "link_kib_per_s", "hang_until")),
+        *((name, ctypes.c_uint64) for name in ("memory_total", "memory_used", "memory_reserved")),
+        ("ecc", (ctypes.c_uint64 * 2) * 2),
+        ("link_errors", (ctypes.c_uint64 * LINKS) * 3),
+        ("process_memory", ctypes.c_uint64 * PROCESSES),
+        ("process_pid", ctypes.c_uint32 * PROCESSES),
+        ("link_active", ctypes.c_uint32 * LINKS),
+        ("remapped", ctypes.c_uint32 * 4),
+        *((name, ctypes.c_uint32) for name in ("pcie_gen", "pcie_width", "pcie_replays", "recovery_action")),
+        *((name, ctypes.c_uint32) for name in ("persistence", "lost", "forced_reasons", "counters_work")),
+        ("xid", ctypes.c_uint32 * XIDS),
+        ("xid_count", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
+        *((name, ctypes.c_double) for name in ("limit_w", "updated", "temperature_c", "power_w", "scale")),
+        *((name, ctypes.c_double) for name in ("energy_mj", "link_kib")),
+        ("counter_ns", ctypes.c_uint64 * 5),
+        *((name, ctypes.c_uint64) for name in ("calls", "blocking_calls")),
+        *((name, ctypes.c_uint32) for name in ("reasons", "sm_mhz")),
+    )
+
+
+class State(ctypes.Structure):
+    """``struct state`` of gpu.h."""
+
+    _fields_ = (
+        ("magic", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("size", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("count", "driver", "init_error", "reloads")),
+        ("gpus", GpuState * MAX_GPUS),
+    )
+
+
+STATE_BYTES: Final = ctypes.sizeof(State)
