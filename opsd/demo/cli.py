@@ -104,22 +104,17 @@ class Demo:
         size = copy_text(scene.folder / "text", TEXT_BYTES)
         self.console.print(f"text      {size / 1e6:.1f} MB: Python's own sources and documentation")
         with self.console.status("training a tokenizer, making token shards"):
-            scene.call(
-                ["trainer.data", str(scene.folder / "text"), str(scene.folder / "data"), "--vocab-size=2048"],
-                "data.log",
-            )
+            scene.call(["trainer.data", str(scene.folder / "text"), "--out", str(scene.folder / "data")], "data.log")
         return gpus
 
     def _program(self, steps: int) -> list[str]:
-        return [
-            "-m",
-            "trainer",
-            "tiny",
-            "--set",
-            f"data.path={self.scene.folder / 'data'}",
-            "--set",
-            f"run.steps={steps}",
-        ]
+        settings = {
+            "data.shards": self.scene.folder / "data",
+            "run.steps": steps,
+            "schedule.decay_start": max(steps, MIN_STEPS) * 4 // 5,
+            "schedule.decay_end": max(steps, MIN_STEPS),
+        }
+        return ["-m", "trainer", "tiny", *(f"--set={key}={value}" for key, value in settings.items())]
 
     def _measured_steps(self) -> int:
         """As many steps as fit in half a minute on this machine."""
@@ -163,7 +158,7 @@ class Demo:
                 live.update(view.render(now, elapsed))
             else:
                 for line in lines:
-                    self.console.print(line, markup=False, highlight=False)
+                    self.console.print(line, markup=False, highlight=False, soft_wrap=True)
             if ended is None and process.poll() is not None:
                 ended = now.wall
             if ended is not None and (director is None or director.done or now.wall - ended > SETTLE_S):

@@ -142,6 +142,10 @@ def _corrupt_and_crash(stage: Stage, now: Snapshot) -> dict[str, object]:
     return {"component": "storage", "detail": entry.name}
 
 
+def _committed(_previous: Trial | None, now: Snapshot) -> bool:
+    return any(event["event"] == "checkpoint_committed" for event in now.events)
+
+
 def _just_committed(previous: Trial | None, now: Snapshot) -> bool:
     since = previous.recovered_at if previous and previous.recovered_at else 0.0
     committed = [e["t"] for e in now.events if e["event"] == "checkpoint_committed" and e["t"] > since]
@@ -150,31 +154,36 @@ def _just_committed(previous: Trial | None, now: Snapshot) -> bool:
 
 def _block_fan(stage: Stage, _now: Snapshot) -> dict[str, object]:
     assert stage.gpus is not None
-    stage.gpus[1].cooling = 0.6
+    stage.gpus[1].cooling = 0.5
     return {"component": "gpu", "gpu": 1, "rank": 1}
 
 
 FAULTS = (
-    Fault("kill_rank", "SIGKILL of rank 1", "rank_crash", _kill_rank, _resumed),
-    Fault("stop_rank", "SIGSTOP of rank 1", "rank_hang", _stop_rank, _resumed),
-    Fault("stall_dataloader", "data worker of rank 0 stalls", "dataloader_stall", _stall_loader, _stepping_again),
+    Fault("kill_rank", "rank 1 killed (SIGKILL)", "rank_crash", _kill_rank, _resumed, ready=_committed),
+    Fault("stop_rank", "rank 1 stopped (SIGSTOP)", "rank_hang", _stop_rank, _resumed),
+    Fault("stall_dataloader", "data worker of rank 0 stopped", "dataloader_stall", _stall_loader, _stepping_again),
     Fault(
-        "corrupt_checkpoint", "newest checkpoint damaged, rank 0 killed", "checkpoint_corrupt",
+        "corrupt_checkpoint", "checkpoint damaged, rank 0 killed", "checkpoint_corrupt",
         _corrupt_and_crash, _resumed, ready=_just_committed,
     ),
-    Fault("throttle_gpu", "cooling of GPU 1 fails (simulated)", "gpu_throttle", _block_fan, _incident_resolved),
+    Fault("throttle_gpu", "GPU 1 overheats (simulated)", "gpu_throttle", _block_fan, _incident_resolved),
 )  # fmt: skip
 """In the order of injection. The last one needs simulated GPUs."""
 
 
 @dataclass
 class Director:
-    """Injects the faults one after the other, each once the run is steady again, and watches what becomes of them."""
+    """Injects the faults one after the other, each once the run is steady again, and watches what becomes of them.
+
+    Steady means that the run has done ``gap_steps`` steps in at least ``gap_s`` seconds since the last repair,
+    and that the launcher has warm interpreters again, which is waited for at most ``warm_s``.
+    """
 
     stage: Stage
     faults: tuple[Fault, ...]
     gap_steps: int = 12
     gap_s: float = 1.5
+    warm_s: float = 15.0
     limit_s: float = 60.0
     trials: list[Trial] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -213,4 +222,6 @@ class Director:
             return False
         if self._steady_step is None:
             self._steady_step, self._steady_at = now.step, now.wall
-        return now.step >= self._steady_step + self.gap_steps and now.wall >= self._steady_at + self.gap_s
+        waited = now.wall - self._steady_at
+        warm = now.standby >= len(now.pages) or waited > self.warm_s
+        return warm and now.step >= self._steady_step + self.gap_steps and waited >= self.gap_s

@@ -74,6 +74,7 @@ class Scene:
         extra = {"OPSD_SHM": str(self.shm), "OPSD_STATE_DIR": str(self.folder / "agent"), "PYTHONUNBUFFERED": "1"}
         if self.gpu_state is not None:
             extra["OPSD_SIMULATED_NVML"] = str(self.gpu_state)
+            extra["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(SIMULATED_GPUS)))
         return {**os.environ, **extra}
 
     def tail(self, log: str, lines: int = 15) -> str:

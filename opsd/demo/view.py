@@ -79,9 +79,9 @@ class View:
         lines = []
         for incident in reversed(now.incidents or ()):
             key, state = incident["id"], incident["state"]
-            for action in incident["actions"][self._logged_actions.get(key, 0) :]:
-                lines.append(f"agent  {describe_action(action)}")
-            self._logged_actions[key] = len(incident["actions"])
+            done = [action for action in incident["actions"] if action["outcome"] != "running"]
+            lines += [f"agent  {describe_action(action)}" for action in done[self._logged_actions.get(key, 0) :]]
+            self._logged_actions[key] = len(done)
             if self._logged_states.get(key) != state:
                 self._logged_states[key] = state
                 lines.append(f"agent  {incident['kind']} {state}: {incident['summary']}")
@@ -129,9 +129,8 @@ def describe_event(event: Mapping[str, Any]) -> str | None:
 
 def describe_action(action: Mapping[str, Any]) -> str:
     """One line for an entry of an incident's actions."""
-    outcome = action.get("outcome") or action.get("decision") or ""
     detail = action.get("detail") or action.get("reason") or ""
-    return f"{action['verb']} {action['target']}: {outcome}" + (f" ({detail})" if detail else "")
+    return f"{action['verb']}: {action['outcome']}" + (f", {detail}" if detail else "")
 
 
 def _ranks(now: Snapshot) -> Table:

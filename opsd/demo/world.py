@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from opsd.agent.actions import ask_launcher
 from opsd.client import PageError, RankPage, read_page
 
 GPU_METRICS = {
@@ -25,13 +26,17 @@ GPU_METRICS = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at the run. ``wall`` is epoch seconds; ``incidents`` and ``gpus`` are None while the agent is silent."""
+    """One look at the run. ``wall`` is epoch seconds; ``incidents`` and ``gpus`` are None while the agent is silent.
+
+    ``standby`` is the number of warm interpreters that the launcher holds ready.
+    """
 
     wall: float
     pages: tuple[RankPage, ...]
     events: Sequence[Mapping[str, Any]]
     incidents: Sequence[Mapping[str, Any]] | None
     gpus: Mapping[int, Mapping[str, float]] | None
+    standby: int = 0
 
     @property
     def step(self) -> int:
@@ -66,6 +71,7 @@ class Eyes:
             events=self._seen,
             incidents=None if incidents is None else json.loads(incidents)["incidents"],
             gpus=parse_gpus(self._get("/metrics")),
+            standby=self._standby(),
         )
 
     def _tail(self) -> None:
@@ -78,6 +84,12 @@ class Eyes:
         whole = text[: text.rfind("\n") + 1]
         self._offset += len(whole.encode())
         self._seen.extend(json.loads(line) for line in whole.splitlines())
+
+    def _standby(self) -> int:
+        try:
+            return int(ask_launcher(self.folder / "control.sock", {"cmd": "status"}, timeout_s=1.0)["standby"])
+        except (OSError, ValueError, KeyError):
+            return 0
 
     def _get(self, path: str) -> str | None:
         try:

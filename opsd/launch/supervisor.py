@@ -352,7 +352,7 @@ class Supervisor:
         """Answer a request from the control socket."""
         command = request.get("cmd")
         if command == "status":
-            return {"ok": True, **self._run_state(self._state)}
+            return {"ok": True, **self._run_state(self._state), "standby": self._standby.ready}
         if command == "stop":
             self._request_stop("control")
             return {"ok": True}

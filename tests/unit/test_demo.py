@@ -16,7 +16,7 @@ from opsd.demo.text import copy_text
 from opsd.demo.view import culprit_name, describe_event, sparkline
 from opsd.demo.world import Snapshot, parse_gpus
 
-NOTHING = Snapshot(wall=0.0, pages=(), events=(), incidents=(), gpus={})
+NOTHING = Snapshot(wall=0.0, pages=(), events=(), incidents=(), gpus={}, standby=1)
 
 
 def recovered_when_stepping(trial: Trial, now: Snapshot) -> float | None:
@@ -69,6 +69,17 @@ def test_faults_come_one_after_the_other_on_a_steady_run(at_step, stage: Stage) 
     director.tick(at_step(21, 10.0, incidents=[incident("a", 9.5)]))
     director.tick(at_step(30, 12.0, incidents=[incident("a", 9.5)]))
     assert done == ["a", "b"]
+
+
+def test_a_cold_launcher_is_waited_for_but_not_for_ever(at_step, stage: Stage) -> None:
+    """A fault waits for warm interpreters, and comes without them when they do not turn up."""
+    done = Injections()
+    director = Director(stage, (done.fault("a"),), gap_steps=1, gap_s=0, warm_s=10)
+    for step, wall in enumerate((0.0, 2.0, 9.0)):
+        director.tick(at_step(step, wall, standby=0))
+    assert done == []
+    director.tick(at_step(3, 11.0, standby=0))
+    assert done == ["a"]
 
 
 def test_an_unrepaired_fault_does_not_stop_the_show(at_step, stage: Stage) -> None:
