@@ -1,0 +1,168 @@
+"""The host collector over a fixture of /proc."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectors.host import HostCollector, count_states, cpu_ratios, parse_pressure
+
+PRESSURE = "some avg10=1.53 avg60=0.87 avg300=0.31 total={some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total={full}\n"
+MEMORY = """\
+MemTotal:       2113513480 kB
+MemFree:        1513374532 kB
+MemAvailable:   1900000000 kB
+Buffers:              2104 kB
+Cached:           12000000 kB
+Active:           22000000 kB
+Inactive:         11000000 kB
+Shmem:             8000000 kB
+Slab:              1000000 kB
+SReclaimable:       500000 kB
+SwapTotal:         4194304 kB
+SwapFree:          3145728 kB
+"""
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A node under I/O pressure with a process that hangs on its disk and one that nobody waits for."""
+    root = tmp_path / "proc"
+    write(
+        root,
+        {
+            "stat": "cpu  1000 0 200 8000 800 0 0 0 0 0\nbtime 1700000000\nprocs_running 3\nprocs_blocked 2\n",
+            "loadavg": "12.50 8.25 4.00 3/2048 99999\n",
+            "meminfo": MEMORY,
+            "vmstat": "pswpin 0\npswpout 0\n",
+            "sys/fs/file-nr": "9984\t0\t9223372036854775807\n",
+            "pressure/cpu": PRESSURE.format(some=1_500_000, full=0),
+            "pressure/memory": PRESSURE.format(some=0, full=0),
+            "pressure/io": PRESSURE.format(some=250_000_000, full=90_000_000),
+            "1/stat": "1 (systemd) S 0 1 1 0",
+            "77/stat": "77 (a (strange) name) D 1 77 77 0",
+            "78/stat": "78 (defunct) Z 1 78 78 0",
+            "self/stat": "not a process",
+        },
+    )
+    return root
+
+
+@pytest.fixture
+def read(proc: Path) -> Callable[[], dict[tuple[str, ...], float]]:
+    collector = HostCollector(proc, mounts=(), scan_s=0.0)
+    return lambda: {(s.metric.name, *s.labels): s.value for s in collector.collect().samples}
+
+
+def test_memory_load_and_pressure_are_in_base_units(read: Callable[[], dict[tuple[str, ...], float]]) -> None:
+    """Bytes, not kibibytes; seconds, not microseconds."""
+    samples = read()
+    assert samples["opsd_host_memory_total_bytes",] == 2113513480 * 1024
+    assert samples["opsd_host_memory_available_bytes",] == 1900000000 * 1024
+    assert samples["opsd_host_swap_used_bytes",] == 1024**3
+    assert samples["opsd_host_load_average", "5"] == 8.25
+    assert samples["opsd_host_pressure_seconds_total", "io", "full"] == 90.0
+    assert samples["opsd_host_boot_time_seconds",] == 1_700_000_000
+    assert samples["opsd_host_open_files",] == 9984
+
+
+def test_stuck_and_dead_processes_are_counted(read: Callable[[], dict[tuple[str, ...], float]]) -> None:
+    """The name of a process may hold anything, brackets and spaces included; every state is there, at zero too."""
+    samples = read()
+    assert samples["opsd_host_processes", "uninterruptible"] == 1
+    assert samples["opsd_host_processes", "zombie"] == 1
+    assert samples["opsd_host_processes", "stopped"] == 0
+    assert samples["opsd_host_tasks_blocked",] == 2
+
+
+def test_processor_time_is_that_since_the_last_collection(
+    proc: Path, read: Callable[[], dict[tuple[str, ...], float]]
+) -> None:
+    """Only the first collection, which has nothing to compare with, shows the average since boot."""
+    assert read()["opsd_host_cpu_ratio", "idle"] == 0.8
+    write(proc, {"stat": "cpu  1300 0 300 8400 1000 0 0 0 0 0\nbtime 1700000000\nprocs_blocked 0\n"})
+    samples = read()
+    ratios = [samples["opsd_host_cpu_ratio", mode] for mode in ("user", "system", "idle", "iowait")]
+    assert ratios == pytest.approx([0.3, 0.1, 0.4, 0.2])
+
+
+def test_processes_are_looked_at_only_every_few_seconds(proc: Path) -> None:
+    """On a node with thousands of processes that look is the expensive part."""
+    now = [0.0]
+    collector = HostCollector(proc, mounts=(), clock=lambda: now[0], scan_s=10.0)
+
+    def zombies() -> float:
+        samples = collector.collect().samples
+        return next(s.value for s in samples if s.labels == ("zombie",))
+
+    assert zombies() == 1
+    (proc / "78/stat").unlink()
+    now[0] = 9.0
+    assert zombies() == 1
+    now[0] = 10.0
+    assert zombies() == 0
+
+
+def test_a_kernel_without_pressure_files_has_no_such_series(proc: Path) -> None:
+    """An expected absence is no error and no zero."""
+    for path in (proc / "pressure").iterdir():
+        path.unlink()
+    names = {s.metric.name for s in HostCollector(proc, mounts=()).collect().samples}
+    assert "opsd_host_pressure_seconds_total" not in names
+    assert "opsd_host_memory_total_bytes" in names
+
+
+def test_space_and_inodes_of_mounts(proc: Path, tmp_path: Path) -> None:
+    """A mount point that does not exist is left out; the others are there."""
+    collector = HostCollector(proc, mounts=(tmp_path, tmp_path / "not mounted"))
+    samples = {(s.metric.name, *s.labels): s.value for s in collector.collect().samples}
+    assert 0 < samples["opsd_host_filesystem_available_bytes", str(tmp_path)]
+    assert ("opsd_host_filesystem_size_bytes", str(tmp_path / "not mounted")) not in samples
+
+
+def test_a_missing_proc_is_an_error(tmp_path: Path) -> None:
+    """Not an empty reading that would pass for an idle node."""
+    with pytest.raises(OSError, match="stat"):
+        HostCollector(tmp_path / "nowhere", mounts=()).collect()
+
+
+def test_psutil_is_left_as_it_was(proc: Path) -> None:
+    """Its root is global to the process."""
+    before = psutil.PROCFS_PATH
+    HostCollector(proc, mounts=()).collect()
+    assert before == psutil.PROCFS_PATH
+
+
+def test_something_else_than_a_pressure_file_is_refused() -> None:
+    """A changed format is an error of the collector, not a zero."""
+    with pytest.raises(ValueError, match="not a pressure file"):
+        parse_pressure("some avg10=0.00\n")
+
+
+@given(st.lists(st.sampled_from("RSDTtZIXK?")))
+def test_every_process_is_in_exactly_one_state(letters: list[str]) -> None:
+    """Unknown letters of future kernels are counted too."""
+    assert sum(count_states(letters).values()) == len(letters)
+
+
+times = st.fixed_dictionaries({mode: st.floats(0, 1e9) for mode in ("user", "system", "idle", "iowait", "guest")})
+
+
+@given(times, times)
+def test_processor_ratios_are_shares(before: dict[str, float], after: dict[str, float]) -> None:
+    """They add up to one or are not there, even where the kernel's counters went back."""
+    ratios = cpu_ratios(before, after)
+    assert "guest" not in ratios
+    assert not ratios or sum(ratios.values()) == pytest.approx(1.0)

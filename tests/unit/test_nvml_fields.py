@@ -1,0 +1,116 @@
+"""NVML field values: requests, typed numbers, and the throttle counters under every driver's numbering."""
+
+from __future__ import annotations
+
+import struct
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectors import nvml_series as series
+from collectors.base import Sample
+from collectors.nvml_fields import (
+    FIELD_VALUE,
+    FieldValue,
+    field_plan,
+    field_request,
+    link_errors,
+    number,
+    nvlink_kib,
+    parse_fields,
+    throttle_counters,
+)
+
+U32, U64 = 1, 3
+
+
+def field(id: int, value: int, *, scope: int = 0, type: int = U64, result: int = 0) -> FieldValue:
+    return FieldValue(id, scope, 0, 0, type, result, value)
+
+
+def raw(*fields: FieldValue) -> bytes:
+    return b"".join(FIELD_VALUE.pack(*entry) for entry in fields)
+
+
+def test_an_entry_has_the_size_of_nvmls_struct() -> None:
+    """nvmlFieldValue_t is 40 bytes long on every 64-bit platform."""
+    assert FIELD_VALUE.size == 40
+
+
+def test_a_request_has_its_keys_in_order_and_one_entry_to_spare() -> None:
+    """The driver may look one entry past the last NVLink field."""
+    request = field_request([(83, 0), (165, 17)])
+    assert [entry[:2] for entry in FIELD_VALUE.iter_unpack(request)] == [(83, 0), (165, 17), (0, 0)]
+
+
+@given(st.integers(-(2**31), 2**31 - 1))
+def test_a_signed_int_keeps_its_sign(value: int) -> None:
+    """Whatever the driver left in the upper half of the union does not matter."""
+    bits = (value & 0xFFFFFFFF) | 0xDEADBEEF << 32
+    assert number(5, bits) == value
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_a_signed_long_keeps_its_sign(value: int) -> None:
+    """The widest signed type of a field."""
+    assert number(4, value & (2**64 - 1)) == value
+
+
+@given(st.floats(allow_nan=False))
+def test_a_double_is_read_bit_by_bit(value: float) -> None:
+    """The union holds the number's own representation."""
+    assert number(0, struct.unpack("=Q", struct.pack("=d", value))[0]) == value
+
+
+def test_unsigned_numbers_ignore_the_rest_of_the_union() -> None:
+    """A driver writes only as many bytes as the type has."""
+    assert number(U32, 0xFFFFFFFF_00000007) == 7
+    assert number(6, 0xFFFF_0009) == 9
+    assert number(U64, 2**64 - 1) == 2**64 - 1
+
+
+def test_answers_go_to_their_series_and_the_rest_is_handed_back() -> None:
+    """Refused fields and those that make up a series with others are no samples."""
+    answer = raw(field(83, 5000), field(94, 0, result=3), field(74, 12))
+    samples, rest = parse_fields(answer, [(series.ENERGY, 1.0, ("0",)), (series.PCIE_REPLAYS, 1.0, ("0",)), None])
+    assert samples == [Sample(series.ENERGY, 5000, ("0",))]
+    assert [(entry.id, entry.result) for entry in rest] == [(94, 3), (74, 0)]
+
+
+def test_no_field_is_asked_for_twice_and_links_have_their_own() -> None:
+    """A GPU without NVLink is not asked about links."""
+    assert len(field_plan(18)) > len(field_plan(0))
+    assert not [key for key in field_plan(0) if key[0] in (138, 139, 161, 165)]
+
+
+def test_throttle_counters_of_driver_575() -> None:
+    """The headers of CUDA 12.9 have them at 251 to 253 and power smoothing, 32 bits wide, from 256 on."""
+    fields = [field(74, 1), field(251, 2), field(252, 3), field(253, 4), field(269, 1, type=U32)]
+    assert throttle_counters(fields) == {"sw_power_cap": 1, "sw_thermal": 2, "hw_thermal": 3, "hw_power_brake": 4}
+
+
+def test_throttle_counters_of_driver_580() -> None:
+    """Later headers have them at 269 to 271; 251 to 253 are power smoothing again and must not be taken for them."""
+    smoothing = [field(id, 1, type=U32) for id in (251, 252, 253)]
+    counters = [field(269, 2), field(270, 3), field(271, 4)]
+    wanted = {"sw_thermal": 2, "hw_thermal": 3, "hw_power_brake": 4}
+    assert throttle_counters([*smoothing, *counters]) == throttle_counters([*counters, *smoothing]) == wanted
+
+
+def test_throttle_counters_of_driver_570() -> None:
+    """That driver has none for the thermal reasons: power smoothing at 251, unknown numbers above 268."""
+    fields = [field(251, 1, type=U32), field(269, 0, result=2), field(76, 9)]
+    assert throttle_counters(fields) == {"sync_boost": 9}
+
+
+def test_the_errors_of_a_link_are_added_up() -> None:
+    """Replays, recoveries and CRC errors of one link make one series; a refused counter does not count."""
+    fields = [field(161, 2, scope=4), field(162, 1, scope=4), field(163, 3, scope=5), field(161, 7, scope=6, result=3)]
+    assert link_errors(fields) == {4: 3, 5: 3}
+
+
+def test_the_bandwidth_total_needs_both_directions() -> None:
+    """Half of the traffic shown as all of it would be worse than none."""
+    sent, received = Sample(series.NVLINK_SENT, 2048, ()), Sample(series.NVLINK_RECEIVED, 1024, ())
+    assert nvlink_kib([sent, received]) == 3.0
+    assert nvlink_kib([sent]) is None
