@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,7 +149,7 @@ class Config(_Section):
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def load(source: str, overrides: Iterable[str] = ()) -> Config:
+def load(source: str, overrides: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """Read ``source``, a TOML file or the name of a preset, and apply overrides. Raises ConfigError."""
     path = Path(source)
     if path.suffix != ".toml":
@@ -164,7 +164,7 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path} cannot be read: {reason}") from error
     for override in overrides:
         _apply(raw, override)
-    raw.setdefault("run", {}).setdefault("folder", os.environ.get("OPSD_RUN_DIR") or f"runs/{path.stem}")
+    raw.setdefault("run", {}).setdefault("folder", environ.get("OPSD_RUN_DIR") or f"runs/{path.stem}")
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:

@@ -10,6 +10,8 @@ import click
 from trainer.data.shards import INDEX, DataError
 from trainer.data.tokenize import TRAINING_BYTES, find_files, load_tokenizer, make_corpus, read_texts, train_tokenizer
 
+FAILED, USAGE = 1, 2
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -30,7 +32,10 @@ def main(
     shard_tokens: int,
     overwrite: bool,
 ) -> None:
-    """Tokenise SOURCES, text files or folders of them, into a corpus of shards."""
+    """Tokenise SOURCES, text files or folders of them, into a corpus of shards.
+
+    Exit codes: 0 done; 1 the folder cannot be written; 2 the sources, the tokenizer or the folder cannot be used.
+    """
     if (out / INDEX).exists():
         if not overwrite:
             raise DataError(f"{out} already has a corpus; choose another folder or pass --overwrite")
@@ -48,5 +53,9 @@ def main(
 if __name__ == "__main__":
     try:
         main()
-    except (DataError, OSError) as error:
-        sys.exit(f"trainer.data: {error}")
+    except DataError as error:
+        click.echo(f"trainer.data: {error}", err=True)
+        sys.exit(USAGE)
+    except OSError as error:
+        click.echo(f"trainer.data: {error.filename}: {error.strerror}", err=True)
+        sys.exit(FAILED)

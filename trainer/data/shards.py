@@ -27,6 +27,7 @@ from opsd.checkpoints.manifest import checksum, sync_folder
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 DOCUMENT = "<|document|>"
+DTYPES = ("uint16", "uint32")
 FORMAT = 1
 
 
@@ -85,13 +86,18 @@ def read_index(folder: Path) -> Index:
             Shard(entry["tokens"], entry["documents"], File(**entry["token_file"]), File(**entry["document_file"]))
             for entry in raw["shards"]
         )
-        return Index(raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards)
+        index = Index(raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); make it with `python -m trainer.data`") from error
     except DataError:
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not an index of token shards: {error!r}") from error
+    if index.dtype not in DTYPES:
+        raise DataError(f"{path} has token ids of type {index.dtype}, this trainer reads {' and '.join(DTYPES)}")
+    if any(Path(entry.name).name != entry.name for entry in _files(index)):
+        raise DataError(f"{path} names files outside its folder")
+    return index
 
 
 def write_index(folder: Path, index: Index) -> None:

@@ -1,0 +1,105 @@
+"""Settings of the trainer: what is accepted, and one sentence for what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import Config, ConfigError, load
+
+SHARDS = "data.shards=/data"
+
+
+@pytest.fixture
+def tiny() -> Config:
+    return load("tiny", [SHARDS], {})
+
+
+def refusal(source: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(source, [SHARDS, *overrides], {})
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("preset", ["tiny", "smollm3-3b"])
+def test_presets_are_valid(preset: str) -> None:
+    """Every preset loads by its name."""
+    assert load(preset, [SHARDS], {}).model.layers > 0
+
+
+def test_smollm3_is_as_published() -> None:
+    """The preset has the batch, the warm-up and the decay over the last 11 % that SmolLM3 was trained with."""
+    config = load("smollm3-3b", [SHARDS], {})
+    assert config.data.batch * config.data.sequence == 2_359_296
+    assert config.schedule.warmup == 2000
+    decay = config.schedule.decay_end - config.schedule.decay_start
+    assert config.schedule.decay_end == config.run.steps == 4_720_000
+    assert decay / config.run.steps == pytest.approx(0.11)
+    assert (config.optimizer.lr, config.model.rope_theta, config.model.document_mask) == (2e-4, 50_000, True)
+
+
+def test_overrides_keep_their_types(tiny: Config) -> None:
+    """--set reads values as TOML, and as a string where they are not TOML."""
+    config = load("tiny", [SHARDS, "run.steps=7", "optimizer.lr=1", "run.folder=/a/b c", "run.deterministic=false"], {})
+    assert (config.run.steps, config.optimizer.lr, config.run.folder) == (7, 1.0, "/a/b c")
+    assert tiny.run.deterministic
+    assert not config.run.deterministic
+
+
+def test_run_folder_comes_from_the_launcher() -> None:
+    """OPSD_RUN_DIR is used unless the settings name a folder; without either it is runs/NAME."""
+    assert load("tiny", [SHARDS], {"OPSD_RUN_DIR": "/r"}).run.folder == "/r"
+    assert load("tiny", [SHARDS, "run.folder=/mine"], {"OPSD_RUN_DIR": "/r"}).run.folder == "/mine"
+    assert load("tiny", [SHARDS], {}).run.folder == "runs/tiny"
+
+
+def test_unknown_key_names_the_nearest() -> None:
+    """A misspelt key is refused with the key that was probably meant."""
+    assert "unknown key optimizer.learning_rat" in refusal("tiny", "optimizer.learning_rat=1")
+    assert "did you mean schedule.warmup?" in refusal("tiny", "schedule.warm_up=1")
+    assert "did you mean checkpoint?" in refusal("tiny", "checkpoints.every=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.steps=many", "run.steps: "),
+        ("run.steps=0", "greater than 0"),
+        ("optimizer.lr=-1.0", "greater than 0"),
+        ("model.heads=3", "does not split into 3 heads"),
+        ("model.kv_heads=3", "not a multiple of model.kv_heads 3"),
+        ("schedule.decay_start=900", "warmup <= decay_start < decay_end"),
+        ("data.shards=", "make shards with `python -m trainer.data`"),
+        ("steps", "expected section.key=value"),
+        ("steps=3", "expected section.key=value"),
+    ],
+)
+def test_bad_values_are_refused(override: str, expected: str) -> None:
+    """Values of the wrong type or out of range, and settings that contradict each other, say what is wrong."""
+    assert expected in refusal("tiny", override)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    """A missing file, a file that is not TOML, an unknown preset and a missing section are each one sentence."""
+    assert "No such file" in refusal(str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_text("run = [")
+    assert "cannot be read" in refusal(str(tmp_path / "bad.toml"))
+    assert "tiny" in refusal("tny")
+    (tmp_path / "half.toml").write_text("[run]\nsteps = 3\n")
+    assert "model is missing" in refusal(str(tmp_path / "half.toml"))
+
+
+def test_digest_covers_what_the_state_depends_on(tiny: Config) -> None:
+    """Another model, seed, sequence length or corpus is another run; another length or learning rate is not."""
+
+    def digest(*overrides: str, shards: str = "a") -> str:
+        return load("tiny", [SHARDS, *overrides], {}).digest(shards)
+
+    same = tiny.digest("a")
+    assert digest("run.steps=999", "optimizer.lr=1", "data.batch=8", "run.folder=/x", "model.dtype=bfloat16") == same
+    for change in ("model.layers=5", "run.seed=2", "data.sequence=128"):
+        assert digest(change) != same
+    assert digest(shards="b") != same

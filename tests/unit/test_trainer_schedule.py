@@ -1,0 +1,35 @@
+"""The learning-rate schedule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config import ScheduleSettings
+from trainer.schedule import warmup_stable_decay
+
+SCHEDULE = ScheduleSettings(warmup=10, decay_start=100, decay_end=120)
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"), [(1, 0.1), (10, 1.0), (11, 1.0), (100, 1.0), (101, 0.95), (110, 0.5), (120, 0.0), (500, 0.0)]
+)
+def test_phases(step: int, factor: float) -> None:
+    """Linear up to the end of the warm-up, flat, linear down to 0 at the end of the decay."""
+    assert warmup_stable_decay(step, SCHEDULE) == pytest.approx(factor)
+
+
+@given(step=st.integers(1, 200), extension=st.integers(0, 10**6))
+def test_extension_leaves_the_past_alone(step: int, extension: int) -> None:
+    """Moving the decay of a run that is extended changes no step before the old decay."""
+    moved = SCHEDULE.model_copy(
+        update={"decay_start": SCHEDULE.decay_start + extension, "decay_end": SCHEDULE.decay_end + extension}
+    )
+    if step <= SCHEDULE.decay_start:
+        assert warmup_stable_decay(step, moved) == warmup_stable_decay(step, SCHEDULE)
+
+
+def test_no_warmup() -> None:
+    """Without warm-up the first step has the full rate."""
+    assert warmup_stable_decay(1, ScheduleSettings(warmup=0, decay_start=5, decay_end=6)) == 1.0
