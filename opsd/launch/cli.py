@@ -228,9 +228,10 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
         stop_timeout_s=options["stop_timeout"],
         shown=shown_ranks(options["local_size"], options["redirects"], options["tee"], options["chosen"]),
     )
-    prune(memory_root(), time.time())
+    shared = memory_root()
+    prune(shared, time.time())
     try:
-        folders = RunFolders.create(run, options["run_dir"], options["log_dir"])
+        folders = RunFolders.create(run, folder=options["run_dir"], logs=options["log_dir"], shared=shared)
         targets = [folders.memory / "events.jsonl", folders.folder / "events.jsonl"]
         events = EventLog(run, node, targets + ([options["events"]] if options["events"] else []))
     except RunError as error:

@@ -10,7 +10,7 @@ restart           from noticing a failure to the beginning of the next generatio
 load              reading a checkpoint
 setup             from the start of the run to its first step, without load
 checkpoint_stall  in which a checkpoint held up the training
-data_stall        waiting for data beyond the usual: where a step waited over 3 x the median wait, what exceeds the median
+data_stall        waiting for data beyond the usual: of a wait over 3 x the median wait, what exceeds the median
 stop              from the last step to the end of the launcher
 queued            between one launcher of the run and the next
 other             between steps, outside of what the trainer counts as a step
@@ -136,7 +136,7 @@ def make_ledger(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[s
         end = generation.failed or generation.finished or (following.started if following else None)
         for step in own:
             _book_step(clock, step, again=step["step"] <= highest, usual=usual, end=end)
-        _book_end(clock, generation, stepped=bool(own))
+        _book_end(clock, generation, known=bool(metrics), stepped=bool(own))
         highest = max([highest, *(step["step"] for step in own)])
         total += len(own)
     clock.advance(max(_ns(event["t"]) for event in events), "other")
@@ -194,15 +194,20 @@ def _book_step(clock: _Clock, step: Mapping[str, Any], *, again: bool, usual: fl
     clock.advance(done, "recomputed" if again else "productive")
 
 
-def _book_end(clock: _Clock, generation: _Generation, *, stepped: bool) -> None:
+def _book_end(clock: _Clock, generation: _Generation, *, known: bool, stepped: bool) -> None:
+    """What is left of a generation after its last step; without ``known`` steps that is all of it."""
+    if not known:
+        unfinished = rest = "productive"
+    elif stepped:
+        unfinished, rest = "recomputed", "stop"
+    else:
+        unfinished = rest = "restart" if generation.after_failure else "setup"
     if generation.failed is not None:
-        unfinished = "recomputed" if stepped else "restart" if generation.after_failure else "setup"
-        if not stepped and generation.resumed is not None:
-            unfinished = "productive"
         clock.advance(generation.failed - generation.blind, unfinished)
         clock.advance(generation.failed, "detection")
+        rest = "stop"
     if generation.finished is not None:
-        clock.advance(generation.finished, "stop" if stepped or generation.failed is not None else "productive")
+        clock.advance(generation.finished, rest)
 
 
 def data_stall(wait_s: float, usual_s: float) -> float:

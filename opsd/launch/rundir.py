@@ -48,10 +48,13 @@ class RunFolders:
     logs: Path
 
     @classmethod
-    def create(cls, run: str, folder: Path | None, logs: Path | None) -> RunFolders:
-        """Make the folders of ``run``; raises RunError if another launcher has them or they cannot be made."""
+    def create(cls, run: str, *, folder: Path | None, logs: Path | None, shared: Path) -> RunFolders:
+        """Make the folders of ``run``, in memory below ``shared``.
+
+        Raises RunError if another launcher has them or they cannot be made.
+        """
         folder = (folder or default_root() / run).absolute()
-        memory = memory_root() / run
+        memory = shared / run
         folders = cls(folder, memory, (logs or folder / "logs").absolute())
         try:
             _make_shared_root(memory.parent)

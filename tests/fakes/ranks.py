@@ -1,0 +1,40 @@
+"""Ranks as the hang judge sees them, moved by hand under a made-up clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from opsd.client import PHASES, RankPage, StepRecord
+
+
+@dataclass
+class FakeRank:
+    """One rank; times in seconds of the test's clock. Steps are numbered from 0."""
+
+    rank: int
+    born: float = 0.0
+    process: str | None = "S"
+    phase: str = "setup"
+    since: float = 0.0
+    state: str = "running"
+    records: list[StepRecord] = field(default_factory=list)
+
+    def enter(self, phase: str, now: float) -> None:
+        """Change the phase."""
+        self.phase, self.since = phase, now
+
+    def step(self, now: float, duration_s: float, **phase_s: float) -> None:
+        """Complete a step that took ``duration_s``, with the given seconds in the phases named."""
+        spent = tuple(phase_s.get(name, 0.0) for name in PHASES)
+        self.records.append(StepRecord(len(self.records), now, duration_s, 1, 0.0, 0.0, spent))
+        self.enter("other", now)
+
+    @property
+    def page(self) -> RankPage:
+        """The rank's page as a reader would get it."""
+        return RankPage(
+            rank=self.rank, local_rank=self.rank, world_size=8, generation=1, gpu=None, pid=1000, pid_start=1,
+            node="node", job="", run="run", created_wall=self.born, created=self.born, state=self.state,
+            phase=self.phase, phase_since=self.since, steps_reported=len(self.records), committed_step=None, tokens=0,
+            request="none", workers=(), steps=tuple(self.records[-63:]),
+        )  # fmt: skip

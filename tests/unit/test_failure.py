@@ -1,0 +1,128 @@
+"""Failures: which rank it began with, what kind it is, and when restarting is pointless."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd import exitcodes
+from opsd.launch.failure import Failure, RankError, RestartPolicy, classify, first_cause
+
+KILLED = Failure(1, "signal SIGKILL", "signal", 10.0, step=5)
+BUG = Failure(0, "exit code 1", "user", 10.0, step=5, error=RankError("ValueError", "bad shape 3", "train.py:7 in f"))
+RESET = RankError("RuntimeError", "Connection reset by peer [127.0.0.1]:3342", "train.py:9 in step")
+
+
+@pytest.mark.parametrize(
+    ("exit", "error", "log", "kind"),
+    [
+        ("signal SIGKILL", None, "", "signal"),
+        ("signal SIGSEGV", None, "gloo was here", "signal"),
+        ("signal SIGABRT", None, "terminate called: ProcessGroupNCCL's watchdog got stuck", "communication"),
+        ("signal SIGABRT", None, "free(): invalid pointer", "signal"),
+        ("exit code 1", RankError("ValueError", "bad", ""), "Connection reset by peer", "user"),
+        ("exit code 1", RESET, "", "communication"),
+        ("exit code 1", RankError("DistBackendError", "NCCL error: remote process exited", ""), "", "communication"),
+        ("exit code 1", RankError("AcceleratorError", "CUDA error: uncorrectable ECC error", ""), "", "hardware"),
+        ("exit code 1", RankError("OSError", "[Errno 28] No space left on device", ""), "", "environment"),
+        ("exit code 1", RankError("DistNetworkError", "EADDRINUSE", ""), "", "communication"),
+        ("exit code 3", None, "usage: train.py", "user"),
+    ],
+)
+def test_kinds(exit: str, error: RankError | None, log: str, kind: str) -> None:
+    """The kind follows from exit, exception and, only without one, the log."""
+    assert classify(exit, error, log) == kind
+
+
+def test_victims_are_not_the_cause() -> None:
+    """A rank that only lost its connection is not blamed, even if it was noticed first."""
+    victim = Failure(0, "exit code 1", "communication", 9.0, error=RESET)
+    assert first_cause([victim, KILLED]) is KILLED
+
+
+def test_first_of_several_causes() -> None:
+    """Among true causes the earliest counts."""
+    assert first_cause([KILLED, replace(BUG, t=9.9)]).rank == 0
+
+
+def test_signature_leaves_numbers_out() -> None:
+    """The same exception with another address or number is the same failure; another place is not."""
+    assert BUG.error is not None
+    other = replace(BUG, rank=3, error=replace(BUG.error, message="bad shape 4"))
+    moved = replace(BUG, error=replace(BUG.error, where="train.py:8 in g"))
+    assert other.signature == BUG.signature != moved.signature
+
+
+def test_same_failure_three_times_without_progress_stops() -> None:
+    """Three times the same failure at the same place: stop with the documented code."""
+    policy = RestartPolicy(10)
+    assert policy.judge(KILLED, furthest=5, committed=None) is None
+    assert policy.judge(KILLED, furthest=5, committed=None) is None
+    stop = policy.judge(KILLED, furthest=5, committed=None)
+    assert stop is not None
+    assert stop.code == exitcodes.REPEATED
+    assert "3 times" in stop.reason
+
+
+def test_progress_makes_failures_different() -> None:
+    """The same signal again and again is no loop as long as the run gets further in between."""
+    policy = RestartPolicy(10)
+    assert all(policy.judge(KILLED, furthest=step, committed=None) is None for step in range(5, 14))
+
+
+def test_same_failure_limit_can_be_lifted() -> None:
+    """With a limit of 0 only the number of restarts counts."""
+    policy = RestartPolicy(10, same_limit=0)
+    assert all(policy.judge(KILLED, furthest=5, committed=None) is None for _ in range(10))
+
+
+def test_user_error_at_the_same_step_twice_stops() -> None:
+    """An exception of the program at the same step twice is not tried a third time."""
+    policy = RestartPolicy(10)
+    assert policy.judge(BUG, furthest=5, committed=None) is None
+    stop = policy.judge(replace(BUG, rank=1, t=20.0), furthest=5, committed=None)
+    assert stop is not None
+    assert stop.code == exitcodes.REPEATED
+    assert "twice after step 5" in stop.reason
+
+
+def test_user_error_at_another_step_is_tried_again() -> None:
+    """The same exception elsewhere may be chance."""
+    policy = RestartPolicy(10)
+    assert policy.judge(BUG, furthest=5, committed=None) is None
+    assert policy.judge(replace(BUG, step=9), furthest=9, committed=None) is None
+
+
+def test_restarts_run_out() -> None:
+    """Different failures without durable progress use up the restarts."""
+    policy = RestartPolicy(2)
+    failures = [replace(KILLED, exit=f"signal {name}") for name in ("SIGBUS", "SIGILL", "SIGFPE")]
+    verdicts = [policy.judge(failure, furthest=None, committed=None) for failure in failures]
+    assert verdicts[:2] == [None, None]
+    assert verdicts[2] is not None
+    assert verdicts[2].code == exitcodes.FAILED
+
+
+def test_no_restarts_means_none() -> None:
+    """With --max-restarts 0 the first failure is the last, and its code is that of a failure."""
+    stop = RestartPolicy(0).judge(BUG, furthest=5, committed=None)
+    assert stop is not None
+    assert stop.code == exitcodes.FAILED
+
+
+def test_committed_steps_refill_the_restarts() -> None:
+    """A run of weeks may restart more often than the budget, as long as every stretch gets far enough."""
+    policy = RestartPolicy(1, refill_steps=100)
+    assert all(policy.judge(KILLED, furthest=at + 5, committed=at) is None for at in range(100, 5000, 100))
+
+
+@given(
+    st.lists(st.sampled_from([KILLED, BUG, replace(KILLED, exit="signal SIGBUS"), replace(BUG, step=6)]), min_size=9)
+)
+def test_never_loops(failures: list[Failure]) -> None:
+    """Without durable progress, whatever the failures, the run stops after the restarts it was given."""
+    policy = RestartPolicy(8)
+    assert any(policy.judge(failure, furthest=6, committed=None) for failure in failures)

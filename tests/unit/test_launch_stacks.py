@@ -1,0 +1,72 @@
+"""Stacks: py-spy's output becomes frames, and frames say what a rank is doing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from opsd.launch.stacks import Frame, Stack, Thread, parse_stack
+
+
+def dump(**names: list[tuple[str, str, int]]) -> str:
+    """The output of ``py-spy dump --json`` for threads with the given frames; the thread "main" is the main one."""
+    return json.dumps(
+        [
+            {
+                "pid": 7,
+                "os_thread_id": 7 if thread == "main" else 8,
+                "thread_name": thread,
+                "active": True,
+                "owns_gil": False,
+                "frames": [{"name": name, "filename": file, "line": line} for name, file, line in frames],
+            }
+            for thread, frames in names.items()
+        ]
+    )
+
+
+def test_main_thread_comes_first() -> None:
+    """Whatever the order of py-spy, the main thread is the one that is judged."""
+    stack = parse_stack(dump(loader=[("get", "queue.py", 3)], main=[("step", "train.py", 5), ("main", "train.py", 9)]))
+    assert stack is not None
+    assert [str(frame) for frame in stack.main] == ["step (train.py:5)", "main (train.py:9)"]
+    assert "thread loader" in str(stack)
+
+
+def test_frames_of_the_launcher_are_left_out() -> None:
+    """People see their program's frames only."""
+    stack = parse_stack(
+        dump(main=[("step", "train.py", 5), ("_run", "/x/opsd/launch/worker.py", 99), ("a", "libc", 0)])
+    )
+    assert stack is not None
+    assert [frame.name for frame in stack.main] == ["step"]
+
+
+@pytest.mark.parametrize("text", ["", "Error: Permission denied", "[]", "[{}]", '{"pid": 1}', dump(main=[])[:40]])
+def test_garbage_is_no_stack(text: str) -> None:
+    """What py-spy says when it fails or is cut off is not a stack."""
+    assert parse_stack(text) is None
+
+
+def frames(*pairs: tuple[str, str]) -> Stack:
+    """A stack of the main thread alone."""
+    return Stack((Thread("MainThread", False, False, tuple(Frame(name, file, 1) for name, file in pairs)),))
+
+
+@pytest.mark.parametrize(
+    ("stack", "collective", "busy"),
+    [
+        (frames(("wait", "x.py"), ("all_reduce", "torch/distributed/distributed_c10d.py")), "all_reduce", None),
+        (frames(("gloo::AllreduceRing", "libtorch_cpu.so")), "gloo::AllreduceRing", None),
+        (frames(("compile_fx", "/s/torch/_inductor/compile_fx.py"), ("step", "train.py")), None, "setup"),
+        (frames(("_save", "/s/torch/serialization.py"), ("step", "train.py")), None, "checkpoint"),
+        (frames(("evaluate", "/s/mine.py")), None, "evaluation"),
+        (frames(("forward", "/s/mine.py")), None, None),
+        (Stack(()), None, None),
+    ],
+)
+def test_what_a_stack_says(stack: Stack, collective: str | None, busy: str | None) -> None:
+    """Waiting in a collective, compiling, saving and evaluating are told apart from other work."""
+    assert stack.in_collective == collective
+    assert stack.busy_as == busy

@@ -1,0 +1,176 @@
+"""The ledger: every second of a run in exactly one bucket, and the right one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd import exitcodes
+from opsd.launch.ledger import BUCKETS, Ledger, LedgerError, make_ledger, read_ledger
+from opsd.launch.ledger_cli import ledger as ledger_command
+
+Line = dict[str, Any]
+
+
+def event(t: float, kind: str, generation: int = 1, **fields: Any) -> Line:
+    """A launcher event."""
+    return {"t": t, "event": kind, "generation": generation, "run": "r", "node": "n", **fields}
+
+
+def step(t: float, number: int, generation: int = 1, step_s: float = 1.0, **fields: float) -> Line:
+    """A line of metrics.jsonl."""
+    return {"t": t, "step": number, "generation": generation, "step_s": step_s, "data_s": 0.01, **fields}
+
+
+def seconds(ledger: Ledger) -> dict[str, float]:
+    """The buckets that hold any time."""
+    return {name: round(value, 6) for name, value in ledger.buckets.items() if value}
+
+
+def test_undisturbed_run() -> None:
+    """Setup until the first step begins, then productive, then the stop."""
+    ledger = make_ledger(
+        [event(100, "generation_started"), event(109, "finished")],
+        [step(105 + i, i, checkpoint_s=0.25) for i in range(3)],
+    )
+    assert seconds(ledger) == {"setup": 4.0, "productive": 2.25, "checkpoint_stall": 0.75, "stop": 2.0}
+    assert ledger.wall_s == 9.0
+    assert ledger.ettr == 0.25
+    assert ledger.notes == ()
+
+
+def test_crash() -> None:
+    """Detection, restart, load and recomputed steps each get their own time."""
+    events = [
+        event(0, "generation_started"),
+        event(5.5, "rank_exited", culprit=True, noticed_s=0.125),
+        event(6, "generation_started", 2),
+        event(7.5, "checkpoint_loaded", 2, load_s=0.5),
+        event(10, "finished", 2),
+    ]
+    metrics = [step(i, i) for i in range(2, 6)] + [step(9, 5, 2), step(10, 6, 2)]
+    assert seconds(make_ledger(events, metrics)) == {
+        "setup": 1.0,
+        "productive": 5.0,
+        "recomputed": 1.375,  # step 5 again, and what the crash cut off
+        "detection": 0.125,
+        "restart": 2.0,
+        "load": 0.5,
+    }
+
+
+def test_hang() -> None:
+    """All the time in which nothing moved is detection."""
+    events = [
+        event(0, "generation_started"),
+        event(9, "hang_detected", stuck_s=4.75),
+        event(9.5, "generation_started", 2),
+        event(12, "finished", 2),
+    ]
+    ledger = make_ledger(events, [step(i, i) for i in range(2, 5)] + [step(12, 5, 2)])
+    assert seconds(ledger) == {"setup": 1.0, "productive": 4.0, "recomputed": 0.25, "detection": 4.75, "restart": 2.0}
+
+
+def test_data_stall_is_what_exceeds_the_usual() -> None:
+    """A step that waited much longer than the median has the rest of its wait booked as a stall."""
+    metrics = [step(i, i, data_s=0.1) for i in range(1, 10)] + [step(13, 10, step_s=4.0, data_s=3.1)]
+    ledger = make_ledger([event(0, "generation_started"), event(13, "finished")], metrics)
+    assert seconds(ledger) == {"productive": 10.0, "data_stall": 3.0}
+
+
+def test_requeued_run() -> None:
+    """The time in the queue between two launchers is not the run's fault and not restart."""
+    events = [
+        event(0, "generation_started"),
+        event(3, "requeued"),
+        event(3, "finished"),
+        event(1003, "generation_started", 2),
+        event(1006, "finished", 2),
+    ]
+    ledger = make_ledger(events, [step(2, 1), step(1006, 2, 2)])
+    assert seconds(ledger) == {"setup": 3.0, "productive": 2.0, "stop": 1.0, "queued": 1000.0}
+
+
+def test_without_metrics() -> None:
+    """From events alone the ledger still sums, and says what it cannot tell."""
+    events = [
+        event(0, "generation_started"),
+        event(50, "rank_exited", culprit=True, noticed_s=0.0),
+        event(51, "generation_started", 2),
+        event(54, "resumed", 2, step=3),
+        event(100, "finished", 2),
+    ]
+    ledger = make_ledger(events, [])
+    assert seconds(ledger) == {"productive": 96.0, "restart": 4.0}
+    assert "no metrics.jsonl" in ledger.notes[0]
+
+
+def test_run_that_never_began() -> None:
+    """Without a generation there is no ledger."""
+    with pytest.raises(LedgerError, match="never began"):
+        make_ledger([event(0, "finished")], [])
+
+
+TIMES = st.floats(0, 1000, allow_nan=False)
+EVENTS = st.builds(
+    event,
+    TIMES,
+    st.sampled_from(
+        ["generation_started", "rank_exited", "hang_detected", "finished", "checkpoint_loaded", "resumed", "requeued"]
+    ),
+    st.integers(1, 4),
+    culprit=st.booleans(),
+    noticed_s=st.floats(0, 10),
+    stuck_s=st.floats(0, 100),
+    load_s=st.floats(0, 100),
+)
+STEPS = st.builds(
+    step,
+    TIMES,
+    st.integers(0, 20),
+    st.integers(1, 4),
+    step_s=st.floats(0, 50),
+    data_s=st.floats(0, 50),
+    checkpoint_s=st.floats(0, 50),
+)
+
+
+@given(st.lists(EVENTS, max_size=12), st.lists(STEPS, max_size=20))
+def test_buckets_sum_to_the_wall_clock(events: list[Line], metrics: list[Line]) -> None:
+    """Whatever the records say, in whatever order: no bucket is negative and together they are the wall clock."""
+    events = [event(500, "generation_started"), *events]
+    ledger = make_ledger(events, metrics)
+    assert set(ledger.nanoseconds) == set(BUCKETS)
+    assert all(value >= 0 for value in ledger.nanoseconds.values())
+    began = min(e["t"] for e in events if e["event"] == "generation_started")
+    ended = max([e["t"] for e in events] + [began])
+    assert sum(ledger.nanoseconds.values()) >= round(ended * 1e9) - round(began * 1e9)
+    latest = max([ended] + [line["t"] for line in metrics])
+    assert sum(ledger.nanoseconds.values()) <= round(latest * 1e9) - round(began * 1e9)
+    assert 0.0 <= ledger.ettr <= 1.0
+
+
+def test_command_reads_a_run_folder(tmp_path: Path) -> None:
+    """The command prints table and JSON; half a line at the end of a file is no obstacle."""
+    lines = [event(0, "generation_started"), event(3, "finished")]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"t": 9, "eve')
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step(3, 1)) + "\n{")
+    assert seconds(read_ledger(tmp_path)) == {"setup": 2.0, "productive": 1.0}
+    table = CliRunner().invoke(ledger_command, [str(tmp_path)])
+    assert "ETTR 33.3%" in table.output
+    result = CliRunner().invoke(ledger_command, [str(tmp_path), "--json"])
+    assert json.loads(result.output)["buckets"]["setup"] == 2.0
+
+
+def test_command_without_a_run(tmp_path: Path) -> None:
+    """A folder without events is refused in one sentence."""
+    result = CliRunner().invoke(ledger_command, [str(tmp_path)], standalone_mode=False)
+    assert result.return_value == exitcodes.USAGE
+    assert result.output.count("\n") == 1
+    assert "not a run folder" in result.output
