@@ -65,11 +65,15 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the incident costs the job: share of its throughput lost while it lasts, and GPU-seconds lost so far."""
+    """What the incident costs the job: share of its throughput lost while it lasts, and GPU-seconds lost so far.
+
+    ``gpus`` is how many GPUs lose that share; if it is given the agent adds the loss up beyond what a finding can see.
+    """
 
     throughput_ratio: float = 0.0
     gpu_seconds: float = 0.0
     text: str = ""
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,10 @@ from runbooks.base import Cost, Evidence, Finding, Incident, Severity, State
 MAX_EVIDENCE = 16
 """Sentences kept: those it was opened with, then the newest."""
 MAX_ACTIONS = 50
+GIVE_UP_S = 3600.0
+"""An incident that was neither found nor could be judged for this long ends, escalated: the run may have vanished."""
+COST_GAP_S = 10.0
+"""Longest time between two findings over which their cost is taken to have gone on."""
 PENDING_GAP_S = 2.5
 """A finding that is not yet an incident may be missing for this long (two ticks) without starting anew."""
 
@@ -220,17 +224,20 @@ def _merge(incident: Incident, finding: Finding, now: float) -> Incident:
         culprit=finding.culprit if surer else incident.culprit,
         confidence=max(incident.confidence, finding.confidence),
         evidence=_evidence(incident.evidence, finding.evidence),
-        cost=_cost(incident.cost, finding.cost),
+        cost=_cost(incident.cost, finding.cost, now - incident.last_seen_at),
         job=finding.job or incident.job,
         last_seen_at=now,
         data={**incident.data, **finding.data},
     )
 
 
-def _cost(before: Cost, now: Cost) -> Cost:
-    if now.gpu_seconds < before.gpu_seconds:
-        return replace(before, throughput_ratio=now.throughput_ratio)
-    return now
+def _cost(before: Cost, now: Cost, seconds: float) -> Cost:
+    """The loss so far: what the finding knows of it, or what the share lost adds up to if that is more.
+
+    A finding knows no more than its window, so that an incident of hours needs the sum.
+    """
+    added = now.throughput_ratio * now.gpus * min(max(seconds, 0.0), COST_GAP_S)
+    return replace(now, gpu_seconds=max(now.gpu_seconds, before.gpu_seconds + added))
 
 
 def _evidence(before: tuple[Evidence, ...], new: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
@@ -266,11 +273,15 @@ def _settle(incident: Incident, outcomes: Sequence[Outcome], rule: Rules, now: f
 
 
 def _judge(incident: Incident, observed: Observed, found: bool, rule: Rules, now: float) -> Incident:
-    healed = observed.healed.get(incident.id) is True
+    answer = observed.healed.get(incident.id)
+    healed = answer is True
     since = (incident.healthy_since if incident.healthy_since is not None else now) if healed else None
     incident = replace(incident, healthy_since=since) if since != incident.healthy_since else incident
     if since is not None and now - since >= rule.clear_after_s and not found and incident.state is not State.ACTING:
         return _end(incident, now)
+    if answer is None and incident.state is not State.ACTING and now - incident.last_seen_at >= GIVE_UP_S:
+        verdict = f"given up: nothing is known of it for {GIVE_UP_S / 60:.0f} minutes"
+        return replace(incident, state=State.ESCALATED, resolved_at=now, verdict=verdict)
     if incident.state is State.VERIFYING and not healed:
         return _after_attempt(incident, rule, now)
     idle_since = incident.opened_at if incident.acted_at is None else incident.acted_at

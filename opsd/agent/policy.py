@@ -65,9 +65,9 @@ def decide(
     if mode == "observe":
         return ()
     checks: tuple[Callable[[Action], str], ...] = (
-        lambda action: _stale(incident, started_at),
+        lambda _action: _stale(incident, started_at),
         lambda action: _cooling(incident.kind, action, history, limits, now),
-        lambda action: _too_many(len(actions), history, limits, now),
+        lambda _action: _too_many(actions, history, limits, now),
     )
     decisions = []
     for action in actions:
@@ -97,7 +97,8 @@ def _cooling(kind: str, action: Action, history: Sequence[Past], limits: Limits,
     return f"acted on {action.target} for {kind} less than {limits.cooldown_s:g} s ago" if recent else ""
 
 
-def _too_many(count: int, history: Sequence[Past], limits: Limits, now: float) -> str:
+def _too_many(actions: Sequence[Action], history: Sequence[Past], limits: Limits, now: float) -> str:
+    wanted = sum(action.verb not in HARMLESS for action in actions)
     recent = sum(now - past.at < HOUR_S and past.verb not in HARMLESS for past in history)
     limit = limits.max_actions_per_hour
-    return f"the limit of {limit} actions an hour is reached" if recent + count > limit else ""
+    return f"the limit of {limit} actions an hour is reached" if wanted and recent + wanted > limit else ""

@@ -23,6 +23,9 @@ MAX_EVENTS = 2_000
 MAX_SERIES = 50_000
 """Series remembered; beyond that new ones are left out and counted in ``Window.refused``."""
 
+MAX_REBASES = 64
+"""Series of one collector that are given a new base in one tick, at a tenth of a millisecond each; others wait."""
+
 _NAN = math.nan
 _FIRST_LIMIT = 2.0**20
 
@@ -105,7 +108,7 @@ class Window:
     def _store(self, samples: Iterable[Sample]) -> None:
         """The hot loop: about half a microsecond a sample."""
         tick, slot = self.tick, self.tick % self.ticks
-        before = tick - 1
+        before, rebases = tick - 1, 0
         metric: Metric | None = None
         family: dict[tuple[str, ...], Ring] = {}
         for sample_metric, value, labels in samples:
@@ -124,10 +127,11 @@ class Window:
             ring.tick = tick
             ring.value = value
             offset = value - ring.base
-            if -ring.limit < offset < ring.limit:
+            if -ring.limit < offset < ring.limit or rebases >= MAX_REBASES:
                 ring.offsets[slot] = offset
             else:
                 ring.rebase(slot, value)
+                rebases += 1
 
     def _drop_unseen(self) -> None:
         oldest = self.tick - self.ticks
@@ -206,10 +210,9 @@ class Ring:
         if not math.isfinite(value):
             self.offsets[slot] = value
             return
-        shift = self.base - value
-        self.offsets = array("f", [offset + shift for offset in self.offsets])
+        self.offsets = array("f", map((self.base - value).__add__, self.offsets))
         self.offsets[slot] = 0.0
         self.base = value
         # Twice the window's spread, so that a steady counter is rebased about once in two windows.
-        spread = max((abs(offset) for offset in self.offsets if math.isfinite(offset)), default=0.0)
-        self.limit = max(_FIRST_LIMIT, 2.0 * spread)
+        finite = [offset for offset in self.offsets if -math.inf < offset < math.inf]
+        self.limit = max(_FIRST_LIMIT, 2.0 * max(finite), -2.0 * min(finite))

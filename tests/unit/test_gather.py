@@ -1,0 +1,94 @@
+"""Gathering: whatever one collector does, the others and the loop go on, and it shows."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from collectors.base import Event, NoData, Reading, Sample
+from opsd.agent.gather import Gatherer, Health
+from tests.fakes.clock import eventually
+from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
+
+LONG_S = 20.0
+
+
+def raising(error: BaseException):
+    def answer() -> Reading:
+        raise error
+
+    return answer
+
+
+@pytest.fixture
+def hanging():
+    collector = HangingCollector("driver")
+    yield collector
+    collector.release.set()
+
+
+def test_a_reading_is_fresh_in_its_tick() -> None:
+    """A collector that delivers is ok, with the samples of this call."""
+    (source,) = Gatherer([FakeCollector("a")], deadline_s=5, clock=time.monotonic).gather(LONG_S)
+    assert (source.health, source.fresh, source.reading.samples) == (Health.OK, True, (Sample(VALUE, 1.0, ("a",)),))
+
+
+@pytest.mark.parametrize("error", [ValueError("bad sensor"), SystemExit(1)])
+def test_a_collector_that_raises_is_counted_and_shows_nothing(error: BaseException) -> None:
+    """An exception costs this collector its samples, and nobody else anything."""
+    bad, good = FakeCollector("bad", raising(error)), FakeCollector("good")
+    gatherer = Gatherer([bad, good], deadline_s=5, clock=time.monotonic)
+    for _ in range(2):
+        first, second = gatherer.gather(LONG_S)
+    assert (first.health, first.errors, first.fresh, first.reading) == (Health.ERROR, 2, False, Reading())
+    assert str(error) in first.reason
+    assert second.fresh
+
+
+def test_no_data_is_neither_healthy_nor_an_error() -> None:
+    """The reason of an expected absence is passed on."""
+    (source,) = Gatherer(
+        [FakeCollector("nvml", lambda: NoData("no driver"))], deadline_s=5, clock=time.monotonic
+    ).gather(LONG_S)
+    assert (source.health, source.reason, source.errors, source.fresh) == (Health.NO_DATA, "no driver", 0, False)
+
+
+def test_a_hanging_collector_delays_nobody_and_is_not_started_again(hanging: HangingCollector) -> None:
+    """The loop waits its share of a tick once; after the deadline the collector is hung and its samples are gone."""
+    hanging.release.set()
+    gatherer = Gatherer([hanging, FakeCollector("good")], deadline_s=0.05, clock=time.monotonic)
+    assert gatherer.gather(LONG_S)[0].fresh
+    hanging.release.clear()
+    gatherer.gather(0.01)
+    time.sleep(0.1)
+    driver, good = gatherer.gather(LONG_S)
+    assert (driver.health, driver.fresh, driver.reading) == (Health.HUNG, False, Reading())
+    assert good.fresh
+    assert hanging.calls == 2
+
+
+def test_a_collector_that_comes_back_is_used_again(hanging: HangingCollector) -> None:
+    """What a hung driver call returns in the end is taken in, and the collector is asked again."""
+    gatherer = Gatherer([hanging], deadline_s=0.0, clock=time.monotonic)
+    assert gatherer.gather(0.01)[0].health is Health.HUNG
+    hanging.release.set()
+    assert eventually(lambda: gatherer.gather(LONG_S)[0].health is Health.OK)
+
+
+def test_a_late_reading_loses_no_event(hanging: HangingCollector) -> None:
+    """An event delivered after the loop had stopped waiting arrives with the next tick's, once."""
+    events = iter(range(100))
+    hanging.answer = lambda: Reading(events=(Event("xid", 1.0, str(next(events))),))
+    gatherer = Gatherer([hanging], deadline_s=LONG_S, clock=time.monotonic)
+    gatherer.gather(0.0)
+    hanging.release.set()
+    seen: list[str] = []
+    assert eventually(lambda: bool(seen.extend(e.message for e in gatherer.gather(LONG_S)[0].reading.events) or seen))
+    assert seen[:2] == ["0", "1"]
+
+
+def test_before_the_first_collection_has_ended_nothing_is_claimed(hanging: HangingCollector) -> None:
+    """A collector that has not returned yet is starting: neither ok nor hung."""
+    (source,) = Gatherer([hanging], deadline_s=LONG_S, clock=time.monotonic).gather(0.0)
+    assert (source.health, source.fresh) == (Health.STARTING, False)

@@ -1,0 +1,67 @@
+"""The policy: what may be done, by mode, history and time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from opsd.agent.policy import Limits, Past, Verdict, decide
+from runbooks.base import Action, Cost, Culprit, Evidence, Incident, Severity, State
+
+NOW, START = 10_000.0, 9_000.0
+LIMITS = Limits(60, 3)
+KILL = Action("kill_process", "run/rank 1", {"pid": 7})
+TELL = Action("notify", "run", reason="look")
+INCIDENT = Incident(
+    "id", "dataloader_stall", "key", Severity.CRITICAL, State.OPEN, "", Culprit("data"), 0.9,
+    (Evidence("", "", NOW - 1),), Cost(), "", NOW - 1, NOW,
+)  # fmt: skip
+
+
+def verdicts(actions=(KILL,), mode="act", history=(), limits=LIMITS, incident=INCIDENT):
+    return [d.verdict for d in decide(incident, actions, mode, history, limits, START, NOW)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("observe", []), ("recommend", [Verdict.RECOMMEND, Verdict.RUN]), ("act", [Verdict.RUN, Verdict.RUN])],
+)
+def test_the_mode_decides(mode: str, expected: list[Verdict]) -> None:
+    """Observe does nothing, recommend only tells, act acts."""
+    assert verdicts((KILL, TELL), mode) == expected
+
+
+def test_the_same_target_is_left_alone_for_the_cool_down() -> None:
+    """The cool-down is per kind and target."""
+    recent = Past("dataloader_stall", "restart_generation", KILL.target, NOW - 59)
+    assert verdicts(history=[recent]) == [Verdict.REFUSE]
+    assert verdicts(history=[replace(recent, at=NOW - 60)]) == [Verdict.RUN]
+    assert verdicts(history=[replace(recent, target="other")]) == [Verdict.RUN]
+    assert verdicts(history=[replace(recent, kind="rank_hang")]) == [Verdict.RUN]
+
+
+def test_actions_per_hour_are_limited_over_all_kinds() -> None:
+    """The fourth action within an hour is refused; notifications do not count."""
+    past = [Past("k", "set_power_limit", str(i), NOW - 100 * i) for i in range(3)]
+    assert verdicts(history=past) == [Verdict.REFUSE]
+    assert verdicts(history=past[:2]) == [Verdict.RUN]
+    assert verdicts(history=[*past[:2], Past("k", "notify", "x", NOW)]) == [Verdict.RUN]
+    assert verdicts(history=[*past[:2], replace(past[2], at=NOW - 3601)]) == [Verdict.RUN]
+    assert verdicts((TELL,), history=past) == [Verdict.RUN]
+
+
+def test_no_half_of_an_attempt_is_carried_out() -> None:
+    """If one action is refused, so are those that go with it."""
+    history = [Past("dataloader_stall", "kill_process", KILL.target, NOW - 1)]
+    decisions = decide(INCIDENT, (KILL, Action("set_power_limit", "gpu")), "act", history, Limits(), START, NOW)
+    assert [d.verdict for d in decisions] == [Verdict.REFUSE, Verdict.REFUSE]
+    assert "part of an attempt" in decisions[1].reason
+
+
+def test_nothing_is_done_about_what_happened_before_the_agent_started() -> None:
+    """Old events read after a restart never lead to an action; fresh evidence of the same incident does."""
+    old = replace(INCIDENT, evidence=(Evidence("", "", START - 1),), opened_at=START - 1)
+    assert verdicts(incident=old) == [Verdict.REFUSE]
+    seen_again = replace(old, evidence=(*old.evidence, Evidence("", "", NOW)))
+    assert verdicts(incident=seen_again) == [Verdict.RUN]

@@ -1,0 +1,169 @@
+"""The window: what runbooks read is what collectors delivered, whatever the values, the gaps and the resets."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectors.base import Event, GpuFact, Metric, Reading, Sample
+from opsd.agent import window as module
+from opsd.agent.window import Window
+
+GAUGE = Metric("temperature", "help", labels=("gpu",))
+COUNTER = Metric("energy_total", "help", "counter", labels=("gpu",))
+
+
+def feed(window: Window, ticks: list[float | None], metric: Metric = GAUGE, labels: tuple[str, ...] = ("0",)) -> None:
+    """One tick a second; None is a tick without a sample."""
+    for number, value in enumerate(ticks):
+        window.begin(100.0 + number, 1e9 + number)
+        if value is not None:
+            window.add("nvml", Reading((Sample(metric, value, labels),)))
+
+
+finite = st.floats(-1e15, 1e15, allow_nan=False).filter(lambda v: v == 0 or abs(v) > 1e-6)
+
+
+@given(st.lists(st.none() | finite, min_size=1, max_size=40))
+def test_values_are_those_of_the_window_within_its_precision(ticks: list[float | None]) -> None:
+    """Every sample of the last ten ticks comes back with its time, rounded by no more than the window promises."""
+    window = Window("node", seconds=10)
+    feed(window, ticks)
+    expected = [(100.0 + i, v) for i, v in enumerate(ticks) if v is not None and i >= len(ticks) - 11]
+    series = window.select("temperature")
+    got = series[0].values(10) if series else []
+    assert [at for at, _ in got] == [at for at, _ in expected]
+    span = 2 * max((abs(v) for v in ticks if v is not None), default=0.0)
+    tolerance = span * 2**-22 + 1e-6
+    assert [v for _, v in got] == pytest.approx([v for _, v in expected], abs=tolerance, rel=0)
+
+
+@given(st.lists(finite, min_size=1, max_size=30))
+def test_the_newest_value_is_exact(ticks: list[float]) -> None:
+    """``last`` is the value that the collector delivered, bit for bit."""
+    window = Window("node", seconds=10)
+    feed(window, [*ticks])
+    assert window.select("temperature")[0].last == ticks[-1]
+
+
+def test_a_large_fast_counter_keeps_its_growth() -> None:
+    """A counter of bytes at 10**15 that grows by 400 GB/s shows its growth to a part in a million."""
+    window = Window("node", seconds=600)
+    feed(window, [1e15 + 4e11 * i for i in range(2000)], COUNTER)
+    assert window.select("energy_total")[0].increase(60) == pytest.approx(60 * 4e11, rel=1e-6)
+
+
+def test_a_slow_counter_far_from_zero_keeps_single_steps() -> None:
+    """A counter at 10**12 that grows by 1 a second is not rounded away."""
+    window = Window("node", seconds=600)
+    feed(window, [1e12 + i for i in range(1500)], COUNTER)
+    assert window.select("energy_total")[0].increase(10) == 10
+
+
+def test_growth_counts_from_zero_after_a_reset() -> None:
+    """A counter that starts anew counts what it has grown since, not a negative number."""
+    window = Window("node", seconds=60)
+    feed(window, [1e6, 1e6 + 100, 5.0, 8.0], COUNTER)
+    assert window.select("energy_total")[0].increase(60) == 108
+    assert window.select("energy_total")[0].increase(1.5) == 3
+
+
+@pytest.mark.parametrize("ticks", [[None], [5.0], [5.0, None, None]])
+def test_growth_needs_two_values(ticks: list[float | None]) -> None:
+    """With fewer than two values growth is not known, which is not zero."""
+    window = Window("node", seconds=60)
+    feed(window, ticks, COUNTER)
+    assert all(series.increase(60) is None for series in window.select("energy_total"))
+
+
+def test_a_tick_without_a_sample_has_no_last_value() -> None:
+    """The value of an earlier tick is never passed off as the newest."""
+    window = Window("node", seconds=60)
+    feed(window, [1.0, 2.0, None])
+    (series,) = window.select("temperature")
+    assert series.last is None
+    assert series.values(60) == [(100.0, 1.0), (101.0, 2.0)]
+
+
+def test_nan_is_a_missing_value() -> None:
+    """NaN from a collector is no value; infinity is one."""
+    window = Window("node", seconds=60)
+    feed(window, [1.0, math.nan, math.inf, 2.0])
+    (series,) = window.select("temperature")
+    assert series.values(60) == [(100.0, 1.0), (102.0, math.inf), (103.0, 2.0)]
+    feed(window, [math.nan])
+    assert series.last is None
+
+
+def test_series_unseen_for_a_whole_window_are_dropped() -> None:
+    """A GPU that was taken out does not stay in memory for ever."""
+    window = Window("node", seconds=10)
+    feed(window, [1.0, *[None] * 12])
+    assert window.select("temperature") == []
+    assert len(window) == 0
+
+
+def test_select_matches_labels() -> None:
+    """A label that is asked for must be there and equal."""
+    window = Window("node", seconds=10)
+    window.begin(1.0, 1.0)
+    window.add("nvml", Reading((Sample(GAUGE, 60.0, ("0",)), Sample(GAUGE, 70.0, ("1",)))))
+    assert [series.last for series in window.select("temperature", gpu="1")] == [70.0]
+    assert [series.labels for series in window.select("temperature")] == [{"gpu": "0"}, {"gpu": "1"}]
+    assert window.select("temperature", uuid="1") == []
+    assert window.select("nothing") == []
+
+
+def test_events_are_those_of_the_last_seconds_in_order() -> None:
+    """Events are selected by when they happened, not by when they were read."""
+    window = Window("node", seconds=60)
+    window.begin(10.0, 1000.0)
+    late, early, old = (Event("xid", at, "") for at in (999.0, 995.0, 900.0))
+    window.add("kmsg", Reading(events=(late, early, old, Event("oom", 999.0, ""))))
+    window.begin(11.0, 1001.0)
+    assert window.events("xid", 30) == [early, late]
+
+
+def test_facts_outlive_a_missing_tick_but_not_a_failure() -> None:
+    """A late collector keeps its facts but is not known; one that failed has none."""
+    window = Window("node", seconds=60)
+    gpu = GpuFact(0, "GPU-0", "0000:01:00.0", "H100")
+    window.begin(1.0, 1.0)
+    window.add("nvml", Reading(facts=(gpu,)))
+    assert window.known("nvml")
+    window.begin(2.0, 2.0)
+    assert window.gpus == [gpu]
+    assert not window.known("nvml")
+    window.forget("nvml")
+    assert window.gpus == []
+
+
+def test_series_beyond_the_limit_are_left_out_and_counted() -> None:
+    """A label that explodes cannot take the agent's memory."""
+    window = Window("node", seconds=1)
+    window.begin(1.0, 1.0)
+    samples = tuple(Sample(GAUGE, 1.0, (str(i),)) for i in range(module.MAX_SERIES + 5))
+    window.add("nvml", Reading(samples))
+    assert len(window) == module.MAX_SERIES
+    assert window.refused == 5
+
+
+def test_ten_thousand_series_of_ten_minutes_fit_into_30_mib() -> None:
+    """The promise of the module's docstring; a ring is as large after three ticks as after six hundred."""
+    wide = Metric("wide", "help", labels=("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"))
+    tracemalloc.start()
+    try:
+        window = Window("node", seconds=600)
+        for tick in range(3):
+            window.begin(float(tick), float(tick))
+            labels = [(str(i), "GPU", "0000", "nvidia", "H100", "node") for i in range(10_000)]
+            window.add("nvml", Reading(tuple(Sample(wide, 1e3 * i + tick, of) for i, of in enumerate(labels))))
+        window.forget("nvml")
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used <= 30 * 2**20
