@@ -66,7 +66,10 @@ def list_command(path: Path, as_json: bool) -> int:
             str(manifest.sample) if manifest else "",
             _age(time.time() - manifest.created) if manifest else "",
         )
-    Console().print(table if entries else f"no checkpoints under {path}")
+    if entries:
+        Console().print(table)
+    else:
+        click.echo(f"no checkpoints under {path}")
     return exitcodes.OK
 
 

@@ -1,0 +1,259 @@
+"""Checkpoints as files: commit, verify, set aside, prune, and the command that shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opsd import exitcodes
+from opsd.checkpoints import manifest
+from opsd.checkpoints.cli import checkpoint
+from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, FileEntry, Manifest
+from opsd.checkpoints.retention import PRUNED, prune
+
+
+def make(root: Path, step: int, *, files: int = 2) -> Path:
+    folder = manifest.folder_of(root, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for rank in range(files):
+        path = folder / f"rank-{rank:04d}.safetensors"
+        path.write_bytes(f"{step} {rank} ".encode() * 50)
+        entries.append(FileEntry(path.name, path.stat().st_size, manifest.checksum(path)))
+    manifest.commit(folder, Manifest(step, step * 4, {"dp": files}, "digest", tuple(entries), "local", 1.7e9, "run"))
+    return folder
+
+
+def test_a_commit_is_read_back(tmp_path: Path) -> None:
+    """What is committed is read back equal, verifies, and leaves no draft behind."""
+    folder = make(tmp_path, 20)
+    read = manifest.verify(folder)
+    assert (read.step, read.sample, read.layout, read.run) == (20, 80, {"dp": 2}, "run")
+    assert manifest.read(folder) == read
+    assert sorted(path.name for path in folder.iterdir()) == [
+        MANIFEST, "rank-0000.safetensors", "rank-0001.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_exists_with_its_manifest(tmp_path: Path) -> None:
+    """Folders without a manifest and other files are not checkpoints; a missing root has none."""
+    assert manifest.steps(tmp_path / "none") == []
+    for step in (40, 20):
+        make(tmp_path, step)
+    (make(tmp_path, 60) / MANIFEST).unlink()
+    (tmp_path / "notes").mkdir()
+    assert manifest.steps(tmp_path) == [20, 40]
+
+
+def test_a_commit_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """When the manifest cannot be put in place the checkpoint does not exist and no draft stays."""
+    folder = make(tmp_path, 20)
+    entry = manifest.read(folder)
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()  # a rename of a file onto a folder fails
+    with pytest.raises(OSError):
+        manifest.commit(folder, entry)
+    assert not any(path.name.startswith(".") for path in folder.iterdir())
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "bit": (lambda f: flip(f / "rank-0001.safetensors"), "rank-0001.safetensors", "does not match its checksum"),
+    "short": (lambda f: os.truncate(f / "rank-0000.safetensors", 9), "rank-0000.safetensors", "has 9 bytes"),
+    "gone": (lambda f: (f / "rank-0001.safetensors").unlink(), "rank-0001.safetensors", "is missing"),
+    "folder": (lambda f: swap_for_folder(f / "rank-0000.safetensors"), "rank-0000.safetensors", ""),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), MANIFEST, "was never completed"),
+    "torn manifest": (lambda f: os.truncate(f / MANIFEST, 40), MANIFEST, "cannot be read"),
+    "not a manifest": (lambda f: (f / MANIFEST).write_text('{"format": 1}'), MANIFEST, "not a checkpoint manifest"),
+    "a list": (lambda f: (f / MANIFEST).write_text("[]"), MANIFEST, "not a checkpoint manifest"),
+    "newer format": (lambda f: edit(f, format=9), MANIFEST, "has format 9"),
+    "points elsewhere": (
+        lambda f: edit(f, files=[{"name": "../x", "size": 1, "checksum": ""}]), MANIFEST, "outside its folder",
+    ),
+}  # fmt: skip
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 4
+    path.write_bytes(data)
+
+
+def swap_for_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def edit(folder: Path, **changes: object) -> None:
+    raw = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(raw | changes))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
+    """Every kind of damage is refused in a sentence, with the file that is wrong."""
+    inflict, file, text = DAMAGES[damage]
+    folder = make(tmp_path, 20)
+    inflict(folder)
+    with pytest.raises(CheckpointError) as error:
+        manifest.verify(folder)
+    assert error.value.file == file
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """There is no bit in a file that can flip unnoticed."""
+    folder = make(tmp_path_factory.mktemp("c"), 20)
+    path = folder / "rank-0000.safetensors"
+    content = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, len(content) * 8 - 1))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError):
+        manifest.verify(folder)
+
+
+def test_verification_can_be_shared(tmp_path: Path) -> None:
+    """Of several readers that each check a part, exactly one finds a damaged file."""
+    folder = make(tmp_path, 20, files=5)
+    flip(folder / "rank-0003.safetensors")
+    found = []
+    for part in range(3):
+        try:
+            manifest.verify(folder, part, 3)
+        except CheckpointError as error:
+            found.append((part, error.file))
+    assert found == [(0, "rank-0003.safetensors")]
+
+
+def test_a_rejected_checkpoint_keeps_its_files(tmp_path: Path) -> None:
+    """Setting aside ends its existence and deletes nothing; the manifest can still be read."""
+    folder = make(tmp_path, 20)
+    before = {path.name for path in folder.iterdir()}
+    manifest.reject(folder)
+    assert manifest.steps(tmp_path) == []
+    assert {path.name for path in folder.iterdir()} == before - {MANIFEST} | {REJECTED}
+    assert manifest.read(folder, REJECTED).step == 20
+
+
+def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+    """Only the newest stay, and the folders of the others go with them."""
+    for step in (10, 20, 30, 40):
+        make(tmp_path, step)
+    assert prune(tmp_path, 2) == [10, 20]
+    assert manifest.steps(tmp_path) == [30, 40]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000000030", "step-000000000040"]
+    assert prune(tmp_path, 2) == []
+
+
+def test_prune_never_removes_the_last(tmp_path: Path) -> None:
+    """Even when told to keep none, the newest checkpoint stays."""
+    make(tmp_path, 10)
+    assert prune(tmp_path, 0) == []
+    assert manifest.steps(tmp_path) == [10]
+
+
+def test_prune_touches_only_what_the_manifest_names(tmp_path: Path) -> None:
+    """A file that somebody put into a checkpoint folder stays, and so does the folder."""
+    folder = make(tmp_path, 10)
+    make(tmp_path, 20)
+    (folder / "evaluation.json").write_text("{}")
+    prune(tmp_path, 1)
+    assert [path.name for path in folder.iterdir()] == ["evaluation.json"]
+
+
+def test_prune_leaves_damaged_and_rejected_ones_alone(tmp_path: Path) -> None:
+    """What cannot be read says nothing about what may be deleted; what was set aside waits for its post-mortem."""
+    torn, rejected = make(tmp_path, 10), make(tmp_path, 20)
+    (torn / MANIFEST).write_text("{")
+    manifest.reject(rejected)
+    make(tmp_path, 30)
+    assert prune(tmp_path, 1) == []
+    assert len(list(torn.iterdir())) == len(list(rejected.iterdir())) == 3
+
+
+def test_an_interrupted_removal_is_completed(tmp_path: Path) -> None:
+    """A checkpoint whose removal was cut short does not exist, and the next prune finishes it."""
+    folder = make(tmp_path, 10)
+    make(tmp_path, 20)
+    os.rename(folder / MANIFEST, folder / PRUNED)
+    (folder / "rank-0000.safetensors").unlink()
+    assert manifest.steps(tmp_path) == [20]
+    prune(tmp_path, 1)
+    assert not folder.exists()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    """A manifest that names a link removes the link, not what it points to."""
+    folder = make(tmp_path / "c", 10)
+    make(tmp_path / "c", 20)
+    precious = tmp_path / "precious"
+    shutil.copy(folder / "rank-0000.safetensors", precious)
+    (folder / "rank-0000.safetensors").unlink()
+    (folder / "rank-0000.safetensors").symlink_to(precious)
+    prune(tmp_path / "c", 1)
+    assert precious.exists()
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(checkpoint, [str(a) for a in arguments], standalone_mode=False)
+
+
+def test_list_shows_every_state(tmp_path: Path) -> None:
+    """The list has complete, rejected, damaged, incomplete and half removed checkpoints, oldest first."""
+    root = tmp_path / "checkpoints"
+    for step in (10, 20, 30, 40, 50):
+        make(root, step)
+    folder = {step: manifest.folder_of(root, step) for step in (10, 20, 30, 40, 50)}
+    os.rename(folder[10] / MANIFEST, folder[10] / PRUNED)
+    manifest.reject(folder[20])
+    (folder[30] / MANIFEST).write_text("{")
+    (folder[40] / MANIFEST).unlink()
+    for path in (tmp_path, root):
+        listed = json.loads(run("list", path, "--json").output)["checkpoints"]
+        assert [(entry["step"], entry["state"]) for entry in listed] == [
+            (10, "removed"), (20, "rejected"), (30, "damaged"), (40, "incomplete"), (50, "complete"),
+        ]  # fmt: skip
+    assert listed[-1]["manifest"]["sample"] == 200
+    table = run("list", tmp_path).output.splitlines()
+    assert len(table) == 6
+    assert "dp2" in table[-1]
+
+
+def test_list_of_nothing_says_so(tmp_path: Path) -> None:
+    """A folder without checkpoints is not an empty table."""
+    assert run("list", tmp_path).output == f"no checkpoints under {tmp_path}\n"
+
+
+def test_verify_says_which_is_damaged(tmp_path: Path) -> None:
+    """All checkpoints of a run, or one of them, are verified; a damaged one is named and decides the exit code."""
+    for step in (10, 20):
+        make(tmp_path, step)
+    good = run("verify", tmp_path)
+    assert good.return_value == exitcodes.OK
+    assert good.output.count(": ok, 2 files") == 2
+    flip(manifest.folder_of(tmp_path, 10) / "rank-0001.safetensors")
+    bad = run("verify", tmp_path)
+    assert bad.return_value == exitcodes.FAILED
+    assert "step 10: DAMAGED" in bad.output
+    assert "rank-0001.safetensors" in bad.output
+    assert "step 20: ok" in bad.output
+    assert run("verify", manifest.folder_of(tmp_path, 20)).return_value == exitcodes.OK
+    assert run("verify", manifest.folder_of(tmp_path, 10)).return_value == exitcodes.FAILED
+
+
+def test_verify_of_nothing_is_not_a_success(tmp_path: Path) -> None:
+    """A folder without checkpoints fails the check."""
+    result = run("verify", tmp_path)
+    assert result.return_value == exitcodes.FAILED
+    assert "no complete checkpoint" in result.output
