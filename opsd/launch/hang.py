@@ -52,10 +52,14 @@ class HangLimits:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where one rank stands. ``process`` is the kernel's state letter, None if the process is gone."""
+    """Where one rank stands. ``process`` is the kernel's state letter, None if the process is gone.
+
+    ``judged_as`` is the phase whose limit applies: not that reported for a rank that starts, or that a stack excused.
+    """
 
     rank: int
     phase: str
+    judged_as: str
     step: int | None
     changed: float
     stuck_s: float
@@ -127,9 +131,9 @@ class HangJudge:
         for page in pages.values():
             self._learn(page)
         standing = [self._stand(page, processes.get(page.rank), now) for page in pages.values()]
-        self._learn_tolerated(standing)
         stuck = [rank for rank in standing if rank.stuck_s >= rank.limit_s - SUSPECT_BEFORE_S]
         stuck = [rank for rank in stuck if not any(_may_be_waiting_for(rank, other, stuck) for other in standing)]
+        self._learn_tolerated(standing, stuck)
         if not stuck:
             return None
         longest = max(stuck, key=lambda rank: rank.stuck_s - rank.limit_s)
@@ -174,19 +178,17 @@ class HangJudge:
 
     def _stand(self, page: RankPage, process: str | None, now: float) -> Standing:
         changed, excuse = page.changed, self._excused.get(page.rank)
-        phase = page.phase
-        if page.state == "finished":
-            limit = FINISH_S
-        elif excuse is not None and excuse[0] == changed:
-            limit = self.limit(excuse[1])
-        elif page.steps_reported < WARM_STEPS and phase not in ("checkpoint", "evaluation"):
-            limit = self.limit("setup")
-        else:
-            limit = self.limit(phase)
+        judged_as = page.phase
+        if excuse is not None and excuse[0] == changed:
+            judged_as = excuse[1]
+        elif page.steps_reported < WARM_STEPS and page.phase not in ("checkpoint", "evaluation"):
+            judged_as = "setup"
+        limit = FINISH_S if page.state == "finished" else self.limit(judged_as)
         if process == "T":
             limit = min(limit, self.limit("other"))
         step = page.last_step.step if page.last_step is not None else None
-        return Standing(page.rank, phase, step, changed, now - max(changed, self._since), limit, process)
+        stuck_s = now - max(changed, self._since)
+        return Standing(page.rank, page.phase, judged_as, step, changed, stuck_s, limit, process)
 
     def _learn(self, page: RankPage) -> None:
         seen = self._seen.get(page.rank, 0)
@@ -196,7 +198,7 @@ class HangJudge:
         for number, record in enumerate(fresh, start=first_fresh + 1):
             if number == WARM_STEPS:
                 self._learnt.startup = max(self._learnt.startup, record.end - page.created)
-            elif number > WARM_STEPS:
+            if number >= WARM_STEPS:
                 self._learn_step(record)
 
     def _learn_step(self, record: StepRecord) -> None:
@@ -206,14 +208,14 @@ class HangJudge:
         self._learnt.checkpoint = max(self._learnt.checkpoint, checkpoint)
         self._learnt.evaluation = max(self._learnt.evaluation, evaluation)
 
-    def _learn_tolerated(self, standing: list[Standing]) -> None:
+    def _learn_tolerated(self, standing: list[Standing], stuck: list[Standing]) -> None:
         """Remember how long a rank stood still beyond the usual limit of its phase and then went on by itself."""
         for rank in standing:
             before = self._overdue.pop(rank.rank, None)
             if before is not None and before.changed != rank.changed:
                 known = self._tolerated.get(before.phase, 0.0)
                 self._tolerated[before.phase] = max(known, 1.5 * before.stuck_s)
-            elif rank.rank not in self._excused and rank.stuck_s > self._base_limit(rank.phase) > 0:
+            elif rank in stuck and rank.judged_as == rank.phase and rank.stuck_s > self._base_limit(rank.phase):
                 self._overdue[rank.rank] = rank
 
     def _excuse(self, stall: Stall, stacks: Mapping[int, Stack]) -> bool:

@@ -113,9 +113,9 @@ def test_first_steps_may_take_long() -> None:
 def test_start_of_later_generations_is_learnt() -> None:
     """After a start of 20 s, a later start that stands still for 100 s is a hang, one of 90 s is not."""
     world = World()
-    world.train(2, step_s=1.0)
-    world.train(3, step_s=18.0)
-    world.train(5, step_s=0.1)
+    world.train(2, step_s=10.0)
+    world.train(6, step_s=0.1)
+    assert world.judge.limit("other") == 5.0
     world.restart()
     assert world.pass_time(90.0) is None
     assert world.pass_time(15.0) is not None
@@ -152,6 +152,8 @@ def test_waiting_for_a_rank_within_its_limit_is_no_hang() -> None:
     world.train(10)
     in_phases("collective", "checkpoint")(world)
     assert world.pass_time(120.0) is None
+    world.train(1)
+    assert world.judge.limit("collective") == 5.0
 
 
 def test_rank_hangs_though_others_go_on_without_it() -> None:
