@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from runbooks import RUNBOOKS
 
@@ -34,6 +35,12 @@ def default_state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "opsd"
 
 
+def _is_address(text: str) -> str:
+    if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s]+):\d{1,5}", text) or int(text.rpartition(":")[2]) > 65_535:
+        raise ValueError("should be ADDRESS:PORT, for instance 127.0.0.1:9477 or [::1]:9477")
+    return text
+
+
 AnyPath = Annotated[Path, Field(strict=False)]
 
 
@@ -44,9 +51,8 @@ class _Section(BaseModel):
 class AgentSettings(_Section):
     """The node agent."""
 
-    listen: str = Field(
+    listen: Annotated[str, AfterValidator(_is_address)] = Field(
         default="127.0.0.1:9477",
-        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]\s]+):\d{1,5}$",
         description="Address and port of /metrics and the API. Everybody who reaches it can read it.",
     )
     interval_s: float = Field(default=1.0, ge=0.05, le=60, description="Seconds between two collections.")
@@ -236,7 +242,8 @@ def _sentence(error: ValidationError) -> str:
         return f"unknown key {dotted}{_suggest_key(dotted)}"
     value = problem["input"]
     shown = "" if dotted.startswith("notify.") else f", not {value!r}"
-    return f"{dotted}: {problem['msg'].removeprefix('Input ')}{shown}"
+    said = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{dotted}: {said[0].lower()}{said[1:]}{shown}"
 
 
 def known_keys() -> list[str]:
@@ -248,9 +255,10 @@ def _suggest_key(dotted: str) -> str:
     if "." not in dotted:
         return _suggest(dotted, [name for name, _ in sections()])
     section, _, key = dotted.partition(".")
-    here = [known for known in known_keys() if known.startswith(section + ".")]
     elsewhere = [known for known in known_keys() if known.endswith("." + key)]
-    return _suggest(dotted, elsewhere or here)
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return _suggest(dotted, [known for known in known_keys() if known.startswith(section + ".")])
 
 
 def _suggest(name: str, known: Iterable[str], prefix: str = "") -> str:

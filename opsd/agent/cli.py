@@ -51,7 +51,7 @@ def serve(settings: Settings) -> int:
     facts = {"node": settings.agent.node, "mode": settings.policy.mode, "started_at": time.time()}
     app = App(lambda: loop.snapshot, facts, stale_s=max(5.0, 3 * settings.agent.interval_s))
     try:
-        server = Server(settings.agent.listen, app)
+        server = Server(settings.agent.listen, app, log)
     except OSError as error:
         click.echo(
             f"opsd: cannot listen on {settings.agent.listen}: {error.strerror}; another agent may be running, "

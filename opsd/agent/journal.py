@@ -143,7 +143,8 @@ class Journal:
 
     def close(self, patience_s: float = 1.0) -> None:
         """Write what is left, as far as that is possible in ``patience_s``."""
-        self.flush(patience_s)
+        if not self.problem:
+            self.flush(patience_s)
         with self._state:
             self._closing = True
             self._state.notify_all()

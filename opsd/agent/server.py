@@ -26,6 +26,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from structlog.typing import FilteringBoundLogger
+
 from opsd import __version__
 from opsd.agent import api
 from opsd.agent.exposition import Exposition
@@ -140,7 +142,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.headers.get("Accept", ""),
             self.headers.get("Accept-Encoding", ""),
         )
-        status, body, headers = self.server.app(request)
+        try:
+            status, body, headers = self.server.app(request)
+        except Exception:
+            self.server.log.exception("request failed", path=request.path)
+            status, body, headers = _problem(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "a bug in opsd; the agent's log has more"
+            )
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -162,8 +170,8 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, listen: str, app: App) -> None:
-        self.app = app
+    def __init__(self, listen: str, app: App, log: FilteringBoundLogger) -> None:
+        self.app, self.log = app, log
         self._open: dict[socket.socket, float] = {}
         self._guard = threading.Lock()
         host, _, port = listen.rpartition(":")

@@ -210,7 +210,7 @@ class Ring:
         if not math.isfinite(value):
             self.offsets[slot] = value
             return
-        self.offsets = array("f", map((self.base - value).__add__, self.offsets))
+        self.offsets = array("f", map(float(self.base - value).__add__, self.offsets))
         self.offsets[slot] = 0.0
         self.base = value
         # Twice the window's spread, so that a steady counter is rebased about once in two windows.
