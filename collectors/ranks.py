@@ -7,7 +7,6 @@ The name of a run is always that of its folder, whatever the files in it claim.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -18,15 +17,8 @@ from typing import Final, Generic
 
 from collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
 from collectors.pages import Client, P, Page, rank_fact, step_facts
+from collectors.run_files import RUN_STATES, parse_event, parse_run
 from collectors.tail import Tail, read_small
-
-RUN_STATES: Final = ("running", "restarting", "stopping", "finished", "failed")
-EVENTS: Final = frozenset((
-    "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "requeued", "finished",
-    "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
-))  # fmt: skip
-"""Events passed on under their own name. Any other becomes a ``rank_event``: a user's file must not be able to speak
-for the hardware."""
 
 MAX_RUNS: Final = 64
 MAX_RANKS: Final = 256
@@ -35,7 +27,7 @@ RATE_STEPS: Final = 10
 """Steps that the throughput is averaged over."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_PAGE_NAME = re.compile(r"rank-(\d{4,6})\.page")
+_RANK_FILE = re.compile(r"rank-(\d{4}|[1-9]\d{4,5})\.page(\.events\.jsonl)?", re.ASCII)
 _MAX_RUN_JSON = 64 << 10
 
 
@@ -108,46 +100,6 @@ def tokens_per_second(page: Page, now: float) -> float | None:
     return sum(step.tokens for step in recent) / elapsed if elapsed > 0 else None
 
 
-def parse_event(line: bytes, run: str, now: float, **fields: object) -> Event | None:
-    """One line of an event file, ``fields`` added to it; None if it is no event."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or not isinstance(name := record.get("event"), str):
-        return None
-    at = record.get("t")
-    data = {**record, **fields, "run": run}
-    kind = name if name in EVENTS else "rank_event"
-    return Event(kind, float(at) if isinstance(at, int | float) else now, _sentence(name, data), data)
-
-
-def _sentence(name: str, data: Mapping[str, object]) -> str:
-    who = f"rank {data['rank']} of {data['run']}" if "rank" in data else str(data["run"])
-    return f"{name[:64].replace('_', ' ')}: {who}"
-
-
-def parse_run(content: bytes, run: str, alive: Callable[[int, int], bool]) -> RunFact | None:
-    """The run as ``run.json`` describes it, None if that is no such file. ``alive`` judges (pid, start time)."""
-    try:
-        raw = json.loads(content)
-        pid = int(raw["launcher_pid"])
-        return RunFact(
-            run=run,
-            job=str(raw["job"])[:64],
-            node=str(raw["node"])[:64],
-            state=str(raw["state"]) if raw["state"] in RUN_STATES else "failed",
-            generation=int(raw["generation"]),
-            launcher_pid=pid,
-            alive=alive(pid, int(raw["launcher_start"])),
-            world_size=int(raw["world_size"]),
-            control=str(raw["control"])[:4096],
-            folder=str(raw["folder"])[:4096],
-        )
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
-
-
 class RanksCollector(Generic[P]):
     """The runs under ``root`` and their ranks. ``client`` is the module ``opsd.client``.
 
@@ -195,19 +147,26 @@ class RanksCollector(Generic[P]):
         return Reading(tuple(samples), tuple(events), tuple(facts))
 
 
+class _Rank:
+    """What is remembered of a rank from look to look."""
+
+    def __init__(self, rank: int, phases: Sequence[str]) -> None:
+        self.events = Tail(f"rank-{rank:04d}.page.events.jsonl")
+        self.totals = PhaseTotals(phases)
+        self.steps: tuple[StepFact, ...] = ()
+
+
 class _Run(Generic[P]):
-    """One run's folder, and what has to be remembered from look to look."""
+    """One run's folder, and what is remembered of it from look to look."""
 
     def __init__(self, folder: Path, client: Client[P], linger_s: float) -> None:
         self._folder = folder
         self._run = folder.name
         self._client = client
         self._linger_s = linger_s
-        self._launcher_events = Tail("events.jsonl")
-        self._rank_events: dict[int, Tail] = {}
+        self._events = Tail("events.jsonl")
         self._relayed: set[tuple[object, ...]] = set()
-        self._totals: dict[int, PhaseTotals] = {}
-        self._facts: dict[int, RankFact] = {}
+        self._ranks: dict[int, _Rank] = {}
         self._seen_alive: float | None = None
 
     def read(self, now: float, wall: float) -> Reading:
@@ -218,12 +177,11 @@ class _Run(Generic[P]):
             return Reading()
         try:
             run = self._read_run(folder, now, wall)
-            names = os.listdir(folder)  # noqa: PTH208  # by descriptor, which pathlib cannot
-            ranks = sorted(int(m[1]) for name in names if (m := _PAGE_NAME.fullmatch(name)))[:MAX_RANKS]
-            events = tuple(self._read_events(folder, wall, ranks, relayed=run is not None and run.alive))
+            numbers = self._list_ranks(folder)
+            events = tuple(self._read_events(folder, wall, relayed=run is not None and run.alive))
         finally:
             os.close(folder)
-        pages, errors = self._read_pages(ranks)
+        pages, errors = self._read_pages(numbers)
         samples: list[Sample] = []
         facts: list[Fact] = []
         if run is not None:
@@ -253,18 +211,25 @@ class _Run(Generic[P]):
         ended_s = wall - modified if self._seen_alive is None else now - self._seen_alive
         return run if ended_s <= self._linger_s else None
 
-    def _read_events(self, folder: int, wall: float, ranks: Sequence[int], *, relayed: bool) -> Iterator[Event]:
+    def _list_ranks(self, folder: int) -> list[int]:
+        """The ranks that have a page. Those with any file at all are remembered, the others forgotten."""
+        names = os.listdir(folder)  # by descriptor, which pathlib cannot
+        found = [(int(match[1]), match[2] is None) for name in names if (match := _RANK_FILE.fullmatch(name))]
+        numbers = sorted({number for number, _ in found})[:MAX_RANKS]
+        self._ranks = {n: self._ranks.get(n) or _Rank(n, self._client.PHASES) for n in numbers}
+        return sorted(number for number, is_page in found if is_page and number in self._ranks)
+
+    def _read_events(self, folder: int, wall: float, *, relayed: bool) -> Iterator[Event]:
         """New events of the launcher, and those of the ranks that no launcher relays into its own stream."""
-        for line in self._launcher_events.read(folder):
+        for line in self._events.read(folder):
             if event := parse_event(line, self._run, wall):
                 self._relayed.add(_identity(event))
                 yield event
         if relayed:
             return
-        for rank in ranks:
-            tail = self._rank_events.setdefault(rank, Tail(f"rank-{rank:04d}.page.events.jsonl"))
-            for line in tail.read(folder):
-                event = parse_event(line, self._run, wall, rank=rank)
+        for number, rank in self._ranks.items():
+            for line in rank.events.read(folder):
+                event = parse_event(line, self._run, wall, rank=number)
                 if event and _identity(event) not in self._relayed:
                     yield event
 
@@ -279,19 +244,16 @@ class _Run(Generic[P]):
         return pages, len(ranks) - len(pages)
 
     def _fact(self, page: Page, process: str | None) -> RankFact:
-        known = self._facts.get(page.rank)
-        steps = step_facts(page, self._client.PHASES, known.steps if known else ())
-        workers = [process_letter(pid) for pid, _ in page.workers]
-        fact = self._facts[page.rank] = rank_fact(page, self._run, process, workers, steps)
-        return fact
+        rank = self._ranks[page.rank]
+        rank.steps = step_facts(page, self._client.PHASES, rank.steps)
+        return rank_fact(page, self._run, process, [process_letter(pid) for pid, _ in page.workers], rank.steps)
 
     def _rank_samples(self, fact: RankFact, page: Page, now: float) -> Iterator[Sample]:
         labels = (self._run, str(fact.rank))
         live = fact.live and fact.process != "Z"
         yield Sample(UP, float(live), labels)
         yield Sample(TOKENS, page.tokens, labels)
-        totals = self._totals.setdefault(fact.rank, PhaseTotals(self._client.PHASES)).update(page)
-        for phase, seconds in totals.items():
+        for phase, seconds in self._ranks[fact.rank].totals.update(page).items():
             yield Sample(PHASE_SECONDS, seconds, (*labels, phase))
         if fact.committed_step is not None:
             yield Sample(COMMITTED, fact.committed_step, labels)
@@ -318,7 +280,8 @@ def process_letter(pid: int, proc: Path = Path("/proc")) -> str | None:
 
 
 def _identity(event: Event) -> tuple[object, ...]:
-    return event.data.get("rank"), event.data.get("event"), event.at
+    """The same for a rank's event and the launcher's copy of it."""
+    return str(event.data.get("rank")), event.data["event"], event.at
 
 
 def _step_samples(step: StepFact, labels: tuple[str, ...]) -> Iterator[Sample]:

@@ -128,7 +128,7 @@ def test_space_and_inodes_of_mounts(proc: Path, tmp_path: Path) -> None:
     """A mount point that does not exist is left out; the others are there."""
     collector = HostCollector(proc, mounts=(tmp_path, tmp_path / "not mounted"))
     samples = {(s.metric.name, *s.labels): s.value for s in collector.collect().samples}
-    assert 0 < samples["opsd_host_filesystem_available_bytes", str(tmp_path)]
+    assert samples["opsd_host_filesystem_available_bytes", str(tmp_path)] > 0
     assert ("opsd_host_filesystem_size_bytes", str(tmp_path / "not mounted")) not in samples
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_lines_come_whole_whatever_the_cuts(lines: list[bytes], cuts: list[int],
     partial = partial.replace(b"\n", b"")
     data = b"".join(line + b"\n" for line in lines) + partial
     cutter, edges = LineCutter(), sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
-    pieces = [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [data[start:end] for start, end in pairwise(edges)]
     assert [line for piece in pieces for line in cutter.feed(piece)] == lines
 
 

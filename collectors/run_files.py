@@ -1,0 +1,70 @@
+"""What launcher and ranks write about a run: ``run.json`` and the event files. Pure; the content belongs to a user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+from collectors.base import Event, RunFact
+
+RUN_STATES: Final = ("running", "restarting", "stopping", "finished", "failed")
+EVENTS: Final = frozenset((
+    "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "requeued", "finished",
+    "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
+))  # fmt: skip
+"""Events passed on under their own name. Any other becomes a ``rank_event``: a user's file must not be able to speak
+for the hardware."""
+
+
+def parse_event(line: bytes, run: str, now: float, **fields: object) -> Event | None:
+    """One line of an event file, ``fields`` added to it; None if it is no event. No event is later than ``now``."""
+    record = _parse_object(line)
+    if record is None or not isinstance(name := record.get("event"), str):
+        return None
+    at = record.get("t")
+    if not isinstance(at, int | float) or not 0 <= at <= now:
+        at = now
+    data = {**record, **fields, "run": run}
+    who = f"rank {data['rank']} of {run}" if "rank" in data else run
+    kind = name if name in EVENTS else "rank_event"
+    return Event(kind, float(at), f"{name[:64].replace('_', ' ')}: {who}"[:256], data)
+
+
+def parse_run(content: bytes, run: str, alive: Callable[[int, int], bool]) -> RunFact | None:
+    """The run as ``run.json`` describes it, None if that is no such file. ``alive`` judges (pid, start time)."""
+    raw = _parse_object(content)
+    try:
+        if raw is None or raw["state"] not in RUN_STATES:
+            return None
+        pid = _count(raw["launcher_pid"])
+        return RunFact(
+            run=run,
+            job=str(raw["job"])[:64],
+            node=str(raw["node"])[:64],
+            state=raw["state"],
+            generation=_count(raw["generation"]),
+            launcher_pid=pid,
+            alive=alive(pid, _count(raw["launcher_start"])),
+            world_size=_count(raw["world_size"]),
+            control=str(raw["control"])[:4096],
+            folder=str(raw["folder"])[:4096],
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _parse_object(text: bytes) -> dict[str, Any] | None:
+    """A JSON object that can be stored and sent on: numbers are finite, text is valid Unicode."""
+    try:
+        value = json.loads(text, parse_constant=lambda _: None)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 48:
+        raise ValueError(f"not a count: {value!r}")
+    return value

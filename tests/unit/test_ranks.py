@@ -1,0 +1,363 @@
+"""The ranks collector over real rank pages and run folders."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectors.base import Event, NoData, RankFact, Reading, RunFact
+from collectors.ranks import PhaseTotals, RanksCollector, tokens_per_second
+from collectors.run_files import parse_event, parse_run
+from opsd import client
+from opsd.client import Reporter
+from tests.fakes.ranks import FakeRank
+
+
+class Clock:
+    """Monotonic time that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The shared-memory folder of the run "r1"."""
+    folder = tmp_path / "shm" / "r1"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def collector(run: Path, clock: Clock) -> RanksCollector[client.RankPage]:
+    return RanksCollector(run.parent, client, clock=clock)
+
+
+@pytest.fixture
+def ended_pid() -> int:
+    """A process that has just ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def reporter(run: Path, rank: int = 0, **identity: object) -> Reporter:
+    return Reporter(run / f"rank-{rank:04d}.page", rank=rank, local_rank=rank, **identity)  # type: ignore[arg-type]
+
+
+def write_run(run: Path, pid: int, **changes: object) -> None:
+    content = {
+        "run": "r1", "job": "4242", "node": "n1", "state": "running", "generation": 2, "launcher_pid": pid,
+        "launcher_start": client.process_start(pid), "world_size": 8, "control": f"{run}/control.sock", "folder": "/r",
+    }  # fmt: skip
+    (run / "run.json").write_text(json.dumps(content | changes))
+
+
+def read(collector: RanksCollector[client.RankPage]) -> Reading:
+    reading = collector.collect()
+    assert isinstance(reading, Reading)
+    return reading
+
+
+def values(reading: Reading) -> dict[tuple[str, ...], float]:
+    return {(s.metric.name, *s.labels): s.value for s in reading.samples}
+
+
+def ranks(reading: Reading) -> list[RankFact]:
+    return [fact for fact in reading.facts if isinstance(fact, RankFact)]
+
+
+def runs(reading: Reading) -> list[RunFact]:
+    return [fact for fact in reading.facts if isinstance(fact, RunFact)]
+
+
+def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """Everything a runbook needs of a rank, and the series of it."""
+    rank = reporter(run, 3, world_size=8, generation=2, gpu=5, job="4242")
+    for loss in (2.5, 2.25):
+        with rank.phase("data"):
+            pass
+        rank.step(tokens=1000, loss=loss, grad_norm=0.5)
+    rank.checkpoint_committed(1)
+    with rank.phase("backward"):
+        reading = read(collector)
+    (fact,) = ranks(reading)
+    assert (fact.run, fact.job, fact.rank, fact.gpu, fact.generation, fact.phase) == ("r1", "4242", 3, 5, 2, "backward")
+    assert fact.live
+    assert [step.loss for step in fact.steps] == [2.5, 2.25]
+    assert fact.steps[-1].phase_s["data"] > 0
+    samples = values(reading)
+    assert samples["opsd_rank_up", "r1", "3"] == 1
+    assert samples["opsd_rank_step", "r1", "3"] == 1
+    assert samples["opsd_rank_tokens_total", "r1", "3"] == 2000
+    assert samples["opsd_rank_loss", "r1", "3"] == 2.25
+    assert samples["opsd_rank_committed_step", "r1", "3"] == 1
+    assert samples["opsd_rank_phase", "r1", "3", "backward"] == 1
+    assert samples["opsd_rank_phase", "r1", "3", "data"] == 0
+    assert samples["opsd_gpu_job_info", "5", "4242", "r1", "3"] == 1
+    assert samples["opsd_rank_page_errors", "r1"] == 0
+
+
+def test_counters_of_a_rank_exist_before_its_first_step(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """Alerts on increases need the zero."""
+    rank = reporter(run)
+    samples = values(read(collector))
+    assert samples["opsd_rank_tokens_total", "r1", "0"] == 0
+    assert {samples["opsd_rank_phase_seconds_total", "r1", "0", phase] for phase in client.PHASES} == {0.0}
+    assert ("opsd_rank_loss", "r1", "0") not in samples
+    rank.close()
+
+
+def test_a_loss_that_was_not_reported_is_no_sample(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """NaN would look like a diverged run."""
+    rank = reporter(run)
+    rank.step(tokens=1)
+    samples = values(read(collector))
+    assert ("opsd_rank_loss", "r1", "0") not in samples
+    assert samples["opsd_rank_step", "r1", "0"] == 0
+
+
+def test_the_age_of_a_stuck_rank_grows(run: Path, collector: RanksCollector[client.RankPage], clock: Clock) -> None:
+    """And its throughput sinks, so that a stalled rank does not show its last good number for ever."""
+    rank = reporter(run)
+    for _ in range(3):
+        rank.step(tokens=1000)
+    with rank.phase("collective"):
+        before = values(read(collector))
+        clock.ahead = 100.0
+        after = values(read(collector))
+    key = ("opsd_rank_last_change_age_seconds", "r1", "0")
+    assert before[key] < 50 < 100 <= after[key]
+    assert after["opsd_rank_tokens_per_second", "r1", "0"] <= 3000 / 99
+
+
+def test_a_dead_rank_lingers_and_then_disappears(
+    run: Path, collector: RanksCollector[client.RankPage], clock: Clock
+) -> None:
+    """How it ended must be seen, but the pages of last week's job must not stay."""
+    code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r}).step(tokens=5)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    reading = read(collector)
+    (fact,) = ranks(reading)
+    assert fact.process is None
+    assert not fact.live
+    assert values(reading)["opsd_rank_up", "r1", "0"] == 0
+    assert ("opsd_rank_phase_age_seconds", "r1", "0") not in values(reading)
+    clock.ahead = 120.0
+    assert read(collector) == Reading()
+
+
+def test_ranks_of_a_living_launcher_stay(run: Path, collector: RanksCollector[client.RankPage], clock: Clock) -> None:
+    """A rank that died while its launcher restarts the run is still one of its ranks."""
+    code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    write_run(run, os.getpid())
+    clock.ahead = 3600.0
+    assert len(ranks(read(collector))) == 1
+
+
+def test_a_run_is_seen_with_its_state(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """The launcher lives if the process with its pid was started when it says."""
+    write_run(run, os.getpid(), state="restarting")
+    reading = read(collector)
+    (fact,) = runs(reading)
+    assert (fact.alive, fact.state, fact.generation, fact.job, fact.world_size) == (True, "restarting", 2, "4242", 8)
+    samples = values(reading)
+    assert samples["opsd_run_state", "r1", "restarting"] == 1
+    assert samples["opsd_run_state", "r1", "running"] == 0
+    assert samples["opsd_run_generation", "r1"] == 2
+    assert samples["opsd_run_up", "r1"] == 1
+
+
+def test_another_process_with_the_launchers_pid_is_not_the_launcher(
+    run: Path, collector: RanksCollector[client.RankPage]
+) -> None:
+    """Pids are used again."""
+    write_run(run, os.getpid(), launcher_start=1)
+    (fact,) = runs(read(collector))
+    assert not fact.alive
+
+
+def test_a_run_whose_launcher_ended_disappears(
+    run: Path, collector: RanksCollector[client.RankPage], ended_pid: int
+) -> None:
+    """Its folder stays in shared memory for a day, its series do not."""
+    write_run(run, ended_pid, launcher_start=1)
+    assert len(runs(read(collector))) == 1
+    os.utime(run / "run.json", (1.0, 1.0))
+    assert runs(read(collector)) == []
+
+
+def test_events_of_the_launcher_come_once_with_their_own_time(
+    run: Path, collector: RanksCollector[client.RankPage]
+) -> None:
+    """Also those from before the agent was started; an unfinished line waits."""
+    first = json.dumps({"t": 100.5, "event": "rank_exited", "rank": 1, "culprit": True, "generation": 1})
+    second = json.dumps({"t": 101.5, "event": "resumed", "step": 7})
+    (run / "events.jsonl").write_text(f"{first}\n{second[:9]}")
+    (event,) = read(collector).events
+    assert (event.kind, event.at, event.data["run"], event.data["culprit"]) == ("rank_exited", 100.5, "r1", True)
+    (run / "events.jsonl").write_text(f"{first}\n{second}\n")
+    assert [(e.kind, e.at) for e in read(collector).events] == [("resumed", 101.5)]
+    assert read(collector).events == ()
+
+
+def test_events_that_a_launcher_passes_on_come_once(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """While it lives its stream is the only source; what it no longer passed on is read from the ranks' own files."""
+    rank = reporter(run, 2)
+    rank.event("checkpoint_rejected", step=40, file="shard-0", why="checksum")
+    own = json.loads((run / "rank-0002.page.events.jsonl").read_text())
+    passed_on = own | {"rank": 2, "generation": 1, "run": "r1"}
+    (run / "events.jsonl").write_text(json.dumps(passed_on) + "\n")
+    write_run(run, os.getpid())
+    assert [e.kind for e in read(collector).events] == ["checkpoint_rejected"]
+    rank.event("checkpoint_loaded", step=30)
+    assert read(collector).events == ()
+    write_run(run, os.getpid(), launcher_start=1)
+    (event,) = read(collector).events
+    assert (event.kind, event.data["rank"], event.data["step"]) == ("checkpoint_loaded", 2, 30)
+
+
+def test_a_run_without_launcher_has_events_too(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """Another launcher may set OPSD_RANK_PAGE."""
+    reporter(run, 1).event("data_worker_restarted", pid=7, why="gone", sample=5)
+    (event,) = read(collector).events
+    assert (event.kind, event.data["rank"], event.data["run"]) == ("data_worker_restarted", 1, "r1")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "other version", "foreign", "another rank"])
+def test_a_page_that_cannot_be_used_is_counted(
+    run: Path, collector: RanksCollector[client.RankPage], damage: str
+) -> None:
+    """It hides neither itself nor the other ranks."""
+    good, bad = reporter(run, 0), run / "rank-0001.page"
+    reporter(run, 1)
+    data = bytearray(bad.read_bytes())
+    if damage == "truncated":
+        del data[100:]
+    elif damage == "other version":
+        data[8] = 99
+    elif damage == "foreign":
+        data[:8] = b"whatever"
+    else:
+        data = bytearray((run / "rank-0000.page").read_bytes())
+    bad.write_bytes(data)
+    reading = read(collector)
+    assert [fact.rank for fact in ranks(reading)] == [0]
+    assert values(reading)["opsd_rank_page_errors", "r1"] == 1
+    good.close()
+
+
+def test_symbolic_links_are_not_followed(tmp_path: Path, run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """Neither to another folder nor to another page."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    reporter(elsewhere, 0)
+    (run.parent / "r2").symlink_to(elsewhere)
+    (run / "rank-0000.page").symlink_to(elsewhere / "rank-0000.page")
+    reading = read(collector)
+    assert ranks(reading) == []
+    assert {label for s in reading.samples for label in s.labels} == {"r1"}
+
+
+def test_workers_of_a_rank_come_with_their_state(
+    run: Path, collector: RanksCollector[client.RankPage], ended_pid: int
+) -> None:
+    """A loader that is gone is told from one that works."""
+    rank = reporter(run)
+    rank.add_worker(os.getpid(), "data")
+    rank.add_worker(ended_pid, "persist")
+    (fact,) = ranks(read(collector))
+    assert fact.workers == ((os.getpid(), "data"), (ended_pid, "persist"))
+    assert fact.worker_process[0] in ("R", "S", "D")
+    assert fact.worker_process[1] is None
+
+
+def test_a_folder_that_vanishes_is_forgotten(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """A run that was cleaned up leaves nothing behind."""
+    reporter(run)
+    assert ranks(read(collector))
+    for path in run.iterdir():
+        path.unlink()
+    run.rmdir()
+    assert read(collector) == Reading()
+
+
+def test_without_the_root_there_is_no_data(tmp_path: Path) -> None:
+    """No run has ever been started: neither healthy nor an error."""
+    assert isinstance(RanksCollector(tmp_path / "none", client).collect(), NoData)
+
+
+def test_phase_totals_go_on_through_a_restart_and_make_up_for_steps_not_seen() -> None:
+    """The ring of a page holds 63 steps; faster ranks are extrapolated."""
+    totals, rank = PhaseTotals(client.PHASES), FakeRank(0)
+    for second in range(100):
+        rank.step(float(second + 1), 1.0, forward=0.6, data=0.4)
+    assert totals.update(rank.page)["forward"] == pytest.approx(60.0)
+    assert totals.update(rank.page)["forward"] == pytest.approx(60.0)
+    restarted = FakeRank(0, born=500.0)
+    restarted.step(501.0, 1.0, forward=1.0)
+    assert totals.update(restarted.page)["forward"] == pytest.approx(61.0)
+
+
+def test_throughput_is_that_of_the_recent_steps() -> None:
+    """Tokens over the time they took, the step that is running left out until it is late."""
+    rank = FakeRank(0)
+    for second in range(20):
+        rank.step(float(second + 1), 1.0)
+    assert tokens_per_second(rank.page, 20.5) == pytest.approx(1.0)
+    assert tokens_per_second(rank.page, 31.0) == pytest.approx(0.5)
+    assert tokens_per_second(FakeRank(1).page, 31.0) is None
+
+
+@given(st.binary(max_size=200))
+def test_no_line_breaks_the_collector(line: bytes) -> None:
+    """The files belong to users."""
+    parse_event(line, "r1", 5.0)
+    assert parse_run(line, "r1", lambda pid, start: True) is None
+
+
+nasty = st.sampled_from(
+    [None, True, -1, 0, 7, 10**400, 1e300, math.nan, math.inf, "", "\ud800", "running", [], {"t": 1}]
+)
+names = st.sampled_from(["t", "event", "run", "rank", "launcher_pid", "launcher_start", "state", "generation", "job"])
+
+
+@given(st.dictionaries(names, nasty))
+def test_no_json_breaks_the_collector(record: dict[str, object]) -> None:
+    """Whatever the types, the run is the folder's and the time a number."""
+    complete = dict.fromkeys(("world_size", "launcher_pid", "launcher_start", "generation"), 1)
+    run = parse_run(
+        json.dumps({"job": "", "node": "", "control": "", "folder": ""} | complete | record).encode(),
+        "r1",
+        lambda pid, start: True,
+    )
+    assert run is None or (run.run == "r1" and run.job.encode() is not None and run.generation < 2**48)
+    event = parse_event(json.dumps({"event": "resumed"} | record).encode(), "r1", 5.0)
+    assert event is None or (event.data["run"] == "r1" and 0 <= event.at <= 5.0)
+
+
+@pytest.mark.parametrize("name", ["xid", "gpu_lost", "", "RANK_EXITED"])
+def test_a_users_file_does_not_speak_for_the_hardware(name: str) -> None:
+    """A rank may report what it likes, but under a kind of its own."""
+    event = parse_event(json.dumps({"t": 1.0, "event": name}).encode(), "r1", 5.0)
+    assert isinstance(event, Event)
+    assert event.kind == "rank_event"
+    assert event.data["event"] == name
