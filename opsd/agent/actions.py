@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import socket
-import stat
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +28,9 @@ VERBS = ("kill_process", "set_power_limit", "restart_generation", "notify")
 CONTROL_TIMEOUT_S = 5.0
 MAX_ANSWER = 65_536
 ACTION_DEADLINE_S = 30.0
+
+_CREDENTIALS = struct.Struct("=iII")
+"""``struct ucred`` of unix(7): pid, uid, gid."""
 
 
 class ActionError(Exception):
@@ -113,13 +116,9 @@ class Executor:
 
     def _kill_process(self, action: Action) -> str:
         pid, rank = _integer(action, "pid"), _integer(action, "rank")
-        path = self._shm / _name(action, "run") / f"rank-{rank:04d}.page"
-        try:
-            page = read_page(path)
-        except PageError as error:
-            raise ActionError(str(error)) from error
+        page, owner = read_owned_page(self._shm / _name(action, "run"), rank)
         with _process(pid) as descriptor:
-            check_killable(pid, page, owner=path.lstat().st_uid)
+            check_killable(pid, page, owner)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return f"sent SIGKILL to process {pid} of rank {rank}"
 
@@ -145,6 +144,27 @@ class Executor:
         text = str(action.args.get("text") or action.reason)
         self._notify(text, {"target": action.target})
         return "told"
+
+
+def read_owned_page(folder: Path, rank: int) -> tuple[RankPage, int]:
+    """The page of ``rank`` in the run's ``folder`` and the user whose it is. Raises ActionError.
+
+    The folder is held open, so that it cannot be exchanged for a link to somebody else's in between.
+    """
+    name = f"rank-{rank:04d}.page"
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            owner = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_uid
+            if owner != os.fstat(descriptor).st_uid:
+                raise ActionError(f"{folder / name} does not belong to the owner of its folder")
+            return read_page(Path(f"/proc/self/fd/{descriptor}") / name), owner
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ActionError(f"{folder / name}: {error.strerror}") from error
+    except PageError as error:
+        raise ActionError(str(error)) from error
 
 
 def check_killable(pid: int, page: RankPage, owner: int) -> None:
@@ -198,12 +218,13 @@ def _process(pid: int) -> Any:
 def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
     """Send one request to a launcher's control socket and return its answer. Raises ActionError."""
     try:
-        status = control.lstat()
-        if not stat.S_ISSOCK(status.st_mode) or status.st_uid != control.parent.lstat().st_uid:
-            raise ActionError(f"{control} is not a launcher's control socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(str(control))
+            # Who answers is asked of the kernel after connecting: until then the path may be exchanged for a link.
+            _, peer, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if peer != control.parent.lstat().st_uid:
+                raise ActionError(f"{control} is answered by another user than the run's")
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as stream:
                 line = stream.readline(MAX_ANSWER)

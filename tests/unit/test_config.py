@@ -30,7 +30,7 @@ def write(path: Path, text: str) -> Path:
         ("[nvml]\nenabled = 1", "nvml.enabled: should be a valid boolean, not 1"),
         ("[policy]\nmode = 'yolo'", "policy.mode: should be 'observe', 'recommend' or 'act', not 'yolo'"),
         ("[policy.runbooks]\nrank_crahs = 'act'", "unknown runbook policy.runbooks.rank_crahs; did you mean policy."),
-        ("[agent]\nlisten = '9477'", "agent.listen: should be ADDRESS:PORT, for instance 127.0.0.1:9477 or [::1]:9477, no"),
+        ("[agent]\nlisten = '9477'", "agent.listen: should be ADDRESS:PORT, for instance 127.0.0.1:9477 or [::1]:9477"),
         ("[agent]\nlisten = 'localhost:99999'", "agent.listen: should be ADDRESS:PORT"),
         ("agent = 3", "agent: should be a valid dictionary"),
         ("[agent\n", "not valid TOML"),
