@@ -7,6 +7,7 @@ from statistics import median
 
 from collectors.base import RankFact
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from runbooks.gpus import loaded, rank_on
 from runbooks.signals import integer, latest, number, seconds_spent, text, usual
 
 THERMAL = ("sw_thermal", "hw_thermal")
@@ -20,14 +21,16 @@ SHORT_S, SHORT_LIMIT_S = 6.0, 3.0
 LONG_S, LONG_LIMIT_S = 30.0, 9.0
 """A throttle is half of the last 6 s or 30 % of the last 30 s; a single wild sample adds one second at most."""
 
-LOADED_PERCENT = 30.0
-"""Below this utilization a GPU is not under load: at boot and when idle, HW slowdown comes and goes by itself."""
-
 QUIET_S = 5.0
 CUT = 0.85
 LOWEST = 0.6
 """Each attempt takes 15 % off the power limit, down to 60 % of the default: the clock falls by far less than power
 does, and a steady small loss is better than clocks that collapse."""
+
+
+def throttled_gpus(view: View) -> set[str]:
+    """UUIDs of the GPUs that are throttled now, under load or not."""
+    return {uuid for uuid, counters in _counters(view).items() if _throttles(counters)}
 
 
 def _counters(view: View) -> dict[str, dict[str, Series]]:
@@ -49,24 +52,14 @@ def _throttles(counters: Mapping[str, Series]) -> list[str]:
     return _active(counters, SHORT_S, SHORT_LIMIT_S) or _active(counters, LONG_S, LONG_LIMIT_S)
 
 
-def _rank_on(view: View, gpu: int) -> RankFact | None:
-    return next((rank for rank in view.ranks if rank.gpu == gpu and rank.live), None)
-
-
-def _loaded(view: View, uuid: str, rank: RankFact | None) -> bool:
-    utilization = [usual(series, SHORT_S) for series in view.select("DCGM_FI_DEV_GPU_UTIL", UUID=uuid)]
-    if utilization and utilization[0] is not None:
-        return utilization[0] >= LOADED_PERCENT
-    return rank is not None
-
-
 def _detect(view: View) -> Iterator[Finding]:
     gpus = _counters(view)
     throttled = {uuid: reasons for uuid, counters in gpus.items() if (reasons := _throttles(counters))}
+    under_load = loaded(view)
     for uuid, reasons in throttled.items():
         index = int(next(iter(gpus[uuid].values())).labels["gpu"])
-        rank = _rank_on(view, index)
-        if _loaded(view, uuid, rank):
+        rank = rank_on(view, index)
+        if under_load(uuid, rank):
             spent = max(seconds_spent(series, 600.0) for series in gpus[uuid].values())
             yield _finding(view, uuid, index, rank, reasons, _slowdown(view, uuid, set(throttled)), spent)
 
@@ -76,10 +69,11 @@ def _slowdown(view: View, uuid: str, throttled: set[str]) -> tuple[float, float]
     clocks = {series.labels["UUID"]: series for series in view.select(CLOCK)}
     if uuid not in clocks or (clock := usual(clocks[uuid], SHORT_S)) is None:
         return None
+    under_load = loaded(view)
     peers = [
         value
         for peer, series in clocks.items()
-        if peer not in throttled and _loaded(view, peer, None) and (value := usual(series, SHORT_S)) is not None
+        if peer not in throttled and under_load(peer, None) and (value := usual(series, SHORT_S)) is not None
     ]
     past = sorted(value for _, value in clocks[uuid].values(600.0))
     return clock, max(clock, median(peers) if peers else past[int(0.9 * (len(past) - 1))])
@@ -159,9 +153,8 @@ def _healed(incident: Incident, view: View) -> bool | None:
         return None
     if any(seconds_spent(series, QUIET_S) > 0 for series in counters.values()):
         return False
-    loaded = _loaded(view, uuid, _rank_on(view, integer(incident.data, "gpu")))
     steady = all(len(series.values(QUIET_S)) >= QUIET_S - 1 for series in counters.values())
-    return True if loaded and steady else None
+    return True if steady and loaded(view)(uuid, rank_on(view, integer(incident.data, "gpu"))) else None
 
 
 PAGE = Page.parse("""
@@ -186,11 +179,11 @@ share. Above the hardware threshold clocks fall by half or more.
 
 ## Mitigation
 - Heat: lower the power limit by 15 % (`nvidia-smi -i GPU -pl WATTS`). The clock falls by about 6 %, the heat by 15 %.
-- Then swap the node out at the next good moment and have cooling or power serviced:
-  `scontrol update nodename=NODE state=drain reason="opsd: gpu_throttle"`.
-- A lowered limit stays until the node was serviced: raised any earlier, the GPU is as hot again minutes later. A reboot
-  or a reload of the driver restores the default; by hand it is `nvidia-smi -i GPU -pl WATTS` with the `restore_watts`
-  of the action.
+- Then swap the node out at the next good moment and have cooling or power serviced: `scontrol update nodename=NODE
+  state=drain reason="opsd: gpu_throttle"`.
+- A lowered limit stays until the node was serviced: raised any earlier, the GPU is as hot again minutes later. A
+  reboot or a reload of the driver restores the default; by hand it is `nvidia-smi -i GPU -pl WATTS` with the
+  `restore_watts` of the action.
 
 ## What opsd does by itself
 - observe: opens the incident with its cost.

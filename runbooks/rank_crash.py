@@ -94,13 +94,14 @@ computed again.
 
 ## Diagnosis
 1. `opsd incidents show ID`: exit status, Python error, last log lines.
-2. `signal SIGKILL` without an error comes from outside. `journalctl -k --since -10min | grep -i oom` shows the kernel's
-   out-of-memory killer, `sacct -j JOB --format=JobID,State,ExitCode,MaxRSS` shows Slurm.
-3. A Python error of the program (component `user code`): read where it was raised and the rank's log in the run folder.
-   It comes back on any node.
-4. A CUDA error can be the program's or the GPU's: `journalctl -k --since -10min | grep -i xid`, then
-   `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`. The same rank failing on another GPU speaks for the program.
-5. A failed collective (component `network`) is often the echo of a rank on another node: look for that node's incident.
+2. `signal SIGKILL` without an error comes from outside. `journalctl -k --since -10min | grep -i oom` shows the
+   kernel's out-of-memory killer, `sacct -j JOB --format=JobID,State,ExitCode,MaxRSS` shows Slurm.
+3. A Python error of the program (component `user code`): read where it was raised and the rank's log in the run
+   folder. It comes back on any node.
+4. A CUDA error can be the program's or the GPU's: `journalctl -k --since -10min | grep -i xid`, then `nvidia-smi -q
+   -d ECC,ROW_REMAPPER -i GPU`. The same rank failing on another GPU speaks for the program.
+5. A failed collective (component `network`) is often the echo of a rank on another node: look for that node's
+   incident.
 
 ## Mitigation
 - Nothing, if the incident resolved: the next generation is training.

@@ -48,6 +48,19 @@ def seconds_spent(series: Series, seconds: float) -> float:
     return spent
 
 
+def growth(series: Series, seconds: float) -> float:
+    """How much a counter has grown in the last ``seconds``; a reset counts nothing.
+
+    A value that the samples on both sides contradict is left out, so that one wild sample is no growth. The newest
+    value counts once the next sample confirms it.
+    """
+    values = [value for _, value in series.values(seconds)]
+    if len(values) < 3 or values[0] == values[-1]:
+        return 0.0
+    settled = values[:1] + [sorted(values[i - 1 : i + 2])[1] for i in range(1, len(values) - 1)]
+    return sum(max(after - before, 0.0) for before, after in pairwise(settled))
+
+
 def text(data: Mapping[str, object], key: str) -> str:
     """The field as text, "" if it is missing or null."""
     value = data.get(key)

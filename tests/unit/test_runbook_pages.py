@@ -18,7 +18,7 @@ from runbooks import RUNBOOKS
 from runbooks.base import Page
 
 FOLDER = Path(runbooks.__file__).parent
-SHARED = {"__init__", "base", "blame", "runs", "signals"}
+SHARED = {"__init__", "base", "blame", "gpus", "runs", "signals"}
 PROGRAMS = {
     "cat", "df", "findmnt", "grep", "iostat", "ibstat", "ipmitool", "journalctl", "kill", "ls", "nvidia-smi", "py-spy",
     "sacct", "scontrol", "smartctl", "squeue",

@@ -1,0 +1,108 @@
+"""Memory errors of a GPU: one that could not be corrected, or corrected ones in a burst."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from runbooks.gpus import blamed, by_gpu, job_text, newest
+from runbooks.signals import growth, number, text
+
+ERRORS = "opsd_gpu_ecc_errors_total"
+SHORT_S = 30.0
+BURST_S, BURST = 60.0, 100.0
+"""Single corrected errors are what ECC is for; this many in a minute come before an uncorrectable one."""
+
+QUIET_S = 300.0
+
+
+def _finding(view: View, series: Series, kind: str, errors: float, seconds: float) -> Finding:
+    uuid, gpu = series.labels["UUID"], int(series.labels["gpu"])
+    culprit, rank = blamed(view, gpu, f"{kind} memory errors")
+    fatal = kind == "uncorrected"
+    total, pending = series.last, newest(view, "opsd_gpu_row_remap_pending").get(uuid)
+    facts = [
+        f"{errors:.0f} {kind} ECC errors in the last {seconds:.0f} s, {total:.0f} since the driver was loaded",
+        "a row remapping waits for a reset of the GPU" if pending else "",
+        job_text(rank),
+    ]
+    return Finding(
+        kind="gpu_ecc",
+        key=f"{uuid}/{kind}",
+        severity=Severity.CRITICAL if fatal else Severity.WARNING,
+        summary=f"GPU {gpu} has {kind} memory errors",
+        culprit=culprit,
+        confidence=0.98 if fatal else 0.8,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
+        cost=Cost(text="the process that used the memory is killed by the driver" if fatal else ""),
+        job=rank.job if rank else "",
+        data={"uuid": uuid, "gpu": gpu, "errors": kind, "total": total},
+    )
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for kind, seconds, least in (("uncorrected", SHORT_S, 1.0), ("corrected", BURST_S, BURST)):
+        for series in view.select(ERRORS, type=kind, counter="volatile"):
+            if series.last is not None and (errors := growth(series, seconds)) >= least:
+                yield _finding(view, series, kind, errors, seconds)
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    advice = "reset it before it trains again" if incident.severity is Severity.CRITICAL else "plan its replacement"
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: {advice}"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True after a reset of the GPU (its volatile counter starts anew), or after quiet minutes with nothing pending."""
+    data = incident.data
+    uuid = text(data, "uuid")
+    found = by_gpu(view, ERRORS, type=text(data, "errors"), counter="volatile").get(uuid)
+    if not found or (total := found[0].last) is None:
+        return None
+    if total < (number(data, "total") or 0.0):
+        return True
+    waiting = newest(view, "opsd_gpu_row_remap_pending").get(uuid, 0.0)
+    wanted = newest(view, "opsd_gpu_recovery_action").get(uuid, 0.0)
+    points = found[0].values(QUIET_S)
+    quiet = len(points) > 0.9 * QUIET_S and points[0][1] == points[-1][1]
+    return quiet and not waiting and not wanted
+
+
+PAGE = Page.parse("""
+# A GPU has memory errors
+
+## Meaning
+Uncorrected: data in the GPU's memory was lost; the driver kills the process that used it (Xid 48, 63, 94, 95) and
+marks the row for replacement. Corrected in a burst (more than 100 a minute): nothing was lost, but the memory is on
+its way there. Single corrected errors are normal and no incident.
+
+## Impact
+An uncorrected error ends the rank, and with it the generation. The GPU may need a reset before it can be used again.
+
+## Diagnosis
+1. `opsd incidents show ID`: how many, how fast, and whether a row remapping is pending.
+2. `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`: volatile and aggregate counts, pending and failed remaps.
+3. `journalctl -k --since -1hour | grep -i xid`: 94 is contained (only that process died), 95 is not, 48 alone needs a
+   reset.
+
+## Mitigation
+- Restart of the job on this GPU is safe after a contained error without pending remap.
+- Otherwise drain (`scontrol update nodename=NODE state=drain reason="opsd: gpu_ecc"`), then reset when no process
+  uses it: `nvidia-smi -r -i GPU`, or reboot.
+- Corrected bursts that come back after a reset: have the GPU replaced.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after a reset, or after five quiet minutes with nothing pending.
+- recommend, act: the same, and notifies. The launcher restarts the killed rank in every mode.
+""")
+
+RUNBOOK = Runbook(
+    kind="gpu_ecc",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    verify_s=900.0,
+    max_attempts=1,
+)

@@ -1,0 +1,89 @@
+"""A GPU no longer answers its driver: it fell off the bus, or the driver has given it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from collectors.base import GpuFact
+from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpus import blamed, gpu_of, job_text
+from runbooks.signals import text
+
+
+def _finding(gpu: GpuFact, view: View) -> Finding:
+    culprit, rank = blamed(view, gpu.index, gpu.lost or "")
+    xids = [event for event in view.events("xid", 60.0) if text(event.data, "uuid") == gpu.uuid]
+    facts = [
+        f"the driver says of GPU {gpu.index} ({gpu.pci_bus_id}): {gpu.lost}",
+        job_text(rank),
+        *(f"{event.message} {view.wall - event.at:.0f} s ago" for event in xids[-3:]),
+    ]
+    waiting = rank.world_size if rank else 1
+    return Finding(
+        kind="gpu_lost",
+        key=gpu.uuid,
+        severity=Severity.CRITICAL,
+        summary=f"GPU {gpu.index} ({gpu.pci_bus_id}) is lost",
+        culprit=culprit,
+        confidence=0.98,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts),
+        cost=Cost(1.0, 0.0, f"{waiting} GPUs cannot train while it is gone" if rank else "one GPU less"),
+        job=rank.job if rank else "",
+        data={"uuid": gpu.uuid, "gpu": gpu.index},
+    )
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    return (_finding(gpu, view) for gpu in view.gpus if gpu.lost is not None and gpu.uuid)
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}: drain the node and reboot it; twice in a week is a case for the vendor"
+    return (Action("notify", target=view.node, reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the same GPU answers again. A GPU that is not listed at all is not known to be well."""
+    gpu = gpu_of(view, text(incident.data, "uuid"))
+    return None if gpu is None else gpu.lost is None
+
+
+PAGE = Page.parse("""
+# A GPU is lost
+
+## Meaning
+The driver cannot reach a GPU any more ("GPU is lost", Xid 79 "fallen off the bus"). Its PCIe link is down or its
+firmware hangs. It does not come back without a reset of the GPU, mostly a reboot of the node.
+
+## Impact
+The rank on it dies or hangs with the next kernel, and the job with it. Other calls to the driver may become slow.
+
+## Diagnosis
+1. `opsd incidents show ID`: what the driver says, and Xids of the last minute.
+2. `nvidia-smi -L`: is it missing from the list, or listed as lost?
+3. `journalctl -k --since -1hour | grep -iE "NVRM|xid|pcieport|AER"`: Xid 79 alone speaks for the GPU or its power,
+   PCIe errors before it for the slot or riser.
+4. `ipmitool sel list`: power or temperature events of the board at the same time.
+
+## Mitigation
+- `scontrol update nodename=NODE state=drain reason="opsd: gpu_lost"`, then requeue: `scontrol requeue JOB`.
+- Reboot the node (`scontrol reboot ASAP NODE`). Back again: run the node's acceptance tests before it trains.
+- Lost again within a week: have GPU, riser and power supply checked by the vendor.
+
+## What opsd does by itself
+- observe: opens the incident, and resolves it once the same GPU answers again.
+- recommend, act: the same, and notifies. A reboot is left to people and to Slurm.
+""")
+
+RUNBOOK = Runbook(
+    kind="gpu_lost",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    open_after_s=1.0,
+    clear_after_s=30.0,
+    verify_s=600.0,
+    max_attempts=1,
+)

@@ -1,0 +1,94 @@
+"""The driver replaces a bad row of GPU memory: the replacement waits for a reset, or has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from runbooks.base import Action, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpus import blamed, job_text, newest
+from runbooks.signals import text
+
+PENDING = "opsd_gpu_row_remap_pending"
+FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
+ROWS = "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    failed = {uuid for uuid, value in newest(view, FAILED).items() if value}
+    pending = {uuid for uuid, value in newest(view, PENDING).items() if value}
+    if failed or pending:
+        rows = newest(view, ROWS)
+        indexes = {gpu.uuid: gpu.index for gpu in view.gpus}
+        for uuid in sorted((failed | pending) & indexes.keys()):
+            yield _finding(view, uuid, indexes[uuid], uuid in failed, rows.get(uuid))
+
+
+def _finding(view: View, uuid: str, gpu: int, failed: bool, rows: float | None) -> Finding:
+    what = "remapping a row of its memory has failed" if failed else "a remapped row of its memory waits for a reset"
+    culprit, rank = blamed(view, gpu, what)
+    facts = [
+        f"GPU {gpu}: {what}",
+        f"{rows:.0f} rows were remapped after uncorrectable errors so far" if rows is not None else "",
+        job_text(rank),
+    ]
+    return Finding(
+        kind="gpu_row_remap",
+        key=uuid,
+        severity=Severity.CRITICAL if failed else Severity.WARNING,
+        summary=f"GPU {gpu}: {what}",
+        culprit=culprit,
+        confidence=0.98,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
+        job=rank.job if rank else "",
+        data={"uuid": uuid, "gpu": gpu},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    failed = incident.severity is Severity.CRITICAL
+    advice = "take the node out, the GPU has to be replaced" if failed else "reset the GPU when its job is over"
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: {advice}"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    uuid = text(incident.data, "uuid")
+    pending, failed = newest(view, PENDING).get(uuid), newest(view, FAILED).get(uuid)
+    return None if pending is None or failed is None else not pending and not failed
+
+
+PAGE = Page.parse("""
+# A row of GPU memory is being replaced
+
+## Meaning
+After memory errors the GPU replaces the bad row by a spare one. Pending: the replacement becomes effective with the
+next reset, until then errors may come back. Failed: no spare row is left in that bank, and the GPU has to be
+replaced.
+
+## Impact
+Pending: none right now, the next error in the same row may end the rank. Failed: do not train on it.
+
+## Diagnosis
+1. `opsd incidents show ID`: pending or failed, and how many rows were replaced before.
+2. `nvidia-smi -q -d ROW_REMAPPER -i GPU`: pending, failure, and the histogram of banks with spare rows left.
+3. `journalctl -k --since -1day | grep -iE "xid.*: (63|64)"`: 63 is a remapping recorded, 64 one that failed.
+
+## Mitigation
+- Pending: when the job has ended, `nvidia-smi -r -i GPU`, or reboot the node.
+- Failed: `scontrol update nodename=NODE state=drain reason="opsd: gpu_row_remap"`, and have the GPU replaced.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it when neither flag is set any more.
+- recommend, act: the same, and notifies. It does not reset GPUs.
+""")
+
+RUNBOOK = Runbook(
+    kind="gpu_row_remap",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    open_after_s=2.0,
+    verify_s=3600.0,
+    max_attempts=1,
+)

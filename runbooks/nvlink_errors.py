@@ -1,0 +1,136 @@
+"""NVLink between the GPUs of a node: a link that went down, links that recover from errors again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from runbooks.gpus import blamed, by_gpu, fresh, job_text
+from runbooks.signals import growth, text
+
+ERRORS, UP = "opsd_gpu_nvlink_errors_total", "opsd_gpu_nvlink_up"
+SHORT_S = 60.0
+LIMITS: Mapping[str, float] = {"recovery": 1.0, "replay": 30.0, "crc_flit": 1000.0, "crc_data": 30.0}
+"""Errors in a minute. A recovery stops the link and trains it anew; the others are repaired by sending again and matter
+only in numbers."""
+
+QUIET_S = 300.0
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    indexes = {gpu.uuid: gpu.index for gpu in view.gpus if gpu.lost is None}
+    down = _down(view)
+    errors = _errors(view)
+    for uuid in indexes.keys() & (down.keys() | errors.keys()):
+        yield _finding(view, uuid, indexes[uuid], down.get(uuid, []), errors.get(uuid, []))
+
+
+def _down(view: View) -> dict[str, list[str]]:
+    """Links that are down and should not be, by UUID: up on most GPUs of the node, or up before on this one.
+
+    Some boards leave links unconnected, on every GPU the same ones. All links down is the fabric, not a link.
+    """
+    states: dict[str, list[Series]] = {}
+    for series in view.select(UP):
+        if series.last is not None:
+            states.setdefault(series.labels["link"], []).append(series)
+    found: dict[str, list[str]] = {}
+    if not any(series.last for links in states.values() for series in links):
+        return found
+    for link, links in states.items():
+        mostly_up = sum(bool(series.last) for series in links) > len(links) / 2
+        for series in links:
+            if not series.last and (mostly_up or any(value for _, value in series.values(600.0))):
+                found.setdefault(series.labels["UUID"], []).append(link)
+    return found
+
+
+def _errors(view: View) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for series in view.select(ERRORS):
+        kind, grown = series.labels["type"], growth(series, SHORT_S)
+        if grown >= LIMITS.get(kind, float("inf")):
+            found.setdefault(series.labels["UUID"], []).append(f"{grown:.0f} {kind} errors in a minute")
+    return found
+
+
+def _finding(view: View, uuid: str, gpu: int, down: Sequence[str], errors: Sequence[str]) -> Finding:
+    what = [f"link {', '.join(down)} down"] * bool(down) + list(errors)
+    culprit, rank = blamed(view, gpu, " and ".join(what))
+    return Finding(
+        kind="nvlink_errors",
+        key=uuid,
+        severity=Severity.CRITICAL if down and rank else Severity.WARNING,
+        summary=f"NVLink of GPU {gpu}: {' and '.join(what)}",
+        culprit=culprit,
+        confidence=0.9,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in [*what, job_text(rank)]),
+        cost=Cost(text="collectives inside the node run at the pace of its slowest link"),
+        job=rank.job if rank else "",
+        data={"uuid": uuid, "gpu": gpu},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: swap the node out at the next checkpoint"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True after quiet minutes with all links up: an intermittent fault shows itself again within that time or not."""
+    uuid = text(incident.data, "uuid")
+    counters, links = by_gpu(view, ERRORS).get(uuid, []), by_gpu(view, UP).get(uuid, [])
+    if not counters or not links or not fresh(counters) or not fresh(links):
+        return None
+    return all(link.last for link in links) and all(_quiet(series) for series in counters)
+
+
+def _quiet(series: Series) -> bool:
+    limit = LIMITS.get(series.labels["type"], float("inf"))
+    points = series.values(QUIET_S)
+    return len(points) > 0.9 * QUIET_S and points[-1][1] - points[0][1] < limit
+
+
+PAGE = Page.parse("""
+# NVLink errors
+
+## Meaning
+A link between GPUs of the node is down, or its error counters grow: `recovery` counts links that had to be trained
+anew, `replay` and `crc` count packets sent again. After a boot links come up within seconds, which is no incident;
+all links down at once is the fabric manager.
+
+## Impact
+Tensor-parallel and intra-node collectives wait for the slowest link; a recovery stops the link for milliseconds, and
+NCCL may abort. An intermittent link is the worst kind: it passes every test that is shorter than the time between its
+faults.
+
+## Diagnosis
+1. `opsd incidents show ID`: which GPU, which link, which counter and how fast.
+2. `nvidia-smi nvlink -s -i GPU` (state) and `nvidia-smi nvlink -e -i GPU` (errors); the peer at the other end of the
+   link usually counts as well.
+3. `journalctl -k --since -1day | grep -iE "xid.*: 74|SXid"`: Xid 74 names the link, SXid the switch.
+4. Fabric manager: `journalctl -u nvidia-fabricmanager --since -1day`.
+
+## Mitigation
+- Move the job to another node at the next checkpoint, and drain this one: `scontrol update nodename=NODE state=drain
+  reason="opsd: nvlink_errors"`.
+- Reset all GPUs of the node together, or reboot; run an all-reduce over all GPUs for at least half an hour
+  afterwards.
+- The same link again: it is hardware (GPU, baseboard or switch). Do not bring the node back because a short test
+  passed.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after five minutes with all links up and no further errors.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="nvlink_errors",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    open_after_s=10.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)

@@ -1,0 +1,140 @@
+"""A GPU's PCIe link runs with fewer lanes or a lower generation than it can, or repeats packets all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpus import blamed, by_gpu, job_text, loaded, newest, rank_on
+from runbooks.signals import growth, text
+
+WIDTH, WIDTH_MAX = "opsd_gpu_pcie_link_width", "opsd_gpu_pcie_link_width_max"
+GENERATION, GENERATION_MAX = "opsd_gpu_pcie_link_generation", "opsd_gpu_pcie_link_generation_max"
+REPLAYS = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"
+REPLAY_S, REPLAY_LIMIT = 60.0, 60.0
+"""One packet a second sent again, on average over a minute; a healthy link repeats a few in a day."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """The PCIe links of the node's GPUs by UUID."""
+
+    width: Mapping[str, float]
+    width_max: Mapping[str, float]
+    generation: Mapping[str, float]
+    generation_max: Mapping[str, float]
+
+    @classmethod
+    def of(cls, view: View) -> _Links:
+        return cls(*(newest(view, name) for name in (WIDTH, WIDTH_MAX, GENERATION, GENERATION_MAX)))
+
+    def faults(self, uuid: str, under_load: bool) -> list[str]:
+        """What is wrong with the link of one GPU. A lower generation without load saves power and is normal."""
+        found = []
+        width, lanes = self.width.get(uuid), self._expected(self.width_max, uuid)
+        if width is not None and lanes is not None and width < lanes:
+            found.append(f"{width:.0f} of {lanes:.0f} lanes")
+        generation, best = self.generation.get(uuid), self._expected(self.generation_max, uuid)
+        if under_load and generation is not None and best is not None and generation < best:
+            found.append(f"generation {generation:.0f} instead of {best:.0f}")
+        return found
+
+    @staticmethod
+    def _expected(limits: Mapping[str, float], uuid: str) -> float | None:
+        """The best that the link can do: its own word, or its peers' if that is more (a slot that trained down)."""
+        own = limits.get(uuid)
+        return None if own is None else max(own, median(limits.values()))
+
+
+def _replays(view: View) -> dict[str, float]:
+    found = {uuid: growth(series[0], REPLAY_S) for uuid, series in by_gpu(view, REPLAYS).items()}
+    return {uuid: count for uuid, count in found.items() if count >= REPLAY_LIMIT}
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    links, replays, under_load = _Links.of(view), _replays(view), loaded(view)
+    for gpu in view.gpus:
+        faults = links.faults(gpu.uuid, under_load(gpu.uuid, rank_on(view, gpu.index)))
+        if gpu.uuid in replays:
+            faults.append(f"{replays[gpu.uuid]:.0f} packets repeated in a minute")
+        if faults:
+            yield _finding(view, gpu.uuid, gpu.index, faults)
+
+
+def _finding(view: View, uuid: str, gpu: int, faults: Sequence[str]) -> Finding:
+    what = " and ".join(faults)
+    culprit, rank = blamed(view, gpu, what)
+    facts = [f"PCIe link of GPU {gpu}: {what}", job_text(rank)]
+    return Finding(
+        kind="pcie_degraded",
+        key=uuid,
+        severity=Severity.WARNING,
+        summary=f"the PCIe link of GPU {gpu} is degraded: {what}",
+        culprit=culprit,
+        confidence=0.9,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts),
+        cost=Cost(text="copies between host and GPU, and network traffic of this GPU, are slower"),
+        job=rank.job if rank else "",
+        data={"uuid": uuid, "gpu": gpu},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: reseat or replace at the next service"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True if the link is as it should be, under load; an idle link cannot tell its generation."""
+    uuid = text(incident.data, "uuid")
+    links, gpu = _Links.of(view), next((g for g in view.gpus if g.uuid == text(incident.data, "uuid")), None)
+    if gpu is None or uuid not in links.width or uuid not in links.generation:
+        return None
+    busy = loaded(view)(uuid, rank_on(view, gpu.index))
+    if links.faults(uuid, busy) or uuid in _replays(view):
+        return False
+    return True if busy else None
+
+
+PAGE = Page.parse("""
+# A PCIe link is degraded
+
+## Meaning
+The link between a GPU and its host came up with fewer lanes or at a lower generation than both ends can do, or it
+repeats packets all the time. It was never right, or it trained down after errors. A lower generation of an idle GPU
+is power saving and no incident.
+
+## Impact
+Loading data, staging checkpoints and, with GPUDirect, the network run at a half or a quarter of their speed on this
+GPU. In a synchronous job the others wait for it.
+
+## Diagnosis
+1. `opsd incidents show ID`: lanes, generation and repeats beside what they should be.
+2. `nvidia-smi -q -d PERFORMANCE -i GPU` and `nvidia-smi
+   --query-gpu=index,pcie.link.gen.current,pcie.link.width.current --format=csv`: all GPUs of the node side by side,
+   under load.
+3. `journalctl -k --since -1day | grep -iE "AER|pcieport"`: corrected errors on the same slot.
+
+## Mitigation
+- A reboot often trains the link up again: `scontrol reboot ASAP NODE`, and look again before it trains.
+- It comes back: reseat the GPU or riser, then replace. `scontrol update nodename=NODE state=drain reason="opsd:
+  pcie_degraded"`.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once the link is as it should be under load.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="pcie_degraded",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    open_after_s=10.0,
+    clear_after_s=60.0,
+    verify_s=3600.0,
+    max_attempts=1,
+)
