@@ -12,7 +12,11 @@ _COLLECTIVE = re.compile(
     r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|wait_tensor|gloo::|^nccl|ncclComm|ProcessGroup",
     re.IGNORECASE,
 )
-_COMPILING = re.compile(r"torch/(_dynamo|_inductor|_functorch|fx)/|/triton/(compiler|backends|runtime)/")
+_COMPILING = re.compile(
+    r"torch/_dynamo/(convert_frame|symbolic_convert|output_graph)\.py"
+    r"|torch/_inductor/(compile_fx|async_compile|codecache|graph|scheduler)\.py|/triton/compiler/"
+)
+"""Not torch/_dynamo/eval_frame.py: its wrappers stand in every stack of compiled code and of FSDP's hooks."""
 _SAVING = re.compile(
     r"torch/serialization\.py|torch/distributed/checkpoint/|safetensors/|save_pretrained|save_checkpoint", re.IGNORECASE
 )

@@ -59,6 +59,15 @@ def frames(*pairs: tuple[str, str]) -> Stack:
     [
         (frames(("wait", "x.py"), ("all_reduce", "torch/distributed/distributed_c10d.py")), "all_reduce", None),
         (frames(("gloo::AllreduceRing", "libtorch_cpu.so")), "gloo::AllreduceRing", None),
+        (
+            frames(
+                ("reduce_scatter_single", "/s/torch/distributed/distributed_c10d.py"),
+                ("FSDPParamGroup.post_backward", "/s/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"),
+                ("DisableContext.__call__.<locals>._fn", "/s/torch/_dynamo/eval_frame.py"),
+            ),
+            "reduce_scatter_single",
+            None,
+        ),
         (frames(("compile_fx", "/s/torch/_inductor/compile_fx.py"), ("step", "train.py")), None, "setup"),
         (frames(("_save", "/s/torch/serialization.py"), ("step", "train.py")), None, "checkpoint"),
         (frames(("evaluate", "/s/mine.py")), None, "evaluation"),
