@@ -79,7 +79,7 @@ class Demo:
         gpus = self._prepare()
         steps = steps or self._measured_steps()
         view = View(simulated_gpus=gpus.simulated is not None)
-        agent = self.scene.start_agent()
+        self._agent = self.scene.start_agent()
 
         view.stage = f"1 of 2: {steps} steps undisturbed, for comparison"
         quiet = self._run("undisturbed", steps, gpus, view, director=None)
@@ -91,8 +91,6 @@ class Demo:
         view = View(simulated_gpus=gpus.simulated is not None)
         view.stage = f"2 of 2: the same {steps} steps, {len(faults)} faults"
         self._run("disturbed", steps, gpus, view, director)
-        if agent.poll() is not None:
-            raise DemoError(f"the agent ended ({agent.returncode}):\n{self.scene.tail('agent.log')}")
         return self._report(director, steps, gpus, false_alarms, target)
 
     def _prepare(self) -> demo_gpus.Gpus:
@@ -159,6 +157,8 @@ class Demo:
             else:
                 for line in lines:
                     self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if self._agent.poll() is not None:
+                raise DemoError(f"the agent ended ({self._agent.returncode}):\n{self.scene.tail('agent.log')}")
             if ended is None and process.poll() is not None:
                 ended = now.wall
             if ended is not None and (director is None or director.done or now.wall - ended > SETTLE_S):
