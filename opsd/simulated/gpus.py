@@ -30,6 +30,7 @@ MODEL: Final = "NVIDIA H100 80GB HBM3 (simulated)"
 DRIVERS: Final = (570, 575, 580)
 """Driver generations whose field numbers can be simulated."""
 
+_COUNTERS = ("sw_power_cap", "sync_boost", "sw_thermal", "hw_thermal", "hw_power_brake")
 _GIB = 1 << 30
 
 
@@ -126,6 +127,11 @@ class SimulatedGpu:
     @throttle_counters_work.setter
     def throttle_counters_work(self, work: bool) -> None:
         self._raw.counters_work = work
+
+    @property
+    def throttle_counters_s(self) -> dict[str, float]:
+        """Those counters in seconds, by reason."""
+        return dict(zip(_COUNTERS, (nanoseconds / 1e9 for nanoseconds in self._raw.counter_ns), strict=True))
 
     @property
     def lost(self) -> bool:

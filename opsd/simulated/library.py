@@ -12,7 +12,7 @@ from typing import Final
 LIBRARY: Final = "libnvidia-ml.so.1"
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("nvml.c", "fields.h", "session.h", "gpu.h")
+SOURCES: Final = ("nvml.c", "fields.h", "session.h", "gpu.h")
 
 
 class NoCompilerError(Exception):
@@ -23,30 +23,31 @@ class SimulationError(Exception):
     """The simulated NVML cannot be built or its state file cannot be used; the message says why."""
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, path: str | None = None) -> Path:
     """Compile the simulated NVML into ``folder`` and return the path of its ``libnvidia-ml.so.1``.
 
-    A library built before from the same source is used again. Raises NoCompilerError without ``cc`` or ``gcc`` on
-    the PATH, SimulationError if the compiler fails, OSError if the folder cannot be written.
+    A library built before from the same source is used again. ``path`` is where the compiler is looked for, by
+    default the PATH. Raises NoCompilerError without ``cc`` or ``gcc`` there, SimulationError if the compiler fails,
+    OSError if the folder cannot be written.
     """
-    source = b"".join((_FOLDER / name).read_bytes() for name in _SOURCES)
+    source = b"".join((_FOLDER / name).read_bytes() for name in SOURCES)
     library = folder / f"nvml-{hashlib.sha256(source).hexdigest()[:16]}" / LIBRARY
     if library.exists():
         return library
-    compiler = shutil.which("cc") or shutil.which("gcc")
+    compiler = shutil.which("cc", path=path) or shutil.which("gcc", path=path)
     if compiler is None:
         raise NoCompilerError("no C compiler (cc or gcc) on the PATH; install one, for instance: apt-get install gcc")
     library.parent.mkdir(parents=True, exist_ok=True)
     draft = library.with_name(f".{LIBRARY}.{os.getpid()}")
     command = [compiler, "-std=c11", "-O2", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", str(draft)]
     result = subprocess.run(
-        [*command, str(_FOLDER / _SOURCES[0]), "-lm", "-lpthread"],
+        [*command, str(_FOLDER / SOURCES[0]), "-lm", "-lpthread"],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
     if result.returncode != 0:
-        raise SimulationError(f"{compiler} cannot compile {_FOLDER / _SOURCES[0]}: {result.stderr.strip()[-2000:]}")
+        raise SimulationError(f"{compiler} cannot compile {_FOLDER / SOURCES[0]}: {result.stderr.strip()[-2000:]}")
     draft.rename(library)
     return library

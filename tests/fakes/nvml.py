@@ -1,0 +1,51 @@
+"""NVML collectors in a process of their own: one process can load only one driver library."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.managers import BaseManager
+from typing import Any, Protocol, cast
+
+from collectors.base import NoData, Reading
+from collectors.nvml import NvmlCollector, PowerControl
+
+
+class _Manager(BaseManager):
+    """Serves objects that live in another process."""
+
+
+_Manager.register("NvmlCollector", NvmlCollector, exposed=("collect",))
+_Manager.register("PowerControl", PowerControl, exposed=("set_power_limit",))
+
+
+class DriverProcess(Protocol):
+    """What a test asks of the other process."""
+
+    def NvmlCollector(self, library: str | None = None, *, reopen_s: float = 60.0, hostname: str = "node") -> Any: ...
+    def PowerControl(self, library: str | None = None) -> PowerControl: ...
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+
+
+@contextmanager
+def driver_process(environment: Mapping[str, str]) -> Iterator[DriverProcess]:
+    """A process with ``environment`` in which collectors can be made."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["collectors.nvml"])
+    manager = _Manager(ctx=context)
+    manager.start(initializer=_set_environment, initargs=(dict(environment),))
+    try:
+        yield cast(DriverProcess, manager)
+    finally:
+        manager.shutdown()
+
+
+def samples(reading: Reading | NoData) -> dict[tuple[str, ...], float]:
+    """The values of a reading by metric name and label values."""
+    assert isinstance(reading, Reading), reading
+    return {(sample.metric.name, *sample.labels): sample.value for sample in reading.samples}

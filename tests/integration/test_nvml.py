@@ -1,0 +1,347 @@
+"""The NVML collector with the real pynvml over the simulated driver."""
+
+from __future__ import annotations
+
+import ctypes.util
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectors import nvml_series
+from collectors.base import GpuFact, NoData, Reading
+from collectors.nvml import NvmlError
+from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from tests.fakes.nvml import DriverProcess, driver_process, samples
+
+SW_THERMAL, HW_SLOWDOWN, POWER_BRAKE = 0x20, 0x8, 0x80
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The simulated driver library, built once."""
+    try:
+        return str(build(tmp_path_factory.mktemp("nvml")))
+    except NoCompilerError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Iterator[SimulatedGpus]:
+    with SimulatedGpus.create(tmp_path / "gpus") as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def process(gpus: SimulatedGpus) -> Iterator[DriverProcess]:
+    with driver_process({"OPSD_SIMULATED_NVML": str(gpus.path)}) as started:
+        yield started
+
+
+@pytest.fixture
+def collector(process: DriverProcess, library: str) -> Any:
+    return process.NvmlCollector(library, hostname="node")
+
+
+def facts(reading: Reading | NoData) -> list[GpuFact]:
+    assert isinstance(reading, Reading)
+    return [fact for fact in reading.facts if isinstance(fact, GpuFact)]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Poll until ``condition`` holds; False if it does not within the deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_every_gpu_has_the_same_series_under_dcgm_exporters_labels(gpus: SimulatedGpus, collector: Any) -> None:
+    """All metrics but those of older hardware (retired pages) appear in the first reading already."""
+    gpus[3].load(utilization=97, power_watts=650, memory_ratio=0.5)
+    got = samples(collector.collect())
+    uuid, model = gpus[3].uuid, "NVIDIA H100 80GB HBM3 (simulated)"
+    dcgm = ("3", uuid, "00000000:4A:00.0", "nvidia3", model, "node")
+    assert got["DCGM_FI_DEV_GPU_UTIL", *dcgm] == 97
+    assert got["DCGM_FI_DEV_FB_USED", *dcgm] == pytest.approx(got["DCGM_FI_DEV_FB_FREE", *dcgm], abs=1)
+    assert got["opsd_gpu_power_limit_watts", "3", uuid] == 700
+    assert got["opsd_gpu_temperature_threshold_celsius", "3", uuid, "slowdown"] == 90
+    assert got["opsd_gpu_clock_max_hertz", "3", uuid, "sm"] == 1.98e9
+    per_gpu = [sorted((name, *labels[6:]) for name, gpu, *labels in got if gpu == str(index)) for index in range(8)]
+    assert all(len(names) == len(per_gpu[0]) for names in per_gpu)
+    absent = {metric.name for metric in nvml_series.METRICS} - {name for name, *_ in got}
+    assert absent == {"opsd_gpu_retired_pages", "opsd_gpu_retired_pages_pending"}
+    assert len(got) >= 646
+
+
+def test_simulated_gpus_are_labelled_as_such(collector: Any) -> None:
+    """Wherever they are shown: in the facts, the info series and the model's name."""
+    reading = collector.collect()
+    assert all(fact.simulated and "simulated" in fact.model for fact in facts(reading))
+    infos = [labels for name, *labels in samples(reading) if name == "opsd_gpu_info"]
+    assert {labels[-1] for labels in infos} == {"yes"}
+    assert {labels[4] for labels in infos} == {"580.95.05"}
+
+
+def test_errors_and_links_are_read(gpus: SimulatedGpus, collector: Any) -> None:
+    """Each counter in its own series, none mixed up with another."""
+    gpus[1].set_ecc(corrected=11, uncorrected=1)
+    gpus[1].set_ecc(corrected=22, uncorrected=2, aggregate=True)
+    gpus[1].set_remapped_rows(correctable=3, uncorrectable=4, pending=True)
+    gpus[1].set_pcie(generation=3, width=8, replays=77)
+    gpus[1].set_nvlink(17, active=False, replay=5, recovery=6, crc=7)
+    gpus[1].set_recovery_action(4)
+    gpus[1].set_processes([(123, 1 << 30), (456, 1 << 31)])
+    got = samples(collector.collect())
+    mine = {key[0:1] + key[3:]: value for key, value in got.items() if key[1] == "1" and key[0].startswith("opsd")}
+    dcgm = {key[0].removeprefix("DCGM_FI_DEV_"): value for key, value in got.items() if key[1] == "1"}
+    assert [mine["opsd_gpu_ecc_errors_total", kind, "volatile"] for kind in ("corrected", "uncorrected")] == [11, 1]
+    assert [mine["opsd_gpu_ecc_errors_total", kind, "aggregate"] for kind in ("corrected", "uncorrected")] == [22, 2]
+    assert (dcgm["CORRECTABLE_REMAPPED_ROWS"], dcgm["UNCORRECTABLE_REMAPPED_ROWS"]) == (3, 4)
+    assert (mine["opsd_gpu_row_remap_pending",], dcgm["ROW_REMAP_FAILURE"]) == (1, 0)
+    assert (mine["opsd_gpu_pcie_link_generation",], mine["opsd_gpu_pcie_link_generation_max",]) == (3, 5)
+    assert (mine["opsd_gpu_pcie_link_width",], dcgm["PCIE_REPLAY_COUNTER"]) == (8, 77)
+    assert (mine["opsd_gpu_nvlink_up", "17"], mine["opsd_gpu_nvlink_up", "16"]) == (0, 1)
+    assert mine["opsd_gpu_nvlink_link_errors_total", "17"] == 18
+    assert mine["opsd_gpu_nvlink_errors_total", "replay"] == 5
+    assert mine["opsd_gpu_recovery_action",] == 4
+    assert (mine["opsd_gpu_processes",], mine["opsd_gpu_process_memory_bytes",]) == (2, 3 << 30)
+
+
+def test_energy_and_traffic_advance_with_time(gpus: SimulatedGpus, collector: Any) -> None:
+    """Counters, so that rates can be taken of them."""
+    gpus[0].nvlink_bytes_per_second = 100e9
+    gpus[0].load(utilization=100, power_watts=600)
+
+    def counters() -> list[float]:
+        got = samples(collector.collect())
+        return [v for k, v in got.items() if k[1] == "0" and ("ENERGY" in k[0] or "NVLINK_BANDWIDTH" in k[0])]
+
+    first = counters()
+    assert len(first) == 2
+    assert eventually(lambda: all(new > old for new, old in zip(counters(), first, strict=True)))
+
+
+def test_a_lost_gpu_is_told_and_the_others_go_on(gpus: SimulatedGpus, collector: Any) -> None:
+    """It has no values but the zero that says so, and is back when it answers again."""
+    collector.collect()
+    gpus[2].lost = True
+    reading = collector.collect()
+    got = samples(reading)
+    assert got["opsd_gpu_up", "2", gpus[2].uuid] == 0
+    assert got["opsd_gpu_up", "3", gpus[3].uuid] == 1
+    assert [fact.lost for fact in facts(reading)] == [None, None, "GPU is lost", None, None, None, None, None]
+    left = {name for name, gpu, *_ in got if gpu == "2"}
+    assert left == {"opsd_gpu_up", "DCGM_FI_DEV_XID_ERRORS", "opsd_gpu_info"}
+    gpus[2].lost = False
+    reading = collector.collect()
+    assert samples(reading)["opsd_gpu_up", "2", gpus[2].uuid] == 1
+    assert facts(reading)[2].lost is None
+
+
+def test_a_gpu_lost_before_the_start_is_found_after_its_reset(
+    gpus: SimulatedGpus, process: DriverProcess, library: str
+) -> None:
+    """Only a new session of the driver shows it; one is opened from time to time while a GPU is lost."""
+    gpus[5].lost = True
+    collector = process.NvmlCollector(library, reopen_s=0.0)
+    reading = collector.collect()
+    assert samples(reading)["opsd_gpu_up", "5", ""] == 0
+    assert facts(reading)[5].lost == "GPU is lost"
+    gpus[5].lost = False
+    assert samples(collector.collect())["opsd_gpu_up", "5", gpus[5].uuid] == 1
+
+
+def test_a_call_that_hangs_holds_up_its_collector_only_as_long_as_it_hangs(gpus: SimulatedGpus, collector: Any) -> None:
+    """The agent runs collectors in threads of their own; afterwards everything is there again."""
+    collector.collect()
+    calls, readings = gpus[6].calls, []
+    gpus[6].hang_s = 60.0
+    thread = threading.Thread(target=lambda: readings.append(collector.collect()))
+    thread.start()
+    assert eventually(lambda: gpus[6].calls > calls)
+    assert thread.is_alive()
+    gpus[6].hang_s = 0.0
+    thread.join(20.0)
+    assert samples(readings[0])["opsd_gpu_up", "6", gpus[6].uuid] == 1
+
+
+def test_a_driver_that_fails_to_initialise_is_an_error_until_it_works(gpus: SimulatedGpus, collector: Any) -> None:
+    """Not an absence: somebody has to look at the node."""
+    gpus.fail_init(18)
+    with pytest.raises(NvmlError, match="version mismatch"):
+        collector.collect()
+    gpus.fail_init(0)
+    assert len(facts(collector.collect())) == 8
+
+
+def test_a_reload_of_the_driver_costs_one_collection(gpus: SimulatedGpus, collector: Any) -> None:
+    """The session that ended is an error once, then there is a new one."""
+    collector.collect()
+    gpus.reload_driver()
+    with pytest.raises(NvmlError, match="opened anew"):
+        collector.collect()
+    assert len(facts(collector.collect())) == 8
+
+
+def test_a_driver_that_is_not_loaded_is_no_data(tmp_path: Path, library: str) -> None:
+    """The library is there, the kernel module is not."""
+    with driver_process({"OPSD_SIMULATED_NVML": str(tmp_path / "none")}) as process:
+        assert process.NvmlCollector(library).collect() == NoData("no NVIDIA driver on this node: Driver Not Loaded")
+
+
+def test_a_node_without_the_library_is_no_data() -> None:
+    """Most nodes where opsd is tried first."""
+    if ctypes.util.find_library("nvidia-ml"):
+        pytest.skip("this machine has an NVIDIA driver")
+    with driver_process({}) as process:
+        assert isinstance(process.NvmlCollector().collect(), NoData)
+
+
+def test_a_driver_without_gpus_is_no_data(tmp_path: Path, library: str) -> None:
+    """Nothing to watch is not healthy."""
+    gpus = SimulatedGpus.create(tmp_path / "gpus", count=0)
+    with driver_process({"OPSD_SIMULATED_NVML": str(gpus.path)}) as process:
+        assert isinstance(process.NvmlCollector(library).collect(), NoData)
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    """A wrong path in the configuration is an error, not a node without GPUs."""
+    with driver_process({}) as process, pytest.raises(NvmlError, match=r"libnvidia-ml\.so\.1 cannot be loaded"):
+        process.NvmlCollector(str(tmp_path / "libnvidia-ml.so.1")).collect()
+
+
+def test_a_state_file_of_another_layout_is_refused(tmp_path: Path, library: str) -> None:
+    """Reading it would show nonsense as measurements."""
+    (tmp_path / "gpus").write_bytes(b"OPSD" * 10_000)
+    with driver_process({"OPSD_SIMULATED_NVML": str(tmp_path / "gpus")}) as process, pytest.raises(NvmlError):
+        process.NvmlCollector(library).collect()
+
+
+def test_what_is_not_supported_has_no_series_and_is_not_asked_again(gpus: SimulatedGpus, collector: Any) -> None:
+    """A missing call costs one attempt per session, a missing field none of the others."""
+    gpus[0].set_unsupported(["nvmlDeviceGetEncoderUtilization", "nvmlDeviceGetMarginTemperature", 82, 230, 165])
+    first = samples(collector.collect())
+    before = gpus[0].calls
+    second = samples(collector.collect())
+    asked = gpus[0].calls - before
+    before = gpus[1].calls
+    collector.collect()
+    assert gpus[1].calls - before == asked + 2
+    missing = {name for name, gpu, *_ in second if gpu == "1"} - {name for name, gpu, *_ in second if gpu == "0"}
+    assert missing == {
+        "DCGM_FI_DEV_ENC_UTIL",
+        "opsd_gpu_temperature_margin_celsius",
+        "DCGM_FI_DEV_MEMORY_TEMP",
+        "opsd_gpu_recovery_action",
+        "opsd_gpu_nvlink_up",
+    }
+    assert first.keys() == second.keys()
+
+
+def test_a_call_that_blocks_is_never_made(gpus: SimulatedGpus, collector: Any) -> None:
+    """The call for PCIe throughput samples for 20 ms."""
+    for _ in range(3):
+        collector.collect()
+    assert [gpu.blocking_calls for gpu in gpus] == [0] * 8
+
+
+@pytest.mark.parametrize("driver", [570, 575, 580])
+@pytest.mark.parametrize("counters_work", [True, False])
+def test_throttle_seconds_under_every_driver(tmp_path: Path, library: str, driver: int, counters_work: bool) -> None:
+    """Time adds up whether the driver counts it, under whatever number, or the mask has to do."""
+    gpus = SimulatedGpus.create(tmp_path / "gpus", driver=driver)
+    gpus[4].throttle_counters_work = counters_work
+    with driver_process({"OPSD_SIMULATED_NVML": str(gpus.path)}) as process:
+        collector = process.NvmlCollector(library)
+
+        def seconds(reason: str) -> float:
+            return samples(collector.collect())["opsd_gpu_throttle_seconds_total", "4", gpus[4].uuid, reason]
+
+        assert seconds("hw_thermal") == 0
+        gpus[4].throttle_reasons = SW_THERMAL | POWER_BRAKE
+        for reason in ("sw_thermal", "hw_power_brake", "hw_slowdown"):
+            assert eventually(lambda reason=reason: seconds(reason) > 0.2), reason
+        gpus[4].throttle_reasons = 0
+        seconds("sw_thermal")
+        after = seconds("sw_thermal")
+        assert seconds("sw_thermal") == after
+        if counters_work and driver >= 575:
+            assert after == gpus[4].throttle_counters_s["sw_thermal"]
+        assert (seconds("hw_thermal"), seconds("sync_boost")) == (0, 0)
+
+
+def test_degraded_cooling_throttles_and_a_lower_power_limit_cures_it(
+    gpus: SimulatedGpus, process: DriverProcess, collector: Any, library: str
+) -> None:
+    """What the gpu_throttle runbook does has the effect it has on real hardware."""
+    gpu = gpus[3]
+    gpu.thermal_tau_s = 0.2
+    gpu.load(utilization=98, power_watts=680)
+    gpu.cooling = 0.6
+    key = ("opsd_gpu_throttle_seconds_total", "3", gpu.uuid, "sw_thermal")
+
+    def throttled() -> bool:
+        reading = collector.collect()
+        assert key in samples(reading)
+        return bool(gpu.throttle_reasons & SW_THERMAL)
+
+    assert eventually(throttled)
+    assert gpu.sm_clock_mhz < 1980
+    process.PowerControl(library).set_power_limit(3, 500)
+    assert eventually(lambda: not throttled())
+    before = samples(collector.collect())[key]
+    assert gpu.temperature < 87
+    assert samples(collector.collect())[key] == before
+
+
+def test_an_xid_is_an_event_once(gpus: SimulatedGpus, collector: Any) -> None:
+    """And dcgm-exporter's gauge shows the last one."""
+    gpus[7].raise_xid(13)  # before anybody listened
+    assert collector.collect().events == ()
+    gpus[7].raise_xid(94)
+    gpus[7].raise_xid(79)
+    reading = collector.collect()
+    assert [event.data["code"] for event in reading.events] == [94, 79]
+    assert reading.events[0].data["pci_bus_id"] == facts(reading)[7].pci_bus_id
+    reading = collector.collect()
+    assert reading.events == ()
+    assert [v for k, v in samples(reading).items() if k[:2] == ("DCGM_FI_DEV_XID_ERRORS", "7")] == [79]
+
+
+def test_the_power_limit_is_set_and_stays(
+    gpus: SimulatedGpus, process: DriverProcess, collector: Any, library: str
+) -> None:
+    """By index or UUID; every other process sees it."""
+    control = process.PowerControl(library)
+    control.set_power_limit(2, 550.5)
+    control.set_power_limit(gpus[4].uuid, 400)
+    assert [gpu.power_limit_watts for gpu in gpus] == [700, 700, 550.5, 700, 400, 700, 700, 700]
+    assert samples(collector.collect())["opsd_gpu_power_limit_watts", "2", gpus[2].uuid] == 550.5
+
+
+@pytest.mark.parametrize(
+    ("gpu", "watts", "why"),
+    [
+        (2, 100, "must be between 200 and 700 W"),
+        (2, 900, "must be between 200 and 700 W"),
+        (3, 500, "run the agent as root"),
+        (5, 500, "GPU is lost"),
+        (12, 500, "GPU 12 was not set to 500 W: Invalid Argument"),
+        ("GPU-unknown", 500, "Not Found"),
+    ],
+)
+def test_a_power_limit_that_cannot_be_set_says_why(
+    gpus: SimulatedGpus, process: DriverProcess, library: str, gpu: int | str, watts: float, why: str
+) -> None:
+    """Out of range, not permitted, lost or unknown; nothing is changed."""
+    gpus[3].set_denied(["nvmlDeviceSetPowerManagementLimit"])
+    gpus[5].lost = True
+    with pytest.raises(NvmlError, match=why):
+        process.PowerControl(library).set_power_limit(gpu, watts)
+    assert {gpu.power_limit_watts for gpu in gpus} == {700}
