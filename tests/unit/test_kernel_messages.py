@@ -1,0 +1,208 @@
+"""Messages of the kernel that tell of trouble, in the words of real kernels."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectors.kernel_messages import KINDS, RULES, parse_oom_victim, parse_trouble
+
+MESSAGES = [
+    (
+        "Memory cgroup out of memory: Killed process 1234 (python) total-vm:9kB, anon-rss:512kB, file-rss:0kB",
+        "oom_kill",
+        {"scope": "Memory cgroup out of memory", "pid": 1234, "process": "python", "anon_rss_kib": 512},
+    ),
+    (
+        "Out of memory: Killed process 7 (a) b) total-vm:9kB, anon-rss:5kB",
+        "oom_kill",
+        {"scope": "Out of memory", "pid": 7, "process": "a", "anon_rss_kib": 5},
+    ),
+    (
+        "INFO: task python:1234 blocked for more than 122 seconds.",
+        "hung_task",
+        {"process": "python", "pid": 1234, "seconds": 122},
+    ),
+    (
+        "python[1234]: segfault at 0 ip 00007f12 sp 00007ffc error 4 in libnccl.so.2.26[7f12+1000]",
+        "segfault",
+        {"process": "python", "pid": 1234, "library": "libnccl.so.2.26"},
+    ),
+    (
+        "traps: python[5727] general protection fault ip:7fe8 sp:7ffe error:0",
+        "segfault",
+        {"process": "python", "pid": 5727, "trap": "general protection"},
+    ),
+    ("mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 5: bea0", "mce", {"cpu": 3, "bank": 5}),
+    ("mce: [Hardware Error]: Machine check events logged", "mce", {}),
+    ("[Hardware Error]: Corrected error, no action required.", "mce", {"severity": "Corrected"}),
+    ("{1}[Hardware Error]: event severity: corrected", "mce", {"severity": "corrected"}),
+    (
+        "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0 (channel:0 slot:0 page:0x1)",
+        "edac",
+        {"controller": "MC0", "errors": 1, "severity": "CE", "location": "CPU_SrcID#0_MC#0_Chan#0_DIMM#0"},
+    ),
+    ("watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [python:1234]", "cpu_lockup", {"cpu": 3, "seconds": 22}),
+    ("NMI watchdog: Watchdog detected hard LOCKUP on cpu 7", "cpu_lockup", {"cpu": 7}),
+    ("rcu: INFO: rcu_preempt self-detected stall on CPU", "cpu_lockup", {}),
+    ("mce: CPU12: Core temperature above threshold, cpu clock throttled", "cpu_throttled", {"cpu": 12}),
+    (
+        "nvme nvme1: I/O 998 QID 1 timeout, completion polled",
+        "nvme_error",
+        {"device": "nvme1", "outcome": "completion polled"},
+    ),
+    (
+        "nvme nvme0: I/O tag 123 (707b) opcode 0x2 (I/O Cmd) QID 5 timeout, aborting req_op:READ(0) size:4096",
+        "nvme_error",
+        {"device": "nvme0", "outcome": "aborting"},
+    ),
+    (
+        "nvme nvme0: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0xffff",
+        "nvme_error",
+        {"device": "nvme0", "outcome": "controller is down; will reset"},
+    ),
+    (
+        "blk_update_request: I/O error, dev nvme0n1, sector 123 op 0x0:(READ) flags 0x0 phys_seg 1",
+        "io_error",
+        {"device": "nvme0n1", "sector": 123},
+    ),
+    ("critical medium error, dev sda, sector 9 op 0x0:(READ)", "io_error", {"device": "sda", "sector": 9}),
+    ("Buffer I/O error on dev dm-0, logical block 1308, lost async page write", "io_error", {"device": "dm-0"}),
+    (
+        "nvme0n1: I/O Cmd(0x2) @ LBA 77, 8 blocks, I/O Error (sct 0x2 / sc 0x81) DNR",
+        "io_error",
+        {"device": "nvme0n1", "sector": 77},
+    ),
+    (
+        "nvidia 0000:9b:00.0: PCIe Bus Error: severity=Corrected, type=Data Link Layer, (Transmitter ID)",
+        "pcie_error",
+        {"pci_bus_id": "00000000:9B:00.0", "severity": "Corrected", "layer": "Data Link Layer"},
+    ),
+    (
+        "pcieport 0000:00:02.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction Layer, (Requester ID)",
+        "pcie_error",
+        {"pci_bus_id": "00000000:00:02.0", "severity": "Uncorrected (Fatal)", "layer": "Transaction Layer"},
+    ),
+    (
+        "pcieport 0000:40:01.1: pciehp: Slot(3): Link Down",
+        "pcie_link_down",
+        {"pci_bus_id": "00000000:40:01.1", "slot": "3"},
+    ),
+    (
+        "mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 268269): Detected insufficient power on the PCIe slot (27W).",
+        "nic_error",
+        {"pci_bus_id": "00000000:5C:00.0", "cause": "insufficient power on the PCIe slot"},
+    ),
+    (
+        "mlx5_core 0000:5c:00.0: Port module event[error]: module 0, Cable error, High Temperature",
+        "nic_error",
+        {"pci_bus_id": "00000000:5C:00.0", "cause": "Cable error, High Temperature"},
+    ),
+    (
+        "mlx5_core 0000:5c:00.0: poll_health:835:(pid 0): device's health compromised - reached miss count",
+        "nic_error",
+        {"pci_bus_id": "00000000:5C:00.0", "cause": "device's health compromised"},
+    ),
+    (
+        "EXT4-fs (nvme0n1p1): Remounting filesystem read-only",
+        "filesystem_readonly",
+        {"fs": "EXT4", "device": "nvme0n1p1"},
+    ),
+    (
+        "EXT4-fs error (device nvme0n1p1): ext4_find_entry:1455: inode #2: comm python: reading directory lblock 0",
+        "filesystem_error",
+        {"fs": "EXT4", "device": "nvme0n1p1"},
+    ),
+    ("Aborting journal on device dm-0-8.", "filesystem_error", {"fs": "EXT4", "device": "dm-0"}),
+    (
+        'XFS (nvme1n1): metadata I/O error in "xfs_imap_to_bp" at daddr 0x40 len 32 error 5',
+        "filesystem_error",
+        {"fs": "XFS", "device": "nvme1n1"},
+    ),
+    (
+        "XFS (nvme1n1): Corruption of in-memory data (0x8) detected at xfs_defer. Shutting down filesystem.",
+        "filesystem_shutdown",
+        {"fs": "XFS", "device": "nvme1n1"},
+    ),
+    (
+        "BTRFS error (device sdb1: state A): Transaction aborted (error -5)",
+        "filesystem_error",
+        {"fs": "BTRFS", "device": "sdb1"},
+    ),
+    (
+        "nfs: server 10.0.0.1 not responding, still trying",
+        "network_filesystem_lost",
+        {"fs": "nfs", "server": "10.0.0.1"},
+    ),
+    ("nfs: server 10.0.0.1 OK", "network_filesystem_restored", {"fs": "nfs", "server": "10.0.0.1"}),
+    (
+        "Lustre: scratch-OST0001-osc-ffff8: Connection to scratch-OST0001 (at 10.0.0.2@o2ib) was lost; in progress "
+        "operations using this service will wait for recovery to complete",
+        "network_filesystem_lost",
+        {"fs": "lustre", "server": "scratch-OST0001"},
+    ),
+    (
+        "Lustre: scratch-OST0001-osc-ffff8: Connection restored to scratch-OST0001 (at 10.0.0.2@o2ib)",
+        "network_filesystem_restored",
+        {"fs": "lustre", "server": "scratch-OST0001"},
+    ),
+    (
+        "NVRM: GPU 0000:3b:00.0: RmInitAdapter failed! (0x22:0x56:742)",
+        "gpu_init_failed",
+        {"pci_bus_id": "00000000:3B:00.0", "status": "0x22:0x56:742"},
+    ),
+    (
+        "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build",
+        "gpu_driver_loaded",
+        {"version": "580.65.06"},
+    ),
+]
+
+HARMLESS = [
+    "EXT4-fs (vda): mounted filesystem 0000 r/w without journal. Quota mode: none.",
+    "nvme nvme0: 64/0/0 default/read/poll queues",
+    "XFS (nvme1n1): Mounting V5 Filesystem",
+    "EDAC MC: Ver: 3.0.0",
+    "mlx5_core 0000:5c:00.0: Port module event: module 0, Cable plugged",
+    "mce: CPU0: Thermal monitoring enabled (TM1)",
+    "pcieport 0000:40:01.1: pciehp: Slot(3): Link Up",
+    "rcu: Hierarchical RCU implementation.",
+    "python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
+]
+
+
+@pytest.mark.parametrize(("message", "kind", "data"), MESSAGES, ids=[message[:40] for message, _, _ in MESSAGES])
+def test_trouble_is_recognised(message: str, kind: str, data: dict[str, object]) -> None:
+    """A message of trouble gives its kind and whatever it names."""
+    trouble = parse_trouble(message)
+    assert trouble is not None
+    assert (trouble.kind, dict(trouble.data)) == (kind, data)
+
+
+@pytest.mark.parametrize("message", HARMLESS)
+def test_everyday_messages_are_no_trouble(message: str) -> None:
+    """What a healthy machine logs is not taken for trouble."""
+    assert parse_trouble(message) is None
+
+
+def test_every_kind_has_an_example() -> None:
+    """No kind is without a message that a kernel really writes."""
+    assert {kind for _, kind, _ in MESSAGES} == set(KINDS)
+
+
+def test_victim_of_the_oom_killer_and_its_cgroup() -> None:
+    """The line before the kill names the cgroup, and so the job."""
+    line = (
+        "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=step_0,mems_allowed=0-1,oom_memcg=/slurm/job_42,"
+        "task_memcg=/slurm/job_42/step_0/task_0,task=python,pid=1234,uid=1000"
+    )
+    assert parse_oom_victim(line) == (1234, "/slurm/job_42/step_0/task_0")
+    assert parse_oom_victim(line[:-40]) is None
+
+
+@given(st.sampled_from([rule.literal for rule in RULES]), st.text(), st.text())
+def test_any_text_can_be_parsed(literal: str, before: str, after: str) -> None:
+    """No text makes the parsers raise, with or without the words they look for."""
+    parse_trouble(before + literal + after)
+    parse_oom_victim(before + literal + after)
