@@ -12,7 +12,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ KEEP_S = 90 * 86_400.0
 KEEP_ACTIONS_S = 86_400.0
 """How far back the policy's history of actions reaches."""
 
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _SCHEMA = """
 CREATE TABLE incidents (
   id TEXT PRIMARY KEY, kind TEXT NOT NULL, key TEXT NOT NULL, state TEXT NOT NULL,
@@ -82,6 +83,10 @@ class Memory:
 
 class _NewerError(Exception):
     """The file was written by a newer opsd."""
+
+
+class _DamagedError(Exception):
+    """The file is no database, or no longer a whole one."""
 
 
 class Journal:
@@ -209,9 +214,7 @@ class Journal:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             database = _open(self.path)
-        except sqlite3.DatabaseError as error:
-            if error.sqlite_errorcode not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                raise
+        except _DamagedError:
             aside = _set_aside(self.path)
             self._on_problem(f"{self.path} is damaged; it was set aside as {aside.name} and a new journal was begun")
             database = _open(self.path)
@@ -223,25 +226,25 @@ class Journal:
 def _open(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
     try:
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
-        if verdict != "ok":
-            damaged = sqlite3.DatabaseError(verdict)
-            damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-            raise damaged
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
             raise _NewerError(
                 f"{path} was written by a newer opsd (schema {version}); use that one or move the file away"
             )
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise _DamagedError(verdict)
         if version == 0:
             database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         database.execute("DELETE FROM incidents WHERE resolved_at < ?", (time.time() - KEEP_S,))
         database.execute("DELETE FROM actions WHERE at < ?", (time.time() - KEEP_S,))
         database.execute("DELETE FROM transitions WHERE at < ?", (time.time() - KEEP_S,))
-    except BaseException:
+    except BaseException as error:
         database.close()
+        if isinstance(error, sqlite3.DatabaseError) and error.sqlite_errorcode in _DAMAGED:
+            raise _DamagedError(str(error)) from error
         raise
     return database
 
@@ -281,19 +284,17 @@ def _load(database: sqlite3.Connection) -> Memory:
     ended = "SELECT document FROM incidents WHERE resolved_at IS NOT NULL ORDER BY opened_at DESC LIMIT ?"
     actions = "SELECT kind, verb, target, at FROM actions WHERE at > ? ORDER BY at"
     return Memory(
-        _documents(database.execute(current)),
-        _documents(database.execute(ended, (MAX_ENDED,))),
-        [Past(*row) for row in database.execute(actions, (time.time() - KEEP_ACTIONS_S,))],
+        tuple(_documents(database.execute(current))),
+        tuple(_documents(database.execute(ended, (MAX_ENDED,)))),
+        tuple(Past(*row) for row in database.execute(actions, (time.time() - KEEP_ACTIONS_S,))),
     )
 
 
-def _documents(rows: Iterable[tuple[str]]) -> list[Incident]:
-    incidents = []
+def _documents(rows: Iterable[tuple[str]]) -> Iterator[Incident]:
     for (text,) in rows:
         # A record of another release that does not fit is left where it is: the journal must never stop the agent.
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            incidents.append(from_document(json.loads(text)))
-    return incidents
+            yield from_document(json.loads(text))
 
 
 def _reason(path: Path, error: Exception) -> str:

@@ -1,0 +1,168 @@
+"""The journal: nothing is lost over a restart, and no state of the disk stops the agent."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opsd.agent import journal as module
+from opsd.agent.incidents import Transition
+from opsd.agent.journal import Journal, Memory, from_document, to_document
+from opsd.agent.policy import Past
+from runbooks.base import State
+from tests.fakes.clock import eventually
+from tests.fakes.incidents import incident
+
+PATIENCE_S = 20.0
+
+
+class Log(list[str]):
+    """The problems that a journal has told of, in order; "" means that it is well again."""
+
+    def __call__(self, problem: str) -> None:
+        self.append(problem)
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a small file system")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_document_is_the_incident() -> None:
+    """Everything about an incident survives being written."""
+    assert from_document(to_document(incident())) == incident()
+
+
+def test_an_agent_that_is_restarted_knows_what_it_knew(tmp_path: Path, log: Log) -> None:
+    """Current incidents keep their id, ended ones their end, and the policy its history."""
+    over = incident("b", state=State.RESOLVED, resolved_at=time.time())
+    past = Past("trouble", "kill_process", "r", time.time())
+    journal = Journal(tmp_path / "state", log)
+    assert journal.open(PATIENCE_S) == Memory()
+    journal.incident(incident("a"))
+    journal.incident(over)
+    journal.incident(incident("a", attempts=1))
+    journal.transition(Transition("a", "trouble", None, State.OPEN, 1.0, "opened"))
+    journal.action("a", past)
+    journal.close(PATIENCE_S)
+    assert Journal(tmp_path / "state", log).open(PATIENCE_S) == Memory((incident("a", attempts=1),), (over,), (past,))
+    assert log == ["", ""]
+    assert not (tmp_path / "state").stat().st_mode & 0o077
+
+
+def test_a_journal_on_a_full_disk_keeps_its_records_until_there_is_room(small_disk: Path, log: Log) -> None:
+    """The problem is told once, the backlog waits in memory, and is written when the disk is back."""
+    journal = Journal(small_disk, log, retry_s=0.05)
+    journal.open(PATIENCE_S)
+    assert eventually(lambda: log == [""])
+    ballast = small_disk / "ballast"
+    with open(ballast, "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"x" * 4096)
+    for number in range(50):
+        journal.incident(incident(f"i{number}", summary="s" * 2000))
+    assert eventually(lambda: bool(journal.problem))
+    assert "disk" in journal.problem
+    assert not journal.flush(0.2)
+    assert len(log) == 2
+    ballast.unlink()
+    assert journal.flush(PATIENCE_S)
+    assert log[2:] == [""]
+    journal.close(PATIENCE_S)
+    assert len(Journal(small_disk, log).open(PATIENCE_S).current) == 50
+
+
+def test_a_journal_on_a_read_only_disk_keeps_its_records_until_it_can_be_written(small_disk: Path, log: Log) -> None:
+    """A file system that the kernel has made read-only after an error is the usual way for a disk to die."""
+    journal = Journal(small_disk / "state", log, retry_s=0.05)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert journal.open(PATIENCE_S) == Memory()
+    journal.incident(incident())
+    assert eventually(lambda: "Read-only file system" in journal.problem)
+    assert journal.backlog == 1
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    assert journal.flush(PATIENCE_S)
+    journal.close(PATIENCE_S)
+
+
+def test_a_state_folder_that_cannot_be_made_is_a_problem_and_not_the_end(tmp_path: Path, log: Log) -> None:
+    """A file in the way; once it is gone the journal begins."""
+    (tmp_path / "state").write_text("in the way")
+    journal = Journal(tmp_path / "state", log, retry_s=0.05)
+    assert journal.open(PATIENCE_S) == Memory()
+    journal.incident(incident())
+    assert eventually(lambda: "cannot be written" in journal.problem)
+    (tmp_path / "state").unlink()
+    assert journal.flush(PATIENCE_S)
+    assert log[-1] == ""
+
+
+@pytest.mark.parametrize("damage", [b"not a database at all" * 100, None])
+def test_a_damaged_journal_is_set_aside(tmp_path: Path, log: Log, damage: bytes | None) -> None:
+    """It is kept under another name for a person to look at, and a new one is begun."""
+    journal = Journal(tmp_path, log)
+    journal.open(PATIENCE_S)
+    for number in range(200):
+        journal.incident(incident(f"i{number}"))
+    journal.close(PATIENCE_S)
+    content = journal.path.read_bytes()
+    journal.path.write_bytes(damage or content[:8192] + os.urandom(8192) + content[16384:])
+    second = Journal(tmp_path, log)
+    second.open(PATIENCE_S)
+    second.incident(incident())
+    assert second.flush(PATIENCE_S)
+    assert any("set aside" in problem for problem in log)
+    assert len(list(tmp_path.glob("journal.db.damaged-*"))) == 1
+    second.close(PATIENCE_S)
+
+
+def test_a_journal_of_a_newer_opsd_is_left_alone(tmp_path: Path, log: Log) -> None:
+    """Going back a release must not destroy what the newer one has written."""
+    with sqlite3.connect(tmp_path / "journal.db") as database:
+        database.execute(f"PRAGMA user_version = {module.SCHEMA_VERSION + 1}")
+    database.close()
+    before = (tmp_path / "journal.db").read_bytes()
+    journal = Journal(tmp_path, log)
+    assert journal.open(PATIENCE_S) == Memory()
+    journal.incident(incident())
+    assert eventually(lambda: "newer opsd" in journal.problem)
+    journal.close(PATIENCE_S)
+    assert (tmp_path / "journal.db").read_bytes() == before
+
+
+def test_the_backlog_is_bounded(tmp_path: Path, log: Log) -> None:
+    """A disk that never comes back costs the oldest records and not the memory; what is lost is counted."""
+    (tmp_path / "state").write_text("in the way")
+    journal = Journal(tmp_path / "state", log)
+    journal.open(PATIENCE_S)
+    for number in range(module.MAX_BACKLOG + 7):
+        journal.transition(Transition("a", "trouble", None, State.OPEN, float(number), ""))
+    assert (journal.backlog, journal.lost) == (module.MAX_BACKLOG, 7)
+
+
+def test_closing_writes_what_is_left(tmp_path: Path, log: Log) -> None:
+    """An agent that is told to stop loses nothing of its last second."""
+    journal = Journal(tmp_path, log)
+    journal.open(PATIENCE_S)
+    for number in range(300):
+        journal.incident(incident(f"i{number}"))
+    journal.close(PATIENCE_S)
+    assert len(Journal(tmp_path, log).open(PATIENCE_S).current) == 300
