@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from collectors import nvml_series as series
 from collectors.base import Event, GpuFact, NoData, Reading, Sample
 from collectors.nvml_driver import Driver, Gpu, NoDriverError, NoPermissionError, NvmlError, SessionOverError
+from collectors.xid import Xid, XidLedger, xid_event
 
 __all__ = ["NvmlCollector", "NvmlError", "PowerControl"]
 
@@ -19,6 +20,7 @@ class NvmlCollector:
     ``library`` is the path of another ``libnvidia-ml.so.1`` than the system's; a process can use one only. ``clock`` is
     in seconds since boot, as time.monotonic on Linux. A session that has ended, because the driver was reloaded, is
     opened anew at the next collection, and one with a lost GPU every ``reopen_s``: a GPU that was reset is back then.
+    ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event.
     """
 
     name = "nvml"
@@ -32,6 +34,7 @@ class NvmlCollector:
         wall: Callable[[], float] = time.time,
         hostname: str | None = None,
         reopen_s: float = 60.0,
+        xids: XidLedger | None = None,
     ) -> None:
         self._library = library
         self._clock = clock
@@ -43,7 +46,8 @@ class NvmlCollector:
         self._gpus: dict[int, Gpu] = {}
         self._known: dict[int, series.Identity] = {}
         self._lost: dict[int, str] = {}
-        self._xids: dict[int, int] = {}
+        self._ledger = xids or XidLedger()
+        self._last_xid: dict[int, int] = {}
 
     def collect(self) -> Reading | NoData:
         """Read all GPUs. Raises NvmlError if the driver cannot be initialised or its session has just ended."""
@@ -103,10 +107,10 @@ class NvmlCollector:
 
     def _new_xids(self, driver: Driver) -> Iterator[Event]:
         for index, code in driver.xids():
-            self._xids[index] = code
-            identity = self._known[index]
-            data = {"code": code, "pci_bus_id": identity.pci_bus_id, "gpu": index, "source": "nvml"}
-            yield Event("xid", self._wall(), f"Xid {code} on {identity.pci_bus_id}", data)
+            self._last_xid[index] = code
+            at, pci = self._wall(), self._known[index].pci_bus_id
+            if self._ledger.report(code, pci, at=at, source=self.name):
+                yield xid_event(Xid(code, pci), at=at, source=self.name)
 
     def _state(self, driver: Driver) -> Iterator[Sample]:
         """What is known of every GPU, whether it answers or not."""
@@ -115,7 +119,7 @@ class NvmlCollector:
             if not identity.uuid:
                 continue  # never seen answering
             labels = identity.labels(series.XID_ERRORS, self._hostname)
-            yield Sample(series.XID_ERRORS, self._xids.get(index, 0), labels)
+            yield Sample(series.XID_ERRORS, self._last_xid.get(index, 0), labels)
             if index in self._gpus:
                 simulated = "yes" if driver.simulated else "no"
                 what = (identity.pci_bus_id, identity.model, driver.version, self._gpus[index].vbios, simulated)

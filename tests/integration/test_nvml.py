@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes.util
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -345,3 +348,30 @@ def test_a_power_limit_that_cannot_be_set_says_why(
     with pytest.raises(NvmlError, match=why):
         process.PowerControl(library).set_power_limit(gpu, watts)
     assert {gpu.power_limit_watts for gpu in gpus} == {700}
+
+
+NVITOP = """
+from nvitop import Device
+from nvitop_exporter.exporter import PrometheusExporter
+from prometheus_client import CollectorRegistry
+
+registry = CollectorRegistry()
+exporter = PrometheusExporter(Device.all(), hostname="node", registry=registry)
+for device in exporter.devices:
+    exporter.update_device(device)
+for family in registry.collect():
+    for sample in family.samples:
+        print(sample.name, sample.labels.get("index"), sample.value)
+"""
+
+
+def test_the_peer_of_the_benchmark_runs_on_the_same_gpus(gpus: SimulatedGpus, library: str) -> None:
+    """nvitop-exporter finds every GPU and link and shows what was set."""
+    pytest.importorskip("nvitop_exporter")
+    gpus[5].load(utilization=93, power_watts=600)
+    environment = {**os.environ, **gpus.environment(Path(library))}
+    command = [sys.executable, "-c", NVITOP]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    shown = [line.split() for line in result.stdout.splitlines()]
+    assert ["gpu_utilization_Percentage", "5", "93.0"] in shown
+    assert len([name for name, *_ in shown if name == "gpu_nvlink_tx_throughput_MiBps"]) == 8 * 18
