@@ -232,9 +232,10 @@ class HangJudge:
 def _may_be_waiting_for(rank: Standing, other: Standing, stuck: list[Standing]) -> bool:
     """True if ``other``, still within its limit, may be what holds ``rank`` up.
 
-    A rank that is itself in a collective waits for somebody, so it holds nobody up but others in collectives.
+    A rank that is itself in a collective waits for somebody, so it holds nobody up but others in collectives. A
+    stopped process waits for nobody.
     """
-    if other.rank == rank.rank or other in stuck or other.progress > rank.progress:
+    if rank.process == "T" or other.rank == rank.rank or other in stuck or other.progress > rank.progress:
         return False
     return other.phase != "collective" or rank.phase == "collective"
 

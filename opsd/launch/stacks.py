@@ -67,9 +67,12 @@ class Stack:
     def busy_as(self) -> str | None:
         """The phase that the main thread's work belongs to, whatever the rank reported; None if nothing tells.
 
-        setup for a compilation, checkpoint for a save, evaluation.
+        setup for a compilation, checkpoint for a save, evaluation. Waiting in a collective is no work, whatever it
+        is part of.
         """
         for frame in self.main:
+            if _COLLECTIVE.search(frame.name):
+                return None
             text = f"{frame.file} {frame.name}"
             for phase, pattern in (("setup", _COMPILING), ("checkpoint", _SAVING), ("evaluation", _EVALUATING)):
                 if pattern.search(text):

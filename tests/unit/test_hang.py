@@ -261,6 +261,17 @@ def test_stopped_during_a_checkpoint_is_found_at_once() -> None:
     assert hang.rank == 0
 
 
+def test_stopped_rank_is_not_excused_by_a_busy_one() -> None:
+    """Another rank may be at work for long; that does not wake a stopped process."""
+    world = World()
+    world.train(10)
+    in_phases("backward", "checkpoint")(world)
+    world.ranks[0].process = "T"
+    hang = world.pass_time(6.0)
+    assert hang is not None
+    assert hang.rank == 0
+
+
 def test_finished_rank_may_take_its_time_to_exit() -> None:
     """A rank that has finished its work is not held to the limits of a step."""
     world = World(ranks=1)

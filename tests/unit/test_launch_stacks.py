@@ -69,6 +69,7 @@ def frames(*pairs: tuple[str, str]) -> Stack:
             None,
         ),
         (frames(("compile_fx", "/s/torch/_inductor/compile_fx.py"), ("step", "train.py")), None, "setup"),
+        (frames(("barrier", "/s/c10d.py"), ("save", "/s/torch/distributed/checkpoint/x.py")), "barrier", None),
         (frames(("_save", "/s/torch/serialization.py"), ("step", "train.py")), None, "checkpoint"),
         (frames(("evaluate", "/s/mine.py")), None, "evaluation"),
         (frames(("forward", "/s/mine.py")), None, None),

@@ -1,0 +1,140 @@
+"""Runs ``opsd launch`` on small programs, as a user would, and reads what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+TRAIN = """
+import os, signal, sys, time
+from opsd.client import Reporter
+
+rank, generation = int(os.environ["RANK"]), int(os.environ["OPSD_GENERATION"])
+reporter = Reporter.from_env()
+
+def train(steps, first=0, at=None, do=None, step_s=0.01):
+    for step in range(first, steps):
+        with reporter.phase("forward"):
+            time.sleep(step_s)
+        reporter.step(step=step)
+        if step == at:
+            do()
+        if reporter.stop_requested:
+            break
+    reporter.close()
+"""
+"""The beginning of programs that behave like a trainer: ``train(steps, at=…, do=…)``."""
+
+
+class Launched:
+    """One ``opsd launch`` below ``folder``; killed with all of its ranks when the ``with`` block ends."""
+
+    def __init__(
+        self,
+        folder: Path,
+        source: str,
+        *flags: str,
+        args: tuple[str, ...] = (),
+        program: tuple[str, ...] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.run = folder / "run"
+        self.memory = folder / "shm/r"
+        script = folder / "prog.py"
+        script.write_text(textwrap.dedent(source))
+        options = ("--run-id", "r", "--run-dir", str(self.run), "--events", str(folder / "events.jsonl"), *flags)
+        command = [sys.executable, "-m", "opsd", "launch", *options, *(program or (str(script), *args))]
+        environment = {**os.environ, "OPSD_SHM": str(folder / "shm"), **(env or {})}
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()
+        if error is not None:
+            print(self.err, json.dumps(self.events(), indent=1), sep="\n")
+
+    @property
+    def out(self) -> str:
+        """What the launcher has printed."""
+        return (self.folder / "out").read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        """What the launcher has said."""
+        return (self.folder / "err").read_text(errors="replace")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The content of run.json."""
+        state: dict[str, Any] = json.loads((self.memory / "run.json").read_text())
+        return state
+
+    def log(self, rank: int = 0, generation: int = 1) -> str:
+        """What a rank has printed."""
+        log = self.run / f"logs/gen-{generation:04d}/rank-{rank:04d}.log"
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """The events so far, all or of one kind."""
+        try:
+            lines = (self.folder / "events.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [event for line in lines if kind in (None, (event := json.loads(line))["event"])]
+
+    def event(self, kind: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The first event of a kind, waited for."""
+        self.until(lambda: bool(self.events(kind)), timeout_s)
+        return self.events(kind)[0]
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Wait for something that the launcher or a rank brings about."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain; {self.err}"
+            time.sleep(0.01)
+
+    def ask(self, **request: str) -> dict[str, Any]:
+        """The launcher's answer to a request on its control socket, whose path may be longer than a socket's may be."""
+        folder = os.open(self.memory, os.O_PATH)
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(20)
+                connection.connect(f"/proc/self/fd/{folder}/control.sock")
+                connection.sendall(json.dumps(request).encode() + b"\n")
+                with connection.makefile() as answers:
+                    answer: dict[str, Any] = json.loads(answers.readline())
+        finally:
+            os.close(folder)
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the launcher."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """The exit code of the launcher."""
+        return self.process.wait(timeout_s)
+
+
+def alive(pid: int) -> bool:
+    """True if a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
