@@ -241,12 +241,12 @@ def _cost(before: Cost, now: Cost, seconds: float) -> Cost:
 
 
 def _evidence(before: tuple[Evidence, ...], new: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
-    known = {(evidence.source, evidence.text) for evidence in before}
-    fresh = tuple(evidence for evidence in new if (evidence.source, evidence.text) not in known)
-    if len(before) + len(fresh) <= MAX_EVIDENCE:
-        return before + fresh
+    """Both, in order; a sentence that is said again takes the later time."""
+    both = {(evidence.source, evidence.text): evidence for evidence in before}
+    both.update({(evidence.source, evidence.text): evidence for evidence in new})
+    merged = tuple(both.values())
     half = MAX_EVIDENCE // 2
-    return before[:half] + (before[half:] + fresh)[-half:]
+    return merged if len(merged) <= MAX_EVIDENCE else merged[:half] + merged[-half:]
 
 
 def _settle(incident: Incident, outcomes: Sequence[Outcome], rule: Rules, now: float) -> Incident:

@@ -96,12 +96,19 @@ class Journal:
     it, from the writing thread, whenever it changes.
     """
 
-    def __init__(self, folder: Path, on_problem: Callable[[str], None], *, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        on_problem: Callable[[str], None],
+        *,
+        retry_s: float = RETRY_S,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self.path = folder / "journal.db"
         self.problem = "not opened yet"
         self.lost = 0
         self._on_problem = on_problem
-        self._retry_s = retry_s
+        self._retry_s, self._wall = retry_s, wall
         self._memory: Memory | None = None
         self._incidents: dict[str, Incident] = {}
         self._rows: list[tuple[str, tuple[object, ...]]] = []
@@ -213,17 +220,17 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            database = _open(self.path)
+            database = _open(self.path, self._wall())
         except _DamagedError:
             aside = _set_aside(self.path)
             self._on_problem(f"{self.path} is damaged; it was set aside as {aside.name} and a new journal was begun")
-            database = _open(self.path)
+            database = _open(self.path, self._wall())
         if self._memory is None:
-            self._memory = _load(database)
+            self._memory = _load(database, self._wall())
         return database
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open(path: Path, now: float) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
     try:
         (version,) = database.execute("PRAGMA user_version").fetchone()
@@ -238,9 +245,9 @@ def _open(path: Path) -> sqlite3.Connection:
             raise _DamagedError(verdict)
         if version == 0:
             database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        database.execute("DELETE FROM incidents WHERE resolved_at < ?", (time.time() - KEEP_S,))
-        database.execute("DELETE FROM actions WHERE at < ?", (time.time() - KEEP_S,))
-        database.execute("DELETE FROM transitions WHERE at < ?", (time.time() - KEEP_S,))
+        database.execute("DELETE FROM incidents WHERE resolved_at < ?", (now - KEEP_S,))
+        database.execute("DELETE FROM actions WHERE at < ?", (now - KEEP_S,))
+        database.execute("DELETE FROM transitions WHERE at < ?", (now - KEEP_S,))
     except BaseException as error:
         database.close()
         if isinstance(error, sqlite3.DatabaseError) and error.sqlite_errorcode in _DAMAGED:
@@ -279,14 +286,14 @@ def _write(
         raise
 
 
-def _load(database: sqlite3.Connection) -> Memory:
+def _load(database: sqlite3.Connection, now: float) -> Memory:
     current = "SELECT document FROM incidents WHERE resolved_at IS NULL ORDER BY opened_at"
     ended = "SELECT document FROM incidents WHERE resolved_at IS NOT NULL ORDER BY opened_at DESC LIMIT ?"
     actions = "SELECT kind, verb, target, at FROM actions WHERE at > ? ORDER BY at"
     return Memory(
         tuple(_documents(database.execute(current))),
         tuple(_documents(database.execute(ended, (MAX_ENDED,)))),
-        tuple(Past(*row) for row in database.execute(actions, (time.time() - KEEP_ACTIONS_S,))),
+        tuple(Past(*row) for row in database.execute(actions, (now - KEEP_ACTIONS_S,))),
     )
 
 

@@ -1,0 +1,75 @@
+"""An agent made of the real parts, around collectors and runbooks of a test and under its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from collectors.base import Collector
+from opsd.agent.actions import Executor
+from opsd.agent.journal import Journal
+from opsd.agent.judge import Judge
+from opsd.agent.loop import Clock, Loop
+from opsd.agent.policy import Limits
+from opsd.agent.responder import Listener, Responder
+from opsd.agent.window import Window
+from runbooks.base import Page, Runbook
+from tests.fakes.clock import FakeClock
+
+PAGE = Page("Trouble", "m", "i", "d", "m", "a")
+SILENT = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
+
+
+def runbook(**changes: object) -> Runbook:
+    """A runbook for incidents of kind "trouble" that finds nothing unless told to."""
+    fields = {"kind": "trouble", "page": PAGE, "detect": lambda _view: (), "healed": lambda _incident, _view: None}
+    return Runbook(**{**fields, "needs": ("source",), **changes})
+
+
+class Agent:
+    """A loop and its parts; ``tick`` lets a second pass. It waits for its collectors for half of ``interval_s``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        collectors: Sequence[Collector],
+        runbooks: Sequence[Runbook],
+        *,
+        mode: str = "act",
+        limits: Limits = Limits(cooldown_s=0),  # noqa: B008
+        set_power_limit: Callable[[int, float], None] | None = None,
+        listeners: Sequence[Listener] = (),
+        clock: FakeClock | None = None,
+        interval_s: float = 40.0,
+    ) -> None:
+        self.clock = clock or FakeClock()
+        self.told: list[str] = []
+        self.journal = Journal(folder, lambda problem: None, retry_s=0.05, wall=self.clock.wall)
+        self.executor = Executor(
+            shm=folder, notify=lambda text, fields: self.told.append(text), set_power_limit=set_power_limit
+        )
+        judge = Judge(runbooks, SILENT)
+        self.responder = Responder(
+            judge, self.executor, self.journal, SILENT,
+            mode_of=lambda _kind: mode, limits=limits, started_at=self.clock.wall(), listeners=listeners,
+        )  # fmt: skip
+        window = Window("node", seconds=60)
+        clocks = Clock(self.clock.monotonic, self.clock.wall)
+        self.loop = Loop(
+            window, collectors, judge, self.responder, self.journal, SILENT, interval_s=interval_s, clock=clocks
+        )
+
+    def tick(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.clock.advance(1.0)
+            self.loop.tick()
+
+    def metrics(self) -> dict[str, float]:
+        """Every series of the snapshot by its text."""
+        return {
+            f"{metric.name}{{{','.join(labels)}}}": value
+            for group in self.loop.snapshot.samples
+            for metric, value, labels in group
+        }

@@ -1,0 +1,246 @@
+"""The loop and the responder: from a finding to an action and to its verification, through restarts and failures."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collectors.base import NoData, Reading
+from opsd.agent.policy import Limits
+from runbooks.base import Action, Evidence, Incident, Runbook, State, View
+from tests.fakes.agent import Agent, runbook
+from tests.fakes.clock import eventually
+from tests.fakes.collectors import FakeCollector
+from tests.fakes.incidents import finding
+
+
+class Trouble:
+    """A GPU that is in trouble while ``on``, and a runbook that lowers its power limit."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.limits: list[tuple[int, float]] = []
+        self.repairs = True
+
+    def set_power_limit(self, gpu: int, watts: float) -> None:
+        self.limits.append((gpu, watts))
+        self.on = self.on and not self.repairs
+
+    def detect(self, view: View):
+        if self.on:
+            yield finding(evidence=(Evidence("too hot", "nvml", view.wall),))
+
+    def healed(self, _incident: Incident, _view: View) -> bool:
+        return not self.on
+
+    def remedy(self, _incident: Incident, _view: View) -> tuple[Action, ...]:
+        return (Action("set_power_limit", "gpu0", {"gpu": 0, "watts": 500}, "too hot"),)
+
+    def runbook(self, **changes: object) -> Runbook:
+        return runbook(detect=self.detect, healed=self.healed, remedy=self.remedy, clear_after_s=2.0, **changes)
+
+    def agent(self, folder: Path, **changes: object) -> Agent:
+        collectors = changes.pop("collectors", [FakeCollector("source")])
+        books = changes.pop("runbooks", [self.runbook()])
+        return Agent(folder, collectors, books, set_power_limit=self.set_power_limit, **changes)
+
+
+@pytest.fixture
+def trouble() -> Trouble:
+    return Trouble()
+
+
+def settle(agent: Agent, state: State) -> Incident:
+    """Tick until the newest incident is in ``state``."""
+
+    def there() -> bool:
+        agent.tick()
+        return any(i.state is state for i in (*agent.responder.current, *agent.responder.ended))
+
+    assert eventually(there)
+    return next(i for i in (*agent.responder.current, *agent.responder.ended) if i.state is state)
+
+
+def test_trouble_is_found_acted_on_and_verified(tmp_path: Path, trouble: Trouble) -> None:
+    """The whole way, with what was done and how it ended in the incident, the counters and the journal."""
+    agent = trouble.agent(tmp_path)
+    agent.tick(2)
+    assert agent.metrics()["opsd_incidents_opened_total{trouble}"] == 0
+    trouble.on = True
+    resolved = settle(agent, State.RESOLVED)
+    assert trouble.limits == [(0, 500.0)]
+    assert [(a["verb"], a["outcome"]) for a in resolved.actions] == [("set_power_limit", "ok")]
+    assert resolved.verdict == "over after attempt 1"
+    metrics = agent.metrics()
+    assert metrics["opsd_incidents_opened_total{trouble}"] == 1
+    assert metrics["opsd_actions_total{set_power_limit,ok}"] == 1
+    assert sum(v for k, v in metrics.items() if k.startswith("opsd_incidents{")) == 0
+    agent.journal.close(20)
+    assert trouble.agent(tmp_path).responder.ended[0] == resolved
+
+
+@pytest.mark.parametrize(("mode", "outcomes"), [("observe", []), ("recommend", ["recommended"])])
+def test_without_leave_nothing_is_touched(tmp_path: Path, trouble: Trouble, mode: str, outcomes: list[str]) -> None:
+    """The incident is open, and in mode recommend it says what opsd would do, once."""
+    agent = trouble.agent(tmp_path, mode=mode)
+    trouble.on = True
+    agent.tick(10)
+    (incident,) = agent.responder.current
+    assert (incident.state, [a["outcome"] for a in incident.actions]) == (State.OPEN, outcomes)
+    assert trouble.limits == []
+    trouble.on = False
+    assert settle(agent, State.RESOLVED).verdict == "over by itself"
+
+
+def test_a_refusal_says_why_once(tmp_path: Path, trouble: Trouble) -> None:
+    """The limit on actions an hour is reached: nothing happens, and the incident says so."""
+    agent = trouble.agent(tmp_path, limits=Limits(0, 0))
+    trouble.on = True
+    agent.tick(5)
+    ((action,),) = [i.actions for i in agent.responder.current]
+    assert (action["outcome"], action["detail"]) == ("refused", "the limit of 0 actions an hour is reached")
+    assert agent.metrics()["opsd_actions_total{set_power_limit,refused}"] == 1
+
+
+def test_an_open_incident_is_continued_after_a_restart(tmp_path: Path, trouble: Trouble) -> None:
+    """The same id, the attempts and the history; the action is not repeated, and it opens no second incident."""
+    trouble.repairs = False
+    first = trouble.agent(tmp_path, limits=Limits(600, 10))
+    trouble.on = True
+    before = settle(first, State.VERIFYING)
+    first.journal.close(20)
+    second = trouble.agent(tmp_path, limits=Limits(600, 10), clock=first.clock)
+    assert [i.id for i in second.responder.current] == [before.id]
+    second.tick(90)
+    (incident,) = second.responder.current
+    assert (incident.id, incident.attempts, incident.opened_at) == (before.id, 1, before.opened_at)
+    assert incident.actions[-1]["outcome"] == "refused"
+    assert len(trouble.limits) == 1
+    assert second.metrics()["opsd_incidents_opened_total{trouble}"] == 0
+
+
+def test_an_agent_killed_while_acting_verifies_instead_of_acting_again(tmp_path: Path, trouble: Trouble) -> None:
+    """The intention was durable before the action, so the next agent knows of it."""
+    release = threading.Event()
+    trouble.on = True
+    first = Agent(
+        tmp_path, [FakeCollector("source")], [trouble.runbook()], set_power_limit=lambda gpu, watts: release.wait(20)
+    )
+    first.tick()
+    assert first.journal.flush(20)
+    second = trouble.agent(tmp_path, clock=first.clock)
+    release.set()
+    (incident,) = second.responder.current
+    assert (incident.state, incident.actions[0]["outcome"]) == (State.VERIFYING, "unknown")
+    second.tick(3)
+    assert trouble.limits == []
+
+
+def test_a_slow_action_does_not_stop_the_loop(tmp_path: Path, trouble: Trouble) -> None:
+    """Ticks go on while a driver call hangs; the incident is acting until the outcome is in."""
+    release = threading.Event()
+    trouble.on = True
+    agent = Agent(
+        tmp_path, [FakeCollector("source")], [trouble.runbook()], set_power_limit=lambda gpu, watts: release.wait(20)
+    )
+    agent.tick(5)
+    assert [i.state for i in agent.responder.current] == [State.ACTING]
+    release.set()
+    trouble.on = False
+    assert settle(agent, State.RESOLVED).attempts == 1
+
+
+def test_a_blind_runbook_judges_nothing(tmp_path: Path, trouble: Trouble) -> None:
+    """Without its collector nothing is found, nothing is done, and nothing is called healed."""
+    source = FakeCollector("source")
+    agent = trouble.agent(tmp_path, collectors=[source], mode="observe")
+    trouble.on = True
+    agent.tick(2)
+    trouble.on = False
+    source.answer = lambda: NoData("the driver is gone")
+    agent.tick(20)
+    assert [i.state for i in agent.responder.current] == [State.OPEN]
+    source.answer = Reading
+    assert settle(agent, State.RESOLVED)
+
+
+@pytest.mark.parametrize("part", ["detect", "diagnose", "healed", "remedy"])
+def test_a_runbook_that_raises_is_counted_and_the_others_go_on(tmp_path: Path, trouble: Trouble, part: str) -> None:
+    """A bug in one file costs that file's kind only."""
+
+    def bug(*_args: object) -> None:
+        raise ZeroDivisionError
+
+    broken = replace(trouble.runbook(), kind="broken", detect=lambda _view: [finding("broken", "x")])
+    agent = trouble.agent(tmp_path, runbooks=[replace(broken, **{part: bug}), trouble.runbook()])
+    trouble.on = True
+    agent.tick(3)
+    assert agent.metrics()["opsd_runbook_errors_total{broken}"] > 0
+    assert agent.metrics()["opsd_runbook_errors_total{trouble}"] == 0
+    assert "trouble" in {i.kind for i in agent.responder.current}
+
+
+def test_what_a_failed_collector_delivered_is_not_shown(tmp_path: Path) -> None:
+    """Its series vanish, so that nobody takes an old value for the state of the node."""
+    source = FakeCollector("source")
+    agent = Agent(tmp_path, [source], [runbook()])
+    agent.tick()
+    assert agent.metrics()["opsd_fake_value{source}"] == 1
+    source.answer = lambda: NoData("gone")
+    agent.tick()
+    metrics = agent.metrics()
+    assert "opsd_fake_value{source}" not in metrics
+    assert (metrics["opsd_collector_state{source,no_data}"], metrics["opsd_collector_state{source,ok}"]) == (1, 0)
+    assert metrics["opsd_collector_up{source}"] == 0
+
+
+def test_a_step_of_the_clock_opens_and_closes_nothing(tmp_path: Path, trouble: Trouble) -> None:
+    """An hour forward or back: the incident goes on, and is still acted upon."""
+    agent = trouble.agent(tmp_path, mode="recommend")
+    trouble.on = True
+    agent.tick()
+    for step in (3600, -7200):
+        agent.clock.wall_now += step
+        agent.tick(2)
+        assert [i.state for i in agent.responder.current] == [State.OPEN]
+    assert [a["outcome"] for a in agent.responder.current[0].actions] == ["recommended"]
+
+
+def test_listeners_hear_of_every_change(tmp_path: Path, trouble: Trouble) -> None:
+    """Opened, verifying and resolved reach whoever announces them; acting is the agent's own doing and is not told."""
+    heard: list[State] = []
+    agent = trouble.agent(tmp_path, listeners=[lambda _incident, transition: heard.append(transition.after)])
+    trouble.on = True
+    settle(agent, State.RESOLVED)
+    assert heard == [State.OPEN, State.VERIFYING, State.RESOLVED]
+
+
+def test_ticks_lie_on_a_grid_and_those_missed_are_counted(tmp_path: Path) -> None:
+    """A tick that takes two and a half intervals costs two, and the next one is on the grid again."""
+    agent = Agent(tmp_path, [], [], interval_s=1.0)
+    stop = threading.Event()
+    times: list[float] = []
+
+    class Waiter(threading.Event):
+        """Passes the time that is waited for."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            agent.clock.advance(timeout or 0.0)
+            return stop.is_set()
+
+        def is_set(self) -> bool:
+            return stop.is_set()
+
+    def after() -> None:
+        times.append(agent.clock.now - 1000.0)
+        if len(times) == 2:
+            agent.clock.advance(2.5)
+        if len(times) == 4:
+            stop.set()
+
+    agent.loop.run(Waiter(), after)
+    assert times == [0.0, 1.0, 4.0, 5.0]
+    assert agent.metrics()["opsd_agent_missed_ticks_total{}"] == 2
