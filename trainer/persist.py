@@ -21,6 +21,7 @@ import os
 import re
 import select
 import signal
+import struct
 import sys
 import time
 from contextlib import suppress
@@ -37,6 +38,7 @@ LIMIT_S = 600
 """A process whose rank has gone ends after this, come what may."""
 POLL_S = 0.02
 _BLOCK = 1 << 22
+_FLOCK = struct.Struct("@hhqqi0q")  # struct flock of 64-bit Linux (fcntl(2)): type, whence, start, length, pid
 _PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
 
 
@@ -92,14 +94,30 @@ def main() -> None:
     os.nice(5)
     root = Path(plan.root)
     locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    with suppress(OSError):  # a file system without locks: a save is then given up early, never wrong
-        fcntl.lockf(locks, fcntl.LOCK_EX, 1, plan.rank)
+    _lock(locks, plan.rank)
     orders = Orders(0)
     with mmap.mmap(plan.memory, plan.size) as memory:
         while not orders.closed:
             order = orders.next()
+            _lock(locks, plan.rank)
             if order and "save" in order:
                 _answer(**_save(plan, memory, order["save"], order["sample"], orders, locks))
+
+
+def _lock(locks: int, rank: int) -> None:
+    # Not to have it (held by a hung process of an earlier start, or a file system without locks) only means that a
+    # save is given up early if the ranks die.
+    with suppress(OSError):
+        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
+
+def _locked(locks: int, start: int, length: int) -> bool:
+    """Whether another process holds a lock in the range; a ``length`` of 0 is without end."""
+    try:
+        answer = fcntl.fcntl(locks, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+    except OSError:
+        return False
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _answer(**reply: str) -> None:
@@ -170,31 +188,19 @@ def wait_for_saves(root: Path, timeout_s: float) -> bool:
     locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + timeout_s
     try:
-        while time.monotonic() < deadline:
-            if _unlocked(locks, 0, 0):
-                return True
+        while _locked(locks, 0, 0):
+            if time.monotonic() > deadline:
+                return False
             time.sleep(POLL_S)
-        return False
+        return True
     finally:
         os.close(locks)
-
-
-def _unlocked(locks: int, start: int, length: int) -> bool:
-    """Whether nobody else holds a lock in the range; True as well on a file system without locks."""
-    try:
-        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        return True
-    fcntl.lockf(locks, fcntl.LOCK_UN, length, start)
-    return True
 
 
 def _gather(folder: Path, plan: Plan, orders: Orders, locks: int) -> tuple[FileEntry, ...]:
     while True:
         # Locks before files: a process may finish its part and end in between.
-        gone = {rank for rank in range(1, plan.world) if orders.closed and _unlocked(locks, rank, 1)}
+        gone = {rank for rank in range(1, plan.world) if orders.closed and not _locked(locks, rank, 1)}
         parts = parts_of(folder, plan.attempt)
         if len(parts) == plan.world:
             return tuple(parts[rank] for rank in range(plan.world))

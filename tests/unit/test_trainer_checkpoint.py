@@ -1,0 +1,351 @@
+"""Checkpoint files: their layout, reading them back under any other layout, and the process that writes them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from opsd.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    commit,
+    folder_of,
+    read,
+    steps,
+    verify,
+)
+from trainer.checkpoint import State, file_layout
+from trainer.parallel import Region
+from trainer.persist import LOCKS, Plan, wait_for_saves
+from trainer.restore import load
+
+STEP, SAMPLE = 20, 80
+
+
+def eventually(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def split(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and shapes of a grid of ``cuts`` nearly equal parts per dimension, empty ones included."""
+    parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for length, count in zip(shape, cuts, strict=True):
+        size = -(-length // count)
+        bounds = [(min(i * size, length), min((i + 1) * size, length)) for i in range(count)]
+        parts = [((*offset, low), (*sizes, high - low)) for offset, sizes in parts for low, high in bounds]
+    return parts
+
+
+def states(tensors: dict[str, torch.Tensor], cuts: tuple[int, int]) -> list[State]:
+    """The state of every rank of a grid layout; tensors with fewer than two dimensions are held by all."""
+    ranks: list[State] = [{} for _ in range(cuts[0] * cuts[1])]
+    for name, tensor in tensors.items():
+        grid = split(tuple(tensor.shape), cuts if tensor.dim() == 2 else (1,) * tensor.dim())
+        for rank, state in enumerate(ranks):
+            offset, sizes = grid[rank % len(grid)]
+            window = tuple(slice(at, at + n) for at, n in zip(offset, sizes, strict=True))
+            state[name] = Region(tensor[window].clone(), tuple(tensor.shape), offset)
+    return ranks
+
+
+def write(folder: Path, ranks: list[State]) -> Manifest:
+    """A checkpoint as the persist processes write it."""
+    entries = []
+    for rank, state in enumerate(ranks):
+        header, starts, size = file_layout(state)
+        content = bytearray(size)
+        content[: len(header)] = header
+        for name, start in starts.items():
+            local = state[name].local
+            raw = bytes(local.contiguous().flatten().view(torch.uint8).numpy()) if local.numel() else b""
+            content[start : start + len(raw)] = raw
+        path = folder / f"rank-{rank:04d}.safetensors"
+        path.write_bytes(content)
+        entries.append(FileEntry(path.name, size, ""))
+    return Manifest(STEP, SAMPLE, {"dp": len(ranks)}, "", tuple(entries), "local", 0.0)
+
+
+def tensors_like(shapes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    tensors = {f"m{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+    return tensors | {"norm": torch.randn(5), "updates": torch.tensor([7.0])}
+
+
+GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=3), old=GRIDS, new=GRIDS)
+def test_any_layout_reads_any_other(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[tuple[int, int]],
+    old: tuple[int, int],
+    new: tuple[int, int],
+) -> None:
+    """A checkpoint written by one grid of ranks is read bit for bit by any other, uneven and empty parts included."""
+    folder = tmp_path_factory.mktemp("c")
+    tensors = tensors_like(shapes)
+    manifest = write(folder, states(tensors, old))
+    wanted = states(tensors, new)
+    for rank, expected in enumerate(wanted):
+        mine = {name: replace(region, local=torch.full_like(region.local, -9)) for name, region in expected.items()}
+        load(folder, manifest, mine, rank)
+        for name, region in expected.items():
+            assert torch.equal(mine[name].local, region.local)
+
+
+def test_files_are_plain_safetensors(tmp_path: Path) -> None:
+    """A rank's file opens with the safetensors library, tensors aligned, with the place of each region."""
+    tensors = tensors_like([(6, 4)])
+    write(tmp_path, states(tensors, (2, 1)))
+    with safe_open(tmp_path / "rank-0001.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(tensors)
+        assert torch.equal(file.get_tensor("m0"), tensors["m0"][3:])
+        assert json.loads(file.metadata()["regions"])["m0"] == {"shape": [6, 4], "offset": [3, 0]}
+    assert file_layout(states(tensors, (2, 1))[0])[1]["m0"] % 64 == 0
+
+
+def test_bfloat16_survives(tmp_path: Path) -> None:
+    """Half-precision tensors are stored as they are."""
+    tensor = torch.randn(4, 4).bfloat16()
+    manifest = write(tmp_path, states({"m": tensor}, (2, 1)))
+    mine = {"m": Region(torch.zeros(4, 4, dtype=torch.bfloat16), (4, 4), (0, 0))}
+    load(tmp_path, manifest, mine)
+    assert torch.equal(mine["m"].local, tensor)
+
+
+def test_replicas_do_not_hide_a_hole(tmp_path: Path) -> None:
+    """Two files with the same half of a tensor do not pass for the whole of it."""
+    ranks = states({"m": torch.randn(4, 4)}, (2, 1))
+    manifest = write(tmp_path, [ranks[0], ranks[0]])
+    with pytest.raises(CheckpointError, match="does not hold all of m"):
+        load(tmp_path, manifest, {"m": Region(torch.zeros(4, 4), (4, 4), (0, 0))})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    """A checkpoint that lacks a tensor of the model is refused with its name."""
+    manifest = write(tmp_path, states({"a": torch.ones(2, 2)}, (1, 1)))
+    wanted = states({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, (1, 1))[0]
+    with pytest.raises(CheckpointError, match="does not hold all of b"):
+        load(tmp_path, manifest, wanted)
+
+
+class Persister:
+    """A real persist process with ``content`` staged, and this test in the place of its rank."""
+
+    def __init__(self, root: Path, rank: int, world: int, content: bytes, attempt: str = "0000abcd") -> None:
+        memory = os.memfd_create("test")
+        os.ftruncate(memory, len(content))
+        mmap.mmap(memory, len(content))[:] = content
+        self.plan = Plan(str(root), rank, world, attempt, {"dp": world}, "digest", "run", 2, memory, len(content))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.persist", json.dumps(asdict(self.plan))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(memory,),
+            start_new_session=True,
+        )
+        os.close(memory)
+
+    def order(self, **order: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    def answer(self) -> dict[str, str]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.rank_dies()
+
+    def rank_dies(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+Start = Callable[..., Persister]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Persister] = []
+
+    def begin(rank: int, world: int, content: bytes = b"state of a rank" * 999, **more: str) -> Persister:
+        started.append(Persister(tmp_path, rank, world, content, **more))
+        return started[-1]
+
+    yield begin
+    for persister in started:
+        persister.end()
+
+
+def locked(root: Path) -> bool:
+    return (root / LOCKS).exists() and not wait_for_saves(root, 0.02)
+
+
+def test_parts_of_all_ranks_become_a_checkpoint(tmp_path: Path, start: Start) -> None:
+    """Once every rank's part is durable the checkpoint exists, verifies, and every process says so."""
+    world = [start(rank, 3) for rank in range(3)]
+    world[0].order(save=STEP, sample=SAMPLE)
+    world[1].order(save=STEP, sample=SAMPLE)
+    eventually(lambda: len(list(tmp_path.glob("step-*/rank-*"))) == 2)
+    assert steps(tmp_path) == []
+    world[2].order(save=STEP, sample=SAMPLE)
+    assert [persister.answer() for persister in world] == [{"state": "committed"}] * 3
+    manifest = verify(folder_of(tmp_path, STEP))
+    assert (manifest.step, manifest.sample, manifest.layout, len(manifest.files)) == (STEP, SAMPLE, {"dp": 3}, 3)
+
+
+def test_old_checkpoints_go(tmp_path: Path, start: Start) -> None:
+    """The first rank's process keeps as many checkpoints as it was told to."""
+    alone = start(0, 1)
+    for step in (10, 20, 30):
+        alone.order(save=step, sample=0)
+        assert alone.answer() == {"state": "committed"}
+    eventually(lambda: steps(tmp_path) == [20, 30])
+
+
+def test_a_save_outlives_its_ranks(tmp_path: Path, start: Start) -> None:
+    """Ranks that die after handing over lose nothing: the processes finish, commit and end."""
+    world = [start(rank, 2) for rank in range(2)]
+    for persister in world:
+        persister.order(save=STEP, sample=SAMPLE)
+        persister.rank_dies()
+    for persister in world:
+        assert persister.process.wait(timeout=30) == 0
+    assert verify(folder_of(tmp_path, STEP)).step == STEP
+
+
+def test_a_part_that_never_comes_is_given_up(tmp_path: Path, start: Start) -> None:
+    """When a rank died before handing over its part, the others remove theirs and end."""
+    world = [start(rank, 2) for rank in range(2)]
+    eventually(lambda: locked(tmp_path))
+    world[0].order(save=STEP, sample=SAMPLE)
+    world[0].rank_dies()
+    eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*"))) == 1)
+    assert world[0].process.poll() is None  # the other one is alive and may still deliver
+    world[1].rank_dies()
+    for persister in world:
+        assert persister.process.wait(timeout=30) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [LOCKS]
+
+
+def test_the_next_generation_waits_for_saves(tmp_path: Path, start: Start) -> None:
+    """wait_for_saves is False while a persist process lives and True once all have ended."""
+    assert wait_for_saves(tmp_path, 1)
+    persister = start(1, 2)
+    eventually(lambda: locked(tmp_path))
+    persister.rank_dies()
+    assert wait_for_saves(tmp_path, 30)
+
+
+def test_parts_of_two_attempts_do_not_mix(tmp_path: Path, start: Start) -> None:
+    """A part left by an earlier start of the run is not taken for one of this start."""
+    earlier = start(1, 2, attempt="00000001")
+    earlier.order(save=STEP, sample=SAMPLE)
+    eventually(lambda: len(list(tmp_path.glob("step-*/rank-0001.00000001.*.safetensors"))) == 1)
+    earlier.process.kill()
+    first = start(0, 2)
+    first.order(save=STEP, sample=SAMPLE)
+    eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*.safetensors"))) == 1)
+    assert steps(tmp_path) == []
+    start(1, 2, b"other bytes").order(save=STEP, sample=SAMPLE)
+    assert first.answer() == {"state": "committed"}
+    assert all(".0000abcd." in entry.name for entry in verify(folder_of(tmp_path, STEP)).files)
+
+
+def test_an_abandoned_save_is_removed(tmp_path: Path, start: Start) -> None:
+    """Told that another rank failed, a process drops its part and is ready for the next save."""
+    first = start(0, 2)
+    first.order(save=STEP, sample=SAMPLE)
+    eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*.safetensors"))) == 1)
+    first.order(abandon=STEP)
+    assert first.answer() == {"state": "abandoned"}
+    assert not folder_of(tmp_path, STEP).exists()
+    first.order(save=STEP + 20, sample=SAMPLE)
+    start(1, 2).order(save=STEP + 20, sample=SAMPLE)
+    assert first.answer() == {"state": "committed"}
+
+
+def test_a_torn_part_is_not_a_part(tmp_path: Path, start: Start) -> None:
+    """A process killed while it writes leaves a draft at most, and no checkpoint."""
+    persister = start(0, 1, bytes(200_000_000))
+    persister.order(save=STEP, sample=SAMPLE)
+    eventually(lambda: any(tmp_path.glob("step-*/.rank-*")))
+    persister.process.send_signal(signal.SIGKILL)
+    persister.process.wait()
+    assert steps(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_full_disk_fails_the_save_and_nothing_else(small_disk: Path) -> None:
+    """No space: the process says so, leaves the older checkpoint whole and nothing of the new one, and goes on."""
+    persister = Persister(small_disk, 0, 1, bytes(400_000))
+    try:
+        persister.order(save=10, sample=0)
+        assert persister.answer() == {"state": "committed"}
+        (small_disk / "filler").write_bytes(bytes(400_000))
+        persister.order(save=20, sample=0)
+        answer = persister.answer()
+        assert answer["state"] == "failed"
+        assert "No space left on device" in answer["why"]
+        assert steps(small_disk) == [10]
+        verify(folder_of(small_disk, 10))
+        assert not folder_of(small_disk, 20).exists()
+        (small_disk / "filler").unlink()
+        persister.order(save=30, sample=0)
+        assert persister.answer() == {"state": "committed"}
+    finally:
+        persister.end()
+
+
+def test_a_failed_commit_takes_nothing_with_it(tmp_path: Path, start: Start) -> None:
+    """An older checkpoint of the same step survives a save that fails."""
+    alone = start(0, 1)
+    alone.order(save=STEP, sample=SAMPLE)
+    assert alone.answer() == {"state": "committed"}
+    folder = folder_of(tmp_path, STEP)
+    manifest = read(folder)
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+    again = start(0, 1, attempt="00000002")
+    again.order(save=STEP, sample=SAMPLE)
+    assert again.answer()["state"] == "failed"
+    (folder / MANIFEST).rmdir()
+    commit(folder, manifest)
+    assert verify(folder).files == manifest.files
