@@ -1,0 +1,219 @@
+"""The kernel log: Xids, the out-of-memory killer, machine checks, failing disks, links and file systems.
+
+Each message is reported once: the position in the log is kept in a file, so that a restart of the agent neither
+reports old messages as new nor misses those written meanwhile. What processes write into the log does not count.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from collectors.base import Event, Metric, NoData, Reading, Sample
+from collectors.kernel_log import KERNEL, MESSAGE_CHARS, Device, KernelLog, KernelLogDevice, Position, Record
+from collectors.kernel_messages import KINDS, Trouble, parse_oom_victim, parse_trouble
+from collectors.pci import ADDRESS, bus_id
+from collectors.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
+
+SXIDS = Metric("opsd_sxid_total", "SXid errors of the NVSwitch.", "counter", labels=("pci_bus_id", "severity"))
+EVENTS = Metric("opsd_kernel_events_total", "Kernel messages that tell of trouble.", "counter", labels=("kind",))
+RECORDS = Metric("opsd_kmsg_records_total", "Records read from the kernel log.", "counter")
+DROPPED = Metric(
+    "opsd_kmsg_dropped_total",
+    "Kernel messages lost: overwritten before they were read (overrun), not a record (malformed), "
+    "or too many different events at once (crowded; they are counted nevertheless).",
+    "counter",
+    labels=("reason",),
+)
+KEPT = Metric("opsd_kmsg_position_kept", "1 if the position in the kernel log survives a restart of the agent.")
+
+SEVERITIES: Final = ("fatal", "non_fatal", "correctable", "unknown")
+_IDENTITY: Final = ("device", "pid", "server", "pci_bus_id", "controller", "severity", "cause", "outcome")
+_MAX_VICTIMS: Final = 64
+_MAX_SWITCHES: Final = 16
+
+Finding = Xid | Sxid | Trouble
+
+
+@dataclass(slots=True)
+class _Found:
+    """Equal messages of one collection taken together. ``seconds`` (since boot) and ``text`` are of the first."""
+
+    what: Finding
+    text: str
+    seconds: float
+    count: int = 1
+
+
+def parse_message(text: str) -> Finding | None:
+    """What a message tells of, or None if it is of no interest."""
+    return parse_xid(text) or parse_sxid(text) or parse_trouble(text)
+
+
+def _identity(what: Finding) -> Hashable:
+    if isinstance(what, Trouble):
+        return (what.kind, *(what.data.get(name) for name in _IDENTITY))
+    if isinstance(what, Xid):
+        return ("xid", what.code, what.pci_bus_id, what.pid)
+    return ("sxid", what.code, what.pci_bus_id, what.link)
+
+
+class KmsgCollector:
+    """Trouble that the kernel logs.
+
+    ``state`` is the file that keeps the position; with None, what is in the log at the start is passed over. ``ledger``
+    is shared with other sources of Xids. ``injected`` also takes what processes write into the log, to try things out.
+    At most ``max_records`` are read and ``max_events`` returned at a time. ``clock`` is in seconds since boot, as
+    time.monotonic on Linux, ``wall`` since the epoch.
+    """
+
+    name = "kmsg"
+    metrics = (TOTAL, SXIDS, EVENTS, RECORDS, DROPPED, KEPT)
+
+    def __init__(
+        self,
+        state: Path | None = None,
+        *,
+        path: Path = Path("/dev/kmsg"),
+        proc: Path = Path("/proc"),
+        ledger: XidLedger | None = None,
+        injected: bool = False,
+        open_device: Callable[[Path], Device] = KernelLogDevice,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        max_records: int = 10_000,
+        max_events: int = 200,
+    ) -> None:
+        self._state = state
+        self._path = path
+        self._proc = proc
+        self._ledger = ledger or XidLedger()
+        self._injected = injected
+        self._open_device = open_device
+        self._clock = clock
+        self._wall = wall
+        self._max_records = max_records
+        self._max_events = max_events
+        self._opened: tuple[KernelLog, Position] | None = None
+        self._drained_at = 0.0
+        self._unfinished = ""
+        self._victims: dict[int, str] = {}
+        self._records = 0
+        self._crowded = 0
+        self._events = Counter(dict.fromkeys(KINDS, 0))
+        self._sxids: dict[str, Counter[str]] = {}
+
+    def collect(self) -> Reading | NoData:
+        """Read what is new in the log. Raises OSError if the log is there and cannot be read."""
+        try:
+            log, position = self._opened = self._opened or self._open()
+        except FileNotFoundError as error:
+            return NoData(f"no kernel log: {error.filename} does not exist, as is usual in a container")
+        except PermissionError:
+            return NoData(f"{self._path} may not be read; run the agent as root or with CAP_SYSLOG")
+        now, wall = self._clock(), self._wall()
+        found = self._find(log.read(self._max_records), now, wall)
+        if log.drained:
+            self._drained_at = now
+        if log.last is not None:
+            position.advance(log.last)
+        events = tuple(self._event(entry, wall - now + entry.seconds) for entry in found)
+        return Reading(tuple(self._samples(log, position)), events)
+
+    def _open(self) -> tuple[KernelLog, Position]:
+        boot_id = (self._proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        position = Position(self._state, boot_id)
+        log = KernelLog(self._open_device(self._path), position.sequence)
+        if position.skip:
+            log.skip()
+            self._drained_at = self._clock()
+        return log, position
+
+    def _find(self, records: Iterable[Record], now: float, wall: float) -> Iterable[_Found]:
+        found: dict[Hashable, _Found] = {}
+        for record in records:
+            self._records += 1
+            if (record.facility != KERNEL and not self._injected) or (what := self._parse(record)) is None:
+                continue
+            # The log's clock drifts from ours by seconds a month; what is new was written since we last saw the end.
+            seconds = min(now, max(record.seconds, self._drained_at))
+            if not self._count(what, wall - now + seconds):
+                continue
+            key = _identity(what)
+            if key in found:
+                found[key].count += 1
+            elif len(found) < self._max_events:
+                found[key] = _Found(what, record.text, seconds)
+            else:
+                self._crowded += 1
+        return found.values()
+
+    def _parse(self, record: Record) -> Finding | None:
+        if (victim := parse_oom_victim(record.text)) is not None:
+            if len(self._victims) >= _MAX_VICTIMS:
+                self._victims.clear()
+            self._victims[victim[0]] = victim[1]
+            return None
+        what = parse_message(record.text)
+        text = record.text
+        if what is None and record.continued and self._unfinished:
+            text = (self._unfinished + record.text)[:MESSAGE_CHARS]
+            what = parse_message(text)
+        self._unfinished = text if what is None else ""
+        return what
+
+    def _count(self, what: Finding, at: float) -> bool:
+        """Count it, unless another source of Xids has already."""
+        if isinstance(what, Xid):
+            source = "kmsg, inferred" if what.inferred else "kmsg"
+            return self._ledger.report(what.code, what.pci_bus_id, at=at, source=source)
+        if isinstance(what, Sxid):
+            self._switch(what.pci_bus_id)[what.severity] += 1
+        else:
+            self._events[what.kind] += 1
+        return True
+
+    def _switch(self, pci: str) -> Counter[str]:
+        if pci not in self._sxids and len(self._sxids) >= _MAX_SWITCHES:
+            pci = "other"
+        return self._sxids.setdefault(pci, Counter(dict.fromkeys(SEVERITIES, 0)))
+
+    def _event(self, entry: _Found, at: float) -> Event:
+        what, message = entry.what, " ".join(entry.text.split())
+        if isinstance(what, Xid):
+            return xid_event(what, at=at, source="kmsg", count=entry.count)
+        if isinstance(what, Sxid):
+            return Event("sxid", at, message, {**what._asdict(), "count": entry.count, "source": "kmsg"})
+        data: dict[str, object] = {**what.data, "count": entry.count, "source": "kmsg"}
+        pid = what.data.get("pid")
+        if what.kind == "oom_kill" and isinstance(pid, int):
+            data["cgroup"] = self._victims.pop(pid, "")
+        return Event(what.kind, at, message, data)
+
+    def _samples(self, log: KernelLog, position: Position) -> Iterator[Sample]:
+        yield from self._ledger.samples(self._pci_devices("driver/nvidia/gpus"))
+        for pci in self._pci_devices("driver/nvidia-nvswitch/devices"):
+            self._switch(pci)
+        for pci, severities in self._sxids.items():
+            for severity, count in severities.items():
+                yield Sample(SXIDS, count, (pci, severity))
+        for kind, count in self._events.items():
+            yield Sample(EVENTS, count, (kind,))
+        yield Sample(RECORDS, self._records)
+        yield Sample(DROPPED, log.overrun, ("overrun",))
+        yield Sample(DROPPED, log.malformed, ("malformed",))
+        yield Sample(DROPPED, self._crowded, ("crowded",))
+        yield Sample(KEPT, float(position.kept))
+
+    def _pci_devices(self, folder: str) -> list[str]:
+        """PCI addresses of the driver's devices; listing them asks no device, so it cannot hang on a lost GPU."""
+        try:
+            names = sorted(path.name for path in (self._proc / folder).iterdir())
+        except OSError:
+            return []
+        return [bus_id(name) for name in names if re.fullmatch(ADDRESS, name)]
