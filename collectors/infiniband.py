@@ -1,0 +1,234 @@
+"""InfiniBand, RoCE and EFA ports through /sys/class/infiniband: state, rate, traffic, errors, flaps.
+
+node_exporter exports the port counters too (``node_infiniband_*``), but neither hw_counters nor flaps; here is what
+detection needs, in the agent's own tick.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+from collectors.base import Event, Metric, MetricKind, NoData, Reading, Sample
+from collectors.ib_link import LinkHistory, PortReading
+from collectors.odometer import Odometer
+from collectors.pci import ADDRESS, bus_id
+
+N = TypeVar("N", int, float)
+
+_PORT: Final = ("device", "port")
+
+
+def _ib(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge") -> Metric:
+    return Metric(f"opsd_ib_{name}", help_text, kind, unit, (*_PORT, *labels))
+
+
+INFO = _ib("port_info", "What the port is.", "", "link_layer", "firmware_version", "board", "pci_bus_id", kind="info")
+STATE = _ib("port_state", "Logical state: 1 down, 2 initialising, 3 armed, 4 active.")
+PHYSICAL_STATE = _ib(
+    "port_physical_state",
+    "Physical state: 1 sleep, 2 polling, 3 disabled, 4 training, 5 link up, 6 recovering from errors, 7 test.",
+)
+RATE = _ib("port_rate_bytes_per_second", "Signalling rate of the link, in bytes per second.", "bytes_per_second")
+SENT = _ib("transmitted_bytes_total", "Data sent.", "bytes", kind="counter")
+RECEIVED = _ib("received_bytes_total", "Data received.", "bytes", kind="counter")
+WAIT = _ib("transmit_wait_ticks_total", "Ticks in which there was data to send and no credit to do so.", kind="counter")
+ERRORS = _ib("errors_total", "Errors by the kernel's name of their counter.", "", "error", kind="counter")
+CONGESTION = _ib(
+    "congestion_events_total", "Congestion notifications by the kernel's name.", "", "event", kind="counter"
+)
+FLAPS = _ib("link_flaps_total", "Times the link was lost since the agent started.", kind="counter")
+
+METRICS: Final = (INFO, STATE, PHYSICAL_STATE, RATE, SENT, RECEIVED, WAIT, ERRORS, CONGESTION, FLAPS)
+
+
+class Counter(NamedTuple):
+    """Where the number in a file goes. ``bits`` is the width of the hardware counter."""
+
+    metric: Metric
+    extra: tuple[str, ...] = ()
+    scale: int = 1
+    bits: int = 32
+
+
+_PORT_ERRORS = (
+    "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "port_rcv_remote_physical_errors",
+    "port_xmit_discards", "local_link_integrity_errors", "excessive_buffer_overrun_errors",
+)  # fmt: skip
+_HARDWARE_ERRORS = (
+    "out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "duplicate_request",
+    "implied_nak_seq_err", "out_of_buffer", "req_cqe_error", "resp_cqe_error", "req_remote_access_errors",
+    "roce_adp_retrans", "roce_adp_retrans_to", "roce_slow_restart", "rx_icrc_encapsulated",
+    "rx_drops", "retrans_pkts", "retrans_timeout_events", "impaired_remote_conn_events", "unresponsive_remote_events",
+)  # fmt: skip
+_CONGESTION = ("np_cnp_sent", "np_ecn_marked_roce_packets", "rp_cnp_handled", "rp_cnp_ignored")
+
+FILES: Final[Mapping[str, Counter]] = {
+    # Data is counted in units of four bytes (Documentation/ABI/stable/sysfs-class-infiniband).
+    "counters/port_xmit_data": Counter(SENT, scale=4, bits=64),
+    "counters/port_rcv_data": Counter(RECEIVED, scale=4, bits=64),
+    "counters/port_xmit_wait": Counter(WAIT),
+    **{f"counters/{name}": Counter(ERRORS, (name,)) for name in _PORT_ERRORS},
+    **{f"hw_counters/{name}": Counter(ERRORS, (name,)) for name in _HARDWARE_ERRORS},
+    **{f"hw_counters/{name}": Counter(CONGESTION, (name,)) for name in _CONGESTION},
+    # EFA has no counters/ and counts in bytes.
+    "hw_counters/tx_bytes": Counter(SENT, bits=64),
+    "hw_counters/rx_bytes": Counter(RECEIVED, bits=64),
+}
+"""File of a port to its series; a port has those of them that its driver provides."""
+
+_LINK_DOWNED = "counters/link_downed"
+
+
+def parse_state(text: str) -> int:
+    """The number in "4: ACTIVE". Raises ValueError."""
+    return int(text.partition(":")[0])
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second from "400 Gb/sec (4X NDR)". Raises ValueError."""
+    match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"not a rate: {text[:40]!r}")
+    return float(match[1]) * 1e9 / 8
+
+
+def read_port(folder: Path) -> PortReading:
+    """Read a port's folder. Files that are not there, vanish meanwhile or refuse to be read are left out."""
+    port = str(folder)
+    counters = {}
+    for group in ("counters", "hw_counters"):
+        for name in (f"{group}/{file}" for file in _names(f"{port}/{group}")):
+            if name in FILES and (text := _text(f"{port}/{name}")).isdecimal():
+                counters[name] = int(text)
+    return PortReading(
+        _parsed(parse_state, f"{port}/state"),
+        _parsed(parse_state, f"{port}/phys_state"),
+        _parsed(parse_rate, f"{port}/rate"),
+        counters,
+    )
+
+
+def _parsed(parse: Callable[[str], N], file: str) -> N | None:
+    try:
+        return parse(_text(file))
+    except ValueError:
+        return None
+
+
+def _text(file: str | Path) -> str:
+    """What is in a small file, "" if it cannot be read: some drivers list counters that they then refuse."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 4096).decode("ascii", "replace").strip()
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return ""
+
+
+def _names(folder: str | Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries)
+    except OSError:
+        return []
+
+
+class InfinibandCollector:
+    """The RDMA ports below ``root``, ``max_ports`` at most. ``clock`` is monotonic, ``wall`` since the epoch."""
+
+    name = "infiniband"
+    metrics = METRICS
+
+    def __init__(
+        self,
+        root: Path = Path("/sys/class/infiniband"),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        max_ports: int = 64,
+    ) -> None:
+        self._root = root
+        self._clock = clock
+        self._wall = wall
+        self._max_ports = max_ports
+        self._odometer = Odometer()
+        self._links: dict[Path, LinkHistory] = {}
+        self._infos: dict[Path, Sample] = {}
+
+    def collect(self) -> Reading | NoData:
+        """Read every port once. A port that was there before and is gone has the state 0."""
+        folders = self._folders()
+        if not folders and not self._links:
+            return NoData("no InfiniBand, RoCE or EFA device on this node")
+        now, wall = self._clock(), self._wall()
+        samples: list[Sample] = []
+        events: list[Event] = []
+        for folder in folders:
+            if folder not in self._links and len(self._links) < self._max_ports:
+                self._meet(folder)
+        for folder, link in self._links.items():
+            if folder in folders:
+                reading = read_port(folder)
+                totals = self._totals(folder, reading)
+                happenings = link.update(reading, totals.get(_LINK_DOWNED), now)
+                samples += self._samples(folder, reading, totals)
+            else:
+                happenings = link.gone(now)
+                samples.append(Sample(STATE, 0, _labels(folder)))
+            samples.append(Sample(FLAPS, link.flaps, _labels(folder)))
+            events += (self._event(folder, wall, *happening) for happening in happenings)
+        return Reading(tuple(samples), tuple(events))
+
+    def _folders(self) -> list[Path]:
+        devices = [self._root / name for name in _names(self._root)]
+        return [device / "ports" / port for device in devices for port in _names(device / "ports")]
+
+    def _meet(self, folder: Path) -> None:
+        device = folder.parent.parent
+        parent = (device / "device").resolve().name
+        about = (
+            _text(folder / "link_layer") or "unknown",
+            _text(device / "fw_ver"),
+            _text(device / "board_id"),
+            bus_id(parent) if re.fullmatch(ADDRESS, parent) else "",
+        )
+        self._links[folder] = LinkHistory()
+        self._infos[folder] = Sample(INFO, 1, (*_labels(folder), *about))
+
+    def _event(self, folder: Path, wall: float, kind: str, what: str, data: Mapping[str, object]) -> Event:
+        device, port = _labels(folder)
+        link_layer = self._infos[folder].labels[len(_PORT)]
+        return Event(
+            kind,
+            wall,
+            f"port {port} of {device} {what}",
+            {"device": device, "port": port, "link_layer": link_layer, **data},
+        )
+
+    def _totals(self, folder: Path, reading: PortReading) -> dict[str, int]:
+        return {
+            name: self._odometer.add((folder, name), raw, bits=FILES[name].bits)
+            for name, raw in reading.counters.items()
+        }
+
+    def _samples(self, folder: Path, reading: PortReading, totals: Mapping[str, int]) -> Iterator[Sample]:
+        labels = _labels(folder)
+        yield self._infos[folder]
+        for metric, value in ((STATE, reading.state), (PHYSICAL_STATE, reading.physical_state), (RATE, reading.rate)):
+            if value is not None:
+                yield Sample(metric, value, labels)
+        for name, total in totals.items():
+            metric, extra, scale, _ = FILES[name]
+            yield Sample(metric, total * scale, (*labels, *extra))
+
+
+def _labels(folder: Path) -> tuple[str, str]:
+    """Device and port from ".../DEVICE/ports/PORT"."""
+    return folder.parent.parent.name, folder.name
