@@ -25,6 +25,7 @@ _UNSUPPORTED = (
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     pynvml.NVML_ERROR_NO_PERMISSION,
     pynvml.NVML_ERROR_INVALID_ARGUMENT,
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 )
 
 
@@ -149,9 +150,9 @@ class Gpu:
             pci_bus_id=_text(pynvml.nvmlDeviceGetPciInfo(self.handle).busId),
             model=_text(pynvml.nvmlDeviceGetName(self.handle)),
         )
-        self.vbios = _text(pynvml.nvmlDeviceGetVbiosVersion(self.handle))
+        self.vbios = self._vbios()
         self._hostname = hostname
-        links = self._link_count()
+        links = self._link_count(library)
         self._fields = fields.FieldReader(library.nvmlDeviceGetFieldValues, self.handle, self._routes(links))
         self._calls = [self._bind(call) for call in _EACH_TICK]
         self._static = self._ask([self._bind(call) for call in _ONCE])
@@ -165,6 +166,8 @@ class Gpu:
         with _translated():
             samples = self._ask(self._calls)
             of_fields, rest = self._ask_fields()
+        if not samples:
+            raise NvmlError("the driver knows the GPU but answers no call about it")
         mask = next((int(sample.value) for sample in samples if sample.metric is series.EVENT_REASONS), None)
         samples += of_fields
         if (kib := fields.nvlink_kib(of_fields)) is not None:
@@ -179,9 +182,18 @@ class Gpu:
     def _labels(self, metric: Metric, *extra: str) -> tuple[str, ...]:
         return self.identity.labels(metric, self._hostname, *extra)
 
-    def _link_count(self) -> int:
-        (count,) = pynvml.nvmlDeviceGetFieldValues(self.handle, [fields.LINK_COUNT])
-        return int(count.value.uiVal) if count.nvmlReturn == pynvml.NVML_SUCCESS else 0
+    def _vbios(self) -> str:
+        try:
+            return _text(pynvml.nvmlDeviceGetVbiosVersion(self.handle))
+        except pynvml.NVMLError as error:
+            if error.value not in _UNSUPPORTED:
+                raise
+            return ""
+
+    def _link_count(self, library: ctypes.CDLL) -> int:
+        reader = fields.FieldReader(library.nvmlDeviceGetFieldValues, self.handle, {(fields.LINK_COUNT, 0): None})
+        _, _, answer = reader.read()
+        return next((int(fields.number(field.type, field.bits)) for field in answer if not field.result), 0)
 
     def _routes(self, links: int) -> dict[fields.FieldKey, fields.Route | None]:
         return {
@@ -209,6 +221,8 @@ class Gpu:
 
     def _ask_fields(self) -> tuple[list[Sample], list[fields.FieldValue]]:
         code, samples, rest = self._fields.read()
+        if code in _UNSUPPORTED:
+            return [], []
         lost = any(field.result == pynvml.NVML_ERROR_GPU_IS_LOST for field in rest)
         if code != pynvml.NVML_SUCCESS or lost:
             raise pynvml.NVMLError(code or pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -232,9 +246,11 @@ class Driver:
                 raise NvmlError(f"the NVIDIA library {path} cannot be loaded: {error}") from error
         with _translated():
             pynvml.nvmlInit()
+        self._events: Any = None
         try:
             with _translated():
-                self._events = pynvml.nvmlEventSetCreate()
+                with contextlib.suppress(pynvml.NVMLError):  # optional: the kernel log has every Xid too
+                    self._events = pynvml.nvmlEventSetCreate()
                 self.version = _text(pynvml.nvmlSystemGetDriverVersion())
                 self.count = int(pynvml.nvmlDeviceGetCount())
         except NvmlError:
@@ -252,13 +268,13 @@ class Driver:
         """The GPU ``index``, its Xids from now on delivered to ``xids``. Raises NvmlError if it does not answer."""
         with _translated():
             gpu = Gpu(self._library, index, hostname)
-            with contextlib.suppress(pynvml.NVMLError):  # optional: the kernel log has every Xid too
+            with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlDeviceRegisterEvents(gpu.handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
             return gpu
 
     def xids(self) -> Iterator[tuple[int, int]]:
         """GPU index and code of every Xid since the last call."""
-        while True:
+        while self._events is not None:
             try:
                 event = pynvml.nvmlEventSetWait(self._events, 0)
                 yield int(pynvml.nvmlDeviceGetIndex(event.device)), int(event.eventData)

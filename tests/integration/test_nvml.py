@@ -247,6 +247,29 @@ def test_what_is_not_supported_has_no_series_and_is_not_asked_again(gpus: Simula
     assert first.keys() == second.keys()
 
 
+def test_a_driver_without_field_values_still_shows_its_gpus(gpus: SimulatedGpus, collector: Any) -> None:
+    """Neither they nor the firmware's version nor events are there on every platform."""
+    gpus[0].set_unsupported(["nvmlDeviceGetFieldValues", "nvmlDeviceGetVbiosVersion", "nvmlDeviceRegisterEvents"])
+    got = samples(collector.collect())
+    assert got["opsd_gpu_up", "0", gpus[0].uuid] == 1
+    assert ("opsd_gpu_row_remap_pending", "0", gpus[0].uuid) not in got
+    assert [labels[5] for name, *labels in got if name == "opsd_gpu_info" and labels[0] == "0"] == [""]
+
+
+def test_a_gpu_that_answers_nothing_is_not_up(gpus: SimulatedGpus, collector: Any) -> None:
+    """Stale handles are refused call by call after a reset; that must not pass for a GPU that supports nothing."""
+    collector.collect()
+    tick_calls = (
+        "UtilizationRates MemoryInfo_v2 ComputeRunningProcesses_v3 Temperature MarginTemperature PowerUsage ClockInfo "
+        "PowerManagementLimit EncoderUtilization DecoderUtilization PerformanceState PersistenceMode "
+        "CurrPcieLinkGeneration CurrPcieLinkWidth CurrentClocksEventReasons"
+    )
+    gpus[0].set_unsupported([f"nvmlDeviceGet{name}" for name in tick_calls.split()])
+    reading = collector.collect()
+    assert samples(reading)["opsd_gpu_up", "0", gpus[0].uuid] == 0
+    assert facts(reading)[0].lost == "the driver knows the GPU but answers no call about it"
+
+
 def test_a_call_that_blocks_is_never_made(gpus: SimulatedGpus, collector: Any) -> None:
     """The call for PCIe throughput samples for 20 ms."""
     for _ in range(3):
