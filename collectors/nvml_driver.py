@@ -247,6 +247,7 @@ class Driver:
         with _translated():
             pynvml.nvmlInit()
         self._events: Any = None
+        self._indices: dict[int | None, int] = {}
         try:
             with _translated():
                 with contextlib.suppress(pynvml.NVMLError):  # optional: the kernel log has every Xid too
@@ -268,18 +269,20 @@ class Driver:
         """The GPU ``index``, its Xids from now on delivered to ``xids``. Raises NvmlError if it does not answer."""
         with _translated():
             gpu = Gpu(self._library, index, hostname)
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlDeviceRegisterEvents(gpu.handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+            self._indices[_address(gpu.handle)] = index
+            if self._events is not None:
+                with contextlib.suppress(pynvml.NVMLError):
+                    pynvml.nvmlDeviceRegisterEvents(gpu.handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
             return gpu
 
     def xids(self) -> Iterator[tuple[int, int]]:
-        """GPU index and code of every Xid since the last call."""
+        """GPU index and code of every Xid since the last call, also of GPUs that answer nothing any more."""
         while self._events is not None:
             try:
                 event = pynvml.nvmlEventSetWait(self._events, 0)
-                yield int(pynvml.nvmlDeviceGetIndex(event.device)), int(event.eventData)
             except pynvml.NVMLError:
                 return
+            yield self._indices[_address(event.device)], int(event.eventData)
 
     def set_power_limit(self, gpu: int | str, watts: float) -> None:
         """Set the board power limit of the GPU with this index or UUID. Raises NvmlError."""
@@ -290,6 +293,10 @@ class Driver:
             if not low <= watts <= high:
                 raise NvmlError(f"it must be between {low:g} and {high:g} W")
             pynvml.nvmlDeviceSetPowerManagementLimit(handle, round(watts * 1e3))
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _text(value: str | bytes) -> str:

@@ -327,11 +327,12 @@ def test_degraded_cooling_throttles_and_a_lower_power_limit_cures_it(
 
 
 def test_an_xid_is_an_event_once(gpus: SimulatedGpus, collector: Any) -> None:
-    """And dcgm-exporter's gauge shows the last one."""
+    """Also that of a GPU which has fallen off the bus; dcgm-exporter's gauge shows the last one."""
     gpus[7].raise_xid(13)  # before anybody listened
     assert collector.collect().events == ()
     gpus[7].raise_xid(94)
     gpus[7].raise_xid(79)
+    gpus[7].lost = True
     reading = collector.collect()
     assert [event.data["code"] for event in reading.events] == [94, 79]
     assert reading.events[0].data["pci_bus_id"] == facts(reading)[7].pci_bus_id
