@@ -36,6 +36,8 @@ from opsd.agent.loop import Snapshot
 MAX_CONNECTIONS = 16
 CONNECTION_S = 5.0
 """A connection is closed after this many seconds, whatever it is doing."""
+POLL_S = 0.2
+"""How often connections are looked at, and how long stopping takes at most."""
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 JSON = "application/json; charset=utf-8"
 
@@ -178,7 +180,7 @@ class Server(ThreadingHTTPServer):
         host = host.strip("[]")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, int(port)), _Handler)
-        threading.Thread(target=self.serve_forever, name="http", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(POLL_S,), name="http", daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -213,7 +215,7 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Twice a second: cut off connections that have had their time."""
+        """Every ``POLL_S``: cut off connections that have had their time."""
         oldest = time.monotonic() - CONNECTION_S
         with self._guard:
             for connection in [c for c, since in self._open.items() if since < oldest]:

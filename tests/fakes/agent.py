@@ -43,6 +43,7 @@ class Agent:
         listeners: Sequence[Listener] = (),
         clock: FakeClock | None = None,
         interval_s: float = 40.0,
+        deadline_s: float = 2.0,
     ) -> None:
         self.clock = clock or FakeClock()
         self.told: list[str] = []
@@ -58,8 +59,9 @@ class Agent:
         window = Window("node", seconds=60)
         clocks = Clock(self.clock.monotonic, self.clock.wall)
         self.loop = Loop(
-            window, collectors, judge, self.responder, self.journal, SILENT, interval_s=interval_s, clock=clocks
-        )
+            window, collectors, judge, self.responder, self.journal, SILENT,
+            interval_s=interval_s, deadline_s=deadline_s, clock=clocks,
+        )  # fmt: skip
 
     def tick(self, times: int = 1) -> None:
         for _ in range(times):

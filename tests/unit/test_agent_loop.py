@@ -221,18 +221,16 @@ def test_listeners_hear_of_every_change(tmp_path: Path, trouble: Trouble) -> Non
 def test_ticks_lie_on_a_grid_and_those_missed_are_counted(tmp_path: Path) -> None:
     """A tick that takes two and a half intervals costs two, and the next one is on the grid again."""
     agent = Agent(tmp_path, [], [], interval_s=1.0)
-    stop = threading.Event()
     times: list[float] = []
 
     class Waiter(threading.Event):
-        """Passes the time that is waited for."""
+        """Lets the time that is waited for pass."""
 
         def wait(self, timeout: float | None = None) -> bool:
             agent.clock.advance(timeout or 0.0)
-            return stop.is_set()
+            return self.is_set()
 
-        def is_set(self) -> bool:
-            return stop.is_set()
+    stop = Waiter()
 
     def after() -> None:
         times.append(agent.clock.now - 1000.0)
@@ -241,6 +239,6 @@ def test_ticks_lie_on_a_grid_and_those_missed_are_counted(tmp_path: Path) -> Non
         if len(times) == 4:
             stop.set()
 
-    agent.loop.run(Waiter(), after)
+    agent.loop.run(stop, after)
     assert times == [0.0, 1.0, 4.0, 5.0]
     assert agent.metrics()["opsd_agent_missed_ticks_total{}"] == 2

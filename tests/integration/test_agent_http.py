@@ -1,0 +1,199 @@
+"""The agent over real HTTP, with collectors that raise, hang and find nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from collectors.base import NoData, Reading, Sample
+from opsd.agent import server as module
+from opsd.agent.loop import Snapshot
+from opsd.agent.server import App, Server
+from runbooks.base import Cost
+from tests.fakes.agent import SILENT, Agent, runbook
+from tests.fakes.clock import FakeClock, eventually
+from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
+from tests.fakes.incidents import finding
+
+FACTS = {"node": "node", "mode": "act", "started_at": 1.0}
+
+
+class RealTime(FakeClock):
+    """The machine's own clocks."""
+
+    monotonic = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)
+
+
+class Site:
+    """A ticking agent and its server."""
+
+    def __init__(self, agent: Agent, latest=None) -> None:
+        self.agent = agent
+        app = App(latest or (lambda: agent.loop.snapshot), FACTS, stale_s=5.0)
+        self.server = Server("127.0.0.1:0", app, SILENT)
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=agent.loop.run, args=(self.stop,), daemon=True)
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+        host, _, port = self.server.address.rpartition(":")
+        connection = HTTPConnection(host, int(port), timeout=20)
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        try:
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def json(self, path: str):
+        return json.loads(self.get(path)[1])
+
+    def series(self) -> dict[str, float]:
+        """Every series by its name and label values, in the order of the labels' names."""
+        text = self.get("/metrics")[1].decode()
+        return {
+            f"{s.name}{{{','.join(s.labels.values())}}}": s.value
+            for family in text_string_to_metric_families(text)
+            for s in family.samples
+        }
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    hanging = HangingCollector("driver")
+    lost = FakeCollector("gpus", lambda: Reading((Sample(VALUE, 0.0, ("lost",)),)))
+
+    def broken() -> Reading:
+        raise OSError("sensor unplugged")
+
+    collectors = [
+        FakeCollector("source"), FakeCollector("broken", broken), hanging, lost,
+        FakeCollector("absent", lambda: NoData("no such device")),
+    ]  # fmt: skip
+    books = [runbook(detect=lambda view: [finding(cost=Cost(text="é", gpu_seconds=float("nan")))])]
+    agent = Agent(tmp_path, collectors, books, mode="observe", clock=RealTime(), interval_s=0.05, deadline_s=0.2)
+    found = Site(agent)
+    found.thread.start()
+    yield found
+    hanging.release.set()
+    found.stop.set()
+    found.thread.join(20)
+    found.server.close()
+
+
+def test_every_collector_shows_as_what_it_is(site: Site) -> None:
+    """One that raises, one that hangs and one without hardware cost the others nothing and are never healthy."""
+    states = ("ok", "no_data", "error", "hung")
+
+    def state(collector: str) -> str:
+        series = site.series()
+        return next((s for s in states if series.get(f"opsd_collector_state{{{collector},{s}}}") == 1), "")
+
+    assert eventually(lambda: state("driver") == "hung")
+    assert [state(name) for name in ("source", "broken", "absent", "gpus")] == ["ok", "error", "no_data", "ok"]
+    series = site.series()
+    assert [series[f"opsd_collector_up{{{n}}}"] for n in ("source", "broken", "driver", "absent")] == [1, 0, 0, 0]
+    assert series["opsd_collector_errors_total{broken}"] >= 1
+    assert "opsd_fake_value{source}" in series
+    assert "opsd_fake_value{driver}" not in series
+    said = {c["name"]: c["reason"] for c in site.json("/api/v1/status")["collectors"]}
+    assert said["broken"] == "OSError: sensor unplugged"
+    assert said["absent"] == "no such device"
+
+
+def test_the_loop_ticks_on_beside_a_hanging_collector(site: Site) -> None:
+    """No tick takes longer for it once it is known to hang."""
+    assert eventually(lambda: site.series().get("opsd_agent_ticks_total{}", 0) > 20)
+    assert site.series()["opsd_agent_tick_seconds{}"] < 0.1
+
+
+def test_counters_exist_at_zero_from_the_first_scrape(site: Site) -> None:
+    """A counter that first appears at one raises no alert."""
+    assert eventually(lambda: site.get("/readyz")[0] == 200)
+    series = site.series()
+    assert series["opsd_runbook_errors_total{trouble}"] == 0
+    assert series["opsd_actions_total{ok,kill_process}"] == 0
+    assert series["opsd_incidents{trouble,critical,escalated}"] == 0
+
+
+def test_incidents_are_served_as_promised(site: Site) -> None:
+    """The fields of the API, newest first, by state, with a limit; numbers that JSON does not have become null."""
+    assert eventually(lambda: bool(site.json("/api/v1/incidents")["incidents"]))
+    (incident,) = site.json("/api/v1/incidents?state=open&limit=5")["incidents"]
+    promised = "id kind severity state summary culprit confidence evidence cost opened_at last_seen_at resolved_at"
+    assert set(promised.split()) | {"attempts", "verdict", "actions", "job"} <= set(incident)
+    assert incident["culprit"] == {"component": "gpu", "node": "node", "gpu": 0, "rank": None, "detail": ""}
+    assert set(incident["evidence"][0]) == {"text", "source", "at"}
+    assert (incident["cost"]["text"], incident["cost"]["gpu_seconds"]) == ("é", None)
+    assert site.json(f"/api/v1/incidents/{incident['id']}")["id"] == incident["id"]
+    assert site.json("/api/v1/incidents?state=current")["incidents"]
+    assert site.json("/api/v1/incidents?state=resolved") == {"incidents": []}
+    assert site.json("/api/v1/incidents?limit=0") == {"incidents": []}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/nothing", 404), ("/api/v1/incidents/none", 404), ("/api/v1/incidents/../../etc/passwd", 404),
+        ("/api/v1/incidents?limit=-1", 400), ("/api/v1/incidents?limit=x", 400), ("/", 200), ("/healthz", 200),
+    ],
+)  # fmt: skip
+def test_paths(site: Site, path: str, status: int) -> None:
+    """What does not exist is 404, what makes no sense 400, and both say so in JSON."""
+    assert site.get(path)[0] == status
+
+
+def test_only_reading_is_possible(site: Site) -> None:
+    """HEAD has the headers alone; everything that could change something is refused."""
+    assert site.get("/metrics", "HEAD") == (200, b"")
+    assert {site.get("/metrics", method)[0] for method in ("POST", "PUT", "DELETE")} == {501}
+
+
+def test_before_the_first_collection_the_agent_is_not_ready_and_a_stuck_loop_is_not_healthy(tmp_path: Path) -> None:
+    """Readiness and health come from the loop's own progress."""
+    snapshots = [Snapshot(-1, time.monotonic(), 0.0)]
+    site = Site(Agent(tmp_path, [], []), latest=lambda: snapshots[-1])
+    assert (site.get("/readyz")[0], site.get("/healthz")[0]) == (503, 200)
+    snapshots.append(Snapshot(7, time.monotonic(), 0.0))
+    assert (site.get("/readyz")[0], site.get("/healthz")[0]) == (200, 200)
+    snapshots.append(Snapshot(8, time.monotonic() - 60, 0.0))
+    assert (site.get("/readyz")[0], site.get("/healthz")[0]) == (503, 503)
+    site.server.close()
+
+
+def test_a_bug_is_an_answer(tmp_path: Path) -> None:
+    """An exception while answering is a 500 and not a dropped connection."""
+
+    def broken() -> Snapshot:
+        raise ZeroDivisionError
+
+    site = Site(Agent(tmp_path, [], []), latest=broken)
+    assert site.get("/api/v1/status")[0] == 500
+    site.server.close()
+
+
+@pytest.mark.slow
+def test_connections_that_stand_still_are_cut_off(site: Site) -> None:
+    """Clients that send nothing, or never read, hold neither threads nor the agent for long."""
+    host, _, port = site.server.address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(module.MAX_CONNECTIONS)]
+    assert eventually(lambda: _answers(site))
+    for connection in silent:
+        connection.settimeout(20)
+        assert connection.recv(1) == b""
+        connection.close()
+
+
+def _answers(site: Site) -> bool:
+    try:
+        return site.get("/healthz")[0] == 200
+    except OSError:
+        return False
