@@ -1,14 +1,22 @@
-"""Conventions that every series of the GPU, host and rank collectors keeps, and dcgm-exporter's names."""
+"""Conventions that every series of the collectors keeps, and dcgm-exporter's names."""
 
 from __future__ import annotations
 
 import pytest
 
-from collectors import host, nvml_series, ranks
+from collectors import host, infiniband, kmsg, nvme, nvml_series, ranks, storage
 from collectors.base import Metric
 
-METRICS = (*nvml_series.METRICS, *host.METRICS, *ranks.METRICS)
-UNITS = {"", "seconds", "bytes", "celsius", "watts", "hertz", "ratio"}
+METRICS = (
+    *nvml_series.METRICS,
+    *host.METRICS,
+    *ranks.METRICS,
+    *kmsg.KmsgCollector.metrics,
+    *infiniband.METRICS,
+    *nvme.METRICS,
+    *dict.fromkeys((*storage.StorageCollector.metrics, *storage.StorageNetCollector.metrics)),
+)
+UNITS = {"", "seconds", "bytes", "bytes_per_second", "celsius", "watts", "hertz", "ratio"}
 
 DCGM_EXPORTER_DEFAULTS = {
     "DCGM_FI_DEV_SM_CLOCK": "gauge",

@@ -1,0 +1,231 @@
+"""Disks, mounts, NFS and the page cache as the storage collectors show them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectors.base import NoData, Reading
+from collectors.storage import StorageCollector, StorageNetCollector
+from collectors.storage_series import is_disk, parse_disk_stat
+from tests.fakes.mounts import MOUNTSTATS
+from tests.fakes.tree import write_tree
+
+STAT = "100 5 800 2000 50 6 400 1000 3 1500 3000 7 0 80 70 4 12"
+VMSTAT = """\
+nr_free_pages 1
+workingset_refault_anon 9
+workingset_refault_file 5
+pgsteal_kswapd 6
+pgsteal_direct 1
+pgmajfault 8"""
+
+
+class Machine:
+    """A machine with a disk, a partition mounted at a folder that exists, and an NFS mount."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.scratch = root / "scratch"
+        self.scratch.mkdir()
+        write_tree(root / "sys", {"block/nvme0n1/stat": STAT, "block/loop0/stat": STAT})
+        write_tree(root / "sys/devices/nvme0n1/nvme0n1p1", {"partition": 1})
+        (root / "sys/dev/block").mkdir(parents=True)
+        (root / "sys/dev/block/259:1").symlink_to(root / "sys/devices/nvme0n1/nvme0n1p1")
+        mountinfo = (
+            f"30 1 259:1 / {self.scratch} rw,noatime - ext4 /dev/nvme0n1p1 rw\n"
+            f"31 1 0:50 / {root}/data rw - nfs4 10.0.0.1:/export ro,vers=4.2\n"
+        )
+        write_tree(
+            root / "proc",
+            {
+                "vmstat": VMSTAT,
+                "self/mountinfo": mountinfo,
+                "self/mountstats": MOUNTSTATS.replace("/data", f"{root}/data"),
+            },
+        )
+        self.collector = StorageCollector(proc=root / "proc", sys=root / "sys", paths=lambda: ())
+
+    def look(self) -> Reading:
+        return self.collector.collect()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def values(reading: Reading | NoData, metric: str) -> dict[tuple[str, ...], float]:
+    assert isinstance(reading, Reading)
+    return {sample.labels: sample.value for sample in reading.samples if sample.metric.name == f"opsd_storage_{metric}"}
+
+
+def test_a_disk_in_base_units(machine: Machine) -> None:
+    """Requests, seconds and bytes per kind of request, and what is under way; loop devices are left out."""
+    reading = machine.look()
+    assert values(reading, "io_total") == {
+        ("nvme0n1", "read"): 100,
+        ("nvme0n1", "write"): 50,
+        ("nvme0n1", "discard"): 7,
+        ("nvme0n1", "flush"): 4,
+    }
+    assert values(reading, "io_seconds_total")["nvme0n1", "read"] == 2.0
+    assert values(reading, "io_bytes_total") == {
+        ("nvme0n1", "read"): 800 * 512,
+        ("nvme0n1", "write"): 400 * 512,
+        ("nvme0n1", "discard"): 80 * 512,
+    }
+    assert values(reading, "in_flight") == {("nvme0n1",): 3}
+    assert values(reading, "busy_seconds_total") == {("nvme0n1",): 1.5}
+    assert values(reading, "io_latency_seconds") == {}
+
+
+def test_latency_is_that_of_the_last_interval(machine: Machine) -> None:
+    """The mean latency is of the requests completed since the last look, and absent where there were none."""
+    machine.look()
+    stat = "110 5 800 2300 50 6 400 1000 0 1500 3000 7 0 80 70 4 12"
+    write_tree(machine.root / "sys", {"block/nvme0n1/stat": stat})
+    assert values(machine.look(), "io_latency_seconds") == {("nvme0n1", "read"): pytest.approx(0.03)}
+    assert values(machine.look(), "io_latency_seconds") == {}
+
+
+def test_times_that_wrap_keep_growing(machine: Machine) -> None:
+    """The kernel's milliseconds are 32 bits wide: busy disks wrap them within hours."""
+    stat = "100 0 0 {} 0 0 0 0 0 0 0"
+    write_tree(machine.root / "sys", {"block/nvme0n1/stat": stat.format(2**32 - 1000)})
+    machine.look()
+    write_tree(machine.root / "sys", {"block/nvme0n1/stat": stat.replace("100", "200").format(1000)})
+    reading = machine.look()
+    assert values(reading, "io_seconds_total")["nvme0n1", "read"] == pytest.approx((2**32 + 1000) / 1e3)
+    assert values(reading, "io_latency_seconds")["nvme0n1", "read"] == pytest.approx(0.02)
+
+
+def test_a_mount_and_the_disk_under_it(machine: Machine) -> None:
+    """A mount names its file system, its options and its disk, and has a size."""
+    reading = machine.look()
+    point = str(machine.scratch)
+    info = (point, "ext4", "/dev/nvme0n1p1", "nvme0n1", "rw,noatime")
+    assert info in values(reading, "mount_info")
+    assert values(reading, "read_only") == {(point,): 0, (f"{machine.root}/data",): 1}
+    status = os.statvfs(machine.scratch)
+    assert values(reading, "size_bytes") == {(point,): status.f_blocks * status.f_frsize}
+
+
+def test_nfs_is_told_without_asking_the_server(machine: Machine) -> None:
+    """An NFS mount's operations come from the kernel's tables, although its folder is not even there."""
+    reading = machine.look()
+    data = f"{machine.root}/data"
+    assert values(reading, "nfs_operations_total")[data, "read"] == 100
+    assert values(reading, "nfs_seconds_total")[data, "read"] == 0.9
+    assert values(reading, "nfs_round_trip_seconds_total")[data, "read"] == 0.8
+    assert values(reading, "nfs_retransmits_total")[data, "read"] == 3
+    assert values(reading, "nfs_timeouts_total")[data, "read"] == 2
+    assert values(reading, "nfs_bytes_total") == {(data, "read"): 5000, (data, "write"): 6000}
+    later = MOUNTSTATS.replace("/data", data).replace(
+        "READ: 100 103 2 17000 1048576 40 800 900", "READ: 110 113 2 0 0 0 0 1900"
+    )
+    write_tree(machine.root / "proc", {"self/mountstats": later})
+    assert values(machine.look(), "nfs_latency_seconds") == {(data, "read"): pytest.approx(0.1)}
+
+
+def test_the_page_cache(machine: Machine) -> None:
+    """Pages evicted, pages read again, and faults that waited for a disk."""
+    reading = machine.look()
+    shown = {
+        name: values(reading, name)[()]
+        for name in ("page_refaults_total", "pages_reclaimed_total", "major_faults_total")
+    }
+    assert shown == {"page_refaults_total": 5, "pages_reclaimed_total": 7, "major_faults_total": 8}
+
+
+def test_older_kernels_do_not_split_refaults(machine: Machine) -> None:
+    """Before Linux 5.9 there is one counter for refaults of files and anonymous memory."""
+    write_tree(machine.root / "proc", {"vmstat": "workingset_refault 12\nsomething"})
+    reading = machine.look()
+    assert values(reading, "page_refaults_total") == {(): 12}
+    assert values(reading, "major_faults_total") == {}
+
+
+def test_a_disk_that_vanishes_costs_only_itself(machine: Machine) -> None:
+    """A disk listed but gone, and a machine without disks or NFS, leave the rest standing."""
+    (machine.root / "sys/block/nvme0n1/stat").unlink()
+    (machine.root / "proc/self/mountstats").unlink()
+    reading = machine.look()
+    assert values(reading, "io_total") == {}
+    assert values(reading, "size_bytes") != {}
+
+
+def test_a_disk_file_of_nonsense_is_an_error(machine: Machine) -> None:
+    """Statistics that cannot be understood are an error of the collector, not a healthy silence."""
+    write_tree(machine.root / "sys", {"block/nvme0n1/stat": "1 2 3"})
+    with pytest.raises(ValueError, match="not the statistics of a disk"):
+        machine.look()
+
+
+def test_which_names_are_disks() -> None:
+    """Memory and loop devices and the single paths of a multipath drive are not watched."""
+    names = ["nvme0n1", "nvme0c0n1", "sda", "vda", "dm-0", "md127", "loop3", "zram0", "ram1", "sr0"]
+    assert [name for name in names if is_disk(name)] == ["nvme0n1", "sda", "vda", "dm-0", "md127"]
+
+
+@given(st.one_of(st.text(), st.lists(st.integers()).map(lambda numbers: " ".join(map(str, numbers)))))
+def test_any_statistics_are_parsed_or_refused(text: str) -> None:
+    """The statistics of a disk have two to four kinds of requests, or are a ValueError."""
+    try:
+        assert 2 <= len(parse_disk_stat(text).operations) <= 4
+    except ValueError:
+        return
+
+
+def net(machine: Machine, **arguments: object) -> StorageNetCollector:
+    return StorageNetCollector(proc=machine.root / "proc", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_network_file_system_that_answers(machine: Machine) -> None:
+    """Size, reachability and the time the answer took."""
+    data = machine.root / "data"
+    data.mkdir()
+    reading = net(machine).collect()
+    assert values(reading, "reachable") == {(str(data),): 1}
+    assert values(reading, "response_seconds")[str(data),] >= 0
+    assert values(reading, "size_bytes")[str(data),] > 0
+
+
+def test_a_network_file_system_that_fails(machine: Machine) -> None:
+    """A stale handle or a dead server process is a 0, without sizes that nobody knows."""
+    reading = net(machine).collect()
+    assert values(reading, "reachable") == {(f"{machine.root}/data",): 0}
+    assert values(reading, "size_bytes") == {}
+
+
+def test_a_mount_that_may_not_be_entered_is_unknown(machine: Machine) -> None:
+    """A missing permission says nothing about the file system."""
+
+    def refuse(point: str) -> os.statvfs_result:
+        raise PermissionError(point)
+
+    reading = net(machine, statvfs=refuse).collect()
+    assert isinstance(reading, Reading)
+    assert reading.samples == ()
+
+
+def test_one_collector_for_one_mount(machine: Machine) -> None:
+    """A collector restricted to one mount has its own name and looks at no other."""
+    collector = net(machine, only=["/elsewhere"], name="storage_net:/elsewhere")
+    assert collector.name == "storage_net:/elsewhere"
+    assert isinstance(collector.collect(), NoData)
+
+
+def test_the_storage_of_this_machine() -> None:
+    """The real kernel's tables are understood, and a second look is quick."""
+    collector = StorageCollector()
+    first = collector.collect()
+    assert values(first, "size_bytes")["/",] > 0
+    started = time.monotonic()
+    collector.collect()
+    assert time.monotonic() - started < 10
