@@ -1,0 +1,267 @@
+"""The agent as people run it: a process with a command line, signals and simulated GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from opsd.client import Reporter
+from opsd.simulated.gpus import STATE_ENV, NoCompilerError, SimulatedGpus, build
+from tests.fakes.clock import eventually
+
+pytestmark = pytest.mark.xdist_group("agent-process")
+
+
+class Opsd:
+    """Runs ``opsd`` in a folder of its own."""
+
+    def __init__(self, folder: Path, library: Path | None = None, gpus: SimulatedGpus | None = None) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.folder = folder
+        self.config = folder / "opsd.toml"
+        nvml = f'library = "{library}"' if library else "enabled = false"
+        self.config.write_text(f'[agent]\nlisten = "127.0.0.1:{self.port}"\n[nvml]\n{nvml}\n')
+        self.environment = {
+            **os.environ,
+            "OPSD_STATE_DIR": str(folder / "state"),
+            "OPSD_SHM": str(folder / "shm"),
+            **({STATE_ENV: str(gpus.path)} if gpus else {}),
+        }
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "opsd", *arguments],
+            env={**self.environment, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    @contextlib.contextmanager
+    def agent(self, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+        """A running agent that is ready."""
+        process = self.start("agent", "--config", str(self.config), *arguments, **environment)
+        try:
+            assert eventually(lambda: self.get("/readyz") is not None), "the agent did not become ready"
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    def get(self, path: str) -> str | None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+                return answer.read().decode()
+        except OSError:
+            return None
+
+    def shows(self, *lines: str) -> Callable[[], bool]:
+        """Whether all ``lines`` are among the metrics."""
+        return lambda: set(lines) <= set((self.get("/metrics") or "").splitlines())
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return build(tmp_path_factory.mktemp("nvml"))
+    except NoCompilerError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Iterator[SimulatedGpus]:
+    with SimulatedGpus.create(tmp_path / "gpus.state", count=2) as created:
+        yield created
+
+
+@pytest.fixture
+def opsd(tmp_path: Path) -> Opsd:
+    return Opsd(tmp_path)
+
+
+@pytest.fixture
+def gpu_opsd(tmp_path: Path, library: Path, gpus: SimulatedGpus) -> Opsd:
+    return Opsd(tmp_path, library, gpus)
+
+
+def test_sigterm_stops_the_agent_while_a_driver_call_hangs(gpu_opsd: Opsd, gpus: SimulatedGpus) -> None:
+    """A driver call of a minute delays neither the loop, nor the scrape, nor the end; the log says why."""
+    with gpu_opsd.agent("--set=agent.deadline_s=0.3", "--set=agent.interval_s=0.2") as process:
+        assert eventually(gpu_opsd.shows('opsd_collector_state{collector="nvml",state="ok"} 1.0'))
+        gpus[0].hang_s = 60
+        assert eventually(gpu_opsd.shows('opsd_collector_state{collector="nvml",state="hung"} 1.0'))
+        assert "DCGM_FI_DEV_GPU_TEMP" not in (gpu_opsd.get("/metrics") or "")
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == exitcodes.OK
+        assert time.monotonic() - began < 5.0
+        assert '"state": "hung"' in log
+        assert "Traceback" not in log
+    gpus[0].hang_s = 0
+
+
+def test_a_lost_gpu_shows_and_the_others_stay(gpu_opsd: Opsd, gpus: SimulatedGpus) -> None:
+    """The other GPUs' series are there, the lost one's are not."""
+    with gpu_opsd.agent("--set=agent.interval_s=0.2"):
+        assert eventually(lambda: (gpu_opsd.get("/metrics") or "").count("\nDCGM_FI_DEV_GPU_TEMP{") == 2)
+        gpus[1].lost = True
+        assert eventually(lambda: (gpu_opsd.get("/metrics") or "").count("\nDCGM_FI_DEV_GPU_TEMP{") == 1)
+        status = json.loads(gpu_opsd.get("/api/v1/status") or "{}")
+        assert [bool(gpu["lost"]) for gpu in status["gpus"]] == [False, True]
+        gpus[1].lost = False
+
+
+def test_everything_is_there_at_once(gpu_opsd: Opsd, tmp_path: Path) -> None:
+    """The first scrape has GPUs, host, ranks and the agent itself; status prints them for people."""
+    (tmp_path / "shm/run").mkdir(parents=True)
+    reporter = Reporter(tmp_path / "shm/run/rank-0000.page", rank=0, gpu=1, run="run")
+    reporter.step(tokens=10, loss=2.0)
+    with gpu_opsd.agent():
+        metrics = gpu_opsd.get("/metrics") or ""
+        for name in ("DCGM_FI_DEV_GPU_TEMP", "opsd_host_cpu_ratio", "opsd_rank_step", "opsd_build_info"):
+            assert f"\n{name}{{" in metrics
+        shown = gpu_opsd.run("status", "--config", str(gpu_opsd.config))
+        assert shown.returncode == exitcodes.OK
+        assert all(word in shown.stdout for word in ("simulated", "nvml", "ranks", "run", "0 incidents"))
+        assert gpu_opsd.run("incidents", "--config", str(gpu_opsd.config)).stdout == "no incidents\n"
+        answer = gpu_opsd.run("incidents", "list", "--json", "--config", str(gpu_opsd.config)).stdout
+        assert json.loads(answer) == {"incidents": []}
+
+
+def test_once_prints_one_collection(gpu_opsd: Opsd) -> None:
+    """As a table for people and as OpenMetrics for scripts."""
+    table = gpu_opsd.run("agent", "--once", "--config", str(gpu_opsd.config))
+    assert table.returncode == exitcodes.OK
+    assert "opsd_gpu_up" in table.stdout
+    text = gpu_opsd.run("agent", "--once", "--format=openmetrics", "--config", str(gpu_opsd.config))
+    assert text.stdout.endswith("# EOF\n")
+    assert 'opsd_collector_up{collector="nvml"} 1.0' in text.stdout
+
+
+def test_once_says_what_failed(gpu_opsd: Opsd, gpus: SimulatedGpus) -> None:
+    """A collector that hangs is a failure of the command, after its deadline."""
+    gpus[0].hang_s = 20
+    hung = gpu_opsd.run("agent", "--once", "--set=agent.deadline_s=0.3", "--config", str(gpu_opsd.config))
+    assert hung.returncode == exitcodes.FAILED
+    assert "nvml hung" in hung.stdout
+    gpus[0].hang_s = 0
+
+
+def test_a_port_that_is_taken_is_one_sentence(opsd: Opsd) -> None:
+    """A second agent does not start, and says what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", opsd.port))
+        taken.listen()
+        second = opsd.run("agent", "--config", str(opsd.config))
+    assert second.returncode == exitcodes.FAILED
+    assert f"cannot listen on 127.0.0.1:{opsd.port}: Address already in use" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set=agent.lisen=1"], "opsd: unknown key agent.lisen; did you mean agent.listen?\n"),
+        (["--config", "/nonexistent"], "opsd: /nonexistent: cannot be read"),
+        (["--format=xml"], "Invalid value for '--format'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(opsd: Opsd, arguments: list[str], said: str) -> None:
+    """Nothing is started, and the exit code is that of wrong usage."""
+    wrong = opsd.run("agent", *arguments)
+    assert wrong.returncode == exitcodes.USAGE
+    assert said in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+def test_an_agent_without_a_journal_goes_on_and_says_so(opsd: Opsd, tmp_path: Path) -> None:
+    """A state folder that cannot be written costs the memory of incidents and nothing else."""
+    (tmp_path / "state").write_text("in the way")
+    with opsd.agent() as process:
+        assert eventually(opsd.shows("opsd_journal_up 0.0"))
+        assert "cannot be written" in json.loads(opsd.get("/api/v1/status") or "{}")["journal"]["problem"]
+        assert opsd.get("/healthz")
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+    assert log.count("cannot be written") == 1
+
+
+def test_incidents_survive_an_agent_that_is_killed(opsd: Opsd, tmp_path: Path) -> None:
+    """A rank crash found by the first agent is the same incident, by its id, to the second."""
+    folder = tmp_path / "shm/run"
+    folder.mkdir(parents=True)
+    Reporter(folder / "rank-0000.page", rank=0, world_size=1, run="run").step(tokens=1)
+    crash = {
+        "t": time.time(), "node": "n", "event": "rank_exited", "generation": 0, "run": "run", "rank": 0, "pid": 1,
+        "exit": "signal SIGKILL", "step": 0, "phase": "forward", "culprit": True, "error": None, "log_tail": [],
+        "last_step_t": time.time(), "noticed_s": 0.1,
+    }  # fmt: skip
+    (folder / "events.jsonl").write_text(json.dumps(crash) + "\n")
+
+    def ids() -> list[str]:
+        incidents = json.loads(opsd.get("/api/v1/incidents") or '{"incidents": []}')["incidents"]
+        return [incident["id"] for incident in incidents]
+
+    with opsd.agent() as process:
+        assert eventually(lambda: len(ids()) == 1)
+        first = ids()
+        assert eventually(lambda: _journaled(tmp_path / "state/journal.db"))
+        process.kill()
+        process.wait()
+    with opsd.agent():
+        assert ids() == first
+        shown = opsd.run("incidents", "show", first[0], "--config", str(opsd.config))
+        assert "signal SIGKILL" in shown.stdout
+        assert "opsd runbook show rank_crash" in shown.stdout
+
+
+def _journaled(path: Path) -> bool:
+    import sqlite3
+
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        return bool(database.execute("SELECT count(*) FROM incidents").fetchone()[0])
+
+
+def test_nobody_there_is_one_sentence(opsd: Opsd) -> None:
+    """A question to an agent that does not run ends with the failure code."""
+    answer = opsd.run("status", "--config", str(opsd.config))
+    assert answer.returncode == exitcodes.FAILED
+    assert answer.stderr.startswith(f"opsd: no agent answers at http://127.0.0.1:{opsd.port}")
+    assert "Traceback" not in answer.stderr
+
+
+def test_systemd_is_told(opsd: Opsd, tmp_path: Path) -> None:
+    """Ready once it listens, a sign of life every tick, and that it is stopping."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(str(tmp_path / "notify"))
+        notified.settimeout(30)
+        with opsd.agent("--set=agent.interval_s=0.1", NOTIFY_SOCKET=str(tmp_path / "notify")) as process:
+            assert [notified.recv(100) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=30)
+        messages = []
+        notified.settimeout(0.1)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                messages.append(notified.recv(100))
+        assert messages[-1] == b"STOPPING=1"

@@ -1,0 +1,65 @@
+"""What the command line lists: metrics and runbooks, complete and consistent."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from opsd import exitcodes
+from opsd.agent.metrics_cli import catalogue
+from opsd.cli import cli
+from opsd.runbook_cli import to_markdown
+from runbooks import RUNBOOKS
+from runbooks.base import Page
+
+_BASE_UNITS = {"", "seconds", "bytes", "celsius", "watts", "ratio", "hertz", "joules", "volts", "amperes", "meters"}
+
+
+@pytest.mark.parametrize("metric", [metric for _, metric in catalogue()], ids=lambda metric: metric.name)
+def test_a_metric_follows_the_naming_rules(metric) -> None:
+    """Help, base unit at the end of the name, _total for counters and _info for infos, valid labels."""
+    assert metric.help
+    assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", metric.name)
+    assert len(set(metric.labels)) == len(metric.labels)
+    assert all(re.fullmatch(r"[a-zA-Z][a-zA-Z0-9_]*", label) for label in metric.labels)
+    assert (metric.kind == "counter") == metric.name.endswith("_total")
+    assert (metric.kind == "info") == metric.name.endswith("_info")
+    assert metric.unit in _BASE_UNITS
+    if metric.unit and metric.name.startswith("opsd_"):
+        assert metric.name.removesuffix("_total").endswith("_" + metric.unit)
+
+
+def test_no_name_is_used_twice() -> None:
+    """Each metric has one source."""
+    names = [metric.name for _, metric in catalogue()]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_the_list_of_metrics_has_every_column() -> None:
+    """For people one line each, for scripts JSON with the same content."""
+    rows = json.loads(CliRunner().invoke(cli, ["metrics", "--json"]).output)
+    assert {row["name"] for row in rows} == {metric.name for _, metric in catalogue()}
+    assert all(set(row) == {"name", "type", "labels", "unit", "help", "source"} for row in rows)
+    listed = CliRunner().invoke(cli, ["metrics", "--list"]).output
+    assert all(
+        any(line.startswith(row["name"]) and row["help"] in line for line in listed.splitlines()) for row in rows
+    )
+
+
+@pytest.mark.parametrize("book", RUNBOOKS, ids=lambda book: book.kind)
+def test_a_runbook_can_be_read(book) -> None:
+    """The list names it, and its page says the same as its file."""
+    assert book.kind in CliRunner().invoke(cli, ["runbook", "list"]).output
+    shown = CliRunner().invoke(cli, ["runbook", "show", book.kind, "--markdown"])
+    assert shown.exit_code == exitcodes.OK
+    assert Page.parse(shown.output) == book.page
+    assert to_markdown(book) == shown.output
+    assert book.page.title in CliRunner().invoke(cli, ["runbook", "show", book.kind]).output
+
+
+def test_a_runbook_that_does_not_exist_names_the_nearest() -> None:
+    """A slip of the finger is one sentence."""
+    assert "did you mean rank_crash?" in CliRunner().invoke(cli, ["runbook", "show", "rank_crahs"]).output
