@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     kind: str
     literal: str
     pattern: re.Pattern[str]
-    data: Mapping[str, object] = {}
+    data: Mapping[str, object]
 
 
 def _rule(kind: str, literal: str, pattern: str, **data: object) -> Rule:

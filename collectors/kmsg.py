@@ -138,7 +138,10 @@ class KmsgCollector:
         found: dict[Hashable, _Found] = {}
         for record in records:
             self._records += 1
-            if (record.facility != KERNEL and not self._injected) or (what := self._parse(record)) is None:
+            if record.facility != KERNEL and not self._injected:
+                continue
+            what, text = self._parse(record)
+            if what is None:
                 continue
             # The log's clock drifts from ours by seconds a month; what is new was written since we last saw the end.
             seconds = min(now, max(record.seconds, self._drained_at))
@@ -148,24 +151,25 @@ class KmsgCollector:
             if key in found:
                 found[key].count += 1
             elif len(found) < self._max_events:
-                found[key] = _Found(what, record.text, seconds)
+                found[key] = _Found(what, text, seconds)
             else:
                 self._crowded += 1
         return found.values()
 
-    def _parse(self, record: Record) -> Finding | None:
+    def _parse(self, record: Record) -> tuple[Finding | None, str]:
+        """What the record tells of, and its text, put together with the one before if it continues that."""
         if (victim := parse_oom_victim(record.text)) is not None:
             if len(self._victims) >= _MAX_VICTIMS:
                 self._victims.clear()
             self._victims[victim[0]] = victim[1]
-            return None
+            return None, record.text
         what = parse_message(record.text)
         text = record.text
         if what is None and record.continued and self._unfinished:
             text = (self._unfinished + record.text)[:MESSAGE_CHARS]
             what = parse_message(text)
         self._unfinished = text if what is None else ""
-        return what
+        return what, text
 
     def _count(self, what: Finding, at: float) -> bool:
         """Count it, unless another source of Xids has already."""

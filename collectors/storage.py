@@ -76,7 +76,8 @@ class StorageCollector:
 
     def _disk_of(self, mount: Mount) -> str:
         """The disk under a mount by its name in /sys/block, or "" if there is none."""
-        for link in (self._sys / "dev/block" / mount.device, self._sys / "class/block" / Path(mount.source).name):
+        by_name = Path(mount.source).name if mount.source.startswith("/dev/") else mount.device
+        for link in (self._sys / "dev/block" / mount.device, self._sys / "class/block" / by_name):
             if link.exists():
                 folder = link.resolve()
                 return folder.parent.name if (folder / "partition").exists() else folder.name

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from collectors.base import Event, Metric, Sample
@@ -219,8 +220,14 @@ def parse_sxid(message: str) -> Sxid | None:
     )
 
 
-def xid_event(xid: Xid, *, at: float, source: str, count: int = 1) -> Event:
-    """The event of an Xid; the same from every source. ``at`` is in wall seconds, ``count`` how often it was seen."""
+def xid_event(
+    xid: Xid, *, at: float, source: str, count: int = 1, where: Mapping[str, object] = MappingProxyType({})
+) -> Event:
+    """The event of an Xid; the same from every source.
+
+    ``at`` is in wall seconds, ``count`` how often it was seen, ``where`` what else the source knows of the GPU: its
+    index as "gpu", its "uuid".
+    """
     info = CATALOGUE.get(xid.code, UNKNOWN)
     who = f" by {xid.process or 'pid'} {xid.pid}" if xid.pid is not None else ""
     data: dict[str, object] = {
@@ -237,6 +244,7 @@ def xid_event(xid: Xid, *, at: float, source: str, count: int = 1) -> Event:
         "inferred": xid.inferred,
         "source": source,
         "count": count,
+        **where,
     }
     what = " ".join(xid.detail.split()) or info.description
     return Event("xid", at, f"Xid {xid.code} on {xid.pci_bus_id}{who}: {what}", data)

@@ -286,6 +286,9 @@ def test_a_message_in_two_pieces_is_put_together(node: Node) -> None:
     node.say("NVRM: Xid (PCI:0000:3b:00): 7")
     node.say("9, unrelated")
     assert codes(read(agent)) == []
+    node.say("nfs: server 10.0.0.1 ")
+    node.say("not responding, still trying", flag="+")
+    assert [event.message for event in read(agent).events] == ["nfs: server 10.0.0.1 not responding, still trying"]
 
 
 def test_the_oom_killer_names_process_and_cgroup(node: Node) -> None:

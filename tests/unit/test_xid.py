@@ -131,9 +131,9 @@ def test_actions_of_the_reference() -> None:
 
 def test_event_says_what_is_known() -> None:
     """The event of an Xid carries code, GPU, action and process, and a sentence for people."""
-    event = xid_event(Xid(31, GPU, 89, "python", "MMU Fault"), at=5.0, source="kmsg", count=3)
+    event = xid_event(Xid(31, GPU, 89, "python", "MMU Fault"), at=5.0, source="kmsg", count=3, where={"gpu": 2})
     assert (event.kind, event.at, event.message) == ("xid", 5.0, f"Xid 31 on {GPU} by python 89: MMU Fault")
-    assert {"code": 31, "pci_bus_id": GPU, "action": "restart_app", "count": 3}.items() <= event.data.items()
+    assert {"code": 31, "pci_bus_id": GPU, "action": "restart_app", "count": 3, "gpu": 2}.items() <= event.data.items()
 
 
 def counts(ledger: XidLedger, *gpus: str) -> dict[tuple[str, ...], float]:
