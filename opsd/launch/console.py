@@ -6,11 +6,12 @@ The ranks write to their files and never wait for the console; a console that st
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from opsd.launch.messages import say
 
 _CHUNK = 256 * 1024
 _INTERVAL_S = 0.1
@@ -37,9 +38,14 @@ class Console:
         self._thread: threading.Thread | None = None
 
     def follow(self, log: Path, prefix: str) -> None:
-        """Copy ``log`` from its beginning."""
+        """Copy ``log`` from its beginning; one that cannot be read is not shown."""
+        try:
+            follower = _Follower(open(log, "rb"), prefix.encode())  # noqa: SIM115  # closed by _copy
+        except OSError as error:
+            say(f"{log} cannot be shown: {error.strerror}")
+            return
         with self._lock:
-            self._followers.append(_Follower(open(log, "rb"), prefix.encode()))  # noqa: SIM115  # closed by _copy
+            self._followers.append(follower)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="console", daemon=True)
             self._thread.start()
@@ -69,7 +75,7 @@ class Console:
                 if not copied:
                     self._wake.wait(_INTERVAL_S)
         except OSError as error:
-            print(f"opsd launch: output is no longer shown here ({error.strerror}), see the logs", file=sys.stderr)
+            say(f"output is no longer shown here ({error.strerror}), see the logs")
 
     def _copy(self, follower: _Follower) -> bool:
         last = follower.last

@@ -6,13 +6,13 @@ import json
 import os
 import socket
 import struct
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from opsd.launch.loop import Loop
+from opsd.launch.messages import say
 
 MAX_CONNECTIONS = 32
 MAX_LINE = 64 * 1024
@@ -35,7 +35,7 @@ class ControlServer:
         try:
             self._listener = _listen(path)
         except OSError as error:
-            print(f"opsd launch: no control socket at {path}: {error.strerror or error}", file=sys.stderr)
+            say(f"no control socket at {path}: {error.strerror or error}")
         else:
             loop.watch(self._listener.fileno(), self._accept)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from opsd.launch.messages import say
 
 
 class EventLog:
@@ -30,7 +31,7 @@ class EventLog:
             except OSError as error:
                 if path not in self._failed:
                     self._failed.add(path)
-                    print(f"opsd launch: events are not written to {path}: {error.strerror}", file=sys.stderr)
+                    say(f"events are not written to {path}: {error.strerror}")
 
 
 class EventTail:

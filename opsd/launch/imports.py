@@ -78,7 +78,7 @@ def _main_sources(script: Path | None, module: str | None, search: Sequence[str]
 def _imports(source: _Source) -> Iterator[_Import]:
     try:
         tree = ast.parse(source.file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError):
         return
     for node in _nodes(tree, source.deep):
         if isinstance(node, ast.Import):
@@ -97,13 +97,18 @@ def _nodes(node: ast.AST, deep: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr):
             continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and _is_for_type_checkers(child.test):
             yield from (found for branch in child.orelse for found in (branch, *_nodes(branch, deep)))
             continue
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not deep:
             continue
         yield child
         yield from _nodes(child, deep)
+
+
+def _is_for_type_checkers(test: ast.expr) -> bool:
+    """True for ``TYPE_CHECKING`` and ``typing.TYPE_CHECKING``."""
+    return (test.id if isinstance(test, ast.Name) else getattr(test, "attr", "")) == "TYPE_CHECKING"
 
 
 def _with_parents(item: _Import) -> Iterator[str]:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from opsd.launch.events import EventLog
-from opsd.launch.failure import Failure, RankError, classify
+from opsd.launch.failure import Failure, RankError, Stop, classify
 from opsd.launch.ranks import Generation, Rank
 
 PROGRAM_NOT_FOUND = "ProgramNotFound"
@@ -58,6 +58,16 @@ def report_exit(events: EventLog, rank: Rank, failure: Failure, *, culprit: bool
         log_tail=rank.log_tail(),
         last_step_t=None if last is None else round(_wall(last.end), 4),
         noticed_s=round(rank.noticed_s, 4),
+    )
+
+
+def explain(stop: Stop, cause: Failure, culprit: Rank, node: str) -> str:
+    """Why the run stops, in one paragraph: the rule, the rank, its error, its log and how that ends."""
+    step = "before its first step" if cause.step is None else f"after step {cause.step}"
+    tail = "\n".join(f"    {line}" for line in culprit.log_tail(10).splitlines())
+    return (
+        f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}. "
+        f"Its log is {culprit.log}" + (f"; it ends in\n{tail}" if tail else ".")
     )
 
 

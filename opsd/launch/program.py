@@ -48,4 +48,7 @@ class Program:
             if found is None:
                 raise ProgramNotFound(f"there is no program {name} that can be executed")
             name = str(Path(found).absolute()) if os.sep in name else found
-        return cls(kind, name, args, os.environ.get("PYTHON_EXEC") or executable, cwd)
+        python = os.environ.get("PYTHON_EXEC") or executable
+        if shutil.which(python) is None:
+            raise ProgramNotFound(f"the interpreter {python}, named by PYTHON_EXEC, cannot be executed")
+        return cls(kind, name, args, python, cwd)

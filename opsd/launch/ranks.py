@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +10,12 @@ from pathlib import Path
 from opsd.client import PageError, RankPage, read_page
 from opsd.launch.environment import generation_environment
 from opsd.launch.membership import Assignment
+from opsd.launch.messages import say
 from opsd.launch.process import Child, Exit
 from opsd.launch.rundir import RunFolders
 from opsd.launch.settings import Settings
 from opsd.launch.standby import StandbyPool
-from opsd.launch.worker_channel import WarmWorker, open_log, order_run, start_worker
+from opsd.launch.worker_channel import Worker, open_log, order_run, start_worker
 
 _TAIL_BYTES = 8192
 
@@ -105,16 +105,16 @@ class RankStarter:
             os.close(output)
         return Rank(rank, local_rank, worker.child, log, error_file, page, warm)
 
-    def _worker(self, local_rank: int, env: dict[str, str], output: int) -> tuple[WarmWorker, bool]:
+    def _worker(self, local_rank: int, env: dict[str, str], output: int) -> tuple[Worker, bool]:
         program = self._settings.program
-        warm = self._standby.take(local_rank)
-        if warm is not None:
+        standby = self._standby.take(local_rank)
+        if standby is not None:
             try:
-                order_run(warm, program, env, output)
-                return warm, True
+                order_run(standby.worker, program, env, output)
+                return standby.worker, standby.warm
             except OSError as error:
-                print(f"opsd launch: a standby worker died when needed ({error}); starting cold", file=sys.stderr)
-                warm.discard()
+                say(f"a standby worker died when needed ({error}); starting cold")
+                standby.worker.discard()
         cold = start_worker(program, self._settings.environment(local_rank, self._folders.folder), output)
         order_run(cold, program, env, output)
         return cold, False

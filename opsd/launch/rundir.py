@@ -51,11 +51,12 @@ class RunFolders:
     def create(cls, run: str, *, folder: Path | None, logs: Path | None, shared: Path) -> RunFolders:
         """Make the folders of ``run``, in memory below ``shared``.
 
-        Raises RunError if another launcher has them or they cannot be made.
+        ``logs`` is a folder for the logs of many runs. Raises RunError if another launcher has the run or a folder
+        cannot be made.
         """
         folder = (folder or default_root() / run).absolute()
         memory = shared / run
-        folders = cls(folder, memory, (logs or folder / "logs").absolute())
+        folders = cls(folder, memory, (logs / run if logs else folder / "logs").absolute())
         try:
             _make_shared_root(memory.parent)
             _claim(memory)
@@ -143,6 +144,10 @@ def _make_shared_root(root: Path) -> None:
     with contextlib.suppress(FileExistsError):
         root.mkdir(parents=True)
         root.chmod(0o1777)
+    if os.getuid() == 0 and root.stat().st_uid != 0:
+        raise RunError(
+            f"{root} belongs to another user, who could redirect what root writes; remove it, or set OPSD_SHM"
+        )
 
 
 def _claim(memory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +11,9 @@ from pathlib import Path
 
 from opsd.launch.imports import external_imports
 from opsd.launch.loop import Loop, Timer
+from opsd.launch.messages import say
 from opsd.launch.program import Program
-from opsd.launch.worker_channel import WarmWorker, open_log, order_import, start_worker
+from opsd.launch.worker_channel import Worker, open_log, order_import, start_worker
 
 IMPORT_LIMIT_S = 600.0
 _MAX_FAILURES = 3
@@ -19,9 +21,17 @@ _MAX_FAILURES = 3
 
 @dataclass(slots=True)
 class _Member:
-    worker: WarmWorker
+    worker: Worker
     limit: Timer
     ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyWorker:
+    """A worker taken from the pool; ``warm`` if its imports are done."""
+
+    worker: Worker
+    warm: bool
 
 
 class StandbyPool:
@@ -77,14 +87,17 @@ class StandbyPool:
         except OSError as error:
             self._failed(f"cannot be started: {error.strerror}")
 
-    def take(self, local_rank: int) -> WarmWorker | None:
-        """The warm worker for ``local_rank``, now the caller's; None if there is none or it is not ready."""
+    def take(self, local_rank: int) -> StandbyWorker | None:
+        """The worker for ``local_rank``, now the caller's; None if there is none.
+
+        One that is still importing is better than a new one: it carries out its next order once it is done.
+        """
         member = self._members.get(local_rank)
-        if member is None or not member.ready:
+        if member is None:
             return None
         self._release(local_rank)
         if member.worker.child.exit() is None:
-            return member.worker
+            return StandbyWorker(member.worker, member.ready)
         member.worker.discard()
         return None
 
@@ -111,12 +124,13 @@ class StandbyPool:
 
     def _answered(self, local_rank: int) -> None:
         member = self._members[local_rank]
-        if member.worker.channel.recv(64):
-            member.ready = True
-            member.limit.cancel()
-            self.refill()
-        else:
-            self._lost(local_rank, "ended")
+        answer = member.worker.channel.recv(64)
+        if not answer or not json.loads(answer)["ready"]:
+            self._lost(local_rank, "cannot import what the program imports" if answer else "ended")
+            return
+        member.ready = True
+        member.limit.cancel()
+        self.refill()
 
     def _lost(self, local_rank: int, why: str) -> None:
         member = self._members[local_rank]
@@ -127,8 +141,7 @@ class StandbyPool:
     def _failed(self, why: str) -> None:
         self._failures += 1
         if self._failures == _MAX_FAILURES:
-            text = f"opsd launch: a standby worker {why}, see {self._log}; restarts will start cold"
-            print(text, file=sys.stderr, flush=True)
+            say(f"a standby worker {why}, see {self._log}; restarts will start cold")
 
     def _release(self, local_rank: int) -> None:
         member = self._members.pop(local_rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,17 +14,19 @@ from opsd.client import RankPage, process_start, write_request
 from opsd.launch.console import Console
 from opsd.launch.control import Request
 from opsd.launch.events import EventLog
-from opsd.launch.failure import Failure, RestartPolicy, Stop, first_cause
+from opsd.launch.failure import Failure, RestartPolicy, first_cause
 from opsd.launch.hang import WARM_STEPS, Hang
 from opsd.launch.hang_watch import HangWatch
 from opsd.launch.loop import Loop, Timer
 from opsd.launch.membership import SingleNode
-from opsd.launch.postmortem import PROGRAM_NOT_FOUND, failures, report_exit
-from opsd.launch.process import collect_orphans, sweep
+from opsd.launch.messages import say
+from opsd.launch.postmortem import PROGRAM_NOT_FOUND, explain, failures, report_exit
+from opsd.launch.process import collect_orphans
 from opsd.launch.ranks import Generation, Rank, RankStarter
 from opsd.launch.rundir import RunFolders, RunState
 from opsd.launch.settings import Settings
 from opsd.launch.standby import StandbyPool
+from opsd.launch.teardown import Teardown
 from opsd.launch.watch import Progress, Recovery
 
 State = Literal["running", "restarting", "stopping", "finished", "failed"]
@@ -34,13 +35,9 @@ GATHER_S = 0.02
 """After a failure that is clearly a first cause: time for the other ranks' exits, for the record."""
 GATHER_VICTIM_S = 1.0
 """After an exit that looks like the consequence of another: time for that other to show."""
-LEFTOVERS_S = 3.0
-"""What processes left over by ranks that finished in order get between SIGTERM and SIGKILL."""
-UNKILLABLE_S = 30.0
 HASTENED_S = 20.0
 """How long a second SIGTERM still waits: Slurm sends SIGKILL 30 s after its own (KillWait)."""
 POLL_S, POLL_SUSPICIOUS_S, POLL_AWAITING_S = 0.25, 0.05, 0.02
-SWEEP_S = 0.01
 QUIET_S = 10.0
 """When ranks without pages count as past their start."""
 
@@ -52,15 +49,6 @@ class _Stopping:
     by: str
     deadline: Timer
     requests: int = 1
-
-
-@dataclass(slots=True)
-class _Ending:
-    """The end of a generation on the way: ``then`` is what comes after it."""
-
-    then: Callable[[], None]
-    limit: Timer
-    leftovers: signal.Signals = signal.SIGKILL
 
 
 class Supervisor:
@@ -96,7 +84,8 @@ class Supervisor:
         self._restarts = 0
         self._state: State = "running"
         self._gathering: Timer | None = None
-        self._ending: _Ending | None = None
+        self._teardown: Teardown | None = None
+        self._after: Callable[[], None] = self._start_generation
         self._stopping: _Stopping | None = None
         self._exit_code: int | None = None
 
@@ -142,7 +131,7 @@ class Supervisor:
                 self._console.follow(rank.log, f"[rank{rank.rank}]: " if self._settings.local_size > 1 else "")
 
     def _poll(self) -> None:
-        if self._ending is None:
+        if self._teardown is None:
             pages = self._progress.update(self._generation)
             if self._stopping is None and self._settled(pages):
                 self._standby.refill()
@@ -168,8 +157,8 @@ class Supervisor:
         rank.exit, rank.exited = rank.child.exit(), time.monotonic()
         rank.noticed_s = rank.exited - self._loop.last_idle
         self._loop.unwatch(rank.child.pidfd)
-        if self._ending is not None:
-            self._advance_ending()
+        if self._teardown is not None:
+            self._teardown.advance()
         elif rank.exit is not None and not rank.exit.ok and not self._stopped_as_told(rank):
             self._gather()
         elif not self._generation.running and self._gathering is None:
@@ -188,7 +177,7 @@ class Supervisor:
 
     def _look_for_cause(self) -> None:
         """See whether the rank that was first has left its error by now, though it may take long to end."""
-        if self._gathering is None or self._ending is not None:
+        if self._gathering is None or self._teardown is not None:
             return
         if any(failure.kind != "communication" for failure, _ in failures(self._generation)):
             self._gather()
@@ -198,7 +187,12 @@ class Supervisor:
     def _settle(self) -> None:
         self._gathering = None
         self._progress.update(self._generation)
-        found = failures(self._generation)
+        found = [pair for pair in failures(self._generation) if not self._stopped_as_told(pair[1])]
+        if not found:
+            # The signal to stop reached the ranks before it reached us.
+            if not self._generation.running:
+                self._all_ended()
+            return
         cause = first_cause([failure for failure, _ in found])
         culprit = next(rank for failure, rank in found if failure is cause)
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
@@ -212,7 +206,7 @@ class Supervisor:
     def _hung(self, hang: Hang) -> None:
         rank = next((rank for rank in self._generation.ranks if rank.rank == hang.rank), self._generation.ranks[0])
         cause = Failure(rank.rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase)
-        _say(f"hang: {hang.reason}")
+        say(f"hang: {hang.reason}")
         self._recover(cause, rank, time.monotonic())
 
     def _recover(self, cause: Failure, culprit: Rank, noticed: float) -> None:
@@ -222,19 +216,11 @@ class Supervisor:
             return
         verdict = self._policy.judge(cause, furthest=self._progress.furthest, committed=self._progress.committed)
         if verdict is not None:
-            paragraph = self._paragraph(verdict, cause, culprit)
+            paragraph = explain(verdict, cause, culprit, self._settings.node)
             self._end_generation(lambda: self._finish(verdict.code, paragraph))
             return
-        _say(f"rank {cause.rank} failed with {cause.cause}; restarting all ranks")
+        say(f"rank {cause.rank} failed with {cause.cause}; restarting all ranks")
         self._restart(noticed)
-
-    def _paragraph(self, verdict: Stop, cause: Failure, culprit: Rank) -> str:
-        step = "before its first step" if cause.step is None else f"after step {cause.step}"
-        tail = "\n".join(f"    {line}" for line in culprit.log_tail(10).splitlines())
-        return (
-            f"stopped: {verdict.reason}. Rank {cause.rank} on {self._settings.node} failed {step} with {cause.cause}. "
-            f"Its log is {culprit.log}" + (f"; it ends in\n{tail}" if tail else ".")
-        )
 
     def _restart(self, noticed: float) -> None:
         self._set_state("restarting")
@@ -243,67 +229,37 @@ class Supervisor:
         self._progress.recovery = Recovery(noticed, previous)
         self._end_generation(self._start_generation)
 
-    # -- ending a generation -------------------------------------------------------------------------------------
+    # -- ending --------------------------------------------------------------------------------------------------
 
-    def _end_generation(self, then: Callable[[], None], leftovers: signal.Signals = signal.SIGKILL) -> None:
-        """Kill every process of the generation, collect them, then go on with ``then``.
-
-        With ``leftovers`` SIGTERM, what ranks that ended in order have left gets a moment to end by itself.
-        """
-        if self._ending is not None:
-            self._ending.then = then
+    def _end_generation(self, then: Callable[[], None], *, gently: bool = False) -> None:
+        """Kill every process of the generation, collect them, then go on with ``then``."""
+        self._after = then
+        if self._teardown is not None:
             return
         if self._gathering is not None:
             self._gathering.cancel()
             self._gathering = None
         if self._hangs is not None:
             self._hangs.relax()
-        delay = LEFTOVERS_S if leftovers is signal.SIGTERM else UNKILLABLE_S
-        self._ending = _Ending(then, self._loop.later(delay, self._ending_too_slow), leftovers)
-        for rank in self._generation.ranks:
-            rank.child.kill_group(leftovers)
-        self._advance_ending()
-
-    def _advance_ending(self) -> None:
-        if self._generation.running:
-            return
-        for rank in self._generation.ranks:
-            rank.child.kill_group(self._ending.leftovers if self._ending is not None else signal.SIGKILL)
-            rank.child.reap()
-        self._generation.ranks.clear()
-        self._console.end_generation()
-        self._sweep()
-
-    def _sweep(self) -> None:
-        if self._ending is None:
-            return
-        if sweep(self._is_own_child, self._ending.leftovers):
-            self._loop.later(SWEEP_S, self._sweep)
-            return
-        ending, self._ending = self._ending, None
-        ending.limit.cancel()
-        ending.then()
-
-    def _ending_too_slow(self) -> None:
-        if self._ending is None:
-            return
-        if self._ending.leftovers is signal.SIGTERM:
-            self._ending.leftovers = signal.SIGKILL
-            self._ending.limit = self._loop.later(UNKILLABLE_S, self._ending_too_slow)
-            return
-        pids = ", ".join(f"rank {rank.rank} (pid {rank.child.pid})" for rank in self._generation.running)
-        self._ending = None
-        self._finish(
-            exitcodes.FAILED,
-            f"{pids or 'a process left by a rank'} cannot be killed: stuck in the kernel; the node needs a reboot",
+        self._teardown = Teardown(
+            self._generation, self._loop, self._is_own_child, done=self._ended, stuck=self._unkillable, gently=gently
         )
+        self._teardown.advance()
+
+    def _ended(self) -> None:
+        self._teardown = None
+        self._console.end_generation()
+        self._after()
+
+    def _unkillable(self, culprits: str) -> None:
+        self._finish(exitcodes.FAILED, f"{culprits} cannot be killed: stuck in the kernel; the node needs a reboot")
 
     def _all_ended(self) -> None:
         self._progress.update(self._generation)
         if self._stopping is not None:
-            self._end_generation(self._requeue, signal.SIGTERM)
+            self._end_generation(self._requeue, gently=True)
         else:
-            self._end_generation(lambda: self._finish(exitcodes.OK, "all ranks finished"), signal.SIGTERM)
+            self._end_generation(lambda: self._finish(exitcodes.OK, "all ranks finished"), gently=True)
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
@@ -327,14 +283,18 @@ class Supervisor:
             self._end_generation(self._requeue)
         self._set_state("stopping")
         for rank in self._generation.running:
-            if rank.page() is not None:
-                write_request(rank.page_path, "checkpoint_and_stop")
-            else:
+            try:
+                if rank.page() is None:
+                    rank.child.signal(signal.SIGTERM)
+                else:
+                    write_request(rank.page_path, "checkpoint_and_stop")
+            except OSError as error:
+                say(f"rank {rank.rank} cannot be asked to stop ({error.strerror}); it is sent SIGTERM")
                 rank.child.signal(signal.SIGTERM)
 
     def _stopped_as_told(self, rank: Rank) -> bool:
-        """True for a rank without a page that died of the SIGTERM we passed on to it."""
-        signalled = rank.exit is not None and rank.exit.signal is signal.SIGTERM
+        """True for a rank without a page that died of the signal to stop, passed on by us or sent to the whole job."""
+        signalled = rank.exit is not None and rank.exit.signal in (signal.SIGTERM, signal.SIGUSR1)
         return self._stopping is not None and signalled and rank.page() is None
 
     def _stop_too_slow(self) -> None:
@@ -357,7 +317,7 @@ class Supervisor:
             self._request_stop("control")
             return {"ok": True}
         if command == "restart":
-            if self._ending is not None or self._stopping is not None:
+            if self._teardown is not None or self._stopping is not None:
                 return {"ok": False, "error": f"the run is {self._state}"}
             self._events.emit("restart_requested", reason=str(request.get("reason", "")))
             self._restart(time.monotonic())
@@ -371,7 +331,7 @@ class Supervisor:
         self._set_state("finished" if code in (exitcodes.OK, exitcodes.REQUEUE) else "failed")
         self._events.emit("finished", exit_code=code, reason=reason)
         if code != exitcodes.OK:
-            _say(reason)
+            say(reason)
         self._loop.stop()
 
     def _set_state(self, state: State) -> None:
@@ -391,7 +351,3 @@ class Supervisor:
             control=str(self._folders.control),
             folder=str(self._folders.folder),
         )
-
-
-def _say(text: str) -> None:
-    print(f"opsd launch: {text}", file=sys.stderr, flush=True)

@@ -3,8 +3,8 @@
 Started by path with the interpreter of the ranks (``python -u worker.py DESCRIPTOR``), so it needs nothing but the
 standard library, not even opsd. The descriptor is a socket; messages are JSON with a length in front:
 
-``{"do": "import", "modules": {name: [names imported from it]}, "path": sys.path[0]}`` -> ``{"ready": true}``
-    become a warm standby;
+``{"do": "import", "modules": {name: [names imported from it]}, "path": sys.path[0]}`` -> ``{"ready": bool}``
+    become a warm standby; if an import fails, begin anew as a cold one;
 ``{"do": "run", "kind", "name", "args", "path", "env"}`` with the descriptor of the log attached
     become the rank. ``kind`` is script, module or executable.
 """
@@ -45,9 +45,7 @@ def main() -> None:
         if order is None:
             return None
         if order["do"] == "import":
-            sys.path[0] = order["path"]
-            _import_all(order["modules"])
-            channel.sendall(b'{"ready": true}\n')
+            _warm_up(channel, order)
             continue
         for descriptor in descriptors:
             os.dup2(descriptor, 1)
@@ -81,11 +79,27 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return json.loads(payload), descriptors
 
 
-def _import_all(modules: dict[str, list[str]]) -> None:
-    """Import what the program will import; a module that is not there is the program's business, not ours."""
-    for name, names in modules.items():
-        with contextlib.suppress(ModuleNotFoundError):
-            __import__(name, fromlist=names)
+def _warm_up(channel: socket.socket, order: dict[str, Any]) -> None:
+    """Import what the program will import; a module that is not there is the program's business, not ours.
+
+    The launcher may need this process as a rank before it is done, and has then sent the next order already.
+    """
+    sys.path[0] = order["path"]
+    try:
+        for name, names in order["modules"].items():
+            with contextlib.suppress(ModuleNotFoundError):
+                __import__(name, fromlist=names)
+    except Exception:
+        traceback.print_exc()
+        _answer(channel, ready=False)
+        os.set_inheritable(channel.fileno(), True)
+        os.execv(sys.executable, [sys.executable, "-u", __file__, str(channel.fileno())])  # noqa: S606
+    _answer(channel, ready=True)
+
+
+def _answer(channel: socket.socket, *, ready: bool) -> None:
+    with contextlib.suppress(OSError):
+        channel.sendall(json.dumps({"ready": ready}).encode() + b"\n")
 
 
 def _run(order: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 @dataclass(frozen=True, slots=True)
-class WarmWorker:
+class Worker:
     """A worker process that waits for its orders on ``channel``."""
 
     child: Child
@@ -29,21 +29,21 @@ class WarmWorker:
         self.child.reap()
 
 
-def start_worker(program: Program, env: Mapping[str, str], output: int) -> WarmWorker:
+def start_worker(program: Program, env: Mapping[str, str], output: int) -> Worker:
     """Start a worker process that waits for its orders. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = (program.python, "-u", str(WORKER), str(theirs.fileno()))
         child = spawn(command, env=env, cwd=program.cwd, output=output, keep=(theirs.fileno(),))
-    return WarmWorker(child, ours)
+    return Worker(child, ours)
 
 
-def order_import(worker: WarmWorker, program: Program, modules: Mapping[str, list[str]]) -> None:
+def order_import(worker: Worker, program: Program, modules: Mapping[str, list[str]]) -> None:
     """Make a waiting worker import ``modules``; it answers with one line once it has. Raises OSError if it is gone."""
     _send(worker.channel, {"do": "import", "modules": modules, "path": program.path})
 
 
-def order_run(worker: WarmWorker, program: Program, env: Mapping[str, str], output: int) -> None:
+def order_run(worker: Worker, program: Program, env: Mapping[str, str], output: int) -> None:
     """Make a waiting worker the rank, with ``output`` as its stdout and stderr. Raises OSError if it is gone."""
     order = {"do": "run", "kind": program.kind, "name": program.name, "args": program.args}
     with worker.channel:
@@ -52,7 +52,7 @@ def order_run(worker: WarmWorker, program: Program, env: Mapping[str, str], outp
 
 def open_log(path: Path) -> int:
     """A descriptor that appends to ``path``, for a process to write to directly. Raises OSError."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def _send(channel: socket.socket, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:

@@ -179,13 +179,27 @@ def test_standby_interpreters_are_used_and_refilled(tmp_path: Path) -> None:
 
 def test_standby_that_fails_is_not_used(tmp_path: Path) -> None:
     """An interpreter that cannot be warmed up costs a cold start and nothing else."""
-    source = TRAIN + "train(200, at=150, do=lambda: generation == 1 and sys.exit(5))"
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no GPU in here')")
-    with Launched(tmp_path, source, "--standby-import", "broken_module") as launched:
-        assert launched.wait() == exitcodes.OK
-        assert [event["standby"] for event in launched.events("generation_started")] == [0, 0]
+    with Launched(tmp_path, TRAIN + "train(10_000)", "--standby-import", "broken_module") as launched:
+        launched.until(lambda: "restarts will start cold" in launched.err)
         assert "no GPU in here" in (launched.run / "logs/standby.log").read_text()
-        assert "restarts will start cold" in launched.err
+        os.kill(launched.event("generation_started")["ranks"][0]["pid"], signal.SIGKILL)
+        launched.event("resumed")
+        assert [event["standby"] for event in launched.events("generation_started")] == [0, 0]
+
+
+def test_standby_that_is_still_importing_becomes_the_rank(tmp_path: Path) -> None:
+    """A restart that comes early waits for the imports under way, and goes on without them if they fail."""
+    for number, ending in enumerate(("", "raise RuntimeError('late failure')")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "slow_module.py").write_text(f"import time\nprint('begun', flush=True)\ntime.sleep(1)\n{ending}")
+        with Launched(folder, TRAIN + "train(10_000)", "--standby-import", "slow_module") as launched:
+            log = launched.run / "logs/standby.log"
+            launched.until(lambda: log.exists() and "begun" in log.read_text())  # noqa: B023
+            os.kill(launched.event("generation_started")["ranks"][0]["pid"], signal.SIGKILL)
+            assert launched.event("resumed")["generation"] == 2
+            assert len(launched.events("rank_exited")) == 1
 
 
 def test_error_of_the_program_at_the_same_step_stops(tmp_path: Path) -> None:
@@ -464,6 +478,7 @@ def test_100_megabytes_of_output(tmp_path: Path) -> None:
         (("-m",), ("xml",), exitcodes.NOT_FOUND, "there is no module xml that can be run"),
         (("--no-python",), ("no-such-program",), exitcodes.NOT_FOUND, "there is no program no-such-program"),
         (("--no-python",), ("./prog.py",), exitcodes.NOT_FOUND, "there is no program ./prog.py that can be executed"),
+        (("--log-dir=/proc/x",), ("prog.py",), exitcodes.USAGE, "cannot be made"),
         (("--nnodes=2",), ("prog.py",), exitcodes.USAGE, "use --nnodes 1"),
         (("--nproc-per-node=0",), ("prog.py",), exitcodes.USAGE, "is not a number of ranks"),
         (("--nproc_per_node=many",), ("prog.py",), exitcodes.USAGE, "is not a number of ranks"),
@@ -488,6 +503,13 @@ def test_program_that_ends_at_once(tmp_path: Path) -> None:
     with Launched(tmp_path, "", TWO) as launched:
         assert launched.wait() == exitcodes.OK
         assert launched.event("finished")["reason"] == "all ranks finished"
+
+
+def test_interpreter_that_does_not_exist(tmp_path: Path) -> None:
+    """An interpreter for the ranks that is not there is refused like a program that is not there."""
+    with Launched(tmp_path, "", env={"PYTHON_EXEC": "/no/such/python"}) as launched:
+        assert launched.wait() == exitcodes.NOT_FOUND
+        assert "PYTHON_EXEC" in launched.err
 
 
 def test_help_names_the_exit_codes() -> None:

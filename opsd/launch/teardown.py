@@ -1,0 +1,75 @@
+"""The end of a generation: every process of it killed and collected, whatever session it has fled to."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from opsd.launch.loop import Loop
+from opsd.launch.process import sweep
+from opsd.launch.ranks import Generation
+
+LEFTOVERS_S = 3.0
+"""What processes left over by ranks that finished in order get between SIGTERM and SIGKILL."""
+UNKILLABLE_S = 30.0
+SWEEP_S = 0.01
+
+
+class Teardown:
+    """Ends ``generation``, then calls ``done``.
+
+    Ranks are killed at once: one that is blocked in a collective could not do anything useful with a SIGTERM. With
+    ``gently``, for ranks that have all finished, what they have left running gets a SIGTERM first. ``protected``
+    says which processes below the launcher are none of the generation's. ``stuck`` is called with the culprits if
+    something cannot be killed.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        loop: Loop,
+        protected: Callable[[int], bool],
+        *,
+        done: Callable[[], None],
+        stuck: Callable[[str], None],
+        gently: bool = False,
+    ) -> None:
+        self._generation = generation
+        self._loop = loop
+        self._protected = protected
+        self._done = done
+        self._stuck = stuck
+        self._signal = signal.SIGTERM if gently else signal.SIGKILL
+        self._limit = loop.later(LEFTOVERS_S if gently else UNKILLABLE_S, self._too_slow)
+        self._over = False
+        for rank in generation.ranks:
+            rank.child.kill_group(self._signal)
+
+    def advance(self) -> None:
+        """Go on if all ranks have ended; to be called at the beginning and whenever one has."""
+        if self._generation.running:
+            return
+        for rank in self._generation.ranks:
+            rank.child.kill_group(self._signal)
+            rank.child.reap()
+        self._generation.ranks.clear()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        if self._over:
+            return
+        if sweep(self._protected, self._signal):
+            self._loop.later(SWEEP_S, self._sweep)
+            return
+        self._over = True
+        self._limit.cancel()
+        self._done()
+
+    def _too_slow(self) -> None:
+        if self._signal is signal.SIGTERM:
+            self._signal = signal.SIGKILL
+            self._limit = self._loop.later(UNKILLABLE_S, self._too_slow)
+            return
+        self._over = True
+        ranks = ", ".join(f"rank {rank.rank} (pid {rank.child.pid})" for rank in self._generation.running)
+        self._stuck(ranks or "a process that a rank has left")
