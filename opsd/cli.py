@@ -21,7 +21,9 @@ COMMANDS = {
     "launch": ("opsd.launch.cli:launch", "Start and supervise the ranks of a job, where torchrun is used today."),
     "ledger": ("opsd.launch.ledger_cli:ledger", "Where the wall-clock time of a run went."),
     "metrics": ("opsd.agent.metrics_cli:metrics", "List every metric that the agent exports."),
+    "preflight": ("opsd.preflight.cli:preflight", "Check that this node is fit for a run."),
     "runbook": ("opsd.runbook_cli:runbook", "List the runbooks or show one."),
+    "slurm": ("opsd.slurm.cli:slurm", "What opsd may do with Slurm on this machine."),
     "status": ("opsd.agent.show_cli:status", "What the agent of this node sees right now."),
 }
 

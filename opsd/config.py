@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
+from opsd.preflight.settings import PreflightSettings
 from runbooks import RUNBOOKS
 
 Mode = Literal["observe", "recommend", "act"]
@@ -151,6 +152,7 @@ class Settings(_Section):
     ranks: RanksSettings = RanksSettings()
     policy: PolicySettings = PolicySettings()
     notify: NotifySettings = NotifySettings()
+    preflight: PreflightSettings = PreflightSettings()
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:

@@ -46,12 +46,8 @@ def serve(settings: Settings) -> int:
 
     log = configure()
     stop = stop_on_signals()
-    journal = build_journal(settings, log)
-    loop = build_loop(settings, journal, log)
-    facts = {"node": settings.agent.node, "mode": settings.policy.mode, "started_at": time.time()}
-    app = App(lambda: loop.snapshot, facts, stale_s=max(5.0, 3 * settings.agent.interval_s))
     try:
-        server = Server(settings.agent.listen, app, log)
+        server = Server(settings.agent.listen, log)
     except OSError as error:
         click.echo(
             f"opsd: cannot listen on {settings.agent.listen}: {error.strerror}; another agent may be running, "
@@ -59,6 +55,10 @@ def serve(settings: Settings) -> int:
             err=True,
         )
         return exitcodes.FAILED
+    journal = build_journal(settings, log)
+    loop = build_loop(settings, journal, log)
+    facts = {"node": settings.agent.node, "mode": settings.policy.mode, "started_at": time.time()}
+    server.start(App(lambda: loop.snapshot, facts, stale_s=max(5.0, 3 * settings.agent.interval_s)))
     log.info("agent started", listen=server.address, **facts)
     systemd.notify("READY=1")
     loop.run(stop, after_tick=lambda: systemd.notify("WATCHDOG=1"))

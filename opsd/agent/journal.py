@@ -8,7 +8,9 @@ file is set aside by renaming it. Nothing that is recorded contains secrets: it 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -81,8 +83,8 @@ class Memory:
     actions: Sequence[Past] = ()
 
 
-class _NewerError(Exception):
-    """The file was written by a newer opsd."""
+class _UnusableError(Exception):
+    """The file is somebody else's; the message says whose in one sentence."""
 
 
 class _DamagedError(Exception):
@@ -110,6 +112,7 @@ class Journal:
         self._on_problem = on_problem
         self._retry_s, self._wall = retry_s, wall
         self._memory: Memory | None = None
+        self._lock: int | None = None
         self._incidents: dict[str, Incident] = {}
         self._rows: list[tuple[str, tuple[object, ...]]] = []
         self._state = threading.Condition()
@@ -181,7 +184,7 @@ class Journal:
                 incidents, rows = self._take()
                 _write(database, incidents.values(), rows)
                 self._set_problem("")
-            except (sqlite3.Error, OSError, _NewerError) as error:
+            except (sqlite3.Error, OSError, _UnusableError) as error:
                 self._give_back(incidents, rows)
                 if database is not None:
                     database.close()
@@ -199,6 +202,8 @@ class Journal:
                     break
         if database is not None:
             database.close()
+        if self._lock is not None:
+            os.close(self._lock)
 
     def _take(self) -> tuple[dict[str, Incident], list[tuple[str, tuple[object, ...]]]]:
         with self._state:
@@ -219,6 +224,8 @@ class Journal:
 
     def _connect(self) -> sqlite3.Connection:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._lock is None:
+            self._lock = _lock(self.path)
         try:
             database = _open(self.path, self._wall())
         except _DamagedError:
@@ -230,13 +237,24 @@ class Journal:
         return database
 
 
+def _lock(path: Path) -> int:
+    """The right to write the journal, while the file descriptor returned is open: two agents would undo each other."""
+    lock = os.open(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise _UnusableError(f"{path} is in use by another agent; give each its own agent.state_dir") from error
+    return lock
+
+
 def _open(path: Path, now: float) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
     try:
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
-            raise _NewerError(
-                f"{path} was written by a newer opsd (schema {version}); use that one or move the file away"
+            raise _UnusableError(
+                f"{path} was written by a newer opsd (schema {version}); use that one or move the file"
             )
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
@@ -305,7 +323,7 @@ def _documents(rows: Iterable[tuple[str]]) -> Iterator[Incident]:
 
 
 def _reason(path: Path, error: Exception) -> str:
-    if isinstance(error, _NewerError):
+    if isinstance(error, _UnusableError):
         return str(error)
     said = error.strerror if isinstance(error, OSError) else str(error)
     return f"{path} cannot be written ({said}); records are kept in memory until it can"

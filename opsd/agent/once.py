@@ -6,6 +6,7 @@ import time
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
@@ -41,7 +42,7 @@ def _print(sources: tuple[Source, ...]) -> None:
     console = Console()
     for source in sources:
         took = f"{len(source.reading.samples)} series in {source.duration_s * 1e3:.1f} ms"
-        said = source.reason or took
+        said = escape(source.reason) or took
         console.print(
             f"[bold]{source.name}[/bold] [{_STYLES[source.health]}]{source.health.value}[/]", said, highlight=False
         )
@@ -55,5 +56,5 @@ def _table(source: Source) -> Table:
     table.add_column("value", justify="right", no_wrap=True)
     for metric, value, labels in source.reading.samples:
         pairs = ", ".join(f"{name}={text}" for name, text in zip(metric.labels, labels, strict=True) if text)
-        table.add_row(f"{metric.name} {pairs}", f"{value:.10g} {metric.unit}".strip())
+        table.add_row(escape(f"{metric.name} {pairs}"), f"{value:.10g} {metric.unit}".strip())
     return table

@@ -166,20 +166,29 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``app`` on ``listen`` ("127.0.0.1:9477", "[::1]:9477") until ``close``. Raises OSError if it cannot."""
+    """Listens on ``listen`` ("127.0.0.1:9477", "[::1]:9477") at once, and answers from ``start`` to ``close``.
+
+    Raises OSError if the address cannot be listened on.
+    """
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, listen: str, app: App, log: FilteringBoundLogger) -> None:
-        self.app, self.log = app, log
+    app: App
+
+    def __init__(self, listen: str, log: FilteringBoundLogger) -> None:
+        self.log = log
         self._open: dict[socket.socket, float] = {}
         self._guard = threading.Lock()
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, int(port)), _Handler)
+
+    def start(self, app: App) -> None:
+        """Answer requests with ``app``, those that have come in already included."""
+        self.app = app
         threading.Thread(target=self.serve_forever, args=(POLL_S,), name="http", daemon=True).start()
 
     @property

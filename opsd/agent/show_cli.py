@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
@@ -58,7 +59,7 @@ def status(url: str | None, file: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return
-    console = Console(highlight=False)
+    answer, console = _printable(answer), Console(highlight=False)
     age = answer["tick_age_s"]
     said = f"opsd {answer['version']}, mode {answer['mode']}, last tick {age:.1f} s ago"
     console.print(f"[bold]{answer['node']}[/bold]  {said}")
@@ -71,14 +72,16 @@ def status(url: str | None, file: Path | None, as_json: bool) -> None:
     console.print(f"{count} incident{'s' * (count != 1)} not over{', see `opsd incidents`' if count else ''}")
 
 
-@click.group(invoke_without_command=True)
-@_agent_options
-@click.pass_context
-def incidents(ctx: click.Context, url: str | None, file: Path | None, as_json: bool) -> None:
-    """List the incidents of this node, or show one."""
-    ctx.obj = (url, file, as_json)
-    if ctx.invoked_subcommand is None:
-        _list(url, file, as_json, states=(), limit=20)
+class _ListByDefault(click.Group):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_ListByDefault)
+def incidents() -> None:
+    """List the incidents of this node (the default), or show one."""
 
 
 @incidents.command("list")
@@ -87,7 +90,26 @@ def incidents(ctx: click.Context, url: str | None, file: Path | None, as_json: b
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="At most this many.")
 def list_incidents(url: str | None, file: Path | None, as_json: bool, states: tuple[str, ...], limit: int) -> None:
     """List incidents, newest first."""
-    _list(url, file, as_json, states, limit)
+    answer = _get(url, file, "/api/v1/incidents", state=list(states), limit=limit)
+    if as_json:
+        click.echo(json.dumps(answer, indent=1))
+        return
+    console = Console(highlight=False)
+    if not answer["incidents"]:
+        console.print("no incidents")
+        return
+    table = _table("opened", "state", "severity", "culprit", "summary", "id")
+    for incident in _printable(answer["incidents"]):
+        state = incident["state"]
+        table.add_row(
+            _clock(incident["opened_at"]),
+            f"[{_INCIDENTS.get(state, 'yellow')}]{state}[/]",
+            incident["severity"],
+            _culprit(incident["culprit"]),
+            incident["summary"],
+            incident["id"],
+        )
+    console.print(table)
 
 
 @incidents.command("show")
@@ -99,30 +121,7 @@ def show_incident(id: str, url: str | None, file: Path | None, as_json: bool) ->
     if as_json:
         click.echo(json.dumps(answer, indent=1))
     else:
-        Console(highlight=False).print(*_incident_lines(answer), sep="\n", markup=False)
-
-
-def _list(url: str | None, file: Path | None, as_json: bool, states: Sequence[str], limit: int) -> None:
-    answer = _get(url, file, "/api/v1/incidents", state=list(states), limit=limit)
-    if as_json:
-        click.echo(json.dumps(answer, indent=1))
-        return
-    console = Console(highlight=False)
-    if not answer["incidents"]:
-        console.print("no incidents")
-        return
-    table = _table("opened", "state", "severity", "culprit", "summary", "id")
-    for incident in answer["incidents"]:
-        state = incident["state"]
-        table.add_row(
-            _clock(incident["opened_at"]),
-            f"[{_INCIDENTS.get(state, 'yellow')}]{state}[/]",
-            incident["severity"],
-            _culprit(incident["culprit"]),
-            incident["summary"],
-            incident["id"],
-        )
-    console.print(table)
+        Console(highlight=False).print(*_incident_lines(_printable(answer)), sep="\n")
 
 
 def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
@@ -193,6 +192,15 @@ def _ranks(answer: Mapping[str, Any]) -> Table:
             "" if rank["live"] else "[red]not running[/red]",
         )
     return table
+
+
+def _printable(value: Any) -> Any:
+    """``value`` with every text in it fit for the terminal: what users and drivers write has no effect there."""
+    if isinstance(value, str):
+        return escape("".join(c if c.isprintable() else " " for c in value))
+    if isinstance(value, dict):
+        return {key: _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
 def _table(*columns: str) -> Table:

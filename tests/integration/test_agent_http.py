@@ -39,7 +39,8 @@ class Site:
     def __init__(self, agent: Agent, latest=None) -> None:
         self.agent = agent
         app = App(latest or (lambda: agent.loop.snapshot), FACTS, stale_s=5.0)
-        self.server = Server("127.0.0.1:0", app, SILENT)
+        self.server = Server("127.0.0.1:0", SILENT)
+        self.server.start(app)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=agent.loop.run, args=(self.stop,), daemon=True)
 

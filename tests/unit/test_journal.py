@@ -148,6 +148,19 @@ def test_a_journal_of_a_newer_opsd_is_left_alone(tmp_path: Path, log: Log) -> No
     assert (tmp_path / "journal.db").read_bytes() == before
 
 
+def test_two_agents_do_not_share_a_journal(tmp_path: Path, log: Log) -> None:
+    """The second one says so, and takes over once the first has ended."""
+    first = Journal(tmp_path, log)
+    first.open(PATIENCE_S)
+    second = Journal(tmp_path, Log(), retry_s=0.05)
+    assert second.open(PATIENCE_S) == Memory()
+    assert "in use by another agent" in second.problem
+    second.incident(incident())
+    first.close(PATIENCE_S)
+    assert second.flush(PATIENCE_S)
+    second.close(PATIENCE_S)
+
+
 def test_the_backlog_is_bounded(tmp_path: Path, log: Log) -> None:
     """A disk that never comes back costs the oldest records and not the memory; what is lost is counted."""
     (tmp_path / "state").write_text("in the way")
