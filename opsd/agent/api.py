@@ -12,8 +12,8 @@ from typing import Any
 from collectors.base import RankFact
 from opsd import __version__
 from opsd.agent.gather import Source
-from opsd.agent.journal import to_document
 from opsd.agent.loop import Snapshot
+from opsd.agent.store import to_document
 from runbooks.base import Incident
 
 _PUBLIC = (

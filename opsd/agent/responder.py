@@ -14,9 +14,10 @@ from structlog.typing import FilteringBoundLogger
 from opsd.agent import incidents
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Outcome, Transition
-from opsd.agent.journal import KEEP_ACTIONS_S, MAX_ENDED, Journal
+from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.policy import Decision, Limits, Past, Verdict, decide
+from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
 from runbooks.base import Action, Incident, State, View
 
 REWRITE_S = 30.0

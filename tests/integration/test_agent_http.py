@@ -11,18 +11,21 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from collectors.base import NoData, Reading, Sample
 from opsd.agent import server as module
 from opsd.agent.loop import Snapshot
 from opsd.agent.server import App, Server
+from opsd.cli import cli
 from runbooks.base import Cost
 from tests.fakes.agent import SILENT, Agent, runbook
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
 from tests.fakes.incidents import finding
 
+HOSTILE = "list[/0] [red]x\x1b[2J"
 FACTS = {"node": "node", "mode": "act", "started_at": 1.0}
 
 
@@ -79,7 +82,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         FakeCollector("source"), FakeCollector("broken", broken), hanging, lost,
         FakeCollector("absent", lambda: NoData("no such device")),
     ]  # fmt: skip
-    books = [runbook(detect=lambda view: [finding(cost=Cost(text="é", gpu_seconds=float("nan")))])]
+    books = [runbook(detect=lambda view: [finding(summary=HOSTILE, cost=Cost(text="é", gpu_seconds=float("nan")))])]
     agent = Agent(tmp_path, collectors, books, mode="observe", clock=RealTime(), interval_s=0.05, deadline_s=0.2)
     found = Site(agent)
     found.thread.start()
@@ -198,3 +201,16 @@ def _answers(site: Site) -> bool:
         return site.get("/healthz")[0] == 200
     except OSError:
         return False
+
+
+def test_the_command_line_prints_what_users_wrote_without_obeying_it(site: Site) -> None:
+    """Markup and control characters in a summary neither colour the terminal nor break the listing."""
+    assert eventually(lambda: bool(site.json("/api/v1/incidents")["incidents"]))
+    id = site.json("/api/v1/incidents")["incidents"][0]["id"]
+    url = f"--url=http://{site.server.address}"
+    listed = CliRunner().invoke(cli, ["incidents", url], env={"COLUMNS": "300"})
+    shown = CliRunner().invoke(cli, ["incidents", "show", id, url], env={"COLUMNS": "300"})
+    for result in (listed, shown):
+        assert result.exit_code == 0
+        assert HOSTILE.replace("\x1b", " ") in result.output
+    assert "source" in CliRunner().invoke(cli, ["status", url], env={"COLUMNS": "300"}).output

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent import journal as module
 from opsd.agent.incidents import Transition
-from opsd.agent.journal import Journal, Memory, from_document, to_document
+from opsd.agent.journal import MAX_BACKLOG, Journal
 from opsd.agent.policy import Past
+from opsd.agent.store import SCHEMA_VERSION, Memory, from_document, to_document
 from runbooks.base import State
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
@@ -137,7 +137,7 @@ def test_a_damaged_journal_is_set_aside(tmp_path: Path, log: Log, damage: bytes 
 def test_a_journal_of_a_newer_opsd_is_left_alone(tmp_path: Path, log: Log) -> None:
     """Going back a release must not destroy what the newer one has written."""
     with sqlite3.connect(tmp_path / "journal.db") as database:
-        database.execute(f"PRAGMA user_version = {module.SCHEMA_VERSION + 1}")
+        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     database.close()
     before = (tmp_path / "journal.db").read_bytes()
     journal = Journal(tmp_path, log)
@@ -166,9 +166,9 @@ def test_the_backlog_is_bounded(tmp_path: Path, log: Log) -> None:
     (tmp_path / "state").write_text("in the way")
     journal = Journal(tmp_path / "state", log)
     journal.open(PATIENCE_S)
-    for number in range(module.MAX_BACKLOG + 7):
+    for number in range(MAX_BACKLOG + 7):
         journal.transition(Transition("a", "trouble", None, State.OPEN, float(number), ""))
-    assert (journal.backlog, journal.lost) == (module.MAX_BACKLOG, 7)
+    assert (journal.backlog, journal.lost) == (MAX_BACKLOG, 7)
 
 
 def test_closing_writes_what_is_left(tmp_path: Path, log: Log) -> None:
