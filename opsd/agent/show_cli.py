@@ -126,6 +126,7 @@ def show_incident(id: str, url: str | None, file: Path | None, as_json: bool) ->
 
 def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
     cost = incident["cost"]
+    hours = (cost["gpu_seconds"] or 0.0) / 3600
     lines = [
         incident["id"],
         f"  {incident['summary']}",
@@ -134,7 +135,7 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
         f"  culprit    {_culprit(incident['culprit'])}, confidence {incident['confidence']:.0%}",
         f"  opened     {_clock(incident['opened_at'])}",
         *([f"  over       {_clock(incident['resolved_at'])}"] if incident["resolved_at"] else []),
-        f"  cost       {(cost['gpu_seconds'] or 0.0) / 3600:.2f} GPU-hours{': ' + cost['text'] if cost['text'] else ''}",
+        f"  cost       {hours:.2f} GPU-hours{': ' + cost['text'] if cost['text'] else ''}",
         *([f"  job        {incident['job']}"] if incident["job"] else []),
         "  evidence",
         *(f"    {_clock(e['at'])}  {e['text']}  ({e['source']})" for e in incident["evidence"]),
