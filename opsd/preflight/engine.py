@@ -1,0 +1,180 @@
+"""Runs the checks of a plan and turns their answers into a report.
+
+Checks that only look run side by side; those that measure a speed run afterwards, one at a time, on a quiet node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from opsd import __version__
+from opsd.preflight.base import Check, Context, Verdict
+from opsd.preflight.judge import Yardsticks, judge
+from opsd.preflight.report import Report, Result
+from opsd.preflight.supervise import Answer, supervise
+
+_SIDE_BY_SIDE: Final = 4
+_NVIDIA_VENDOR: Final = "0x10de"
+_GPU_CLASSES: Final = ("0x0300", "0x0302")
+_SIMULATED: Final = "OPSD_SIMULATED_NVML"
+
+
+class SelectionError(Exception):
+    """Checks that cannot be selected; the message is one sentence for the user."""
+
+
+class Listener(Protocol):
+    """Somebody who watches."""
+
+    def started(self, check: Check) -> None: ...
+
+    def progress(self, check: Check, share: float, subject: str) -> None: ...
+
+    def finished(self, result: Result) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that a run of the engine needs. ``context.seconds`` is set anew for every check.
+
+    A check may take ``patience`` times its measuring time plus ``grace_s`` before it is killed. ``yardsticks`` says
+    what to compare a check with.
+    """
+
+    checks: Sequence[Check]
+    context: Context
+    logs: Path
+    optional: frozenset[str] = frozenset()
+    yardsticks: Callable[[Check], Yardsticks] = lambda _: Yardsticks()
+    grace_s: float = 60.0
+    patience: float = 3.0
+    seconds: Mapping[str, float] | None = None
+    """Measuring time of single checks, by name, where it is not the profile's."""
+
+
+def select(
+    checks: Sequence[Check], profile: str, only: Iterable[str] = (), skip: Iterable[str] = ()
+) -> tuple[Check, ...]:
+    """The checks of a profile, or exactly those named in ``only``, without those in ``skip``. Raises SelectionError."""
+    skipped = {find(checks, name).name for name in skip}
+    chosen = [find(checks, name) for name in dict.fromkeys(only)]
+    chosen = chosen or [check for check in checks if profile in check.seconds]
+    selected = tuple(check for check in chosen if check.name not in skipped)
+    if not selected:
+        raise SelectionError("no check is left to run; drop --skip or name some with --only")
+    return selected
+
+
+def find(checks: Sequence[Check], name: str) -> Check:
+    """The check called ``name``. Raises SelectionError with the nearest name there is."""
+    known = {check.name: check for check in checks}
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]}?" if nearest else "`opsd preflight list` shows them"
+        raise SelectionError(f"there is no check {name}; {hint}")
+    return known[name]
+
+
+async def run(job: Job, listener: Listener) -> Report:
+    """Run the checks of ``job``. When cancelled, every child is ended and the report is marked as interrupted."""
+    started = time.time()
+    results: dict[str, Result] = {}
+    gate = asyncio.Semaphore(_SIDE_BY_SIDE)
+
+    async def one(check: Check) -> None:
+        async with gate:
+            listener.started(check)
+            result = results[check.name] = await _run_check(job, check, listener)
+            listener.finished(result)
+
+    interrupted = False
+    try:
+        async with asyncio.TaskGroup() as group:
+            for check in job.checks:
+                if "exclusive" not in check.needs:
+                    group.create_task(one(check))
+        for check in job.checks:
+            if "exclusive" in check.needs:
+                await one(check)
+    except asyncio.CancelledError:
+        interrupted = True
+    ordered = tuple(results.get(check.name) or _unfinished(job, check) for check in job.checks)
+    return Report(job.context.node, job.context.profile, __version__, started, time.time(), ordered, interrupted)
+
+
+async def _run_check(job: Job, check: Check, listener: Listener) -> Result:
+    seconds = (job.seconds or {}).get(check.name, check.seconds.get(job.context.profile, max(check.seconds.values())))
+    log = job.logs / f"{check.name}.log"
+    started, clock = time.time(), time.monotonic()
+    answer = unmet_need(check, job.context, root=os.geteuid() == 0)
+    if answer is None:
+        answer = await supervise(
+            check,
+            replace(job.context, seconds=seconds),
+            deadline_s=seconds * job.patience + job.grace_s,
+            log=log,
+            progress=lambda share, subject: listener.progress(check, share, subject),
+        )
+    took = time.monotonic() - clock
+    result = Result(
+        check.name,
+        check.title,
+        answer.verdict,
+        check.name in job.optional,
+        answer.reason,
+        started=started,
+        seconds=took,
+        runbook=check.runbook,
+        log=str(log) if log.exists() and log.stat().st_size else "",
+    )
+    if answer.outcome is None:
+        return result
+    judgement = judge(check, answer.outcome, started, job.yardsticks(check))
+    return replace(
+        result,
+        verdict=judgement.verdict,
+        values=judgement.values,
+        findings=judgement.findings,
+        facts=answer.outcome.facts,
+    )
+
+
+def _unfinished(job: Job, check: Check) -> Result:
+    return Result(
+        check.name, check.title, Verdict.COULD_NOT_RUN, check.name in job.optional, "interrupted before it was done"
+    )
+
+
+def unmet_need(check: Check, context: Context, *, root: bool) -> Answer | None:
+    """Why ``check`` cannot even be started here, or None if it can. ``root``: this process has root's rights."""
+    if "root" in check.needs and not root:
+        return Answer(None, Verdict.COULD_NOT_RUN, "it needs root; run it with sudo or from the prolog")
+    if "gpu" in check.needs and context.device == "cuda" and not has_gpus(context):
+        if context.gpus:
+            reason = f"the node must have {context.gpus} GPUs and there is no NVIDIA GPU on its PCI bus"
+            return Answer(None, Verdict.COULD_NOT_RUN, reason)
+        return Answer(None, Verdict.NOT_APPLICABLE, "no NVIDIA GPU on this node")
+    return None
+
+
+def has_gpus(context: Context) -> bool:
+    """True if the node has NVIDIA GPUs on its PCI bus, whether the driver sees them or not, or simulated ones."""
+    if context.nvml_library or os.environ.get(_SIMULATED):
+        return True
+    devices = Path(context.sys, "bus/pci/devices")
+    return devices.is_dir() and any(_is_gpu(device) for device in devices.iterdir())
+
+
+def _is_gpu(device: Path) -> bool:
+    try:
+        vendor = (device / "vendor").read_text(encoding="ascii").strip()
+        return vendor == _NVIDIA_VENDOR and (device / "class").read_text(encoding="ascii").startswith(_GPU_CLASSES)
+    except OSError:
+        return False

@@ -1,0 +1,35 @@
+"""Writing reports so that a reader never sees half of one."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, "-" being stdout. Raises OSError.
+
+    A regular file is replaced by rename after its content is durable; a symbolic link is replaced, not followed.
+    Devices and pipes are written to as they are.
+    """
+    if str(path) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

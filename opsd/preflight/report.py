@@ -1,0 +1,115 @@
+"""The report: what a preflight found on one node, as one value that every output format is made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from opsd.preflight.base import Finding, Verdict
+from opsd.preflight.judge import Value
+
+FORMAT: Final = 1
+
+
+class ReportError(Exception):
+    """A file that is no preflight report; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One check of a report. ``reason`` says why it did not apply or could not run; times are seconds."""
+
+    check: str
+    title: str
+    verdict: Verdict
+    optional: bool = False
+    reason: str = ""
+    values: tuple[Value, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    started: float = 0.0
+    seconds: float = 0.0
+    runbook: str = ""
+    log: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True if the node must not be used because of it. Not knowing is failing, unless the check is optional."""
+        return self.verdict is Verdict.FAIL or (self.verdict is Verdict.COULD_NOT_RUN and not self.optional)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What is not as it should be, worst first: what, how far from normal, what to do."""
+        runbook = f"see `opsd runbook show {self.runbook}`" if self.runbook else ""
+        if self.reason:
+            return [_sentence(f"{self.title}: {self.reason}", runbook if self.failed else "")]
+        return [_sentence(f"{self.title}: {f.summary}", f.advice, runbook) for f in self.findings]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A preflight of one node. ``started`` and ``ended`` are wall seconds; ``version`` is opsd's."""
+
+    node: str
+    profile: str
+    version: str
+    started: float
+    ended: float
+    results: tuple[Result, ...]
+    interrupted: bool = False
+    format: int = FORMAT
+
+    @property
+    def passed(self) -> bool:
+        """True if at least one check ran and none failed. A preflight that looked at nothing has not passed."""
+        ran = any(r.verdict not in (Verdict.NOT_APPLICABLE, Verdict.COULD_NOT_RUN) for r in self.results)
+        return ran and not self.interrupted and not any(result.failed for result in self.results)
+
+    @property
+    def counts(self) -> Counter[Verdict]:
+        """How many checks ended with each verdict."""
+        return Counter(result.verdict for result in self.results)
+
+    @property
+    def summary(self) -> str:
+        """The verdict in one sentence."""
+        counts = self.counts
+        parts = [f"{counts[verdict]} {text}" for verdict, text in _WORDS if counts[verdict]]
+        verdict = "interrupted" if self.interrupted else "passed" if self.passed else "FAILED"
+        return f"{self.node} {verdict} preflight ({self.profile}): {', '.join(parts) or 'no check ran'}"
+
+    def to_json(self) -> str:
+        """The report as JSON text; ``from_json`` reads it again."""
+        return _ADAPTER.dump_json(self, indent=1).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Report:
+        """Raises ReportError if ``text`` is no report or one of another format."""
+        try:
+            report = _ADAPTER.validate_json(text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(map(str, problem["loc"]))
+            raise ReportError(f"not a preflight report: {where + ': ' if where else ''}{problem['msg']}") from error
+        if report.format != FORMAT:
+            raise ReportError(f"a report of format {report.format}; this opsd reads format {FORMAT}")
+        return report
+
+
+_ADAPTER = TypeAdapter(Report)
+_WORDS: Final = (
+    (Verdict.FAIL, "failed"),
+    (Verdict.COULD_NOT_RUN, "could not run"),
+    (Verdict.WARN, "with a warning"),
+    (Verdict.PASS, "passed"),
+    (Verdict.NOT_APPLICABLE, "not applicable"),
+)
+
+
+def _sentence(*parts: str) -> str:
+    text = "; ".join(part.rstrip(".") for part in parts if part)
+    return f"{text}."

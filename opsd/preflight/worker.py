@@ -1,0 +1,52 @@
+"""The process that runs one check: ``python -m opsd.preflight.worker MODULE:FUNCTION``, context as JSON on stdin.
+
+It answers with JSON lines on what was its stdout: ``{"progress": [share, subject]}`` any number of times, and one
+``{"outcome": …}``, ``{"not_applicable": why}`` or ``{"could_not_run": why}``. Everything else that the check or its
+libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError, Outcome
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(reference: str) -> None:
+    """Run the check function ``reference``, tell its outcome and end the process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's to handle
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(**message: Any) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    module, _, name = reference.partition(":")
+    context = TypeAdapter(Context).validate_json(sys.stdin.buffer.read())
+    try:
+        outcome = getattr(import_module(module), name)(context, lambda share, subject: tell(progress=[share, subject]))
+    except NotApplicableError as error:
+        tell(not_applicable=str(error))
+    except CouldNotRunError as error:
+        tell(could_not_run=str(error))
+    else:
+        tell(outcome=TypeAdapter(Outcome).dump_python(outcome, mode="json"))
+    # Threads stuck in a driver call must not keep a finished check alive.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,101 @@
+"""Checks that behave, and checks that misbehave, for tests of the preflight engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from opsd.preflight.base import (
+    Check,
+    Context,
+    CouldNotRunError,
+    Finding,
+    Measure,
+    Measurement,
+    NotApplicableError,
+    Outcome,
+    Progress,
+    Verdict,
+)
+
+SPEED = Measure("speed", "bytes_per_second", "speed", better="higher")
+
+
+def make(name: str, run, needs=frozenset(), seconds: float = 0.0, measures=()) -> Check:
+    """A check of the quick profile."""
+    return Check(
+        name, f"The {name} check", run, {"quick": seconds}, measures=measures, needs=needs, advice="replace it"
+    )
+
+
+def good(context: Context, progress: Progress) -> Outcome:
+    progress(0.5, "GPU 0")
+    print("libraries print what they like")
+    return Outcome(
+        (Measurement("speed", 100.0, "GPU 0"), Measurement("speed", 101.0, "GPU 1")), facts={"color": "blue"}
+    )
+
+
+def warns(context: Context, progress: Progress) -> Outcome:
+    return Outcome(findings=(Finding(Verdict.WARN, "it looks odd", "look closer"),))
+
+
+def fails(context: Context, progress: Progress) -> Outcome:
+    return Outcome(findings=(Finding(Verdict.FAIL, "it is broken"),))
+
+
+def not_applicable(context: Context, progress: Progress) -> Outcome:
+    raise NotApplicableError("there is nothing to look at")
+
+
+def could_not_run(context: Context, progress: Progress) -> Outcome:
+    raise CouldNotRunError("the tool is missing; install it")
+
+
+def measures_nothing(context: Context, progress: Progress) -> Outcome:
+    return Outcome()
+
+
+def raises(context: Context, progress: Progress) -> Outcome:
+    raise ZeroDivisionError("division by zero")
+
+
+def killed(context: Context, progress: Progress) -> Outcome:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Outcome()
+
+
+def out_of_memory(context: Context, progress: Progress) -> Outcome:
+    """As if by the kernel: its counter goes up, the process gets SIGKILL."""
+    Path(context.proc, "vmstat").write_text("oom_kill 4\n", encoding="ascii")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Outcome()
+
+
+def hangs(context: Context, progress: Progress) -> Outcome:
+    """Ignores SIGTERM and leaves a child in another process group; both pids are in the file named by local_dir."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
+    with open(context.local_dir, "a", encoding="ascii") as file:
+        file.write(f"{os.getpid()} {child.pid}\n")
+    print("waiting for a driver that never answers", file=sys.stderr)
+    time.sleep(600)
+    return Outcome()
+
+
+GOOD = make("good", good, measures=(SPEED,))
+WARNS = make("warns", warns)
+FAILS = make("fails", fails)
+NOT_APPLICABLE = make("not_applicable", not_applicable)
+COULD_NOT_RUN = make("could_not_run", could_not_run)
+MEASURES_NOTHING = make("measures_nothing", measures_nothing, measures=(SPEED,))
+RAISES = make("raises", raises)
+KILLED = make("killed", killed)
+OUT_OF_MEMORY = make("out_of_memory", out_of_memory)
+HANGS = make("hangs", hangs)
+NEEDS_GPU = make("needs_gpu", good, needs=frozenset({"gpu"}), measures=(SPEED,))
+SPEED_ONE = make("speed_one", good, needs=frozenset({"exclusive"}), measures=(SPEED,))

@@ -1,0 +1,33 @@
+"""Preflight reports for tests."""
+
+from __future__ import annotations
+
+from opsd.preflight.base import Finding, Verdict
+from opsd.preflight.judge import Value
+from opsd.preflight.report import Report, Result
+
+GEMM = Result(
+    "gpu_burn",
+    "GPU burn",
+    Verdict.FAIL,
+    values=(
+        Value("throughput", "GPU 0", 730e12, "flops", Verdict.PASS, 729e12, "higher"),
+        Value("throughput", "GPU 1", 540e12, "flops", Verdict.FAIL, 730e12, "higher"),
+    ),
+    findings=(Finding(Verdict.FAIL, "GPU 1: throughput is 540 TFLOP/s, 26% below the best", "drain the node"),),
+    started=1000.0,
+    seconds=12.5,
+    runbook="gpu_throttle",
+    log="/var/lib/opsd/preflight-logs/gpu_burn.log",
+)
+CLOCK = Result(
+    "clock", "Clock", Verdict.WARN, findings=(Finding(Verdict.WARN, "no <service> keeps the clock", "start chronyd"),)
+)
+DISK = Result("storage", "Storage", Verdict.COULD_NOT_RUN, reason="fio is not installed; apt-get install fio")
+ABSENT = Result("infiniband", "InfiniBand", Verdict.NOT_APPLICABLE, reason="no adapter")
+VERSIONS = Result("versions", "Versions", Verdict.PASS, facts={"kernel": "6.8", "NCCL": "2.27"}, started=999.0)
+
+
+def report(*results: Result, node: str = "node-1", started: float = 1000.0, **fields) -> Report:
+    """A report of the quick profile that took 20 s."""
+    return Report(node, "quick", "1.2.3", started, started + 20, results, **fields)

@@ -1,0 +1,183 @@
+"""The engine with real child processes: checks that answer, misbehave, hang, and are interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from opsd.preflight.base import Context, Verdict
+from opsd.preflight.engine import Job, run, unmet_need
+from opsd.preflight.report import Report, Result
+from tests.fakes import preflight_checks as fake
+from tests.fakes.clock import eventually
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def importable_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children do not look for modules in the current folder."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+class Recorder:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.progressed: list[tuple[str, float, str]] = []
+        self.ended: list[Result] = []
+
+    def started(self, check) -> None:
+        self.began.append(check.name)
+
+    def progress(self, check, share: float, subject: str) -> None:
+        self.progressed.append((check.name, share, subject))
+
+    def finished(self, result: Result) -> None:
+        self.ended.append(result)
+
+
+def job(folder: Path, *checks, **options) -> Job:
+    context = Context("node-1", "quick", 0.0, local_dir=str(folder / "pids"), sys=str(folder / "sys"))
+    return Job(checks, replace(context, **options.pop("context", {})), folder, **options)
+
+
+def report_of(folder: Path, *checks, **options) -> Report:
+    return asyncio.run(run(job(folder, *checks, **options), Recorder()))
+
+
+def test_every_way_to_answer_becomes_its_verdict(tmp_path: Path):
+    """Pass, warn, fail, not applicable and could not run arrive as what they are, in the order of the plan."""
+    checks = (fake.SPEED_ONE, fake.GOOD, fake.WARNS, fake.FAILS, fake.NOT_APPLICABLE, fake.COULD_NOT_RUN)
+    listener = Recorder()
+    report = asyncio.run(run(job(tmp_path, *checks), listener))
+    assert [(r.check, r.verdict.value) for r in report.results] == [
+        ("speed_one", "pass"),
+        ("good", "pass"),
+        ("warns", "warn"),
+        ("fails", "fail"),
+        ("not_applicable", "not_applicable"),
+        ("could_not_run", "could_not_run"),
+    ]
+    assert not report.passed and not report.interrupted
+    assert listener.began[-1] == "speed_one", "what measures a speed runs after all others"
+    assert ("good", 0.5, "GPU 0") in listener.progressed
+    assert report.results[1].facts == {"color": "blue"}
+    assert "libraries print what they like" in Path(report.results[1].log).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (fake.RAISES, "exit code 1 and no result: ZeroDivisionError: division by zero"),
+        (fake.KILLED, "it was killed by SIGKILL"),
+        (fake.COULD_NOT_RUN, "the tool is missing; install it"),
+    ],
+)
+def test_a_check_that_dies_could_not_run_and_fails_the_node(tmp_path: Path, check, reason: str):
+    """No result is not a good result, and the sentence says how the check ended."""
+    report = report_of(tmp_path, fake.GOOD, check)
+    assert report.results[1].verdict is Verdict.COULD_NOT_RUN
+    assert reason in report.results[1].reason
+    assert not report.passed
+
+
+def test_the_out_of_memory_killer_is_named(tmp_path: Path):
+    """SIGKILL while the kernel's counter goes up is the out-of-memory killer."""
+    (tmp_path / "vmstat").write_text("oom_kill 3\n", encoding="ascii")
+    report = report_of(tmp_path, fake.OUT_OF_MEMORY, context={"proc": str(tmp_path)})
+    assert "out-of-memory killer" in report.results[0].reason
+
+
+def test_a_check_that_measures_nothing_could_not_run(tmp_path: Path):
+    """An answer without the required measurement is no pass."""
+    assert report_of(tmp_path, fake.MEASURES_NOTHING).results[0].verdict is Verdict.COULD_NOT_RUN
+
+
+def test_an_optional_check_may_be_unable_to_run(tmp_path: Path):
+    """It is shown as such and does not fail the node."""
+    report = report_of(tmp_path, fake.GOOD, fake.COULD_NOT_RUN, optional=frozenset({"could_not_run"}))
+    assert report.passed
+    assert report.results[1].verdict is Verdict.COULD_NOT_RUN
+
+
+def test_an_optional_check_that_fails_still_fails_the_node(tmp_path: Path):
+    """Optional is about not knowing, not about ignoring what is known."""
+    assert not report_of(tmp_path, fake.GOOD, fake.FAILS, optional=frozenset({"fails"})).passed
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(pid) for pid in (folder / "pids").read_text(encoding="ascii").split()]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_hanging_check_is_ended_at_its_deadline_with_its_children(tmp_path: Path):
+    """It ignores SIGTERM and has a child in another process group; both are gone and the last words are told."""
+    report = report_of(tmp_path, fake.HANGS, grace_s=3.0)
+    assert report.results[0].reason == ("it did not finish within 3 s: waiting for a driver that never answers")
+    assert len(pids(tmp_path)) == 2
+    assert eventually(lambda: all(gone(pid) for pid in pids(tmp_path)))
+
+
+def test_an_interrupted_run_leaves_a_partial_report_and_no_process(tmp_path: Path):
+    """What was done before stays, what was not is marked, every child is gone."""
+
+    async def interrupt() -> Report:
+        task = asyncio.create_task(run(job(tmp_path, fake.GOOD, fake.HANGS, fake.SPEED_ONE), listener))
+        while not (listener.ended and (tmp_path / "pids").exists()):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        return await task
+
+    listener = Recorder()
+    report = asyncio.run(interrupt())
+    assert report.interrupted and not report.passed
+    assert [r.verdict.value for r in report.results] == ["pass", "could_not_run", "could_not_run"]
+    assert report.results[1].reason == "interrupted before it was done"
+    assert eventually(lambda: all(gone(pid) for pid in pids(tmp_path)))
+
+
+def test_a_check_that_needs_gpus_does_not_apply_where_there_are_none(tmp_path: Path):
+    """A laptop without a GPU is no broken GPU node."""
+    report = report_of(tmp_path, fake.GOOD, fake.NEEDS_GPU)
+    assert report.results[1].verdict is Verdict.NOT_APPLICABLE
+    assert report.passed
+
+
+def test_a_node_that_must_have_gpus_and_shows_none_fails(tmp_path: Path):
+    """Green because the driver is gone is what this must never be."""
+    report = report_of(tmp_path, fake.NEEDS_GPU, context={"gpus": 8})
+    assert report.results[0].verdict is Verdict.COULD_NOT_RUN
+    assert "must have 8 GPUs" in report.results[0].reason
+
+
+def test_a_gpu_on_the_pci_bus_is_enough_to_run_the_check(tmp_path: Path):
+    """Whether the driver sees the GPU is for the check to find out."""
+    device = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n", encoding="ascii")
+    (device / "class").write_text("0x030200\n", encoding="ascii")
+    assert report_of(tmp_path, fake.NEEDS_GPU).results[0].verdict is Verdict.PASS
+
+
+def test_a_check_that_needs_root_could_not_run_without():
+    """It is not even started and says how to run it."""
+    check = replace(fake.GOOD, needs=frozenset({"root"}))
+    answer = unmet_need(check, Context("node-1", "quick", 0.0), root=False)
+    assert answer is not None
+    assert answer.verdict is Verdict.COULD_NOT_RUN
+    assert "sudo" in answer.reason
+    assert unmet_need(check, Context("node-1", "quick", 0.0), root=True) is None
+
+
+def test_a_preflight_in_which_nothing_ran_has_not_passed(tmp_path: Path):
+    """All checks not applicable is not a pass."""
+    assert not report_of(tmp_path, fake.NOT_APPLICABLE).passed
