@@ -1,0 +1,86 @@
+"""The clock: synchronised, and by how much it may be wrong. Logs, Slurm's credentials and TLS depend on it.
+
+Asks the kernel (adjtimex(2), STA_UNSYNC and the maximum error), which every time service keeps up to date, and chrony
+for the measured offset where it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from typing import Final
+
+from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
+
+_STA_UNSYNC: Final = 0x40
+_STA_NANO: Final = 0x2000
+_TIME_ERROR: Final = 5
+
+
+class _Timex(ctypes.Structure):
+    """``struct timex`` of linux/timex.h, 64 bit, as far as it is read here."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 168),
+    )
+
+
+def run(context: Context, progress: Progress) -> Outcome:
+    """Read the kernel's opinion of its clock, and chrony's."""
+    timex = _Timex()
+    state = ctypes.CDLL(None).adjtimex(ctypes.byref(timex))
+    synchronised = state != _TIME_ERROR and not timex.status & _STA_UNSYNC
+    tracking = _chrony()
+    measurements, findings = [], []
+    if tracking is not None:
+        measurements.append(Measurement("offset", abs(tracking)))
+    elif synchronised:
+        measurements.append(Measurement("offset", abs(timex.offset) * (1e-9 if timex.status & _STA_NANO else 1e-6)))
+    if synchronised:
+        measurements.append(Measurement("max_error", timex.maxerror * 1e-6))
+    elif tracking is None:
+        advice = "start chronyd or systemd-timesyncd; Slurm refuses credentials of a clock that is minutes off"
+        findings.append(Finding(Verdict.WARN, "no service keeps the clock synchronised", advice))
+    return Outcome(tuple(measurements), tuple(findings))
+
+
+def _chrony() -> float | None:
+    """Seconds that chrony says the clock is off, None if it does not run or has no source yet."""
+    if shutil.which("chronyc") is None:
+        return None
+    try:
+        answer = subprocess.run(
+            ["chronyc", "-c", "tracking"], capture_output=True, text=True, timeout=5, check=False
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return None
+    return parse_tracking(answer)
+
+
+def parse_tracking(text: str) -> float | None:
+    """The system clock's offset in seconds from `chronyc -c tracking`; None without a selected source.
+
+    The fields are those of `chronyc tracking` in order: reference id, name, stratum, reference time, system time (5th),
+    leap status last.
+    """
+    fields = text.strip().split(",")
+    if len(fields) < 14 or fields[-1] == "Not synchronised":
+        return None
+    return float(fields[4])
+
+
+CHECK = Check(
+    name="clock",
+    title="Clock synchronisation",
+    run=run,
+    seconds=dict.fromkeys(("quick", "standard", "burn-in", "spare"), 1),
+    measures=(
+        Measure("offset", "seconds", "clock offset", "lower", Limits(warn=0.01, fail=1.0), noise=99, required=False),
+        Measure("max_error", "seconds", "possible clock error", "lower", Limits(warn=1.0), noise=99, required=False),
+    ),
+    advice="check the time source with `chronyc sources`",
+)

@@ -1,0 +1,118 @@
+"""The kernel log of the last day: Xids by what they call for, machine checks, failing disks and file systems."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from collectors.kernel_log import KERNEL, KernelLogDevice, Record, parse_record
+from collectors.kernel_messages import Trouble
+from collectors.kmsg import parse_message
+from collectors.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
+from opsd.preflight.base import (
+    Check,
+    Context,
+    CouldNotRunError,
+    Finding,
+    Measure,
+    Measurement,
+    Outcome,
+    Progress,
+    Verdict,
+)  # fmt: skip
+
+_WINDOW_S: Final = 86_400.0
+_HARMLESS: Final = frozenset({XidAction.NONE, XidAction.IGNORE, XidAction.RESTART_APP, XidAction.WORKFLOW})
+_FATAL: Final = frozenset(
+    {
+        "gpu_init_failed",
+        "mce",
+        "nvme_error",
+        "filesystem_readonly",
+        "filesystem_shutdown",
+        "pcie_link_down",
+        "nic_error",
+    }
+)
+_NOTED: Final = frozenset(
+    {"edac", "cpu_lockup", "cpu_throttled", "io_error", "pcie_error", "filesystem_error", "hung_task"}
+)
+
+
+def run(context: Context, progress: Progress) -> Outcome:
+    """Read /dev/kmsg from its oldest record; what a process wrote into it does not count."""
+    path = Path(context.dev, "kmsg")
+    try:
+        device = KernelLogDevice(path)
+    except OSError as error:
+        raise CouldNotRunError(
+            f"{path} cannot be opened ({error.strerror}); run as root, outside of containers"
+        ) from error
+    records = [*_records(device)]
+    since = time.monotonic() - _WINDOW_S
+    messages = [r.text for r in records if r.facility == KERNEL and r.seconds >= since]
+    counts, findings = judge(messages)
+    return Outcome((Measurement("records", len(records)), Measurement("xids", counts)), tuple(findings))
+
+
+def _records(device: KernelLogDevice) -> Iterator[Record]:
+    while True:
+        try:
+            yield parse_record(device.read())
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ValueError):  # overwritten while reading, or not a record
+            continue
+
+
+def judge(messages: Iterable[str]) -> tuple[int, list[Finding]]:
+    """The number of Xids among ``messages`` and what is wrong, one finding per kind and device."""
+    xids: Counter[tuple[int, str, str]] = Counter()
+    others: Counter[tuple[str, str]] = Counter()
+    for text in messages:
+        what = parse_message(text)
+        if isinstance(what, Xid):
+            xids[what.code, what.pci_bus_id, what.action] += 1
+        elif isinstance(what, Sxid):
+            others["sxid_" + what.severity, what.pci_bus_id] += 1
+        elif isinstance(what, Trouble):
+            others[what.kind, str(what.data.get("device") or what.data.get("pci_bus_id") or "")] += 1
+    findings = [_xid(*key, count) for key, count in xids.items()]
+    findings += [f for key, count in others.items() if (f := _other(*key, count)) is not None]
+    return xids.total(), findings
+
+
+def _xid(code: int, pci: str, action: str, count: int) -> Finding:
+    verdict = Verdict.WARN if action in _HARMLESS else Verdict.FAIL
+    meaning = CATALOGUE.get(code, UNKNOWN).description
+    summary = f"Xid {code} on {pci} in the last day ({_times(count)}): {meaning}"
+    return Finding(verdict, summary, f"NVIDIA's catalogue asks for {action.replace('_', ' ')}", pci)
+
+
+def _other(kind: str, device: str, count: int) -> Finding | None:
+    fatal = kind in _FATAL or kind == "sxid_fatal"
+    if not fatal and kind not in _NOTED and not kind.startswith("sxid_"):
+        return None
+    summary = f"the kernel reported {kind}{f' of {device}' if device else ''} in the last day ({_times(count)})"
+    return Finding(Verdict.FAIL if fatal else Verdict.WARN, summary, "read them with `dmesg -T`", device)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+CHECK = Check(
+    name="kernel_log",
+    title="Xids and hardware errors in the kernel log",
+    run=run,
+    seconds=dict.fromkeys(("quick", "standard", "burn-in", "spare"), 1),
+    measures=(
+        Measure("records", "", "number of kernel messages", "higher", noise=99),
+        Measure("xids", "", "number of Xids in the last day"),
+    ),
+    needs=frozenset({"root"}),
+    advice="a kernel log without a single message cannot be judged",
+)

@@ -1,0 +1,77 @@
+"""What earlier jobs left behind: processes that hold GPUs or their memory, and files in /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
+
+_GPU_NODE: Final = re.compile(r"/dev/nvidia\d+$")
+_SYSTEM: Final = frozenset({"nvidia-persiste", "nv-fabricmanage", "dcgm", "nv-hostengine", "dcgm-exporter", "opsd"})
+"""Process names, cut at 15 characters as the kernel does, that may hold a GPU open."""
+_OLD_S: Final = 600.0
+
+
+def run(context: Context, progress: Progress) -> Outcome:
+    """Look through /proc for open GPUs, and through /dev/shm for files that nobody has touched for ten minutes."""
+    holders = [(pid, name) for pid, name in gpu_holders(Path(context.proc)) if name not in _SYSTEM]
+    stale, files = _stale_bytes(Path(context.dev, "shm"), time.time())
+    findings = [
+        Finding(Verdict.FAIL, f"process {pid} ({name}) holds a GPU open", f"end it: kill {pid}; then kill -9 {pid}")
+        for pid, name in holders
+    ]
+    return Outcome(
+        (
+            Measurement("gpu_processes", len(holders)),
+            Measurement("stale_shm", stale),
+            Measurement("stale_shm_files", files),
+        ),
+        tuple(findings),
+    )
+
+
+def gpu_holders(proc: Path) -> Iterator[tuple[int, str]]:
+    """Pid and name of every process with an open /dev/nvidiaN that may be seen; others' need root."""
+    for process in proc.iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            open_files = [str(link.readlink()) for link in (process / "fd").iterdir()]
+            name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            continue
+        if any(_GPU_NODE.match(path) for path in open_files):
+            yield int(process.name), name
+
+
+def _stale_bytes(folder: Path, now: float) -> tuple[int, int]:
+    """Bytes and number of the files below ``folder`` that were last written more than ten minutes ago."""
+    size = files = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            try:
+                status = Path(base, name).lstat()
+            except OSError:
+                continue
+            if now - status.st_mtime > _OLD_S:
+                size, files = size + status.st_blocks * 512, files + 1
+    return size, files
+
+
+CHECK = Check(
+    name="leftovers",
+    title="Processes and shared memory left by earlier jobs",
+    run=run,
+    seconds=dict.fromkeys(("quick", "standard", "spare"), 2),
+    measures=(
+        Measure("gpu_processes", "", "processes that hold a GPU"),
+        Measure("stale_shm", "bytes", "old files in /dev/shm", "lower", Limits(warn=4 << 30, fail=64 << 30), noise=99),
+        Measure("stale_shm_files", "", "number of old files in /dev/shm"),
+    ),
+    advice="remove what dead jobs left in /dev/shm; `ls -lt /dev/shm` shows it",
+)

@@ -1,0 +1,160 @@
+"""``opsd preflight``: check this node, look back at its history, compare nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from opsd import exitcodes
+from opsd.config import Settings
+from opsd.config_cli import BadConfig, load
+from opsd.preflight.base import PROFILES
+from opsd.preflight.checks import CHECKS
+from opsd.preflight.command import FORMATS, HISTORY, Request
+from opsd.preflight.command import preflight as run_preflight
+from opsd.preflight.engine import SelectionError
+from opsd.preflight.files import write_text
+from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
+from opsd.preflight.history import History, HistoryError
+from opsd.preflight.report import Report, ReportError
+from opsd.preflight.trends import render
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    return [name for value in values for name in value.split(",") if name]
+
+
+@click.group(invoke_without_command=True)
+@click.option("--profile", type=click.Choice(PROFILES), default="quick", show_default=True, help="How thorough.")
+@click.option("--only", multiple=True, callback=_split, metavar="CHECK,…", help="Only these checks.")
+@click.option("--skip", multiple=True, callback=_split, metavar="CHECK,…", help="Without these checks.")
+@click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")
+@click.option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML for CI systems.")
+@click.option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown.")
+@click.option("--textfile", "textfile_file", type=_FILE, help="Write it for node_exporter's textfile collector.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+@click.option("--quiet", is_flag=True, help="Print nothing; the exit code and the files tell.")
+@click.pass_context
+def preflight(
+    ctx: click.Context,
+    /,
+    profile: str,
+    only: list[str],
+    skip: list[str],
+    file: Path | None,
+    overrides: tuple[str, ...],
+    quiet: bool,
+    **files: Path | None,
+) -> int | None:
+    """Check that this node is fit for a run.
+
+    Exits with 0 if it is, 1 if a check failed or could not run, 2 if the command line or configuration is wrong, 3
+    if interrupted.
+    """
+    settings = ctx.obj = load(file, overrides)
+    if ctx.invoked_subcommand is not None:
+        return None
+    targets = {form: path for form in FORMATS if (path := files[f"{form}_file"]) is not None}
+    request = Request(
+        settings.agent.node,
+        profile,
+        only,
+        skip,
+        settings.agent.state_dir,
+        targets,
+        nvml_library=settings.nvml.library,
+    )
+    to_stdout = any(str(path) == "-" for path in targets.values())
+    console = Console(stderr=to_stdout, quiet=quiet)
+    try:
+        report = run_preflight(request, settings.preflight, CHECKS, console)
+    except (SelectionError, FleetError) as error:
+        raise BadConfig(str(error)) from error
+    return exit_code(report)
+
+
+def exit_code(report: Report) -> int:
+    """The documented exit code of a report."""
+    if report.interrupted:
+        return exitcodes.INTERRUPTED
+    return exitcodes.OK if report.passed else exitcodes.FAILED
+
+
+@preflight.command(name="list")
+def list_checks() -> None:
+    """List the checks, their profiles and what they need."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("check", "what", "needs", "profiles"):
+        table.add_column(heading)
+    for check in CHECKS:
+        table.add_row(check.name, check.title, ", ".join(sorted(check.needs)), ", ".join(check.seconds))
+    Console().print(table)
+
+
+@preflight.command()
+@click.argument("node", required=False)
+@click.option("--runs", default=20, show_default=True, help="Look at this many runs.")
+@click.option("--check", "check_name", help="Only the measures of this check.")
+@click.pass_obj
+def history(settings: Settings, node: str | None, runs: int, check_name: str | None) -> int:
+    """Show the last preflights of NODE (by default this one) and the trend of everything measured."""
+    book = History(settings.agent.state_dir / HISTORY)
+    node = node or settings.agent.node
+    try:
+        past, trends = book.runs(node, runs), book.trends(node, runs)
+        known = book.nodes()
+    except HistoryError as error:
+        click.echo(f"opsd: {error}", err=True)
+        return exitcodes.FAILED
+    if not past:
+        hint = f"there are runs of {', '.join(known[:8])}" if known else "no preflight has been run here yet"
+        click.echo(f"opsd: {book.path} has no run of {node}; {hint}", err=True)
+        return exitcodes.FAILED
+    console = Console()
+    for run in past:
+        when = datetime.fromtimestamp(run.started).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        console.print(f"{when}  {run.profile:9} {'[green]passed[/]' if run.passed else '[bold red]FAILED[/]'}")
+    console.print(render([trend for trend in trends if check_name in (None, trend.check)]))
+    return exitcodes.OK
+
+
+@preflight.command()
+@click.argument("reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--fleet", "fleet_file", type=_FILE, help="Write the medians to FILE, for preflight.fleet.")
+def merge(reports: tuple[Path, ...], fleet_file: Path | None) -> int:
+    """Compare the JSON reports of many nodes: who failed, and whose versions differ from the majority.
+
+    Exits with 1 if a node failed or versions differ.
+    """
+    loaded = [*_read_all(reports)]
+    nodes = newest_by_node(loaded)
+    console = Console()
+    for report in sorted(nodes.values(), key=lambda report: report.node):
+        color = "green" if report.passed else "bold red"
+        console.print(f"[{color}]{escape(report.summary)}[/]", highlight=False, soft_wrap=True)
+        for result in report.results:
+            for sentence in result.sentences if result.failed else ():
+                console.print(f"  {escape(sentence)}", highlight=False, soft_wrap=True)
+    differing = deviations(facts_of(loaded))
+    for deviation in differing:
+        console.print(f"[yellow]{escape(str(deviation))}[/]", highlight=False, soft_wrap=True)
+    if fleet_file is not None:
+        write_text(fleet_file, fleet_of(loaded).to_json())
+    return exitcodes.FAILED if differing or not all(r.passed for r in nodes.values()) else exitcodes.OK
+
+
+def _read_all(paths: Iterable[Path]) -> Iterable[Report]:
+    for path in paths:
+        try:
+            yield Report.from_json(path.read_bytes())
+        except (ReportError, OSError) as error:
+            raise BadConfig(f"{path}: {error}") from error

@@ -1,0 +1,180 @@
+"""Puts a preflight together: settings, history and fleet in, report out, files and history written.
+
+What goes wrong while results are written is said and never changes the verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from opsd.preflight import formats, view
+from opsd.preflight.base import Check, Context, Demand, Limits
+from opsd.preflight.engine import Job, Listener, SelectionError, find, run, select
+from opsd.preflight.files import write_text
+from opsd.preflight.fleet import Fleet
+from opsd.preflight.history import History, HistoryError
+from opsd.preflight.judge import Yardsticks
+from opsd.preflight.report import Report
+from opsd.preflight.settings import PreflightSettings
+
+HISTORY: Final = "preflight.sqlite"
+_STOP: Final = (signal.SIGINT, signal.SIGTERM)
+FORMATS: Final[Mapping[str, Callable[[Report], str]]] = {
+    "json": Report.to_json,
+    "junit": formats.junit,
+    "markdown": formats.markdown,
+    "textfile": formats.openmetrics,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for on the command line."""
+
+    node: str
+    profile: str
+    only: Sequence[str]
+    skip: Sequence[str]
+    state_dir: Path
+    targets: Mapping[str, Path]
+    train: str = ""
+    device: str = "cuda"
+    nvml_library: str | None = None
+
+
+def preflight(
+    request: Request,
+    settings: PreflightSettings,
+    checks: Sequence[Check],
+    console: Console,
+    demand: Demand | None = None,
+) -> Report:
+    """Run the checks, show and write the results. Raises SelectionError or FleetError before anything is started."""
+    validate(settings, checks)
+    skip = {*request.skip, *(set(settings.skip) - {*request.only})}
+    selected = select(checks, request.profile, request.only, skip)
+    fleet = Fleet.read(Path(settings.fleet)) if settings.fleet else None
+    history = History(request.state_dir / HISTORY)
+    with _logs(request.state_dir) as logs, view.watching(console) as watcher:
+        job = Job(
+            selected,
+            context(request, settings, demand),
+            logs,
+            frozenset(settings.optional),
+            lambda check: yardsticks(check, request.node, settings, history, fleet, console),
+        )
+        report = asyncio.run(_until_interrupted(job, watcher))
+    view.show(report, console)
+    keep(report, request.targets, history, console)
+    return report
+
+
+def validate(settings: PreflightSettings, checks: Sequence[Check]) -> None:
+    """Raise SelectionError if the settings name a check or measure that does not exist or cannot be bounded."""
+    for name in (*settings.optional, *settings.limits):
+        find(checks, name)
+    for name, limits in settings.limits.items():
+        bounded = [measure.name for measure in find(checks, name).measures if measure.better]
+        for measure in limits:
+            if measure not in bounded:
+                known = f"it has {', '.join(bounded)}" if bounded else "it has none"
+                raise SelectionError(f"preflight.limits.{name}.{measure}: {name} has no such measure; {known}")
+
+
+def context(request: Request, settings: PreflightSettings, demand: Demand | None = None) -> Context:
+    """What the checks are told."""
+    configured = Demand(
+        settings.tokens_per_s,
+        checkpoint_bytes=settings.checkpoint_bytes,
+        checkpoint_interval_s=settings.checkpoint_interval_s,
+    )
+    return Context(
+        node=request.node,
+        profile=request.profile,
+        seconds=0.0,
+        device=request.device,
+        gpus=settings.gpus,
+        demand=demand or configured,
+        local_dir=settings.local_dir,
+        shared_dir=settings.shared_dir,
+        infiniband_gbps=settings.infiniband_gbps,
+        train=request.train,
+        nvml_library=request.nvml_library,
+    )
+
+
+def yardsticks(
+    check: Check, node: str, settings: PreflightSettings, history: History, fleet: Fleet | None, console: Console
+) -> Yardsticks:
+    """What to compare the check's values with; a history that cannot be read is said and left out."""
+    limits = {measure: Limits(fail=value) for measure, value in settings.limits.get(check.name, {}).items()}
+    medians = fleet.medians(check.name) if fleet else {}
+    try:
+        return Yardsticks(limits, history.past(node, check.name), history.facts(node, check.name), medians)
+    except HistoryError as error:
+        say(console, f"{error}; {check.name} is judged without it")
+        return Yardsticks(limits, fleet=medians)
+
+
+def keep(report: Report, targets: Mapping[str, Path], history: History | None, console: Console) -> None:
+    """Write the report to ``targets``, by format, and to the history. What cannot be written is said."""
+    for form, path in targets.items():
+        try:
+            write_text(path, FORMATS[form](report))
+        except OSError as error:
+            say(console, f"the report was not written to {path}: {error.strerror or error}; the verdict stands")
+    if history is None or report.interrupted:
+        return
+    try:
+        history.record(report)
+    except HistoryError as error:
+        say(console, f"{error}; the verdict stands")
+
+
+def say(console: Console, sentence: str) -> None:
+    """One line about trouble that does not change the verdict."""
+    console.print(f"opsd: {sentence}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+async def _until_interrupted(job: Job, listener: Listener) -> Report:
+    """Run ``job``; SIGINT and SIGTERM cancel it, which ends every child and leaves a partial report.
+
+    After the first, both are ignored for the rest of the process: an impatient second Ctrl-C must cut off neither the
+    end of the children nor the writing of the results.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(run(job, listener))
+
+    def interrupt(_number: int, _frame: object) -> None:
+        for number in _STOP:
+            signal.signal(number, signal.SIG_IGN)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+
+    for number in _STOP:
+        signal.signal(number, interrupt)
+    return await task
+
+
+@contextlib.contextmanager
+def _logs(state_dir: Path) -> Iterator[Path]:
+    """The folder for what checks print: in the state folder, or a temporary one where that cannot be written."""
+    folder = state_dir / "preflight-logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(folder)
+        yield folder
+    except OSError:
+        with tempfile.TemporaryDirectory(prefix="opsd-preflight-") as temporary:
+            yield Path(temporary)

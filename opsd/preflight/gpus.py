@@ -1,0 +1,87 @@
+"""The node's GPUs for checks: what NVML says about them, and torch's devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from collectors.base import GpuFact, Metric, NoData, Sample
+from collectors.nvml import NvmlCollector, NvmlError
+from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError
+
+if TYPE_CHECKING:
+    import torch
+
+SIMULATED: Final = "OPSD_SIMULATED_NVML"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look at all GPUs through NVML."""
+
+    gpus: Sequence[GpuFact]
+    samples: Sequence[Sample]
+
+    def value(self, gpu: GpuFact, metric: Metric, *extra: str) -> float | None:
+        """The value of ``metric`` for ``gpu``; ``extra`` are its last labels. None if the driver does not tell."""
+        for sample in self.samples:
+            mine = sample.metric is metric and sample.labels[0] == str(gpu.index)
+            if mine and (not extra or sample.labels[-len(extra) :] == extra):
+                return sample.value
+        return None
+
+    def labels(self, gpu: GpuFact, metric: Metric) -> dict[str, str]:
+        """The labels of the first series of ``metric`` that belongs to ``gpu``."""
+        for sample in self.samples:
+            if sample.metric is metric and sample.labels[0] == str(gpu.index):
+                return dict(zip(metric.labels, sample.labels, strict=True))
+        return {}
+
+
+def look(context: Context) -> Snapshot:
+    """Ask NVML about every GPU.
+
+    Raises NotApplicableError on a node that neither has nor should have GPUs, CouldNotRunError if the driver fails.
+    """
+    try:
+        reading = NvmlCollector(context.nvml_library).collect()
+    except NvmlError as error:
+        raise CouldNotRunError(f"{error}; read `dmesg | grep NVRM`, reload the driver or reboot the node") from error
+    if isinstance(reading, NoData):
+        raise CouldNotRunError(f"{reading.reason}; install or load the NVIDIA driver")
+    gpus = [fact for fact in reading.facts if isinstance(fact, GpuFact)]
+    return Snapshot(gpus, reading.samples)
+
+
+def name(gpu: GpuFact) -> str:
+    """How a GPU is called in reports."""
+    return f"GPU {gpu.index}"
+
+
+def torch_devices(context: Context) -> list[torch.device]:
+    """The devices that a check computes on: all CUDA devices, or the processor if the context asks for that.
+
+    Raises CouldNotRunError if torch is missing, has no CUDA or sees fewer GPUs than the node must have.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise CouldNotRunError("torch is not installed here; pip install 'opsd[train]'") from None
+    if context.device == "cpu":
+        return [torch.device("cpu")]
+    if os.environ.get(SIMULATED) or context.nvml_library:
+        raise NotApplicableError("the GPUs of this node are simulated and cannot compute")
+    if not torch.cuda.is_available():
+        raise CouldNotRunError("torch sees no CUDA device although the node has GPUs; compare with `nvidia-smi`")
+    count = torch.cuda.device_count()
+    if context.gpus and count < context.gpus:
+        reason = f"torch sees {count} of the node's {context.gpus} GPUs"
+        raise CouldNotRunError(f"{reason}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES")
+    return [torch.device("cuda", index) for index in range(count)]
+
+
+def device_name(device: torch.device) -> str:
+    """How a torch device is called in reports."""
+    return "processor" if device.type == "cpu" else f"GPU {device.index}"

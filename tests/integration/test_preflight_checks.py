@@ -1,0 +1,134 @@
+"""Checks for real: GPUs over the simulated driver, storage with fio, processor and memory of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from opsd.preflight.base import Check, Context, Demand, Verdict
+from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage_local
+from opsd.preflight.engine import Job, run
+from opsd.preflight.report import Result
+from opsd.preflight.view import PlainView
+from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The simulated driver library, built once."""
+    try:
+        return str(build(tmp_path_factory.mktemp("nvml")))
+    except NoCompilerError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpus]:
+    with SimulatedGpus.create(tmp_path / "gpus") as simulated:
+        monkeypatch.setenv("OPSD_SIMULATED_NVML", str(simulated.path))
+        yield simulated
+
+
+@pytest.fixture
+def look(library: str, gpus: SimulatedGpus, tmp_path: Path) -> Callable[[Check], Result]:
+    """Run one check in its own process against the simulated GPUs."""
+    context = Context("node-1", "quick", 0.0, gpus=8, nvml_library=library)
+    return lambda check: one(check, context, tmp_path)
+
+
+def one(check: Check, context: Context, folder: Path, seconds: float = 1.0) -> Result:
+    job = Job([check], context, folder, seconds={check.name: seconds})
+    return asyncio.run(run(job, PlainView(Console(quiet=True)))).results[0]
+
+
+def test_eight_healthy_gpus_pass(look: Callable[[Check], Result]):
+    """Inventory and health, with the identity of every GPU kept for the next run."""
+    inventory, health = look(gpu_inventory.CHECK), look(gpu_health.CHECK)
+    assert (inventory.verdict, health.verdict) == (Verdict.PASS, Verdict.PASS), (inventory, health)
+    assert len({uuid for name, uuid in inventory.facts.items() if name.startswith("GPU")}) == 8
+    assert {value.subject for value in health.values if value.measure == "temperature"} == {
+        f"GPU {index}" for index in range(8)
+    }
+
+
+def test_a_lost_gpu_fails_both_checks_and_is_named(look: Callable[[Check], Result], gpus: SimulatedGpus):
+    """The other seven are still looked at."""
+    gpus[3].lost = True
+    for check in (gpu_inventory.CHECK, gpu_health.CHECK):
+        result = look(check)
+        assert result.verdict is Verdict.FAIL
+        assert "GPU 3 does not answer" in " ".join(result.sentences)
+        assert any(value.subject == "GPU 4" for value in result.values)
+
+
+def test_faults_that_the_driver_knows_of_are_told(look: Callable[[Check], Result], gpus: SimulatedGpus):
+    """ECC errors, a row that could not be remapped, a pending remap, and a reset that the driver asks for."""
+    gpus[0].set_ecc(uncorrected=2)
+    gpus[1].set_remapped_rows(failure=True)
+    gpus[2].set_remapped_rows(pending=True)
+    gpus[4].set_recovery_action(1)
+    result = look(gpu_health.CHECK)
+    text = "\n".join(result.sentences)
+    for expected in (
+        "GPU 0: uncorrected ECC errors since the driver was loaded is 2",
+        "GPU 1: a memory row could not be remapped",
+        "GPU 2: a row remapping waits for a reset",
+        "GPU 4: the driver asks for a GPU reset",
+    ):
+        assert expected in text
+    assert result.failed
+
+
+def test_links_that_are_narrow_or_down_fail_the_inventory(look: Callable[[Check], Result], gpus: SimulatedGpus):
+    """Half the PCIe lanes and two dead NVLinks."""
+    gpus[5].set_pcie(width=8)
+    gpus[6].set_nvlink(2, active=False)
+    gpus[6].set_nvlink(9, active=False)
+    text = "\n".join(look(gpu_inventory.CHECK).sentences)
+    assert "GPU 5: the PCIe link has 8 of 16 lanes" in text
+    assert "GPU 6: 2 NVLinks are down (2, 9)" in text
+
+
+def test_a_driver_that_fails_to_initialise_could_not_run(look: Callable[[Check], Result], gpus: SimulatedGpus):
+    """18: driver and library do not match. Not knowing is failing."""
+    gpus.fail_init(18)
+    result = look(gpu_health.CHECK)
+    assert result.verdict is Verdict.COULD_NOT_RUN
+    assert "reload the driver" in result.reason
+    assert result.failed
+
+
+def test_every_core_and_every_numa_node_is_measured(tmp_path: Path):
+    """Throughput per core and bandwidth per NUMA node of this machine are positive and in base units."""
+    context = Context("node-1", "quick", 0.0)
+    processor, bandwidth = (one(check, context, tmp_path, 0.3) for check in (cpu.CHECK, memory.CHECK))
+    rates = [value.value for value in processor.values if value.measure == "throughput"]
+    assert len(rates) == int(processor.facts["cores"])
+    assert min(rates) > 1e6
+    assert all(value.value > 1e8 for value in bandwidth.values)
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+@pytest.mark.slow
+def test_storage_is_measured_with_fio_and_nothing_is_left(tmp_path: Path):
+    """Bandwidth, operations and latency; a run that wants more than any disk has fails."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    context = Context("node-1", "quick", 0.0, local_dir=str(folder), demand=Demand(tokens_per_s=1e18))
+    result = one(storage_local.CHECK, context, tmp_path, 3.0)
+    assert {value.measure for value in result.values} == {"write", "read", "random_read", "random_read_p99"}
+    assert result.verdict is Verdict.FAIL
+    assert "that the run consumes" in result.sentences[0]
+    assert [*folder.iterdir()] == []
+
+
+def test_a_storage_folder_that_does_not_exist_could_not_run(tmp_path: Path):
+    """The sentence names the folder."""
+    result = one(storage_local.CHECK, Context("node-1", "quick", 0.0, local_dir=str(tmp_path / "gone")), tmp_path)
+    assert result.verdict is Verdict.COULD_NOT_RUN
+    assert "gone" in result.reason or "fio is not installed" in result.reason

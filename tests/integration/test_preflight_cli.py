@@ -1,0 +1,181 @@
+"""`opsd preflight` as a user runs it: real checks, files, history, interruptions, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from opsd.preflight.base import Verdict
+from opsd.preflight.report import Report
+from tests.fakes.clock import eventually
+from tests.fakes.preflight_reports import VERSIONS, report
+
+QUICK = ("versions", "limits", "hugepages", "numa")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("OPSD_")}
+    config = tmp_path / "opsd.toml"
+    config.write_text("", encoding="utf-8")
+    return {**clean, "OPSD_STATE_DIR": str(tmp_path / "state"), "OPSD_CONFIG": str(config), "COLUMNS": "200"}
+
+
+def opsd(environment: dict[str, str], *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "opsd", "preflight", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def test_one_command_checks_the_node_and_writes_every_format(environment: dict[str, str], tmp_path: Path):
+    """A page for people, JSON, JUnit, Markdown and metrics from the same run; exit 0."""
+    files = {form: tmp_path / f"report.{form}" for form in ("json", "junit", "markdown", "textfile")}
+    options = [part for form, path in files.items() for part in (f"--{form}", path)]
+    result = opsd(environment, "--only", ",".join(QUICK), *options)
+    assert result.returncode == 0, result.stderr
+    assert "passed preflight (quick)" in result.stdout.splitlines()[-1]
+    found = Report.from_json(files["json"].read_bytes())
+    assert [r.check for r in found.results] == list(QUICK)
+    assert ElementTree.parse(files["junit"]).getroot().get("tests") == "4"
+    assert files["markdown"].read_text(encoding="utf-8").startswith("## ")
+    assert "opsd_preflight_passed" in files["textfile"].read_text(encoding="utf-8")
+
+
+def test_json_on_stdout_is_nothing_but_json(environment: dict[str, str]):
+    """The page for people goes to stderr then."""
+    result = opsd(environment, "--only", "versions", "--json", "-")
+    assert json.loads(result.stdout)["profile"] == "quick"
+    assert "passed preflight" in result.stderr
+
+
+def test_the_history_shows_runs_and_trends(environment: dict[str, str]):
+    """Two runs, one curve per series."""
+    for _ in range(2):
+        opsd(environment, "--only", "numa", "--set", "agent.node=node-7")
+    result = opsd(environment, "--set", "agent.node=node-7", "history")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("passed") == 2
+    assert "numa nodes" in result.stdout
+
+
+def test_a_node_without_history_is_an_answer_not_a_table(environment: dict[str, str]):
+    """The sentence says which nodes there are."""
+    opsd(environment, "--only", "numa", "--set", "agent.node=node-7")
+    result = opsd(environment, "history", "node-8")
+    assert result.returncode == 1
+    assert "has no run of node-8; there are runs of node-7" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--only", "memry"], "there is no check memry; did you mean memory?"),
+        (["--skip", "zzzzzz"], "`opsd preflight list` shows them"),
+        (["--only", "cpu", "--skip", "cpu"], "no check is left to run"),
+        (["--profile", "fast"], "'fast' is not one of"),
+        (["--config", "/does/not/exist.toml"], "/does/not/exist.toml: cannot be read"),
+        (["--set", "preflight.optional=['stroage_local']"], "did you mean storage_local?"),
+        (["--set", "preflight.limits={memory={bandwith=1.0}}"], "it has bandwidth"),
+        (["--set", "preflight.gpus=-1"], "preflight.gpus"),
+        (["--set", "preflight.fleet=/does/not/exist.json"], "`opsd preflight merge` writes one"),
+        (["merge", "/dev/null"], "/dev/null: not a preflight report"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_and_exit_2(environment: dict[str, str], arguments: list[str], sentence: str):
+    """Nothing is started, nothing looks like a traceback."""
+    result = opsd(environment, *arguments)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_is_said_and_the_exit_code_stays(environment: dict[str, str]):
+    """The verdict does not depend on whether it could be written down."""
+    result = opsd(environment, "--only", "numa", "--json", "/dev/full")
+    assert result.returncode == 0
+    assert "the report was not written to /dev/full: No space left on device; the verdict stands" in result.stdout
+
+
+def test_a_history_that_cannot_be_used_is_said_and_the_exit_code_stays(environment: dict[str, str], tmp_path: Path):
+    """A damaged file, as a full disk may leave it."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/preflight.sqlite").write_bytes(b"x" * 8192)
+    result = opsd(environment, "--only", "numa")
+    assert result.returncode == 0
+    assert "preflight.sqlite cannot be used" in result.stdout
+
+
+def test_a_limit_from_the_configuration_fails_the_node(environment: dict[str, str]):
+    """Exit 1, and the sentence says how far below."""
+    result = opsd(environment, "--only", "limits", "--set", "preflight.limits={limits={shm_free=1e15}}")
+    assert result.returncode == 1
+    assert "below the limit of 1 PB" in result.stdout
+
+
+def interrupted(environment: dict[str, str], target: Path, *arguments: str, signals: int = 1) -> tuple[int, list[int]]:
+    """Start, wait for a child, interrupt; the exit code and the pids of all children seen."""
+    command = [sys.executable, "-m", "opsd", "preflight", "--json", str(target), *arguments]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    me = psutil.Process(process.pid)
+    assert eventually(lambda: len(me.children(recursive=True)) > 0)
+    children = [child.pid for child in me.children(recursive=True)]
+    for _ in range(signals):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.05)
+    return process.wait(timeout=60), children
+
+
+@pytest.mark.parametrize("signals", [1, 3])
+def test_ctrl_c_ends_every_child_writes_what_there_is_and_exits_3(
+    environment: dict[str, str], tmp_path: Path, signals: int
+):
+    """While a check measures a speed, with one Ctrl-C and with an impatient user's three."""
+    target = tmp_path / "report.json"
+    arguments = ("--profile", "burn-in", "--only", "cpu")
+    code, children = interrupted(environment, target, *arguments, signals=signals)
+    assert code == 3
+    assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in children))
+    found = Report.from_json(target.read_bytes())
+    assert found.interrupted
+    assert found.results[0].verdict is Verdict.COULD_NOT_RUN
+
+
+def test_ctrl_c_while_checks_run_side_by_side(environment: dict[str, str], tmp_path: Path):
+    """The other phase."""
+    target = tmp_path / "report.json"
+    code, children = interrupted(environment, target, "--only", "versions,limits,numa,cpu")
+    assert code == 3
+    assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in children))
+    assert Report.from_json(target.read_bytes()).interrupted
+
+
+def test_merge_names_the_nodes_that_failed_and_those_that_differ(environment: dict[str, str], tmp_path: Path):
+    """Many reports, one page; exit 1 because a version differs."""
+    for index, kernel in enumerate(["6.8", "6.8", "6.5"]):
+        found = report(replace(VERSIONS, facts={"kernel": kernel}), node=f"node-{index}")
+        (tmp_path / f"{index}.json").write_text(found.to_json(), encoding="utf-8")
+    result = opsd(environment, "merge", *sorted(tmp_path.glob("*.json")), "--fleet", tmp_path / "fleet.out")
+    assert result.returncode == 1
+    assert "kernel is 6.5 on node-2; 2 of 3 nodes have 6.8" in result.stdout
+    assert (tmp_path / "fleet.out").exists()
+
+
+@pytest.mark.slow
+def test_the_quick_profile_takes_at_most_a_minute(environment: dict[str, str], tmp_path: Path):
+    """Every check that applies here runs for real."""
+    target = tmp_path / "report.json"
+    began = time.monotonic()
+    opsd(environment, "--json", target)
+    assert time.monotonic() - began < 100
+    found = Report.from_json(target.read_bytes())
+    measured = {result.check for result in found.results if result.values}
+    assert {"cpu", "memory", "limits", "pressure"} <= measured

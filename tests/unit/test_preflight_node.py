@@ -1,0 +1,347 @@
+"""Node checks on fixture trees and recorded output: what they read, and what they make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd.preflight import fio, storage
+from opsd.preflight.base import PROFILES, Context, CouldNotRunError, Demand, NotApplicableError, Verdict
+from opsd.preflight.checks import (
+    CHECKS,
+    clock,
+    hugepages,
+    infiniband,
+    kernel_log,
+    leftovers,
+    limits,
+    numa,
+    pressure,
+    storage_shared,
+    versions,
+)
+from opsd.preflight.topology import parse_list
+from runbooks import RUNBOOKS
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """Write ``files`` (path to content) below ``root``."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n", encoding="utf-8")
+    return root
+
+
+def look(check, root: Path, **fields):
+    """Run a check's function on the fixture tree ``root``."""
+    context = Context("node-1", "quick", 0.1, proc=str(root), sys=str(root), dev=str(root), **fields)
+    return check.run(context, lambda share, subject: None)
+
+
+def summaries(findings) -> list[str]:
+    return [finding.summary for finding in findings]
+
+
+def test_checks_have_distinct_names_known_profiles_and_runbooks_that_exist():
+    """The table of checks is consistent, and every page that a failure points to can be shown."""
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    assert {profile for check in CHECKS for profile in check.seconds} <= {*PROFILES}
+    assert {check.runbook for check in CHECKS} <= {"", *(runbook.kind for runbook in RUNBOOKS)}
+    assert all(check.run.__module__.startswith("opsd.preflight.checks.") for check in CHECKS)
+
+
+@given(st.frozensets(st.integers(0, 300)))
+def test_a_kernel_list_is_read_back(numbers: frozenset[int]):
+    """Ranges and single numbers."""
+    assert parse_list(",".join(map(str, sorted(numbers))) + "\n") == numbers
+
+
+def test_ranges_in_a_kernel_list():
+    """As /sys/devices/system/cpu/online has it."""
+    assert parse_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+
+
+PORT = {
+    "state": "4: ACTIVE",
+    "phys_state": "5: LinkUp",
+    "rate": "400 Gb/sec (4X NDR)",
+    "counters/link_downed": "2",
+    "counters/symbol_error": "0",
+    "counters/link_error_recovery": "0",
+}
+
+
+def ports(root: Path, **changes: dict[str, str]) -> Path:
+    """Eight adapters with one port each; ``changes`` by adapter."""
+    for index in range(8):
+        files = {**PORT, **changes.get(f"mlx5_{index}", {})}
+        tree(root / f"class/infiniband/mlx5_{index}/ports/1", files)
+    return root
+
+
+def test_infiniband_ports_that_are_fine(tmp_path: Path):
+    """Eight active ports at equal rate, and their counters are kept for the next run."""
+    outcome = look(infiniband, ports(tmp_path))
+    assert outcome.findings == ()
+    values = {(m.measure, m.subject): m.value for m in outcome.measurements}
+    assert values["active_ports", ""] == 8
+    assert values["flaps", "mlx5_3 port 1"] == 2
+
+
+def test_infiniband_ports_that_are_down_or_slow_are_named(tmp_path: Path):
+    """Down, initialising, downtrained, and one that tells nothing, which is not healthy."""
+    changes = {
+        "mlx5_1": {"state": "1: DOWN"},
+        "mlx5_2": {"state": "2: INIT"},
+        "mlx5_3": {"rate": "200 Gb/sec (4X HDR)"},
+        "mlx5_4": {"state": "garbage"},
+    }
+    outcome = look(infiniband, ports(tmp_path, **changes))
+    assert summaries(outcome.findings) == [
+        "mlx5_1 port 1 is down",
+        "mlx5_2 port 1 is initialising",
+        "mlx5_3 port 1 runs at 200 of 400 Gbit/s",
+        "mlx5_4 port 1 does not tell its state",
+    ]
+    assert [f.verdict for f in outcome.findings] == [Verdict.FAIL] * 3 + [Verdict.COULD_NOT_RUN]
+
+
+def test_a_node_whose_ports_are_all_slow_fails_when_the_rate_is_configured(tmp_path: Path):
+    """The neighbours cannot tell then."""
+    outcome = look(infiniband, ports(tmp_path), infiniband_gbps=800.0)
+    assert len(outcome.findings) == 8
+
+
+def test_a_node_without_infiniband_is_none_of_its_business(tmp_path: Path):
+    """Not applicable, with the reason."""
+    with pytest.raises(NotApplicableError, match="no InfiniBand"):
+        look(infiniband, tmp_path)
+
+
+def test_the_kernel_log_is_judged_by_what_its_messages_call_for():
+    """A lost GPU and a dead disk fail, a page fault and a corrected memory error warn, chatter is nothing."""
+    count, findings = kernel_log.judge(
+        [
+            "NVRM: Xid (PCI:0000:3b:00): 79, pid=4242, name=python, GPU has fallen off the bus.",
+            "NVRM: Xid (PCI:0000:5e:00): 31, pid=77, name=python, Ch 00000008, intr 00000000. MMU Fault",
+            "NVRM: Xid (PCI:0000:5e:00): 31, pid=78, name=python, Ch 00000008, intr 00000000. MMU Fault",
+            "nvme nvme0: Device not ready; aborting reset, CSTS=0x1",
+            "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0 (channel:0 slot:0)",
+            "usb 1-1: new high-speed USB device number 2 using xhci_hcd",
+        ]
+    )
+    assert count == 3
+    assert sorted((f.verdict.value, f.summary.rpartition(" in the last day")[0]) for f in findings) == [
+        ("fail", "Xid 79 on 00000000:3B:00.0"),
+        ("fail", "the kernel reported nvme_error of nvme0"),
+        ("warn", "Xid 31 on 00000000:5E:00.0"),
+        ("warn", "the kernel reported edac"),
+    ]
+    assert any("(2 times): page fault" in f.summary for f in findings)
+
+
+def test_a_kernel_log_that_cannot_be_opened_could_not_run(tmp_path: Path):
+    """A container without /dev/kmsg knows nothing about Xids."""
+    with pytest.raises(CouldNotRunError, match="cannot be opened"):
+        look(kernel_log, tmp_path)
+
+
+def found(**changes) -> limits.Found:
+    healthy = limits.Found(memlock=None, files=1 << 20, processes=None, shm_free=64 << 30, rdma=True)
+    return healthy._replace(**changes)
+
+
+def test_limits_that_a_job_runs_into():
+    """Locked memory is fatal with RDMA and a warning without; few files and processes are warnings."""
+    assert [*limits.judge(found())] == []
+    assert [f.verdict for f in limits.judge(found(memlock=64 << 10))] == [Verdict.FAIL]
+    assert [f.verdict for f in limits.judge(found(memlock=64 << 10, rdma=False))] == [Verdict.WARN]
+    assert summaries(limits.judge(found(files=1024))) == [
+        "only 1,024 open files are allowed, shards and sockets want 65,536"
+    ]
+    assert [f.verdict for f in limits.judge(found(processes=4096))] == [Verdict.WARN]
+
+
+def numa_tree(root: Path, gib: list[int], **files: str) -> Path:
+    for node, size in enumerate(gib):
+        folder = f"devices/system/node/node{node}"
+        files[f"{folder}/cpulist"] = f"{node * 8}-{node * 8 + 7}"
+        files[f"{folder}/meminfo"] = f"Node {node} MemTotal:       {size << 20} kB"
+    return tree(root, files)
+
+
+def test_a_numa_node_with_less_memory_than_the_others_fails(tmp_path: Path):
+    """A DIMM that is missing on one of four nodes."""
+    outcome = look(numa, numa_tree(tmp_path, [256, 256, 224, 256]))
+    assert summaries(outcome.findings) == ["NUMA node 2 has 224 GiB, the median node 256 GiB"]
+
+
+def test_devices_without_a_numa_node_and_page_migration_are_warnings(tmp_path: Path):
+    """On a machine with two nodes a GPU must know where it sits."""
+    gpu = "bus/pci/devices/0000:3b:00.0"
+    files = {f"{gpu}/class": "0x030200", f"{gpu}/numa_node": "-1", "sys/kernel/numa_balancing": "1"}
+    outcome = look(numa, numa_tree(tmp_path, [256, 256], **files))
+    assert summaries(outcome.findings) == [
+        "the GPU at 0000:3b:00.0 has no NUMA node",
+        "automatic NUMA balancing is on and unmaps pages under the ranks",
+    ]
+    assert {f.verdict for f in outcome.findings} == {Verdict.WARN}
+
+
+def test_a_machine_with_one_numa_node_has_nothing_to_place(tmp_path: Path):
+    """A laptop passes."""
+    outcome = look(numa, numa_tree(tmp_path, [16], **{"sys/kernel/numa_balancing": "1"}))
+    assert outcome.findings == ()
+
+
+def thp(root: Path, enabled: str, defrag: str, reserved: int) -> Path:
+    folder = "kernel/mm/transparent_hugepage"
+    meminfo = f"MemTotal: 1000000 kB\nHugePages_Total: {reserved}\nHugePages_Free: {reserved}\nHugepagesize: 2048 kB"
+    return tree(root, {f"{folder}/enabled": enabled, f"{folder}/defrag": defrag, "meminfo": meminfo})
+
+
+def test_huge_pages_that_stall_or_lie_idle_are_warnings(tmp_path: Path):
+    """defrag=always stalls page faults; reserved pages that nobody uses are lost memory."""
+    outcome = look(hugepages, thp(tmp_path / "bad", "always madvise [never]", "[always] defer madvise never", 100))
+    assert [f.verdict for f in outcome.findings] == [Verdict.WARN] * 3
+    outcome = look(
+        hugepages, thp(tmp_path / "good", "always [madvise] never", "always defer defer+madvise [madvise]", 0)
+    )
+    assert outcome.findings == ()
+    assert outcome.facts == {"transparent huge pages, enabled": "madvise", "transparent huge pages, defrag": "madvise"}
+
+
+def test_pressure_is_read_as_shares(tmp_path: Path):
+    """The minute's average of the line that matters for each resource."""
+    line = "some avg10=1.00 avg60=25.00 avg300=0.10 total=1\nfull avg10=0.00 avg60=3.50 avg300=0.00 total=1"
+    outcome = look(pressure, tree(tmp_path, {f"pressure/{name}": line for name in ("cpu", "memory", "io")}))
+    assert {m.measure: m.value for m in outcome.measurements} == {
+        "cpu_some": 0.25,
+        "memory_full": 0.035,
+        "io_full": 0.035,
+    }
+
+
+def test_a_kernel_without_pressure_information_is_none_of_its_business(tmp_path: Path):
+    """Not applicable, with the reason."""
+    with pytest.raises(NotApplicableError, match="CONFIG_PSI"):
+        look(pressure, tmp_path)
+
+
+def test_chronys_offset_is_the_fifth_field_and_needs_a_source():
+    """Recorded output of `chronyc -c tracking`; without a source there is no offset."""
+    synchronised = "A9FEA97B,10.0.0.1,4,1700000000.1,-0.000012345,0,0.00002,-1.2,0.001,0.02,0.0004,0.0002,16.1,Normal"
+    assert clock.parse_tracking(synchronised) == pytest.approx(-12.345e-6)
+    assert clock.parse_tracking(synchronised.replace("Normal", "Not synchronised")) is None
+    assert clock.parse_tracking("") is None
+
+
+def test_the_clock_of_this_machine_is_read_for_real(tmp_path: Path):
+    """Adjtimex answers: either the clock is synchronised and has an error bound, or that is a finding."""
+    outcome = look(clock, tmp_path)
+    assert outcome.measurements or outcome.findings
+
+
+def process(root: Path, pid: int, name: str, *files: str) -> None:
+    folder = root / str(pid)
+    (folder / "fd").mkdir(parents=True)
+    (folder / "comm").write_text(name + "\n", encoding="utf-8")
+    for number, target in enumerate(files):
+        (folder / "fd" / str(number)).symlink_to(target)
+
+
+def test_processes_that_hold_a_gpu_fail_the_node_but_the_driver_s_own_do_not(tmp_path: Path):
+    """A rank that outlived its job is named with its pid; persistenced and the agent may hold GPUs open."""
+    (tmp_path / "shm").mkdir()
+    process(tmp_path, 4242, "python", "/dev/null", "/dev/nvidia3")
+    process(tmp_path, 100, "nvidia-persiste", "/dev/nvidia0")
+    process(tmp_path, 101, "bash", "/dev/nvidiactl-like", "/dev/pts/0")
+    outcome = look(leftovers, tmp_path)
+    assert summaries(outcome.findings) == ["process 4242 (python) holds a GPU open"]
+
+
+def test_old_files_in_shared_memory_are_counted(tmp_path: Path):
+    """What a running job has just written is not old."""
+    tree(tmp_path, {"shm/nccl-old": "x" * 5000, "shm/new": "x" * 5000})
+    os.utime(tmp_path / "shm/nccl-old", (1, 1))
+    values = {m.measure: m.value for m in look(leftovers, tmp_path).measurements}
+    assert values["stale_shm_files"] == 1
+    assert values["stale_shm"] >= 5000
+
+
+def test_versions_come_from_the_system_without_importing_anything(tmp_path: Path):
+    """Driver, modules and firmware from the fixture tree; torch from its installed metadata."""
+    root = tree(
+        tmp_path,
+        {
+            "driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release",
+            "module/mlx5_core/version": "24.10-1.1.4",
+            "class/infiniband/mlx5_0/fw_ver": "28.43.1014",
+            "class/infiniband/mlx5_1/fw_ver": "28.42.1000",
+        },
+    )
+    facts = look(versions, root).facts
+    assert facts["NVIDIA driver"] == "580.65.06 (open)"
+    assert facts["mlx5_core"] == "24.10-1.1.4"
+    assert facts["NIC firmware"] == "28.42.1000, 28.43.1014"
+    assert facts["kernel"] == os.uname().release
+
+
+def fio_answer(**changes) -> str:
+    side = {
+        "total_ios": 1000,
+        "bw_bytes": 26_600_000_000,
+        "iops": 337_000.0,
+        "clat_ns": {"percentile": {"99.000000": 90_000}},
+    }
+    job = {"error": 0, "read": {**side, **changes}, "write": {"total_ios": 0}}
+    return "fio: a note about the clock source\n" + json.dumps({"fio version": "fio-3.33", "jobs": [job]})
+
+
+def test_fios_answer_is_read_in_base_units():
+    """Bytes and operations per second, latency in seconds, a note before the JSON notwithstanding."""
+    assert fio.parse(fio_answer(), "read") == fio.Speed(26.6e9, 337e3, 90e-6)
+
+
+@pytest.mark.parametrize("text", ["", "fio: error", fio_answer(total_ios=0), '{"jobs": []}', fio_answer(clat_ns={})])
+def test_an_answer_of_fio_without_numbers_is_no_speed(text: str):
+    """Nothing moved, nothing measured."""
+    with pytest.raises(CouldNotRunError, match="fio"):
+        fio.parse(text, "read")
+
+
+def test_fio_missing_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A machine without fio."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with (
+        pytest.raises(CouldNotRunError, match="fio is not installed; apt-get install fio"),
+        fio.workspace(str(tmp_path), 1),
+    ):
+        pass
+
+
+def test_storage_is_judged_by_what_the_run_needs():
+    """Too slow to feed the run fails, too slow to catch up warns, fast enough is silent; no demand, no verdict."""
+    demand = Demand(tokens_per_s=1e6, bytes_per_token=4.0)
+    for read, verdicts in ((3e6, [Verdict.FAIL]), (8e6, [Verdict.WARN]), (13e6, [])):
+        assert [f.verdict for f in storage.needs(demand, "/fsx", read=read, write=1e9)] == verdicts
+    assert [*storage.needs(Demand(), "/fsx", read=1.0, write=1.0)] == []
+
+
+def test_a_checkpoint_that_takes_too_long_for_its_interval():
+    """37 GB at 10 MB/s take an hour: a warning for an interval of two hours, impossible within half an hour."""
+    for interval, verdicts in ((1800.0, [Verdict.FAIL]), (7200.0, [Verdict.WARN]), (86_400.0, [])):
+        demand = Demand(checkpoint_bytes=37e9, checkpoint_interval_s=interval)
+        assert [f.verdict for f in storage.needs(demand, "/fsx", read=1e9, write=10e6)] == verdicts
+
+
+def test_shared_storage_that_is_not_configured_is_none_of_its_business(tmp_path: Path):
+    """Which folder is shared cannot be guessed."""
+    with pytest.raises(NotApplicableError, match="shared_dir"):
+        look(storage_shared, tmp_path)
