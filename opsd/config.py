@@ -97,6 +97,24 @@ class HostSettings(_Section):
     )
 
 
+class KmsgSettings(_Section):
+    """The kernel's log."""
+
+    enabled: bool = Field(default=True, description="Follow the kernel's log for Xids and other trouble. Needs root.")
+
+
+class InfinibandSettings(_Section):
+    """InfiniBand, RoCE and EFA ports."""
+
+    enabled: bool = Field(default=True, description="Collect the state and the counters of RDMA ports.")
+
+
+class StorageSettings(_Section):
+    """Disks, mounts, network file systems and NVMe health."""
+
+    enabled: bool = Field(default=True, description="Collect from disks, mounts, file servers and NVMe drives.")
+
+
 class RanksSettings(_Section):
     """Training ranks on this node, through their rank pages."""
 
@@ -148,7 +166,10 @@ class Settings(_Section):
 
     agent: AgentSettings = AgentSettings()
     nvml: NvmlSettings = NvmlSettings()
+    kmsg: KmsgSettings = KmsgSettings()
     host: HostSettings = HostSettings()
+    infiniband: InfinibandSettings = InfinibandSettings()
+    storage: StorageSettings = StorageSettings()
     ranks: RanksSettings = RanksSettings()
     policy: PolicySettings = PolicySettings()
     notify: NotifySettings = NotifySettings()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from collectors.base import Metric
+from opsd.agent import collectors
 from opsd.agent import metrics as own
-from opsd.agent.wiring import build_collectors
 from opsd.config import Settings
 
 
-def catalogue() -> Iterator[tuple[str, Metric]]:
-    """(source, metric) of every metric, those of the agent itself first."""
-    for metric in own.METRICS:
-        yield "agent", metric
-    for collector in build_collectors(Settings()):
+def catalogue() -> list[tuple[str, Metric]]:
+    """(source, metric) of every metric, those of the agent itself first; collectors may share one."""
+    sources: dict[Metric, list[str]] = {metric: ["agent"] for metric in own.METRICS}
+    for collector in collectors.build(Settings()):
         for metric in collector.metrics:
-            yield collector.name, metric
+            sources.setdefault(metric, []).append(collector.name)
+    return [(", ".join(names), metric) for metric, names in sources.items()]
 
 
 @click.command()

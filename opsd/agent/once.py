@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.agent import collectors
 from opsd.agent.exposition import Exposition
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.metrics import collector_samples
-from opsd.agent.wiring import build_collectors
 from opsd.config import Settings
 
 _STYLES = {Health.OK: "green", Health.NO_DATA: "dim", Health.ERROR: "red", Health.HUNG: "red", Health.STARTING: "dim"}
@@ -21,7 +21,7 @@ _STYLES = {Health.OK: "green", Health.NO_DATA: "dim", Health.ERROR: "red", Healt
 
 def show(settings: Settings, form: str) -> int:
     """Collect once and print it as ``form``, "table" or "openmetrics"; returns the exit code."""
-    gatherer = Gatherer(build_collectors(settings), deadline_s=settings.agent.deadline_s, clock=time.monotonic)
+    gatherer = Gatherer(collectors.build(settings), deadline_s=settings.agent.deadline_s, clock=time.monotonic)
     sources = gatherer.gather(settings.agent.deadline_s)
     for source in sources:
         if source.health is Health.STARTING:

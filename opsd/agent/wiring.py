@@ -6,11 +6,8 @@ import time
 
 from structlog.typing import FilteringBoundLogger
 
-from collectors.base import Collector
-from collectors.host import HostCollector
-from collectors.nvml import NvmlCollector, PowerControl
-from collectors.ranks import RanksCollector
-from opsd import client
+from collectors.nvml import PowerControl
+from opsd.agent import collectors
 from opsd.agent.actions import Executor, Notifier
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
@@ -21,18 +18,6 @@ from opsd.agent.responder import Responder
 from opsd.agent.window import Window
 from opsd.config import Settings
 from runbooks import RUNBOOKS
-
-
-def build_collectors(settings: Settings) -> list[Collector]:
-    """The collectors that are enabled."""
-    enabled: list[Collector] = []
-    if settings.nvml.enabled:
-        enabled.append(NvmlCollector(settings.nvml.library, hostname=settings.agent.node))
-    if settings.host.enabled:
-        enabled.append(HostCollector(mounts=settings.host.mounts))
-    if settings.ranks.enabled:
-        enabled.append(RanksCollector(settings.ranks.root, client))
-    return enabled
 
 
 def build_journal(settings: Settings, log: FilteringBoundLogger) -> Journal:
@@ -70,7 +55,7 @@ def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) 
     )
     return Loop(
         Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s),
-        build_collectors(settings),
+        collectors.build(settings, agent.state_dir),
         judge,
         responder,
         journal,

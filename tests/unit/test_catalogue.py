@@ -15,7 +15,20 @@ from opsd.runbook_cli import to_markdown
 from runbooks import RUNBOOKS
 from runbooks.base import Page
 
-_BASE_UNITS = {"", "seconds", "bytes", "celsius", "watts", "ratio", "hertz", "joules", "volts", "amperes", "meters"}
+_BASE_UNITS = {
+    "",
+    "seconds",
+    "bytes",
+    "celsius",
+    "watts",
+    "ratio",
+    "hertz",
+    "bytes_per_second",
+    "joules",
+    "volts",
+    "amperes",
+    "meters",
+}
 
 
 @pytest.mark.parametrize("metric", [metric for _, metric in catalogue()], ids=lambda metric: metric.name)
