@@ -24,6 +24,7 @@ from opsd.checkpoints.manifest import (
 )
 from opsd.client import Reporter
 from trainer.checkpoint import State
+from trainer.config import ConfigError
 from trainer.parallel import Region, World
 from trainer.persist import wait_for_saves
 
@@ -31,7 +32,7 @@ WAIT_FOR_SAVES_S = 60.0
 
 
 class RestoreError(Exception):
-    """There are checkpoints, but none that this run can go on from; the message is one sentence with the way out."""
+    """There are checkpoints, but all are damaged; the message is one sentence with the way out."""
 
 
 def restore(
@@ -40,8 +41,8 @@ def restore(
     """Fill ``state`` from the newest checkpoint under ``root`` that verifies. None if the run begins at step 0.
 
     All ranks call it together and load the same step: the first rank proposes, the ranks share the verification, a
-    damaged checkpoint is set aside and the next older one is proposed. Raises RestoreError if the checkpoint belongs to
-    other settings or, unless ``fresh``, if there were checkpoints and none of them is whole.
+    damaged checkpoint is set aside and the next older one is proposed. Raises ConfigError if the checkpoint belongs to
+    other settings, and RestoreError, unless ``fresh``, if there were checkpoints and none of them is whole.
     """
     began = time.monotonic()
     if world.rank == 0:
@@ -57,7 +58,7 @@ def restore(
         return None
     folder = folder_of(root, manifest.step)
     if manifest.config_digest != config_digest:
-        raise RestoreError(
+        raise ConfigError(
             f"{folder} was made with another model, seed, sequence length or corpus; "
             "use the settings that the run was started with, or another run folder"
         )

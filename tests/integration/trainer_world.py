@@ -1,0 +1,197 @@
+"""Runs of the real trainer for tests: small, on gloo, forked from a process that has done its imports."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opsd.client import PageError, RankPage, events_path, read_page
+from trainer.data.tokenize import find_files, make_corpus, read_texts, train_tokenizer
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["trainer.__main__"])
+
+CONFIG = """
+[run]
+steps = 40
+seed = 1
+device = "cpu"
+threads = 1
+deterministic = true
+[model]
+layers = 2
+width = 36
+heads = 2
+kv_heads = 1
+ffn = 50
+vocab = 401
+nope_every = 2
+[data]
+sequence = 32
+batch = 4
+micro_batch = 1
+[optimizer]
+lr = 3e-3
+[schedule]
+warmup = 5
+decay_start = 35
+decay_end = 45
+[checkpoint]
+every = 5
+"""
+"""No dimension is a multiple of 2 x 2 and of 3, so shards are uneven; two micro-batches a step on two ranks."""
+
+
+def make_small_corpus(folder: Path) -> Path:
+    """Shards of this project's own trainer, tokenised with 400 ids."""
+    texts = list(read_texts(find_files([Path(__file__).parents[2] / "trainer"], (".py",)), 200_000))
+    make_corpus(texts, train_tokenizer(texts, 400), folder, shard_tokens=8000)
+    return folder
+
+
+def eventually(condition: Callable[[], object], limit_s: float = 60.0) -> Any:
+    """Wait until ``condition`` gives something true and return that."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{condition} did not come true in time"
+        time.sleep(0.01)
+    return value
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def rank_main(arguments: list[str], environment: Mapping[str, str], log: str) -> None:
+    """What a forked process does: become a rank and run the trainer's command line."""
+    from trainer.__main__ import main
+
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    sys.argv = ["trainer", *arguments]
+    main()
+
+
+@dataclass
+class World:
+    """The ranks of one start of a run."""
+
+    ranks: list[multiprocessing.process.BaseProcess]
+    pages: list[Path]
+
+    def page(self, rank: int) -> RankPage | None:
+        """The page of this start's rank, None while there is none."""
+        try:
+            page = read_page(self.pages[rank])
+        except PageError:
+            return None
+        return page if page.pid == self.ranks[rank].pid else None
+
+    def step(self, rank: int = 0) -> int:
+        """The last completed step, 0 before the first."""
+        page = self.page(rank)
+        return page.last_step.step if page and page.last_step else 0
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until ``step`` is completed."""
+        eventually(lambda: self.step() >= step)
+
+    def worker(self, rank: int, role: str) -> int:
+        """The pid of a helper process of a rank; waits until there is one."""
+
+        def find() -> int | None:
+            page = self.page(rank)
+            return next((pid for pid, name in page.workers if name == role), None) if page else None
+
+        return int(eventually(find))
+
+    def wait(self) -> list[int | None]:
+        """Exit codes of all ranks."""
+        for rank in self.ranks:
+            rank.join(timeout=120)
+        return [rank.exitcode for rank in self.ranks]
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks, as a launcher does after a failure; helper processes are left to themselves."""
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
+
+
+@dataclass
+class Run:
+    """A run folder with its settings; every ``start`` is a generation."""
+
+    folder: Path
+    shards: Path
+    settings: dict[str, object] = field(default_factory=dict)
+    generation: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / "checkpoints"
+
+    def start(self, *arguments: str, world: int = 2, **settings: object) -> World:
+        """Start ``world`` ranks; ``settings`` are overrides with ``__`` for the dot."""
+        self.generation += 1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "config.toml"
+        config.write_text(CONFIG)
+        values = {"data.shards": self.shards} | self.settings
+        values |= {name.replace("__", "."): value for name, value in settings.items()}
+        overrides = [f"--set={name}={value}" for name, value in values.items()]
+        port = _free_port()
+        pages = [self.folder / f"rank-{rank:04d}.page" for rank in range(world)]
+        ranks = []
+        for rank in range(world):
+            environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OPSD_RANK_PAGE": str(pages[rank]),
+                "OPSD_RUN_DIR": str(self.folder), "OPSD_GENERATION": str(self.generation), "OPSD_RUN": "test",
+            }  # fmt: skip
+            arguments_of_rank = [str(config), *overrides, *arguments]
+            ranks.append(CONTEXT.Process(target=rank_main, args=(arguments_of_rank, environment, str(self.log(rank)))))
+            ranks[-1].start()
+        return World(ranks, pages)
+
+    def log(self, rank: int = 0) -> Path:
+        """Where a rank's output goes."""
+        return self.folder / f"rank-{rank:04d}.log"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def curve(self) -> dict[int, tuple[float, float]]:
+        """Loss and gradient norm by step. A step that was computed again must have come out the same."""
+        curve: dict[int, tuple[float, float]] = {}
+        for line in self.metrics():
+            point = (line["loss"], line["grad_norm"])
+            assert curve.setdefault(line["step"], point) == point, f"step {line['step']} came out differently"
+        return curve
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The events of that kind, of all ranks."""
+        return [event for event in self._events() if event["event"] == kind]
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        for page in sorted(self.folder.glob("rank-*.page")):
+            if events_path(page).exists():
+                for line in events_path(page).read_text().splitlines():
+                    yield json.loads(line)
