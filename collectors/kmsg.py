@@ -110,6 +110,14 @@ class KmsgCollector:
 
     def collect(self) -> Reading | NoData:
         """Read what is new in the log. Raises OSError if the log is there and cannot be read."""
+        result: Reading | NoData | None = None
+        try:
+            result = self._read()
+            return result
+        finally:
+            self._ledger.kernel_log = isinstance(result, Reading)
+
+    def _read(self) -> Reading | NoData:
         try:
             log, position = self._opened = self._opened or self._open()
         except FileNotFoundError as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from collectors import nvml_series as series
 from collectors.base import Event, GpuFact, NoData, Reading, Sample
 from collectors.nvml_driver import Driver, Gpu, NoDriverError, NoPermissionError, NvmlError, SessionOverError
-from collectors.xid import Xid, XidLedger, xid_event
+from collectors.xid import TOTAL, Xid, XidLedger, xid_event
 
 __all__ = ["NvmlCollector", "NvmlError", "PowerControl"]
 
@@ -24,7 +24,7 @@ class NvmlCollector:
     """
 
     name = "nvml"
-    metrics = series.METRICS
+    metrics = (*series.METRICS, TOTAL)
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class NvmlCollector:
         self._known: dict[int, series.Identity] = {}
         self._lost: dict[int, str] = {}
         self._ledger = xids or XidLedger()
-        self._last_xid: dict[int, int] = {}
+        self._held_xids: list[tuple[float, int, int]] = []
 
     def collect(self) -> Reading | NoData:
         """Read all GPUs. Raises NvmlError if the driver cannot be initialised or its session has just ended."""
@@ -106,20 +106,25 @@ class NvmlCollector:
         return samples
 
     def _new_xids(self, driver: Driver) -> Iterator[Event]:
-        for index, code in driver.xids():
-            self._last_xid[index] = code
-            at, pci = self._wall(), self._known[index].pci_bus_id
-            if self._ledger.report(code, pci, at=at, source=self.name):
-                yield xid_event(Xid(code, pci), at=at, source=self.name)
+        at = self._wall()
+        new = [(at, index, code) for index, code in driver.xids()]
+        due, self._held_xids = (self._held_xids, new) if self._ledger.kernel_log else ([*self._held_xids, *new], [])
+        for at, index, code in due:
+            gpu = self._known[index]
+            if self._ledger.report(code, gpu.pci_bus_id, at=at, source=self.name):
+                where = {"gpu": index, "uuid": gpu.uuid}
+                yield xid_event(Xid(code, gpu.pci_bus_id), at=at, source=self.name, where=where)
 
     def _state(self, driver: Driver) -> Iterator[Sample]:
         """What is known of every GPU, whether it answers or not."""
+        if not self._ledger.kernel_log:
+            yield from self._ledger.samples(identity.pci_bus_id for identity in self._known.values() if identity.uuid)
         for index, identity in self._known.items():
             yield Sample(series.UP, 0.0 if index in self._lost else 1.0, identity.labels(series.UP, self._hostname))
             if not identity.uuid:
                 continue  # never seen answering
             labels = identity.labels(series.XID_ERRORS, self._hostname)
-            yield Sample(series.XID_ERRORS, self._last_xid.get(index, 0), labels)
+            yield Sample(series.XID_ERRORS, self._ledger.newest(identity.pci_bus_id), labels)
             if index in self._gpus:
                 simulated = "yes" if driver.simulated else "no"
                 what = (identity.pci_bus_id, identity.model, driver.version, self._gpus[index].vbios, simulated)

@@ -255,6 +255,9 @@ class XidLedger:
 
     An Xid is the same as the last counted one if that has the same code and GPU, came from another source and is not
     more than ``window_s`` away. Used from the threads of several collectors.
+
+    ``kernel_log`` is True while the kernel log is being read. It tells more of an Xid than the driver's own events do
+    (process, link, verdict), so other sources then wait a little for it to be first.
     """
 
     def __init__(self, *, window_s: float = 10.0, max_gpus: int = 32) -> None:
@@ -262,7 +265,9 @@ class XidLedger:
         self._max_gpus = max_gpus
         self._lock = threading.Lock()
         self._last: dict[tuple[str, int], tuple[float, str]] = {}
+        self._newest: dict[str, int] = {}
         self._counts: dict[str, dict[str, int]] = {}
+        self.kernel_log = False
 
     def report(self, code: int, pci: str, *, at: float, source: str) -> bool:
         """Count an Xid seen at the wall second ``at``. False if another source has reported it already."""
@@ -274,7 +279,13 @@ class XidLedger:
                 self._last.clear()
             self._last[pci, code] = at, source
             self._gpu(pci)[str(code) if code in COUNTED else "other"] += 1
+            if pci in self._counts:
+                self._newest[pci] = code
             return True
+
+    def newest(self, pci: str) -> int:
+        """The code of the last Xid counted for the GPU, 0 if there was none."""
+        return self._newest.get(pci, 0)
 
     def samples(self, gpus: Iterable[str] = ()) -> Iterator[Sample]:
         """``opsd_xid_total`` of every code for ``gpus`` and for every GPU that had an Xid."""

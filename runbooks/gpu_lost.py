@@ -6,17 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from collectors.base import GpuFact
 from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import blamed, gpu_of, job_text
+from runbooks.gpus import blamed, gpu_of, job_text, xids_of
 from runbooks.signals import text
 
 
 def _finding(gpu: GpuFact, view: View) -> Finding:
     culprit, rank = blamed(view, gpu.index, gpu.lost or "")
-    xids = [event for event in view.events("xid", 60.0) if text(event.data, "uuid") == gpu.uuid]
     facts = [
         f"the driver says of GPU {gpu.index} ({gpu.pci_bus_id}): {gpu.lost}",
         job_text(rank),
-        *(f"{event.message} {view.wall - event.at:.0f} s ago" for event in xids[-3:]),
+        *(f"{event.message} {view.wall - event.at:.0f} s ago" for event in xids_of(view, gpu, 60.0)[-3:]),
     ]
     waiting = rank.world_size if rank else 1
     return Finding(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from collectors.base import GpuFact, RankFact
+from collectors.base import Event, GpuFact, RankFact
 from runbooks.base import Culprit, Series, View
-from runbooks.signals import usual
+from runbooks.signals import text, usual
 
 LOADED_PERCENT = 30.0
 LOAD_S = 6.0
@@ -30,6 +30,16 @@ def newest(view: View, metric: str, **labels: str) -> dict[str, float]:
 def gpu_of(view: View, uuid: str) -> GpuFact | None:
     """The GPU with this UUID, None if the node has no such GPU now."""
     return next((gpu for gpu in view.gpus if gpu.uuid == uuid), None)
+
+
+def xids_of(view: View, gpu: GpuFact, seconds: float) -> list[Event]:
+    """The GPU's Xids of the last ``seconds``, oldest first; the kernel log knows a GPU by its PCI address only."""
+    known_as = {"uuid": gpu.uuid, "pci_bus_id": gpu.pci_bus_id}
+    return [
+        event
+        for event in view.events("xid", seconds)
+        if any(name and text(event.data, key) == name for key, name in known_as.items())
+    ]
 
 
 def rank_on(view: View, gpu: int) -> RankFact | None:

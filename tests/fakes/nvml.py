@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.managers import BaseManager
@@ -11,6 +12,23 @@ from typing import Any, Protocol, cast
 
 from collectors.base import NoData, Reading
 from collectors.nvml import NvmlCollector, PowerControl
+from collectors.xid import XidLedger
+
+
+class _BesideKernelLog:
+    """A collector whose ledger another source, the kernel log, writes into as well."""
+
+    def __init__(self, library: str) -> None:
+        self._ledger = XidLedger()
+        self._ledger.kernel_log = True
+        self._collector = NvmlCollector(library, xids=self._ledger)
+
+    def collect(self) -> Reading | NoData:
+        return self._collector.collect()
+
+    def kernel_tells(self, code: int, pci_bus_id: str) -> bool:
+        """Whether the kernel log is the first to tell."""
+        return self._ledger.report(code, pci_bus_id, at=time.time(), source="kmsg")
 
 
 class _Manager(BaseManager):
@@ -18,6 +36,7 @@ class _Manager(BaseManager):
 
 
 _Manager.register("NvmlCollector", NvmlCollector, exposed=("collect",))
+_Manager.register("BesideKernelLog", _BesideKernelLog, exposed=("collect", "kernel_tells"))
 _Manager.register("PowerControl", PowerControl, exposed=("set_power_limit",))
 
 
@@ -25,6 +44,7 @@ class DriverProcess(Protocol):
     """What a test asks of the other process."""
 
     def NvmlCollector(self, library: str | None = None, *, reopen_s: float = 60.0, hostname: str = "node") -> Any: ...
+    def BesideKernelLog(self, library: str) -> Any: ...
     def PowerControl(self, library: str | None = None) -> PowerControl: ...
 
 

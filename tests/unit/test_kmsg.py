@@ -88,6 +88,7 @@ def test_an_xid_becomes_an_event_and_a_count(node: Node) -> None:
     (event,) = reading.events
     assert event.message == f"Xid 31 on {GPU} by python 89: Ch 00000018, MMU Fault"
     assert (event.kind, event.at, event.data["action"]) == ("xid", 50_001.0, "restart_app")
+    assert node.ledger.kernel_log
     assert values(reading, "opsd_xid_total")[GPU, "31"] == 1
 
 
@@ -352,6 +353,7 @@ def test_no_log_is_no_data(node: Node) -> None:
     refused = node.agent(open_device=refuse).collect()
     assert isinstance(refused, NoData)
     assert "CAP_SYSLOG" in refused.reason
+    assert not node.ledger.kernel_log
 
 
 def test_a_log_that_fails_is_an_error(node: Node) -> None:

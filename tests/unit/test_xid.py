@@ -155,8 +155,10 @@ def test_one_source_counts_every_xid() -> None:
     assert ledger.report(31, GPU, at=100.1, source="kmsg")
     assert ledger.report(13, GPU, at=100.1, source="nvml")
     assert ledger.report(31, "00000000:9B:00.0", at=100.1, source="nvml")
+    assert ledger.newest(GPU) == 13
     assert ledger.report(31, GPU, at=111.0, source="nvml")
     assert counts(ledger)[GPU, "31"] == 3
+    assert (ledger.newest(GPU), ledger.newest("00000000:FF:00.0")) == (31, 0)
 
 
 def test_counters_start_at_zero() -> None:

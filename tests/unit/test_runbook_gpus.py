@@ -1,0 +1,42 @@
+"""Which GPU an Xid belongs to, whichever source told of it."""
+
+from __future__ import annotations
+
+from collectors.base import Event, GpuFact, Reading
+from opsd.agent.window import Window
+from runbooks import gpu_lost
+from runbooks.gpus import xids_of
+
+LOST = GpuFact(3, "GPU-3", "00000000:4A:00.0", "H100", lost="GPU is lost")
+UNKNOWN = GpuFact(4, "", "", "", lost="GPU is lost")
+
+
+def seen(*data: dict[str, object]) -> Window:
+    window = Window("n01")
+    window.begin(100.0, 1000.0)
+    events = tuple(Event("xid", 990.0 + index, f"Xid {index}", about) for index, about in enumerate(data))
+    window.add("nvml", Reading(events=events, facts=(LOST, UNKNOWN)))
+    return window
+
+
+def test_an_xid_is_matched_by_uuid_or_address() -> None:
+    """The driver's own events have the UUID, those of the kernel log only the PCI address."""
+    view = seen(
+        {"uuid": "GPU-3", "pci_bus_id": LOST.pci_bus_id},
+        {"pci_bus_id": LOST.pci_bus_id},
+        {"uuid": "GPU-5", "pci_bus_id": "00000000:5A:00.0"},
+        {"uuid": "", "pci_bus_id": ""},
+    )
+    assert [event.message for event in xids_of(view, LOST, 60.0)] == ["Xid 0", "Xid 1"]
+    assert xids_of(view, LOST, 5.0) == []
+
+
+def test_a_gpu_that_was_never_seen_has_no_xids() -> None:
+    """Without UUID and address nothing can be said about whose an Xid is."""
+    assert xids_of(seen({"uuid": "", "pci_bus_id": ""}, {}), UNKNOWN, 60.0) == []
+
+
+def test_the_kernel_log_is_evidence_of_a_lost_gpu() -> None:
+    """What the driver wrote about it stands beside what it answers."""
+    (finding,) = gpu_lost.RUNBOOK.detect(seen({"pci_bus_id": LOST.pci_bus_id}))
+    assert "Xid 0 10 s ago" in [evidence.text for evidence in finding.evidence]
