@@ -1,0 +1,182 @@
+"""The Slurm port on top of pyslurm, which runs in a process of its own (see ``opsd.slurm.pyslurm_worker`` for why)."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from opsd.slurm.commands import DEADLINE_S
+from opsd.slurm.output import failure
+from opsd.slurm.port import (
+    Job,
+    Node,
+    NodeUpdate,
+    Reservation,
+    Slurm,
+    SlurmError,
+    SlurmMissing,
+    SlurmRejected,
+    SlurmUnavailable,
+    Version,
+)
+from opsd.slurm.runner import Output, clean_environment
+
+WORKER = (sys.executable, "-m", "opsd.slurm.pyslurm_worker")
+
+
+class Asker(Protocol):
+    """Puts one request to pyslurm. Tests hand in a function here."""
+
+    def __call__(self, name: str, *arguments: object) -> Any:
+        """The answer to the request. Raises SlurmError."""
+        ...
+
+
+class Worker:
+    """A process that answers requests, started at the first one and again after it was given up at a deadline."""
+
+    def __init__(self, argv: Sequence[str] = WORKER, *, deadline_s: float = DEADLINE_S) -> None:
+        self._argv = argv
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, name: str, *arguments: object) -> Any:
+        """See ``Asker``. The answer comes within the deadline."""
+        process = self._process if self._process is not None and self._process.poll() is None else self._start()
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
+            process.stdin.flush()
+            line = self._read_line(process)
+        except BrokenPipeError:
+            line = b""
+        except SlurmUnavailable:
+            self.close()
+            raise
+        if not line:
+            raise SlurmMissing(f"pyslurm cannot be used here: {self._last_words(process)}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise failure([f"pyslurm {name}"], Output(1, "", answer["error"]))
+        return answer["ok"]
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+        process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.close()
+        try:
+            self._process = subprocess.Popen(
+                self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=clean_environment(os.environ),
+                bufsize=0,
+            )
+        except OSError as error:
+            raise SlurmMissing(f"{self._argv[0]} cannot be run: {error.strerror}") from error
+        return self._process
+
+    def _read_line(self, process: subprocess.Popen[bytes]) -> bytes:
+        assert process.stdout is not None
+        deadline = time.monotonic() + self._deadline_s
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                raise SlurmUnavailable(f"pyslurm has not answered within {self._deadline_s:g} s")
+            chunk = os.read(process.stdout.fileno(), 1 << 20)
+            if not chunk:
+                return b""
+            line += chunk
+        return bytes(line)
+
+    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
+        assert process.stderr is not None
+        ready = select.select([process.stderr], [], [], self._deadline_s)[0]
+        said = os.read(process.stderr.fileno(), 65_536).decode(errors="replace").strip() if ready else ""
+        return said.splitlines()[-1] if said else "it ended without a word"
+
+
+class PyslurmSlurm:
+    """Slurm through pyslurm. ``commands`` does what takes the options of sbatch or scontrol.
+
+    Reservations are read with commands as well: pyslurm 25.11.2 raises on the flag REPLACE_DOWN of a spare pool.
+    """
+
+    def __init__(self, ask: Asker, commands: Slurm) -> None:
+        self._ask = ask
+        self._commands = commands
+
+    @property
+    def version(self) -> Version:
+        return self._commands.version
+
+    def responds(self) -> bool:
+        try:
+            return bool(self._ask("responds"))
+        except SlurmUnavailable:
+            return False
+
+    def configuration(self) -> Mapping[str, str]:
+        return self._commands.configuration()
+
+    def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
+        found = [Node(**{**fields, "flags": frozenset(fields["flags"])}) for fields in self._ask("nodes", list(names))]
+        return sorted(found, key=lambda node: node.name)
+
+    def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
+        self._ask("update_nodes", list(names), update, reason)
+
+    def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
+        found = [Job(**{**fields, "nodes": tuple(fields["nodes"])}) for fields in self._ask("jobs", list(ids), node)]
+        return sorted(found, key=lambda job: job.id)
+
+    def requeue(self, job: int) -> None:
+        self._ask("requeue", job)
+
+    def set_start_time(self, job: int, at: float | None = None) -> None:
+        self._ask("set_start_time", job, at)
+
+    def submit(self, script: str, options: Sequence[str] = ()) -> int:
+        return self._commands.submit(script, options)
+
+    def cancel(self, job: int) -> None:
+        try:
+            self._ask("cancel", job)
+        except SlurmRejected as error:
+            if "already" not in str(error) and "Invalid job id" not in str(error):
+                raise
+
+    def reservations(self) -> Sequence[Reservation]:
+        return self._commands.reservations()
+
+    def reserve(self, name: str, settings: Mapping[str, str]) -> None:
+        self._commands.reserve(name, settings)
+
+    def unreserve(self, name: str) -> None:
+        self._commands.unreserve(name)
+
+
+def why_not_pyslurm(ask: Asker) -> str:
+    """Why pyslurm cannot be used through ``ask``, in one sentence; "" if it can."""
+    try:
+        ask("hello")
+    except SlurmError as error:
+        return str(error)
+    return ""

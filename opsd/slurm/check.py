@@ -1,0 +1,84 @@
+"""What opsd may do with the Slurm of this machine: found out by asking, without changing anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from opsd.slurm.advice import Advice, advise
+from opsd.slurm.port import Slurm, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
+
+PROBE = "opsd-permission-probe"
+"""A node that does not exist: Slurm checks the permission first, so its answer tells without touching a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line of the answer. ``ok`` is None where the fact is neither good nor bad."""
+
+    ok: bool | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome: ``usable`` is False where opsd can do nothing at all with Slurm here."""
+
+    usable: bool
+    facts: tuple[Fact, ...]
+    advice: tuple[Advice, ...] = ()
+
+
+def check(slurm: Slurm, node: str, *, no_bindings: str = "", clock: Callable[[], float] = time.monotonic) -> Report:
+    """Find out what this user may do with ``slurm`` on ``node``.
+
+    ``no_bindings`` is why pyslurm is not used, "" if it is.
+    """
+    try:
+        version = slurm.version
+        began = clock()
+        config = slurm.configuration()
+        facts = (
+            Fact(True, f"Slurm {version}, the controller answers in {1000 * (clock() - began):.0f} ms"),
+            Fact(None, f"through Slurm's commands: {no_bindings}" if no_bindings else "through pyslurm"),
+            *_node(slurm, node),
+            *_permissions(slurm, config.get("PrivateData", "")),
+        )
+        return Report(True, facts, advise(config, version))
+    except (SlurmMissing, SlurmUnavailable) as error:
+        return Report(False, (Fact(False, str(error)),))
+
+
+def _node(slurm: Slurm, name: str) -> Iterator[Fact]:
+    found = slurm.nodes([name])
+    if not found:
+        yield Fact(False, f"Slurm has no node {name}; if it has another name for this machine, set agent.node")
+        return
+    node = found[0]
+    state = "+".join([node.state, *sorted(node.flags)])
+    yield Fact(
+        node.usable, f"node {name} is {state}" + (f": {node.reason} (by {node.reason_by})" if node.reason else "")
+    )
+
+
+def _permissions(slurm: Slurm, private: str) -> Iterator[Fact]:
+    may = may_update_nodes(slurm)
+    if may:
+        yield Fact(True, "may drain, resume and down nodes, requeue any job and keep reservations")
+        return
+    yield Fact(False, "may not drain, resume or down nodes: that needs root, SlurmUser or an operator (sacctmgr)")
+    yield Fact(True, "may submit jobs and requeue, reschedule and cancel its own")
+    if "jobs" in private.lower():
+        yield Fact(False, "sees only its own jobs (PrivateData=jobs)")
+
+
+def may_update_nodes(slurm: Slurm) -> bool:
+    """True if this user may change the state of nodes. Raises SlurmError if Slurm does not answer."""
+    try:
+        slurm.update_nodes([PROBE], "resume")
+    except SlurmDenied:
+        return False
+    except SlurmRejected:
+        return True
+    raise SlurmError(f"Slurm has a node named {PROBE}")

@@ -1,0 +1,119 @@
+"""The Slurm port on top of Slurm's own commands: sinfo, squeue, scontrol, sbatch, scancel."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+
+from opsd.slurm.hostlist import compress
+from opsd.slurm.output import (
+    JOB_FIELDS,
+    NODE_FIELDS,
+    failure,
+    format_option,
+    parse_configuration,
+    parse_job_id,
+    parse_jobs,
+    parse_nodes,
+    parse_reservations,
+    parse_version,
+)
+from opsd.slurm.port import Job, Node, NodeUpdate, Reservation, SlurmRejected, SlurmUnavailable, Version
+from opsd.slurm.runner import Output, Runner, run_command
+
+DEADLINE_S = 12.0
+"""A little more than Slurm's commands take to find out by themselves that no controller listens (9 to 10 s)."""
+
+
+def random_separator() -> str:
+    """A string that no job name contains by chance or by intent."""
+    return f"\x1f{secrets.token_hex(8)}\x1f"
+
+
+class CommandSlurm:
+    """Slurm through its commands. ``run`` runs one of them, each call within ``deadline_s`` seconds."""
+
+    def __init__(
+        self,
+        run: Runner = run_command,
+        *,
+        deadline_s: float = DEADLINE_S,
+        separator: Callable[[], str] = random_separator,
+    ) -> None:
+        self._runner = run
+        self._deadline_s = deadline_s
+        self._separator = separator
+
+    @cached_property
+    def version(self) -> Version:
+        return parse_version(self._run("scontrol", "--version").stdout)
+
+    def responds(self) -> bool:
+        try:
+            output = self._runner(["scontrol", "ping"], self._deadline_s)
+        except SlurmUnavailable:
+            return False
+        if output.code and "slurmctld" not in output.stdout.lower():
+            raise failure(["scontrol", "ping"], output)
+        return " is UP" in output.stdout
+
+    def configuration(self) -> Mapping[str, str]:
+        return parse_configuration(self._run("scontrol", "show", "config").stdout)
+
+    def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
+        separator = self._separator()
+        chosen = [f"--nodes={compress(names)}"] if names else []
+        output = self._run("sinfo", "--noheader", "--all", *chosen, "--Format", format_option(NODE_FIELDS, separator))
+        return parse_nodes(output.stdout, separator)
+
+    def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
+        told = [f"reason={reason}"] if reason else []
+        self._run("scontrol", "update", f"nodename={compress(names)}", f"state={update}", *told)
+
+    def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
+        separator = self._separator()
+        chosen = [f"--jobs={','.join(map(str, ids))}"] if ids else []
+        where = [f"--nodelist={node}"] if node else []
+        try:
+            output = self._run(
+                "squeue", "--noheader", "--all", *chosen, *where, "--Format", format_option(JOB_FIELDS, separator)
+            )
+        except SlurmRejected as error:
+            if ids and "Invalid job id" in str(error):
+                return ()
+            raise
+        return parse_jobs(output.stdout, separator)
+
+    def requeue(self, job: int) -> None:
+        self._run("scontrol", "requeue", str(job))
+
+    def set_start_time(self, job: int, at: float | None = None) -> None:
+        self._run("scontrol", "update", f"jobid={job}", f"starttime={_when(at)}")
+
+    def submit(self, script: str, options: Sequence[str] = ()) -> int:
+        return parse_job_id(self._run("sbatch", "--parsable", *options, stdin=script).stdout)
+
+    def cancel(self, job: int) -> None:
+        self._run("scancel", str(job))
+
+    def reservations(self) -> Sequence[Reservation]:
+        return parse_reservations(self._run("scontrol", "show", "reservations", "--oneliner").stdout)
+
+    def reserve(self, name: str, settings: Mapping[str, str]) -> None:
+        chosen = [f"{key}={value}" for key, value in settings.items()]
+        self._run("scontrol", "create", "reservation", f"ReservationName={name}", *chosen)
+
+    def unreserve(self, name: str) -> None:
+        self._run("scontrol", "delete", f"ReservationName={name}")
+
+    def _run(self, *argv: str, stdin: str = "") -> Output:
+        output = self._runner(argv, self._deadline_s, stdin)
+        if output.code:
+            raise failure(argv, output)
+        return output
+
+
+def _when(at: float | None) -> str:
+    return "now" if at is None else datetime.fromtimestamp(at).isoformat(timespec="seconds")

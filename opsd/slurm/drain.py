@@ -1,0 +1,79 @@
+"""Draining nodes and giving them back, without touching what other people have drained.
+
+A node belongs to whoever set its reason. opsd's reasons begin with ``opsd:``; a node that is drained or down for
+another reason, or for none, is somebody else's and is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from opsd.slurm.port import Node, Slurm, SlurmRejected
+
+OWN_PREFIX: Final = "opsd:"
+
+
+class NotOurs(SlurmRejected):
+    """A node that somebody else has drained or taken down."""
+
+
+def owned(node: Node) -> bool:
+    """True if the node's reason was set by opsd."""
+    return node.reason.startswith(OWN_PREFIX)
+
+
+def drain(slurm: Slurm, names: Sequence[str], reason: str) -> tuple[str, ...]:
+    """Let the nodes finish their jobs and take no new ones; return those that were not drained by opsd already.
+
+    The first reason of a node is kept, for its evidence. Raises ValueError for a reason that does not begin with
+    ``opsd:``, NotOurs (and drains none of them) if a node is somebody else's, SlurmError otherwise.
+    """
+    _check_reason(reason)
+    fresh = tuple(node.name for node in _ours(slurm, names) if "drain" not in node.flags)
+    if fresh:
+        slurm.update_nodes(fresh, "drain", reason)
+    return fresh
+
+
+def take_down(slurm: Slurm, name: str, reason: str) -> None:
+    """Drain the node and set it down, which ends its jobs' share in it at once: for a node that is dead or must be.
+
+    A living node that is only set down comes back by itself within seconds where ReturnToService is 2, hence the drain.
+    Raises as ``drain`` does.
+    """
+    drain(slurm, [name], reason)
+    if slurm.nodes([name])[0].state != "down":
+        slurm.update_nodes([name], "down", reason)
+
+
+def give_back(slurm: Slurm, names: Sequence[str]) -> tuple[str, ...]:
+    """Resume the nodes that opsd holds and return their names; nodes that nobody holds are left out.
+
+    Raises NotOurs (and resumes none of them) if a node is somebody else's, SlurmError otherwise.
+    """
+    held = tuple(node.name for node in _ours(slurm, names) if _out_of_service(node))
+    if held:
+        slurm.update_nodes(held, "resume")
+    return held
+
+
+def _out_of_service(node: Node) -> bool:
+    return node.state == "down" or "drain" in node.flags
+
+
+def _ours(slurm: Slurm, names: Sequence[str]) -> Sequence[Node]:
+    nodes = slurm.nodes(names)
+    unknown = sorted(set(names) - {node.name for node in nodes})
+    if unknown:
+        raise SlurmRejected(f"Slurm has no node {', '.join(unknown)}")
+    for node in nodes:
+        if _out_of_service(node) and not owned(node):
+            whose = f"by {node.reason_by or 'somebody'}: {node.reason}" if node.reason else "without a reason"
+            raise NotOurs(f"{node.name} was taken out of service {whose}; opsd leaves it alone")
+    return nodes
+
+
+def _check_reason(reason: str) -> None:
+    if not reason.startswith(OWN_PREFIX) or not reason.isprintable():
+        raise ValueError(f"a reason of opsd begins with {OWN_PREFIX} and is one line, not {reason!r}")

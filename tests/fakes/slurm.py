@@ -1,0 +1,112 @@
+"""Slurm without a cluster: recorded outputs of its commands, and a small cluster in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from opsd.slurm.port import Job, Node, NodeUpdate, Reservation, SlurmDenied, SlurmError, SlurmRejected, Version
+from opsd.slurm.runner import Output
+
+RECORDED = Path(__file__).parent / "slurm_recorded"
+SEPARATOR = "\x1fopsd\x1f"
+RELEASE = Version(22, 5, 8)
+
+
+class RecordedRunner:
+    """A runner that answers what the commands of a real Slurm answered; see tests/integration/slurm/record.py."""
+
+    def __init__(self, version: str) -> None:
+        recorded = json.loads((RECORDED / f"{version}.json").read_text())
+        self._outputs = {command: Output(*output) for command, output in recorded.items()}
+
+    def __call__(self, argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        return self._outputs[" ".join(argv)]
+
+
+class FakeSlurm:
+    """A cluster in memory. ``error`` is raised by every call while it is set; ``operator`` may update nodes."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        *,
+        jobs: Sequence[Job] = (),
+        config: Mapping[str, str] | None = None,
+        operator: bool = True,
+        version: Version = RELEASE,
+    ) -> None:
+        self.by_name = {node.name: node for node in nodes}
+        self.error: SlurmError | None = None
+        self.updates: list[tuple[tuple[str, ...], str, str]] = []
+        self._jobs = list(jobs)
+        self._config = config or {}
+        self._operator = operator
+        self._version = version
+
+    def _answer(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def version(self) -> Version:
+        self._answer()
+        return self._version
+
+    def responds(self) -> bool:
+        return self.error is None
+
+    def configuration(self) -> Mapping[str, str]:
+        self._answer()
+        return self._config
+
+    def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
+        self._answer()
+        return [node for name, node in sorted(self.by_name.items()) if not names or name in names]
+
+    def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
+        self._answer()
+        if not self._operator:
+            raise SlurmDenied("scontrol update: Invalid user id")
+        if unknown := set(names) - set(self.by_name):
+            raise SlurmRejected(f"scontrol update: Invalid node name specified: {unknown}")
+        self.updates.append((tuple(names), update, reason))
+        for name in names:
+            self.by_name[name] = _updated(self.by_name[name], update, reason)
+
+    def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
+        self._answer()
+        return [job for job in self._jobs if (not ids or job.id in ids) and (not node or node in job.nodes)]
+
+    def requeue(self, job: int) -> None:
+        self._answer()
+
+    def set_start_time(self, job: int, at: float | None = None) -> None:
+        self._answer()
+
+    def submit(self, script: str, options: Sequence[str] = ()) -> int:
+        self._answer()
+        return 1
+
+    def cancel(self, job: int) -> None:
+        self._answer()
+
+    def reservations(self) -> Sequence[Reservation]:
+        self._answer()
+        return []
+
+    def reserve(self, name: str, settings: Mapping[str, str]) -> None:
+        self._answer()
+
+    def unreserve(self, name: str) -> None:
+        self._answer()
+
+
+def _updated(node: Node, update: NodeUpdate, reason: str) -> Node:
+    if update == "drain":
+        return replace(node, flags=node.flags | {"drain"}, reason=reason, reason_by="root")
+    if update == "down":
+        return replace(node, state="down", reason=reason, reason_by="root")
+    return Node(node.name, "idle")

@@ -1,0 +1,168 @@
+"""The port on top of Slurm's commands, on outputs recorded from three releases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from opsd.slurm.commands import CommandSlurm, random_separator
+from opsd.slurm.output import failure, parse_configuration, parse_jobs, parse_nodes, parse_version
+from opsd.slurm.port import SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
+from opsd.slurm.runner import Output
+from tests.fakes.slurm import RECORDED, SEPARATOR, RecordedRunner
+
+VERSIONS = sorted(path.stem for path in RECORDED.glob("*.json"))
+
+
+@pytest.fixture(params=VERSIONS)
+def slurm(request: pytest.FixtureRequest) -> CommandSlurm:
+    """The port on one recorded release."""
+    return CommandSlurm(RecordedRunner(request.param), separator=lambda: SEPARATOR)
+
+
+def test_the_oldest_and_newest_supported_releases_are_recorded() -> None:
+    """The tests below cover 22.05 and 25.11."""
+    assert VERSIONS[0].startswith("22.05")
+    assert VERSIONS[-1].startswith("25.11")
+
+
+def test_reads_the_release(slurm: CommandSlurm) -> None:
+    """The version is that of the file the answers were recorded in."""
+    assert str(slurm.version) in VERSIONS
+
+
+def test_reads_nodes_with_state_and_reason(slurm: CommandSlurm) -> None:
+    """State, flags and reasons come through whole, quotes and look-alikes of other fields included."""
+    n1, n2, n3, n4 = slurm.nodes()
+    assert (n1.name, n1.state, n1.reason, n1.reason_by, n1.reason_at) == ("n1", "mixed", "", "", None)
+    assert n1.busy
+    assert n2.usable
+    assert (n3.flags, n3.reason, n3.reason_by) == ({"drain"}, "NHC: check_fs /scratch", "root")
+    assert n3.reason_at is not None
+    assert not n3.usable
+    assert n4.reason == 'opsd:42 gpu_xid: Xid 79 | State=IDLE, "see" /var/lib/opsd'
+    assert {"drain"} <= n4.flags
+    assert not n4.draining
+
+
+def test_nodes_that_slurm_does_not_know_are_left_out(slurm: CommandSlurm) -> None:
+    """Asking for n9, which does not exist, is not an error."""
+    assert [node.name for node in slurm.nodes(["n3", "n4", "n9"])] == ["n3", "n4"]
+
+
+def test_reads_jobs(slurm: CommandSlurm) -> None:
+    """Running, pending and array jobs are read; a line end in a job name does not make another job."""
+    jobs = {job.id: job for job in slurm.jobs()}
+    assert sorted(jobs) == [1, 2, 3]
+    running, later = jobs[1], jobs[2]
+    assert (running.state, running.nodes, running.batch_host) == ("running", ("n1", "n2"), "n1")
+    assert (running.user, running.partition, running.restarts, running.reason) == ("nobody", "train", 0, "")
+    assert running.name == "train\n99 x"
+    assert running.ends_at is None
+    assert (later.state, later.reason, later.partition, later.nodes) == ("pending", "BeginTime", "dev", ())
+    assert later.starts_at is not None
+    assert later.ends_at == later.starts_at + 3600
+
+
+def test_jobs_that_have_gone_are_left_out(slurm: CommandSlurm) -> None:
+    """An id that Slurm has forgotten gives no job, alone or among others."""
+    assert [job.id for job in slurm.jobs([1, 999])] == [1]
+    assert list(slurm.jobs([999])) == []
+    assert [job.id for job in slurm.jobs(node="n2")] == [1]
+
+
+def test_reads_reservations(slurm: CommandSlurm) -> None:
+    """Name, nodes, users, flags and times of a reservation are read."""
+    (spares,) = slurm.reservations()
+    assert (spares.name, spares.state, spares.nodes, spares.node_count) == ("opsd_spares", "active", ("n4",), 1)
+    assert spares.users == ("root",)
+    assert "MAINT" in spares.flags
+    assert spares.starts_at is not None
+    assert spares.ends_at == spares.starts_at + 3600
+
+
+def test_reads_the_configuration(slurm: CommandSlurm) -> None:
+    """Settings are found under their names, unset ones are missing."""
+    config = slurm.configuration()
+    assert config["SlurmdTimeout"] == "30 sec"
+    assert config["AuthInfo"] == "cred_expire=5"
+    assert "HealthCheckProgram" not in config
+    assert slurm.responds()
+
+
+@pytest.mark.parametrize(
+    ("refuse", "kind", "words"),
+    [
+        (lambda s: s.update_nodes(["n1"], "drain", "opsd:1 refused"), SlurmDenied, "root, SlurmUser, an operator"),
+        (lambda s: s.requeue(999), SlurmRejected, "Invalid job id"),
+        (lambda s: s.update_nodes(["n9"], "resume"), SlurmRejected, "Invalid node name"),
+        (lambda s: s.submit("#!/bin/sh\n", ["--partition=nowhere"]), SlurmRejected, "Invalid partition name"),
+    ],
+)
+def test_refusals_are_one_sentence_of_the_right_kind(
+    slurm: CommandSlurm, refuse: Callable[[CommandSlurm], object], kind: type[SlurmError], words: str
+) -> None:
+    """Each way of saying no is told apart and names the command."""
+    with pytest.raises(kind, match=words) as caught:
+        refuse(slurm)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("slurm_load_node error: Unable to contact slurm controller (connect failure)", SlurmUnavailable),
+        ("slurm_load_partitions: Socket timed out on send/recv operation", SlurmUnavailable),
+        ("sinfo: error: If munged is up, restart with --num-threads=10\nMunge encode failed: ...", SlurmUnavailable),
+        ("scontrol: fatal: Could not establish a configuration source", SlurmMissing),
+        ("Access/permission denied for job 1", SlurmDenied),
+        ("slurm_update error: Requested operation is presently disabled", SlurmRejected),
+        ("", SlurmRejected),
+    ],
+)
+def test_failures_are_told_apart_by_what_slurm_says(said: str, kind: type[SlurmError]) -> None:
+    """Trying again makes sense for an absent controller only, so it must not be taken for a refusal."""
+    assert type(failure(["scontrol", "update", "x"], Output(1, "", said))) is kind
+
+
+def test_a_release_before_22_05_is_refused() -> None:
+    """Slurm 21.08 has no StateComplete field; the sentence says which release is needed."""
+    with pytest.raises(SlurmMissing, match=r"21\.08\.8 is too old: opsd needs 22\.05"):
+        parse_version("slurm 21.08.8-2\n")
+    with pytest.raises(SlurmMissing, match="not a Slurm release"):
+        parse_version("command not found")
+
+
+@pytest.mark.parametrize("parse", [parse_nodes, parse_jobs])
+@pytest.mark.parametrize(
+    "text", ["slurm_load error\n", "n1|idle", "n1|idle|1|root|opsd:1 x|\nn2|id", "a|b|c|d|e|f|g|\n"]
+)
+def test_answers_cut_in_half_are_refused(parse: Callable[[str, str], Sequence[object]], text: str) -> None:
+    """Half an answer is no answer: a node that is missing from it must not look undrained."""
+    with pytest.raises(SlurmRejected):
+        parse(text, "|")
+
+
+def test_an_empty_answer_is_no_nodes() -> None:
+    """Where no node matches sinfo prints nothing."""
+    assert parse_nodes("", "|") == ()
+
+
+def test_the_names_of_a_merged_line_become_nodes() -> None:
+    """Nodes that agree in everything are merged by sinfo; 10,000 of them are one line."""
+    nodes = parse_nodes("x[00001-10000]|down+drain|1700000000|root|opsd:7 power|\n", "|")
+    assert len(nodes) == 10_000
+    assert nodes[9_999].name == "x10000"
+    assert {node.flags for node in nodes} == {frozenset({"drain"})}
+
+
+def test_separators_differ_between_calls() -> None:
+    """Nobody who names a job can know the separator of the next call."""
+    assert random_separator() != random_separator()
+
+
+def test_settings_without_a_value_are_left_out() -> None:
+    """(null) means unset; headlines of the output are no settings."""
+    text = "Configuration data as of 1\nSchedulerParameters   = (null)\nKillWait = 30 sec\n\nSlurmctld(primary) is UP\n"
+    assert parse_configuration(text) == {"KillWait": "30 sec"}
