@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -174,19 +175,18 @@ class Ring:
 
     def values(self, seconds: float) -> Sequence[tuple[float, float]]:
         """(monotonic second, value) of the last ``seconds``, oldest first, missing samples left out."""
-        window, base, offsets = self.window, self.base, self.offsets
-        oldest = window.now - seconds
-        found = []
-        for tick in range(self.tick, max(-1, window.tick - window.ticks), -1):
-            slot = tick % window.ticks
-            at = window.times[slot]
-            if at < oldest:
-                break
-            offset = offsets[slot]
-            if offset == offset:
-                found.append((at, base + offset))
-        found.reverse()
-        return found
+        base, ring, times, size = self.base, self.offsets, self.window.times, self.window.ticks
+        ticks = range(max(0, self.window.tick - size + 1), self.tick + 1)
+        oldest = self.window.now - seconds
+        first = ticks.start + bisect_left(ticks, oldest, key=lambda tick: times[tick % size])
+        begin, end = first % size, (self.tick + 1) % size
+        if first > self.tick:
+            return []
+        if begin < end:
+            pairs = zip(times[begin:end], ring[begin:end], strict=True)
+        else:
+            pairs = zip(times[begin:] + times[:end], ring[begin:] + ring[:end], strict=True)
+        return [(at, base + offset) for at, offset in pairs if offset == offset]
 
     def increase(self, seconds: float) -> float | None:
         """Growth of a counter over the last ``seconds``, resets allowed for; None with fewer than two values."""
