@@ -91,7 +91,8 @@ class Loop:
             if after - before > 0.001 or not ready:
                 self.last_idle = after
             for key, _ in ready:
-                if key.fileobj in self._selector.get_map():
+                # An earlier callback of this round may have closed the descriptor, and another taken its number.
+                if self._selector.get_map().get(key.fileobj) is key:
                     key.data()
             self._run_timers()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 
 from opsd.launch.events import EventLog
 from opsd.launch.failure import Failure, RankError, Stop, classify
@@ -20,7 +18,7 @@ def failures(generation: Generation) -> list[tuple[Failure, Rank]]:
     for rank in generation.ranks:
         if rank.exit is not None and rank.exit.ok:
             continue
-        left = read_error(rank.error_file)
+        left = rank.error()
         if rank.exit is None and left is None:
             continue
         found.append((_failure(rank, left), rank))
@@ -29,8 +27,8 @@ def failures(generation: Generation) -> list[tuple[Failure, Rank]]:
 
 def _failure(rank: Rank, left: tuple[RankError, float] | None) -> Failure:
     page = rank.page()
-    error, t = left if left is not None else (None, _wall(rank.exited or time.monotonic()))
-    exit = str(rank.exit) if rank.exit is not None else "exception"
+    error, t = left if left is not None else (None, _wall(rank.ended or time.monotonic()))
+    exit = str(rank.exit) if rank.exit is not None else "exit code 1"
     return Failure(
         rank.rank,
         exit,
@@ -69,23 +67,6 @@ def explain(stop: Stop, cause: Failure, culprit: Rank, node: str) -> str:
         f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}. "
         f"Its log is {culprit.log}" + (f"; it ends in\n{tail}" if tail else ".")
     )
-
-
-def read_error(path: Path) -> tuple[RankError, float] | None:
-    """The exception in a rank's error file and its wall second; None without one.
-
-    The file is the one of ``worker.py``, or of a program that uses torch's ``@record`` itself.
-    """
-    try:
-        message = json.loads(path.read_text(encoding="utf-8"))["message"]
-        if isinstance(message, str):
-            return RankError("Error", message, ""), path.stat().st_mtime
-        extra = message["extraInfo"]
-        name, _, text = str(message["message"]).partition(": ")
-        t = float(extra.get("at") or extra["timestamp"])
-        return RankError(str(extra.get("type") or name), text, str(extra.get("where", ""))), t
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _wall(monotonic: float) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from opsd.client import PageError, RankPage, read_page
 from opsd.launch.environment import generation_environment
+from opsd.launch.error_file import read_error
+from opsd.launch.failure import RankError
 from opsd.launch.membership import Assignment
 from opsd.launch.messages import say
 from opsd.launch.process import Child, Exit
@@ -22,17 +25,18 @@ _TAIL_BYTES = 8192
 
 @dataclass(slots=True)
 class Rank:
-    """A rank of the running generation. ``exited`` is the monotonic second at which its end was noticed."""
+    """A rank of the running generation. ``ended`` is the monotonic second at which its failure or end was noticed."""
 
     rank: int
     local_rank: int
     child: Child
+    channel: socket.socket
     log: Path
     error_file: Path
     page_path: Path
     warm: bool
     exit: Exit | None = None
-    exited: float | None = None
+    ended: float | None = None
     noticed_s: float = 0.0
 
     def page(self) -> RankPage | None:
@@ -42,6 +46,10 @@ class Rank:
         except PageError:
             return None
         return page if page.pid == self.child.pid else None
+
+    def error(self) -> tuple[RankError, float] | None:
+        """The exception that the rank has left and its wall second; None without one."""
+        return read_error(self.error_file)
 
     def log_tail(self, lines: int = 20) -> str:
         """The last ``lines`` lines of the rank's log."""
@@ -103,7 +111,7 @@ class RankStarter:
             worker, warm = self._worker(local_rank, env, output)
         finally:
             os.close(output)
-        return Rank(rank, local_rank, worker.child, log, error_file, page, warm)
+        return Rank(rank, local_rank, worker.child, worker.channel, log, error_file, page, warm)
 
     def _worker(self, local_rank: int, env: dict[str, str], output: int) -> tuple[Worker, bool]:
         program = self._settings.program

@@ -127,6 +127,7 @@ class Supervisor:
             self._hangs.new_generation()
         for rank in self._generation.ranks:
             self._loop.watch(rank.child.pidfd, lambda rank=rank: self._exited(rank))  # type: ignore[misc]
+            self._loop.watch(rank.channel.fileno(), lambda rank=rank: self._failing(rank))  # type: ignore[misc]
             if rank.local_rank in self._settings.shown:
                 self._console.follow(rank.log, f"[rank{rank.rank}]: " if self._settings.local_size > 1 else "")
 
@@ -153,9 +154,17 @@ class Supervisor:
 
     # -- failures ------------------------------------------------------------------------------------------------
 
+    def _failing(self, rank: Rank) -> None:
+        """The rank's program has failed; its process will end, but that may take seconds."""
+        self._close_channel(rank)
+        if self._teardown is None and rank.exit is None and rank.error() is not None:
+            self._note_end(rank)
+            self._gather()
+
     def _exited(self, rank: Rank) -> None:
-        rank.exit, rank.exited = rank.child.exit(), time.monotonic()
-        rank.noticed_s = rank.exited - self._loop.last_idle
+        rank.exit = rank.child.exit()
+        self._note_end(rank)
+        self._close_channel(rank)
         self._loop.unwatch(rank.child.pidfd)
         if self._teardown is not None:
             self._teardown.advance()
@@ -163,6 +172,16 @@ class Supervisor:
             self._gather()
         elif not self._generation.running and self._gathering is None:
             self._all_ended()
+
+    def _note_end(self, rank: Rank) -> None:
+        if rank.ended is None:
+            rank.ended = time.monotonic()
+            rank.noticed_s = rank.ended - self._loop.last_idle
+
+    def _close_channel(self, rank: Rank) -> None:
+        if rank.channel.fileno() >= 0:
+            self._loop.unwatch(rank.channel.fileno())
+            rank.channel.close()
 
     def _gather(self) -> None:
         """Wait briefly for exits that came at the same moment, longer if the true cause has not shown yet."""
@@ -201,7 +220,7 @@ class Supervisor:
             message = cause.error.message
             self._end_generation(lambda: self._finish(exitcodes.NOT_FOUND, message))
         else:
-            self._recover(cause, culprit, culprit.exited or time.monotonic())
+            self._recover(cause, culprit, culprit.ended or time.monotonic())
 
     def _hung(self, hang: Hang) -> None:
         rank = next((rank for rank in self._generation.ranks if rank.rank == hang.rank), self._generation.ranks[0])

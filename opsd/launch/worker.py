@@ -6,7 +6,8 @@ standard library, not even opsd. The descriptor is a socket; messages are JSON w
 ``{"do": "import", "modules": {name: [names imported from it]}, "path": sys.path[0]}`` -> ``{"ready": bool}``
     become a warm standby; if an import fails, begin anew as a cold one;
 ``{"do": "run", "kind", "name", "args", "path", "env"}`` with the descriptor of the log attached
-    become the rank. ``kind`` is script, module or executable.
+    become the rank. ``kind`` is script, module or executable. A program that ends with an exception answers
+    ``{"failed": true}`` at once: the interpreter's own end may take seconds from there.
 """
 
 from __future__ import annotations
@@ -51,9 +52,8 @@ def main() -> None:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             os.close(descriptor)
-        channel.close()
         os.environ.update(order["env"])
-        return _run(order)
+        return _run(order, channel)
 
 
 def _tie_to(launcher: int) -> None:
@@ -97,12 +97,12 @@ def _warm_up(channel: socket.socket, order: dict[str, Any]) -> None:
     _answer(channel, ready=True)
 
 
-def _answer(channel: socket.socket, *, ready: bool) -> None:
+def _answer(channel: socket.socket, **message: bool) -> None:
     with contextlib.suppress(OSError):
-        channel.sendall(json.dumps({"ready": ready}).encode() + b"\n")
+        channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _run(order: dict[str, Any]) -> None:
+def _run(order: dict[str, Any], channel: socket.socket) -> None:
     kind, name, args = order["kind"], order["name"], order["args"]
     if kind == "executable":
         _execute(name, args)
@@ -124,6 +124,7 @@ def _run(order: dict[str, Any]) -> None:
             frames = frames.tb_next
         _write_error(error, frames)
         sys.excepthook(type(error), error.with_traceback(frames), frames)
+        _answer(channel, failed=True)
         sys.exit(1)
 
 

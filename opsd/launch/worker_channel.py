@@ -44,10 +44,12 @@ def order_import(worker: Worker, program: Program, modules: Mapping[str, list[st
 
 
 def order_run(worker: Worker, program: Program, env: Mapping[str, str], output: int) -> None:
-    """Make a waiting worker the rank, with ``output`` as its stdout and stderr. Raises OSError if it is gone."""
+    """Make a waiting worker the rank, with ``output`` as its stdout and stderr. Raises OSError if it is gone.
+
+    The channel becomes readable when the program has failed, and at the latest when it has ended.
+    """
     order = {"do": "run", "kind": program.kind, "name": program.name, "args": program.args}
-    with worker.channel:
-        _send(worker.channel, {**order, "path": program.path, "env": dict(env)}, (output,))
+    _send(worker.channel, {**order, "path": program.path, "env": dict(env)}, (output,))
 
 
 def open_log(path: Path) -> int:

@@ -45,7 +45,7 @@ def test_program_runs_as_python_would_run_it(tmp_path: Path) -> None:
         "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "OPSD_RUN": "r", "TORCHELASTIC_RUN_ID": "r",
         "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    assert len(seen["files"]) == 4  # stdin, stdout, stderr, and the one that lists them
+    assert len(seen["files"]) == 5  # stdin, stdout, stderr, the launcher's channel, and the one that lists them
 
 
 def test_module_runs_as_python_m_would(tmp_path: Path) -> None:
@@ -247,15 +247,13 @@ def test_no_restarts(tmp_path: Path) -> None:
 
 
 def test_first_cause_is_blamed_not_the_victim(tmp_path: Path) -> None:
-    """A rank that lost its connection exits first; the one whose exception came before, and ends slowly, is named."""
+    """A rank that lost its connection is seen to fail first; the one with an exception of its own is named."""
     source = TRAIN + textwrap.dedent(
         """
-        import atexit, socket
         if generation == 1 and rank == 0:
-            atexit.register(time.sleep, 0.5)
+            time.sleep(0.3)
             raise ValueError("mine")
         if generation == 1 and rank == 1:
-            time.sleep(0.1)
             raise ConnectionResetError("Connection reset by peer")
         train(3)
         """
@@ -264,6 +262,20 @@ def test_first_cause_is_blamed_not_the_victim(tmp_path: Path) -> None:
         assert launched.wait() == exitcodes.OK
         blamed = {event["rank"]: event["culprit"] for event in launched.events("rank_exited")}
         assert blamed == {0: True, 1: False}
+
+
+def test_failure_is_noticed_before_the_interpreter_ends(tmp_path: Path) -> None:
+    """An exception restarts the ranks at once, however long the failed interpreter would take to end."""
+    source = TRAIN + textwrap.dedent(
+        """
+        import atexit
+        atexit.register(lambda: generation == 1 and time.sleep(1000))
+        train(3, at=1, do=lambda: 1 / (generation - 1))
+        """
+    )
+    with Launched(tmp_path, source) as launched:
+        assert launched.wait() == exitcodes.OK
+        assert launched.event("rank_exited")["error"]["type"] == "ZeroDivisionError"
 
 
 def test_error_file_of_torch_record_is_understood(tmp_path: Path) -> None:

@@ -293,8 +293,8 @@ def test_control_answers_line_by_line(tmp_path: Path, loop: Loop) -> None:
         {"ok": True, "echo": "b"},
     ]
     assert path.stat().st_mode & 0o777 == 0o600
-    server.close()
-    assert not path.exists()
+    loop.later(0.0, server.close)
+    until(lambda: not path.exists())
 
 
 def test_control_socket_survives_floods(tmp_path: Path, loop: Loop) -> None:
@@ -308,7 +308,8 @@ def test_control_socket_survives_floods(tmp_path: Path, loop: Loop) -> None:
             for _ in range(100):
                 flood.sendall(b"x" * 65_536)
     assert ask(path, b"{}") == [{"ok": True}]
-    server.close()
+    loop.later(0.0, server.close)
+    until(lambda: not path.exists())
 
 
 def test_control_socket_that_cannot_be_made_is_reported(
