@@ -2,15 +2,23 @@
 
 from runbooks import (
     checkpoint_corrupt,
+    checkpoint_stale,
     dataloader_stall,
     gpu_ecc,
     gpu_lost,
     gpu_row_remap,
     gpu_throttle,
+    gradient_explosion,
+    host_memory,
+    loss_nan,
+    loss_spike,
     nvlink_errors,
     pcie_degraded,
     rank_crash,
     rank_hang,
+    storage_full,
+    straggler,
+    throughput_drop,
 )
 from runbooks.base import Runbook
 
@@ -25,5 +33,13 @@ RUNBOOKS: tuple[Runbook, ...] = (
     gpu_row_remap.RUNBOOK,
     nvlink_errors.RUNBOOK,
     pcie_degraded.RUNBOOK,
+    straggler.RUNBOOK,
+    throughput_drop.RUNBOOK,
+    loss_nan.RUNBOOK,
+    loss_spike.RUNBOOK,
+    gradient_explosion.RUNBOOK,
+    checkpoint_stale.RUNBOOK,
+    storage_full.RUNBOOK,
+    host_memory.RUNBOOK,
 )
 """Every runbook of opsd, in the order in which they are asked."""

@@ -111,7 +111,9 @@ def _finding(
         culprit=Culprit("gpu", view.node, gpu, rank.rank if rank else None, " and ".join(reasons)),
         confidence=0.95,
         evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
-        cost=Cost(share, share * waiting * spent_s, f"this throttle costs {share:.0%} {whose} ({waiting} GPUs)"),
+        cost=Cost(
+            share, share * waiting * spent_s, f"this throttle costs {share:.0%} {whose} ({waiting} GPUs)", waiting
+        ),
         job=job,
         data={"uuid": uuid, "gpu": gpu, "reasons": list(reasons)},
     )

@@ -101,6 +101,14 @@ def world_size(view: View, run: str) -> int:
     return max(sizes, default=1)
 
 
+def leaders(view: View) -> Iterator[RankFact]:
+    """One rank of each run for what is the same on all of them, loss for instance: the lowest that has done a step."""
+    for run in sorted({rank.run for rank in view.ranks}):
+        stepped = [rank for rank in ranks_of(view, run) if rank.steps]
+        if stepped:
+            yield min(stepped, key=lambda rank: (-rank.generation, rank.rank))
+
+
 def last_step(rank: RankFact) -> int:
     """The number of the rank's last completed step, -1 before the first."""
     return rank.steps[-1].step if rank.steps else -1

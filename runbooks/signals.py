@@ -36,6 +36,16 @@ def usual(series: Series, seconds: float) -> float | None:
     return median(values) if values else None
 
 
+def level(series: Series, seconds: float, but_last: float) -> tuple[float, float, int] | None:
+    """Median, spread and number of samples of the past, from ``seconds`` ago to ``but_last`` seconds ago."""
+    points = series.values(seconds)
+    if not points:
+        return None
+    until = points[-1][0] - but_last
+    values = [value for at, value in points if at <= until]
+    return (median(values), spread(values), len(values)) if values else None
+
+
 def seconds_spent(series: Series, seconds: float) -> float:
     """How much of the last ``seconds`` a counter of seconds says was spent in its state.
 

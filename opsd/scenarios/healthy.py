@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from collectors import host as host_collector
+from collectors import infiniband, storage_series
 from collectors import nvml_series as nvml
 from collectors.base import Metric
 from collectors.throttle import REASONS
 from opsd.scenarios.signals import Signal
 
 LINKS = 18
+GIB = 2.0**30
 
 Course = tuple[Metric, tuple[str, ...], Signal]
 """A metric, the values of those labels that do not identify the GPU, and how its value goes."""
@@ -58,3 +61,48 @@ def _links() -> Iterator[Course]:
         yield nvml.NVLINK_UP, (str(link),), Signal(1)
     for kind in ("crc_flit", "crc_data", "replay", "recovery"):
         yield nvml.NVLINK_ERRORS, (kind,), Signal(0)
+
+
+def host() -> Iterator[Course]:
+    """The series of a training node with 2 TiB of memory and local NVMe."""
+    yield host_collector.MEMORY_TOTAL, (), Signal(2048 * GIB)
+    yield host_collector.MEMORY_AVAILABLE, (), Signal(1500 * GIB, noise=GIB)
+    yield host_collector.MEMORY_SHARED, (), Signal(40 * GIB)
+    yield host_collector.SWAP_TOTAL, (), Signal(0)
+    yield host_collector.SWAP_USED, (), Signal(0)
+    for resource in host_collector.RESOURCES:
+        for kind in ("some", "full"):
+            yield host_collector.PRESSURE, (resource, kind), Signal(100, rate=0.001)
+    for mount, size, free in (("/", 1800, 1200), ("/scratch", 27_000, 9000), ("/dev/shm", 1024, 980)):  # noqa: S108
+        yield host_collector.DISK_SIZE, (mount,), Signal(size * GIB)
+        yield host_collector.DISK_AVAILABLE, (mount,), Signal(free * GIB)
+        yield host_collector.INODES, (mount,), Signal(100e6)
+        yield host_collector.INODES_FREE, (mount,), Signal(90e6)
+
+
+def fabric(ports: int) -> Iterator[Course]:
+    """The series of ``ports`` InfiniBand NDR ports, one per GPU."""
+    for index in range(ports):
+        port = (f"mlx5_{index}", "1")
+        yield infiniband.INFO, (*port, "InfiniBand", "28.39.1002", "MT_0000000838", ""), Signal(1)
+        yield infiniband.STATE, port, Signal(4)
+        yield infiniband.PHYSICAL_STATE, port, Signal(5)
+        yield infiniband.RATE, port, Signal(50e9)
+        for error in ("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "packet_seq_err"):
+            yield infiniband.ERRORS, (*port, error), Signal(0)
+
+
+def storage() -> Iterator[Course]:
+    """The series of a local NVMe drive with the dataset, an NFS mount for results, and the page cache."""
+    for op, latency_s in (("read", 0.0002), ("write", 0.0003)):
+        yield storage_series.IO_LATENCY, ("nvme0n1", op), Signal(latency_s, noise=latency_s / 10)
+        yield storage_series.IOS, ("nvme0n1", op), Signal(1e6, rate=200)
+    yield storage_series.BUSY, ("nvme0n1",), Signal(5000, rate=0.02)
+    yield storage_series.MOUNT_INFO, ("/scratch", "xfs", "/dev/nvme0n1", "nvme0n1", "rw"), Signal(1)
+    yield storage_series.MOUNT_INFO, ("/results", "nfs4", "filer:/results", "", "rw"), Signal(1)
+    yield storage_series.NFS_LATENCY, ("/results", "read"), Signal(0.002, noise=0.0002)
+    yield storage_series.REACHABLE, ("/results",), Signal(1)
+    yield storage_series.RESPONSE, ("/results",), Signal(0.001, noise=0.0001)
+    yield storage_series.REFAULTS, (), Signal(1e6, rate=20)
+    yield storage_series.RECLAIMED, (), Signal(1e6, rate=500)
+    yield storage_series.MAJOR_FAULTS, (), Signal(1e5, rate=1)

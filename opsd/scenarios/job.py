@@ -6,6 +6,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from collectors.base import Event, Fact, RunFact
 from opsd.scenarios.model import Change, Crash, Hang, Job
@@ -26,6 +27,7 @@ class SimulatedJob:
         self.world_size = job.world_size or job.ranks
         self.loss, self.grad_norm = Signal(job.loss, noise=0.01), Signal(0.5, noise=0.02)
         self.remote_stuck = False
+        self.commits = True
         self.generation = 0
         self.state, self.alive = "running", True
         self.ranks: list[SimulatedRank] = []
@@ -102,7 +104,7 @@ class SimulatedJob:
                 rank.until = at + SHARE["collective"] * self.settings.step_s * slowest
 
     def _complete(self, rank: SimulatedRank, at: float) -> None:
-        loss, grad_norm = self.loss.read(at, self._rng), self.grad_norm.read(at, self._rng)
+        loss, grad_norm = (rank.loss or self.loss).read(at, self._rng), self.grad_norm.read(at, self._rng)
         assert loss is not None and grad_norm is not None
         rank.complete(at, tokens=TOKENS, loss=loss, grad_norm=grad_norm)
         if self._awaited is not None and rank.generation == self.generation:
@@ -116,7 +118,7 @@ class SimulatedJob:
         rank.begin_next(at)
 
     def _commit(self, step: int, at: float) -> None:
-        if self.ranks and all(rank.process is not None for rank in self.ranks):
+        if self.commits and all(rank.process is not None for rank in self.ranks):
             self._checkpoint = self.ranks[0].committed = step
             self.emit("checkpoint_committed", at, step=step)
 
@@ -126,11 +128,13 @@ class SimulatedJob:
         self.generation += 1
         self.state = "running"
         settings = self.settings
+        totals = {rank.number: rank.totals for rank in self.ranks}
         self.ranks = [
             SimulatedRank(number, self.generation, 10_000 + 100 * self.generation + number, self._rng, settings.step_s)
             for number in range(settings.ranks)
         ]
         for rank in self.ranks:
+            rank.totals = totals.get(rank.number, {})
             rank.since = rank.step_began = at
             rank.until = at + settings.setup_s
             rank.first_step_s = settings.first_step_s
@@ -172,12 +176,18 @@ class SimulatedJob:
         chosen = [rank for rank in self.ranks if change.ranks is None or rank.number in change.ranks]
         for rank in chosen:
             _apply(rank, change, at)
-        if change.loss is not None:
+        if change.loss is not None and change.ranks is None:
             self.loss.become(change.loss, at)
+        elif change.loss is not None:
+            for rank in chosen:
+                rank.loss = replace(self.loss)
+                rank.loss.become(change.loss, at)
         if change.grad_norm is not None:
             self.grad_norm.become(change.grad_norm, at)
         if change.remote_stuck is not None:
             self.remote_stuck = change.remote_stuck
+        if change.commits is not None:
+            self.commits = change.commits
         if change.launcher == "dead":
             self.alive = False
         if change.event is not None:

@@ -97,8 +97,9 @@ class Change(_Part):
     pause: dict[str, float] | None = Field(None, description="Phase -> seconds, once, at the next step boundary.")
     crash: Crash | None = None
     hang: Hang | None = None
-    loss: Value | None = None
+    loss: Value | None = Field(None, description="Of the whole run, or of the chosen ranks only.")
     grad_norm: Value | None = None
+    commits: bool | None = Field(None, description="False: checkpoints do not become durable any more.")
     remote_stuck: bool | None = Field(None, description="A rank of another node does not come to the collective.")
 
     event: dict[str, object] | None = Field(None, description="A launcher or rank event: event, and its fields.")
@@ -106,7 +107,9 @@ class Change(_Part):
     finish: bool = Field(False, description="The run ends in good order.")
     launcher: Literal["dead"] | None = None
 
+    kernel: tuple[str, ...] = Field((), description="Lines that the kernel logs.")
     blind: tuple[str, ...] = Field((), description="Collectors that fail from now on.")
+    hung: tuple[str, ...] = Field((), description="Collectors that do not return from now on.")
     sighted: tuple[str, ...] = Field((), description="Collectors that work again.")
     clock: float = Field(0.0, description="A step of the wall clock, in seconds.")
 
@@ -170,7 +173,14 @@ class Scenario(_Part):
     on: tuple[Reaction, ...] = ()
     expect: tuple[Expectation, ...] = ()
     allow: tuple[str, ...] = Field((), description="Kinds that may open besides: known symptoms of the expected one.")
-    modes: tuple[Mode, ...] = MODES
+    modes: tuple[Mode, ...] = Field(
+        default=(), description="Modes to play; by default all, for a healthy one act only."
+    )
+
+    @property
+    def played_in(self) -> tuple[Mode, ...]:
+        """The modes to play. What finds nothing does nothing, so one mode tells all about a healthy scenario."""
+        return self.modes or (MODES if self.expect else ("act",))
 
     def moments(self) -> list[tuple[float, Change]]:
         """Every change with its second, repetitions unrolled, in the order of time."""

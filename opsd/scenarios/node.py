@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterator
 
+from collectors import host, infiniband, kmsg, storage
 from collectors import nvml_series as nvml
 from collectors import ranks as ranks_collector
-from collectors.base import GpuFact, Metric, Reading, Sample
+from collectors.base import GpuFact, Metric, NoData, Reading, Sample
+from opsd.agent.gather import Health
+from opsd.agent.metrics import COLLECTOR_STATE
 from opsd.scenarios import healthy
 from opsd.scenarios.job import SimulatedJob
+from opsd.scenarios.kernel import SimulatedKernel
 from opsd.scenarios.model import Change, Scenario, ScenarioError, Value
+from opsd.scenarios.ports import SimulatedPorts
 from opsd.scenarios.signals import Signal
 
 NODE = "n01"
@@ -19,7 +25,15 @@ MONOTONIC_0 = 50_000.0
 WALL_0 = 1_760_000_000.0
 """What the clocks show at second 0 of a scenario."""
 
-COLLECTORS = {"nvml": nvml.METRICS, "ranks": ranks_collector.METRICS}
+COLLECTORS = {
+    "nvml": nvml.METRICS,
+    "kmsg": kmsg.KmsgCollector.metrics,
+    "host": host.METRICS,
+    "infiniband": infiniband.METRICS,
+    "storage": storage.StorageCollector.metrics,
+    "storage_net": storage.StorageNetCollector.metrics,
+    "ranks": ranks_collector.METRICS,
+}
 _ALIVE_WHEN_LOST = (nvml.UP, nvml.XID_ERRORS)
 _SELECTOR = re.compile(r"(\w+)(?:\{(.*)\})?")
 
@@ -31,7 +45,7 @@ class SimulatedNode:
         self._rng = random.Random(scenario.seed)
         self._clock_offset = 0.0
         self.second = 0.0
-        self.blind: set[str] = set()
+        self._states: dict[str, Health] = dict.fromkeys(COLLECTORS, Health.OK)
         self._metrics = {metric.name: metric for metrics in COLLECTORS.values() for metric in metrics}
         self._owner = {metric.name: name for name, metrics in COLLECTORS.items() for metric in metrics}
         self._identities = [_identity(index) for index in range(scenario.gpus)]
@@ -41,10 +55,14 @@ class SimulatedNode:
             for metric, extra, signal in healthy.gpu(loaded=identity.index < scenario.job.ranks):
                 labels = identity.labels(metric, NODE, *extra)
                 self._series.setdefault(metric.name, {})[labels] = signal
+        for metric, labels, signal in (*healthy.host(), *healthy.fabric(scenario.gpus), *healthy.storage()):
+            self._series.setdefault(metric.name, {})[labels] = signal
         settings = scenario.job
         warm_s = settings.setup_s + settings.first_step_s + settings.warm_steps * settings.step_s
         began = -warm_s if settings.warm_steps else 0.0
         self.job = SimulatedJob(settings, NODE, self._rng, MONOTONIC_0 + began, self._wall_of)
+        self._kernel = SimulatedKernel(lambda: self.now, lambda: self.wall)
+        self._ports = SimulatedPorts()
 
     @property
     def now(self) -> float:
@@ -67,19 +85,40 @@ class SimulatedNode:
     def apply(self, change: Change) -> None:
         """Carry out ``change`` now. Raises ScenarioError for a series that no collector has."""
         self._clock_offset += change.clock
-        self.blind = (self.blind | set(change.blind)) - set(change.sighted)
+        self._states |= dict.fromkeys(change.blind, Health.ERROR) | dict.fromkeys(change.hung, Health.HUNG)
+        self._states |= dict.fromkeys(change.sighted, Health.OK)
+        for line in change.kernel:
+            self._kernel.say(line)
         if change.lost is not None and change.gpu is not None:
             self._lost[change.gpu] = change.lost
         for selector, value in change.set.items():
             self._set(selector, value, change.gpu)
         self.job.apply(change, self.now)
 
-    def read(self, collector: str) -> Reading:
+    def read(self, collector: str) -> Reading | NoData:
         """What ``collector`` delivers now."""
+        if self._states[collector] is not Health.OK:
+            return NoData(self._states[collector])
+        if collector == "kmsg":
+            return self._kernel.collect()
         if collector == "ranks":
             return Reading(tuple(self._rank_samples()), self.job.take_events(), tuple(self.job.facts()))
         samples = tuple(self._samples(collector))
+        if collector == "infiniband":
+            return self._ports.read(samples, self.now, self.wall)
+        if collector == "host":
+            return Reading((*samples, Sample(host.BOOT_TIME, round(self._wall_of(0.0)))))
         return Reading(samples, (), self._gpu_facts()) if collector == "nvml" else Reading(samples)
+
+    def health(self) -> Reading:
+        """How the collectors stand, as the agent itself tells it."""
+        return Reading(
+            tuple(
+                Sample(COLLECTOR_STATE, float(state is health), (name, state.value))
+                for name, health in self._states.items()
+                for state in Health
+            )
+        )
 
     def _samples(self, collector: str) -> Iterator[Sample]:
         for name, family in self._series.items():
@@ -97,6 +136,8 @@ class SimulatedNode:
         for rank in self.job.ranks:
             labels = (self.job.settings.run, str(rank.number))
             yield Sample(ranks_collector.UP, float(rank.process is not None and rank.state == "running"), labels)
+            for phase, seconds in rank.totals.items():
+                yield Sample(ranks_collector.PHASE_SECONDS, seconds, (*labels, phase))
             if rank.steps:
                 last = rank.steps[-1]
                 recent = list(rank.steps)[-ranks_collector.RATE_STEPS :]
@@ -104,8 +145,10 @@ class SimulatedNode:
                 yield Sample(ranks_collector.STEP, last.step, labels)
                 yield Sample(ranks_collector.STEP_SECONDS, last.duration_s, labels)
                 yield Sample(ranks_collector.TOKENS_RATE, sum(step.tokens for step in recent) / elapsed, labels)
-                yield Sample(ranks_collector.LOSS, last.loss, labels)
-                yield Sample(ranks_collector.GRAD_NORM, last.grad_norm, labels)
+                if math.isfinite(last.loss):
+                    yield Sample(ranks_collector.LOSS, last.loss, labels)
+                if math.isfinite(last.grad_norm):
+                    yield Sample(ranks_collector.GRAD_NORM, last.grad_norm, labels)
 
     def _gpu_facts(self) -> tuple[GpuFact, ...]:
         return tuple(

@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from collectors.base import NoData
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Outcome, Transition
 from opsd.agent.journal import Journal
@@ -84,11 +85,13 @@ class _Player:
 
     def _look(self, window: Window) -> None:
         window.begin(self._node.now, self._node.wall)
+        window.add("agent", self._node.health())
         for collector in COLLECTORS:
-            if collector in self._node.blind:
+            reading = self._node.read(collector)
+            if isinstance(reading, NoData):
                 window.forget(collector)
             else:
-                window.add(collector, self._node.read(collector))
+                window.add(collector, reading)
 
     def _responder(self, journal: Journal) -> Responder:
         log = structlog.wrap_logger(None, processors=[self._logged])

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from collectors.base import RankFact, StepFact
+from opsd.scenarios.signals import Signal
 
 ORDER = ("data", "forward", "backward", "collective", "optimizer")
 SHARE = {"data": 0.01, "forward": 0.29, "backward": 0.6, "collective": 0.07, "optimizer": 0.03}
@@ -39,11 +40,13 @@ class SimulatedRank:
     slow: dict[str, float] = field(default_factory=dict)
     pauses: deque[tuple[str, float]] = field(default_factory=deque)
     first_step_s: float = 0.0
+    loss: Signal | None = None
     committed: int | None = None
     steps: deque[StepFact] = field(default_factory=lambda: deque(maxlen=PAGE_STEPS))
     reported: int = 0
     step_began: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
     _left: float | None = None
 
     def enter(self, phase: str, at: float) -> None:
@@ -62,6 +65,8 @@ class SimulatedRank:
         """Finish the step at second ``at``; the next one begins."""
         spent = {**self.spent, self.phase: self.spent.get(self.phase, 0.0) + at - self.since}
         self.steps.append(StepFact(self.next_step, at, at - self.step_began, tokens, loss, grad_norm, spent))
+        for phase, seconds in spent.items():
+            self.totals[phase] = self.totals.get(phase, 0.0) + seconds
         self.next_step += 1
         self.reported += 1
         self.step_began = self.since = at

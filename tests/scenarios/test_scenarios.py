@@ -17,7 +17,7 @@ FILES = list(files(FOLDER))
 def test_the_agent_finds_what_is_expected_and_nothing_else(path):
     """Kind, culprit, severity, latency, actions and final state are right in each mode, and there is no false alarm."""
     scenario = load(path)
-    problems = [problem for mode in scenario.modes for problem in judge(scenario, play(scenario, mode)).problems]
+    problems = [problem for mode in scenario.played_in for problem in judge(scenario, play(scenario, mode)).problems]
     assert problems == []
 
 

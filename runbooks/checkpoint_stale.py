@@ -1,0 +1,124 @@
+"""A run that used to save checkpoints has done many more steps than usual without a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+
+from collectors.base import RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from runbooks.signals import integer, text
+
+HISTORY_S = 7 * 86_400.0
+LEAST_COMMITS = 3
+FACTOR = 2.5
+"""A checkpoint is overdue after this many of its usual intervals, counted in steps: pauses delay steps and checkpoints
+alike. One interval may be missed because a save took long."""
+
+
+def _usual_steps(view: View, run: str) -> float | None:
+    """Steps between two checkpoints, None before there were enough of them to tell."""
+    steps = sorted({integer(event.data, "step") for event in run_events(view, "checkpoint_committed", run, HISTORY_S)})
+    if len(steps) < LEAST_COMMITS:
+        return None
+    return median(after - before for before, after in pairwise(steps))
+
+
+def _committed(view: View, run: str) -> int | None:
+    """Step of the newest durable checkpoint: of what the ranks say now and what was reported before."""
+    known = [rank.committed_step for rank in ranks_of(view, run) if rank.committed_step is not None]
+    known += [integer(event.data, "step") for event in run_events(view, "checkpoint_committed", run, HISTORY_S)]
+    return max(known, default=None)
+
+
+def _overdue(view: View, leader: RankFact) -> tuple[int, float] | None:
+    """(step of the newest checkpoint, usual interval in steps) if the next one is overdue."""
+    usual, committed = _usual_steps(view, leader.run), _committed(view, leader.run)
+    if usual is None or committed is None or leader.steps[-1].step - committed <= FACTOR * usual:
+        return None
+    return committed, usual
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for leader in leaders(view):
+        overdue = _overdue(view, leader) if leader.live else None
+        if overdue is not None:
+            yield _finding(view, leader, *overdue)
+
+
+def _finding(view: View, leader: RankFact, committed: int, usual: float) -> Finding:
+    done = leader.steps[-1].step
+    behind = done - committed
+    at_risk = behind * step_seconds([leader]) * leader.world_size
+    fact = f"step {done} is done, the newest checkpoint is of step {committed}, usual are {usual:.0f} steps between two"
+    return Finding(
+        kind="checkpoint_stale",
+        key=leader.run,
+        severity=Severity.WARNING,
+        summary=f"{leader.run} has done {behind} steps since its last checkpoint, {behind / usual:.1f} times the usual",
+        culprit=Culprit("storage", view.node, detail="or the process that writes checkpoints"),
+        confidence=0.5,
+        evidence=(Evidence(fact, "rank pages", view.wall),),
+        cost=Cost(text=f"{at_risk / 3600:.1f} GPU-hours would be lost by a failure now"),
+        job=leader.job,
+        data={"run": leader.run, "generation": leader.generation, "committed": committed},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}; {incident.cost.text}"
+    return (Action("notify", target=text(incident.data, "run"), reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once a newer checkpoint is durable, or the run has ended in good order."""
+    run = text(incident.data, "run")
+    committed = _committed(view, run)
+    if committed is not None and committed > integer(incident.data, "committed"):
+        return True
+    over = recovered(view, run, integer(incident.data, "generation"))
+    return False if over and any(rank.live for rank in ranks_of(view, run)) else over
+
+
+PAGE = Page.parse("""
+# Checkpoints have stopped
+
+## Meaning
+The run goes on training, but the step of its newest durable checkpoint is more than two and a half usual intervals
+behind. Counted in steps, so that pauses do not matter. Saves in the background may fail without stopping the
+training.
+
+## Impact
+None now. The next failure costs all steps since the last checkpoint: the incident says how many GPU-hours that is.
+
+## Diagnosis
+1. `opsd incidents show ID`: newest checkpoint, usual interval, what is at stake.
+2. `opsd checkpoint list FOLDER`: does the folder agree? A folder without a manifest is a save that was never
+   completed.
+3. Space and health of where it is written: `df -h FOLDER`, `df -i FOLDER`, `journalctl -k --since -1hour | grep -iE
+   "nvme|I/O error|nfs"`.
+4. The rank's log in the run folder, and its process that persists checkpoints: `ps --ppid PID -o
+   pid,stat,wchan,comm`.
+
+## Mitigation
+- Disk full: make room, the next save will succeed by itself. Never remove the newest checkpoint that verifies.
+- Writer dead or stuck: stop the run in good order, which saves first (`kill -USR1 LAUNCHER_PID`), and start it again.
+- Storage gone: point checkpoints to another disk at the next restart.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once a newer checkpoint is durable.
+- recommend, act: the same, and notifies. It does not stop a run that trains.
+""")
+
+RUNBOOK = Runbook(
+    kind="checkpoint_stale",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    verify_s=1800.0,
+    max_attempts=1,
+)

@@ -1,0 +1,116 @@
+"""The gradient norm of a run has grown to many times its own past."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from collectors.base import RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import leaders, rank_of, recovered
+from runbooks.signals import integer, level, number, text
+
+PAST_S, BUT_LAST_S = 600.0, 20.0
+LEAST_SAMPLES = 60
+SETTLED_STEPS = 30
+RECENT, MOST = 5, 3
+FACTOR, OUTLIER = 10.0, 10.0
+"""An explosion is ten times the past level, and as many robust standard deviations away from it."""
+
+CALM_FACTOR = 3.0
+
+
+def _past(view: View, leader: RankFact) -> tuple[float, float] | None:
+    """Level of the gradient norm before now, and the limit above which it explodes."""
+    series = view.select("opsd_rank_grad_norm", run=leader.run, rank=str(leader.rank))
+    past = level(series[0], PAST_S, BUT_LAST_S) if series else None
+    if past is None or past[2] < LEAST_SAMPLES or leader.steps_reported < SETTLED_STEPS:
+        return None
+    middle, noise, _ = past
+    return middle, max(FACTOR * middle, middle + OUTLIER * noise)
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for leader in leaders(view):
+        norms = [step.grad_norm for step in leader.steps[-RECENT:]]
+        past = _past(view, leader) if leader.live else None
+        if past is not None and sum(norm > past[1] or math.isinf(norm) for norm in norms) >= MOST:
+            yield _finding(view, leader, norms, past[0])
+
+
+def _finding(view: View, leader: RankFact, norms: Sequence[float], before: float) -> Finding:
+    losses = [step.loss for step in leader.steps[-RECENT:]]
+    facts = [
+        f"gradient norms of the last steps: {', '.join(f'{norm:.4g}' for norm in norms)}",
+        f"the median of the last ten minutes is {before:.4g}",
+        f"losses of the same steps: {', '.join(f'{loss:.4g}' for loss in losses)}",
+    ]
+    return Finding(
+        kind="gradient_explosion",
+        key=leader.run,
+        severity=Severity.WARNING,
+        summary=f"the gradient norm of {leader.run} is {max(norms) / before:.0f} times what it was",
+        culprit=Culprit("unknown", view.node, detail="learning rate, data, or an unstable layer"),
+        confidence=0.5,
+        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts),
+        cost=Cost(text="clipped steps hardly move the model; unclipped ones may ruin it"),
+        job=leader.job,
+        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=text(incident.data, "run"), reason=incident.summary),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the norm is back near its level, or a later generation trains, or the run has ended in good order."""
+    data = incident.data
+    run, before = text(data, "run"), number(data, "before")
+    over = recovered(view, run, integer(data, "generation"))
+    leader = rank_of(view, run, integer(data, "rank"))
+    if over is not False or leader is None or before is None:
+        return over
+    norms = [step.grad_norm for step in leader.steps[-RECENT:]]
+    return len(norms) == RECENT and all(norm < CALM_FACTOR * before for norm in norms)
+
+
+PAGE = Page.parse("""
+# The gradient explodes
+
+## Meaning
+At least three of the last five steps have a gradient norm of more than ten times this run's own level of the last ten
+minutes. The norm is the one before clipping.
+
+## Impact
+With clipping such steps hardly train the model; without it they can ruin it within a few steps, and the loss follows.
+
+## Diagnosis
+1. `opsd incidents show ID`: norms, losses of the same steps, level before.
+2. The loss rises too: the model is being damaged. It stays: clipping holds, for now.
+3. What has changed: learning rate schedule (warm-up just over?), data stage, batch size, a restart with other
+   settings? `opsd ledger RUN_DIR` shows when the run was restarted.
+4. One rank alone? Its norm is reduced over all ranks, so that needs the program's own per-rank norms, or `nvidia-smi
+   -q -d ECC -i GPU` on each node.
+
+## Mitigation
+- Loss unharmed: wait some hundred steps.
+- Loss rising: stop, go back to the checkpoint before it, lower the learning rate or lengthen the warm-up.
+- It comes at the same batches again: skip them.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once the norm is within three times its level for five steps.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="gradient_explosion",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    clear_after_s=10.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)

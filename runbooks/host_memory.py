@@ -1,0 +1,108 @@
+"""The node's main memory runs out: little is left, or processes already wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.signals import latest, seconds_spent
+
+TOTAL, AVAILABLE = "opsd_host_memory_total_bytes", "opsd_host_memory_available_bytes"
+SHARED, PRESSURE = "opsd_host_memory_shared_bytes", "opsd_host_pressure_seconds_total"
+
+LOW, CRITICAL = 0.05, 0.02
+"""Share of the memory that can still be had without swapping."""
+
+PRESSURE_S, STALLED = 10.0, 0.1
+"""All tasks at once waited for memory in a tenth of the last seconds: the node is thrashing."""
+
+LARGE_SHARED = 0.3
+GIB = 2**30
+
+
+def _state(view: View) -> tuple[float, float, float] | None:
+    """(bytes available, share of the total, share of the last seconds stalled), None if memory is not known."""
+    total, available = latest(view, TOTAL), latest(view, AVAILABLE)
+    if not total or available is None:
+        return None
+    pressure = view.select(PRESSURE, resource="memory", kind="full")
+    stalled = seconds_spent(pressure[0], PRESSURE_S) / PRESSURE_S if pressure else 0.0
+    return available, available / total, stalled
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    state = _state(view)
+    if state is not None and (state[1] < LOW or state[2] >= STALLED):
+        yield _finding(view, *state)
+
+
+def _finding(view: View, available: float, share: float, stalled: float) -> Finding:
+    total, shared = latest(view, TOTAL) or 1.0, latest(view, SHARED) or 0.0
+    ranks = [rank for rank in view.ranks if rank.live]
+    facts = [
+        f"{available / GIB:.1f} GiB ({share:.1%}) of the memory are left",
+        f"all tasks waited for memory in {stalled:.0%} of the last {PRESSURE_S:.0f} s" if stalled else "",
+        f"{shared / GIB:.0f} GiB are shared memory" if shared > LARGE_SHARED * total else "",
+    ]
+    return Finding(
+        kind="host_memory",
+        key=view.node,
+        severity=Severity.CRITICAL if share < CRITICAL or stalled >= STALLED else Severity.WARNING,
+        summary=f"{view.node} runs out of memory: {available / GIB:.1f} GiB left",
+        culprit=Culprit("node", view.node, detail="shared memory" if facts[2] else ""),
+        confidence=0.9,
+        evidence=tuple(Evidence(fact, "host", view.wall) for fact in facts if fact),
+        cost=Cost(text=f"the kernel may kill one of {len(ranks)} ranks here" if ranks else ""),
+        job=ranks[0].job if ranks else "",
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=incident.summary),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    state = _state(view)
+    return None if state is None else state[1] >= 1.2 * LOW and state[2] < STALLED / 2
+
+
+PAGE = Page.parse("""
+# The node runs out of memory
+
+## Meaning
+Less than 5 % of main memory can be had without swapping (critical below 2 %), or the kernel reports that all tasks
+together waited for memory in a tenth of the last seconds.
+
+## Impact
+Next the kernel kills a process: often a rank or a loader, as the largest on the node, and the job restarts. Before
+that, everything becomes slow, first of all the loaders.
+
+## Diagnosis
+1. `opsd incidents show ID`: what is left, whether tasks already wait, and whether it is shared memory.
+2. `ps -eo pid,rss,comm --sort=-rss`: loaders that grow with every epoch, several copies of an index, a stranger.
+3. `df -h /dev/shm` and `ls -laS /dev/shm`: staged checkpoints, segments that dead processes left.
+4. `journalctl -k --since -1hour | grep -iE "oom|out of memory"`: who was killed already.
+5. Does it grow with the step count? A loader's index that grows does so for weeks and then kills the run.
+
+## Mitigation
+- Segments of dead processes in `/dev/shm`: remove those that nobody has open.
+- Fewer loader processes, a shallower prefetch, checkpoints staged to disk instead of memory.
+- A stranger: end it, and keep others off training nodes.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once there is room again.
+- recommend, act: the same, and notifies. It ends no process for its size.
+""")
+
+RUNBOOK = Runbook(
+    kind="host_memory",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("host",),
+    open_after_s=5.0,
+    clear_after_s=30.0,
+    verify_s=900.0,
+    max_attempts=1,
+)

@@ -1,0 +1,147 @@
+"""The loss of a run is no number any more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from collectors.base import RankFact, StepFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
+from runbooks.signals import integer, text
+
+BACK_STEPS = 5
+"""Steps with a finite loss after which the run is well again: one skipped batch is not a cure."""
+
+
+def _first_bad(steps: Sequence[StepFact]) -> int | None:
+    """The first of the steps without a finite loss if the last two have none; None if they have, or never had one.
+
+    A trainer may skip one bad batch by itself, and one that reports no loss at all is not broken.
+    """
+    finite = next((index for index, step in enumerate(steps) if math.isfinite(step.loss)), None)
+    if finite is None or any(math.isfinite(step.loss) for step in steps[-2:]):
+        return None
+    return next(step.step for step in steps[finite:] if not math.isfinite(step.loss))
+
+
+def _bad_ranks(view: View, run: str, generation: int, step: int) -> tuple[list[RankFact], list[RankFact]]:
+    """The ranks of the generation whose loss at ``step`` is no number, and those where it is one."""
+    bad, good = list[RankFact](), list[RankFact]()
+    for rank in ranks_of(view, run):
+        record = next((s for s in rank.steps if s.step == step), None)
+        if record is not None and rank.generation == generation:
+            (good if math.isfinite(record.loss) else bad).append(rank)
+    return bad, good
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for leader in leaders(view):
+        candidates = [rank for rank in ranks_of(view, leader.run) if rank.generation == leader.generation]
+        firsts = [(step, rank.rank, rank) for rank in candidates if (step := _first_bad(rank.steps)) is not None]
+        if firsts:
+            step, _, rank = min(firsts, key=lambda first: first[:2])
+            yield _finding(view, leader, step, rank)
+
+
+def _finding(view: View, leader: RankFact, step: int, first: RankFact) -> Finding:
+    bad, good = _bad_ranks(view, leader.run, leader.generation, step)
+    before = [s for s in first.steps if s.step < step][-3:]
+    culprit = Culprit("unknown", view.node, detail="data, learning rate or hardware: a replay tells")
+    if len(bad) == 1 and good:
+        culprit = Culprit("gpu", view.node, bad[0].gpu, bad[0].rank, "only this rank's loss is no number")
+    facts = [
+        f"the loss of step {step} is no number on {len(bad)} of {len(bad) + len(good)} ranks here",
+        f"the losses before were {', '.join(f'{s.loss:.4g}' for s in before)}",
+        f"the gradient norms before were {', '.join(f'{s.grad_norm:.4g}' for s in before)}",
+        f"the newest checkpoint is of step {leader.committed_step}" if leader.committed_step is not None else "",
+    ]
+    committed = leader.committed_step if leader.committed_step is not None else -1
+    wasted = max(0, leader.steps[-1].step - step + 1)
+    return Finding(
+        kind="loss_nan",
+        key=f"{leader.run}/step {step}",
+        severity=Severity.CRITICAL,
+        summary=f"the loss of {leader.run} is no number since step {step}",
+        culprit=culprit,
+        confidence=0.8 if culprit.component == "gpu" else 0.5,
+        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
+        cost=Cost(1.0, text=f"{wasted} steps on {world_size(view, leader.run)} GPUs were for nothing"),
+        job=leader.job,
+        data={
+            "run": leader.run,
+            "rank": first.rank,
+            "generation": leader.generation,
+            "step": step,
+            "committed": committed,
+        },
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    """Replay from before the first bad step: passing it speaks for hardware, failing again for data or the program."""
+    data, why = incident.data, incident.summary
+    run, supervisor = text(data, "run"), run_of(view, text(data, "run"))
+    replayable = 0 <= integer(data, "committed") < integer(data, "step")
+    if replayable and supervisor is not None and supervised(view, run):
+        args: dict[str, object] = {"control": supervisor.control, "reason": f"replay: {why}"}
+        return (
+            Action("restart_generation", target=run, args=args, reason=f"{why}; replay to tell hardware from data"),
+        )
+    advice = "there is no checkpoint from before it" if not replayable else "no opsd launcher is there to replay it"
+    return (Action("notify", target=run, reason=f"{why}; {advice}"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the run is past the step with finite losses, or has ended in good order."""
+    data = incident.data
+    run, step = text(data, "run"), integer(data, "step")
+    rank = rank_of(view, run, integer(data, "rank"))
+    if rank is None:
+        return True if recovered(view, run, integer(data, "generation")) else None
+    last = rank.steps[-BACK_STEPS:]
+    return len(last) == BACK_STEPS and last[0].step > step and all(math.isfinite(s.loss) for s in last)
+
+
+PAGE = Page.parse("""
+# The loss is not a number
+
+## Meaning
+A step reported NaN or infinity as its loss after steps with a finite one. From then on the weights are most likely
+spoilt, and every further step is for nothing. If only one rank reports it while others are finite at the same step,
+that rank's GPU is the suspect; if all do, it can be data, learning rate, overflow or hardware: the loss is averaged
+over all ranks.
+
+## Impact
+All training since that step is lost. A checkpoint saved after it holds spoilt weights.
+
+## Diagnosis
+1. `opsd incidents show ID`: first bad step, losses and gradient norms before it, newest checkpoint.
+2. Norms that grew for many steps before: learning rate or an unstable layer. No sign before: one batch, or hardware.
+3. Replay from the checkpoint before, same data: the same step fails again: data or program. It passes: hardware.
+   `nvidia-smi -q -d ECC -i GPU`, `journalctl -k --since -1hour | grep -i xid`.
+4. `opsd checkpoint list FOLDER`: is the newest checkpoint from before that step?
+
+## Mitigation
+- Restart from the newest checkpoint before the first bad step. Do not go on from a later one.
+- It fails again at the same step: skip that batch, look at its documents, lower the learning rate.
+- It passes: take the suspect's node out and test it, `scontrol update nodename=NODE state=drain reason="opsd:
+  loss_nan"`.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once the run is past the step with finite losses.
+- recommend: names the restart.
+- act: asks the launcher to restart from the newest checkpoint if that is from before the first bad step, which
+  replays it; otherwise it notifies. If the same step fails again it escalates and does not replay a second time.
+""")
+
+RUNBOOK = Runbook(
+    kind="loss_nan",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    verify_s=900.0,
+    max_attempts=1,
+)

@@ -1,0 +1,139 @@
+"""The loss of a run has jumped far above its own past, and is on its way back or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from collectors.base import RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import leaders, rank_of, recovered
+from runbooks.signals import integer, level, number, text
+
+PAST_S, BUT_LAST_S = 600.0, 20.0
+LEAST_SAMPLES = 60
+SETTLED_STEPS = 30
+"""In its first steps the loss falls so fast that it has no level to jump from."""
+
+RECENT, MOST = 5, 3
+"""A spike is seen in this many of the last steps; one odd batch is not one."""
+
+OUTLIER, LEAST_RISE = 8.0, 0.1
+"""Above the past level by this many robust standard deviations, and by this share of it."""
+
+FALLING = 0.3
+RECOVERED = 0.25
+"""The share of the jump that may be left when the spike counts as over."""
+
+
+def _past(view: View, leader: RankFact) -> tuple[float, float] | None:
+    """Level of the loss before now, and the limit above which it is a spike."""
+    series = view.select("opsd_rank_loss", run=leader.run, rank=str(leader.rank))
+    past = level(series[0], PAST_S, BUT_LAST_S) if series else None
+    if past is None or past[2] < LEAST_SAMPLES or leader.steps_reported < SETTLED_STEPS:
+        return None
+    middle, noise, _ = past
+    return middle, middle + max(OUTLIER * noise, LEAST_RISE * abs(middle))
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for leader in leaders(view):
+        losses = [step.loss for step in leader.steps[-RECENT:]]
+        if not leader.live or not all(map(math.isfinite, losses)):
+            continue
+        past = _past(view, leader)
+        if past is not None and sum(loss > past[1] for loss in losses) >= MOST:
+            yield _finding(view, leader, losses, *past)
+
+
+def _first_step(view: View, leader: RankFact, limit: float) -> int:
+    """The step with which the loss went above ``limit`` this time, as far back as the window reaches."""
+    labels = {"run": leader.run, "rank": str(leader.rank)}
+    below = [
+        at for series in view.select("opsd_rank_loss", **labels) for at, loss in series.values(PAST_S) if loss <= limit
+    ]
+    since = max(below, default=0.0)
+    later = (n for series in view.select("opsd_rank_step", **labels) for at, n in series.values(PAST_S) if at > since)
+    return int(next(later, leader.steps[-1].step))
+
+
+def _finding(view: View, leader: RankFact, losses: Sequence[float], before: float, limit: float) -> Finding:
+    top, first = max(losses), _first_step(view, leader, limit)
+    course = "falling again" if losses[-1] < top - FALLING * (top - before) else "not falling"
+    facts = [
+        f"the last losses are {', '.join(f'{loss:.4g}' for loss in losses)}",
+        f"the first high one was that of step {first}",
+        f"the median of the last ten minutes is {before:.4g}",
+        f"gradient norm {leader.steps[-1].grad_norm:.4g}",
+    ]
+    return Finding(
+        kind="loss_spike",
+        key=leader.run,
+        severity=Severity.WARNING,
+        summary=f"the loss of {leader.run} has jumped from {before:.3g} to {top:.3g} and is {course}",
+        culprit=Culprit("data", view.node, detail=f"most likely the batches around step {first}"),
+        confidence=0.5,
+        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts),
+        cost=Cost(text="if it does not fall by itself, the steps since the last checkpoint before it"),
+        job=leader.job,
+        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before, "top": top},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=text(incident.data, "run"), reason=incident.summary),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once most of the jump is gone, or a later generation trains, or the run has ended in good order."""
+    data = incident.data
+    run, before, top = text(data, "run"), number(data, "before"), number(data, "top")
+    over = recovered(view, run, integer(data, "generation"))
+    leader = rank_of(view, run, integer(data, "rank"))
+    if over is not False or leader is None or before is None or top is None:
+        return over
+    losses = [step.loss for step in leader.steps[-RECENT:]]
+    return len(losses) == RECENT and all(loss < before + RECOVERED * (top - before) for loss in losses)
+
+
+PAGE = Page.parse("""
+# The loss has a spike
+
+## Meaning
+At least three of the last five steps have a loss far above what this run had in the last ten minutes. Most spikes
+come from a run of unusual batches and fall by themselves within some hundred steps; some do not, and the model has
+been damaged.
+
+## Impact
+A spike that falls again costs nothing lasting. One that does not costs the steps back to the last checkpoint before
+it.
+
+## Diagnosis
+1. `opsd incidents show ID`: the losses, the level before, and whether it is falling.
+2. The gradient norm: it jumped before the loss did: unstable training (learning rate, a layer without normalisation).
+   At the same step: the data.
+3. The batches around the first step of the spike: which source, which documents, an unusual length or language?
+4. The same on every rank? If only one differs, suspect its GPU: `nvidia-smi -q -d ECC -i GPU`.
+5. `opsd checkpoint list FOLDER`: which checkpoint is from before it.
+
+## Mitigation
+- Falling: wait. Look again after two hundred steps.
+- Not falling: go back to the checkpoint before the spike and skip those batches.
+- Again without such batches: lower the learning rate, or clip gradients more strictly.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once most of the jump is gone.
+- recommend, act: the same, and notifies. Going back is for people to decide: most spikes fall by themselves.
+""")
+
+RUNBOOK = Runbook(
+    kind="loss_spike",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    clear_after_s=10.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)

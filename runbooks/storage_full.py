@@ -1,0 +1,156 @@
+"""A file system of the node is full, or will be soon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from runbooks.signals import text
+
+SIZE, AVAILABLE = "opsd_host_filesystem_size_bytes", "opsd_host_filesystem_available_bytes"
+INODES, INODES_FREE = "opsd_host_filesystem_inodes", "opsd_host_filesystem_inodes_free"
+
+LOW, CRITICAL = 0.05, 0.01
+"""Share of space or inodes left."""
+
+PLENTY_BYTES = 100 * 2**30
+"""With this much space left a large disk is not full, whatever the share."""
+
+SOON_S = 3600.0
+TREND_S, LEAST_TREND_S = 600.0, 300.0
+HALF = 0.5
+"""A trend is only looked at on a file system that is half full: a checkpoint being written is steep, too."""
+
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What is left of one resource of a file system. ``full_in_s`` is None if it is not filling up."""
+
+    what: str
+    left: float
+    share: float
+    full_in_s: float | None
+
+    @property
+    def low(self) -> bool:
+        plenty = self.what == "space" and self.left > PLENTY_BYTES
+        return (self.share < LOW and not plenty) or self.full_in_s is not None
+
+    def __str__(self) -> str:
+        left = f"{_bytes(self.left)} ({self.share:.1%})" if self.what == "space" else f"{self.left:.0f} inodes"
+        soon = f", full in {self.full_in_s / 60:.0f} minutes at this rate" if self.full_in_s is not None else ""
+        return f"{left} left{soon}"
+
+
+def _bytes(count: float) -> str:
+    size, unit = next(((size, unit) for size, unit in _UNITS if count >= size), (1, "bytes"))
+    return f"{count / size:.1f} {unit}"
+
+
+def _full_in(series: Series, share: float) -> float | None:
+    """Seconds until nothing is left at the rate of the last minutes, None if that is not soon.
+
+    The rate is the median over the sixths of that time, so that one large file being written is no trend.
+    """
+    points = series.values(TREND_S) if share < HALF else ()
+    if not points or points[-1][0] - points[0][0] < LEAST_TREND_S:
+        return None
+    cuts = [points[index * (len(points) - 1) // 6] for index in range(7)]
+    rates = [(a[1] - b[1]) / (b[0] - a[0]) for a, b in pairwise(cuts) if b[0] > a[0]]
+    rate = median(rates)
+    seconds = points[-1][1] / rate if rate > 0 else None
+    return seconds if seconds is not None and seconds < SOON_S else None
+
+
+def _room(view: View) -> dict[str, list[_Room]]:
+    """What is left on each mount: space, and inodes where they are counted."""
+    found: dict[str, list[_Room]] = {}
+    for what, total, left in (("space", SIZE, AVAILABLE), ("inodes", INODES, INODES_FREE)):
+        sizes: Mapping[str, float | None] = {s.labels["mount"]: s.last for s in view.select(total)}
+        for series in view.select(left):
+            mount, value = series.labels["mount"], series.last
+            size = sizes.get(mount)
+            if value is not None and size:
+                share = value / size
+                found.setdefault(mount, []).append(_Room(what, value, share, _full_in(series, share)))
+    return found
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for mount, rooms in _room(view).items():
+        low = [room for room in rooms if room.low]
+        if low:
+            yield _finding(view, mount, low)
+
+
+def _finding(view: View, mount: str, low: Sequence[_Room]) -> Finding:
+    said = " and ".join(map(str, low))
+    critical = any(room.share < CRITICAL for room in low)
+    runs = sorted({rank.run for rank in view.ranks if rank.live})
+    return Finding(
+        kind="storage_full",
+        key=f"{view.node}{mount}",
+        severity=Severity.CRITICAL if critical else Severity.WARNING,
+        summary=f"{mount} on {view.node}: {said}",
+        culprit=Culprit("storage", view.node, detail=mount),
+        confidence=0.95 if any(room.share < LOW for room in low) else 0.7,
+        evidence=(Evidence(f"{mount}: {said}", "host", view.wall),),
+        cost=Cost(text=f"checkpoints and logs of {', '.join(runs)} may not be written" if runs else ""),
+        data={"mount": mount},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=incident.summary),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    rooms = _room(view).get(text(incident.data, "mount"))
+    return None if rooms is None else not any(room.low for room in rooms)
+
+
+PAGE = Page.parse("""
+# A file system is full
+
+## Meaning
+Less than 5 % of space or inodes is left (critical below 1 %), or at the rate of the last ten minutes nothing will be
+left within an hour. A disk with more than 100 GiB left is not reported for its share alone. `/dev/shm` is memory:
+what fills it is missing elsewhere, and a rank that writes to it when it is full dies with SIGBUS.
+
+## Impact
+Checkpoints, logs and caches cannot be written. Saves in the background fail while the training seems to go on.
+
+## Diagnosis
+1. `opsd incidents show ID`: which mount, space or inodes, how fast.
+2. `df -h MOUNT`, `df -i MOUNT`.
+3. Who fills it: `du -xh --max-depth=2 MOUNT`, and files that were removed but are still open: `lsof +L1 MOUNT`.
+4. Checkpoints: `opsd checkpoint list FOLDER`: is retention keeping up?
+
+## Mitigation
+- Logs, caches and core dumps first. `journalctl --vacuum-size=1G`.
+- Old checkpoints only after `opsd checkpoint verify FOLDER` has found the newest ones good, and never the last good
+  one.
+- `/dev/shm`: segments that dead processes left: `ls -la /dev/shm`, and remove those that nobody has open.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once there is room again.
+- recommend, act: the same, and notifies. It never removes files.
+""")
+
+RUNBOOK = Runbook(
+    kind="storage_full",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("host",),
+    open_after_s=5.0,
+    clear_after_s=30.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)

@@ -1,0 +1,220 @@
+"""One rank computes slower than its peers, step after step, and every other rank waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from collectors.base import RankFact, StepFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpu_throttle import CLOCK, throttled_gpus
+from runbooks.gpus import newest
+from runbooks.runs import ranks_of, recovered
+from runbooks.signals import excess, integer, spread, text
+
+NOT_COMPUTING = ("collective", "data", "checkpoint", "evaluation", "setup")
+"""Phases in which a rank waits for others or for the node; only what is left can make it a straggler."""
+
+RECENT_S = 20.0
+LEAST_STEPS, SETTLED_STEPS = 5, 10
+SLOW = 0.07
+"""A rank this much above the median of its peers is a straggler: a GPU that is 10 % slow must be caught for sure."""
+
+OUTLIER = 4.0
+"""... and this many robust standard deviations, so that a job whose ranks differ by nature has none."""
+
+CONSISTENT = 0.8
+"""... in this share of the recent steps: a single hiccup moves no median, a bad minute is not a bad GPU."""
+
+COSTLY = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """``share`` is how much longer it computes than the median of its peers, ``extra_s`` that in seconds a step."""
+
+    rank: RankFact
+    share: float
+    compute_s: float
+    peers_s: float
+    steps: int
+    peers: int
+
+    @property
+    def extra_s(self) -> float:
+        return self.compute_s - self.peers_s
+
+
+def compute_seconds(step: StepFact) -> float:
+    """The part of a step in which the rank itself worked, in seconds."""
+    return step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in NOT_COMPUTING)
+
+
+def _recent(rank: RankFact, now: float) -> dict[int, float]:
+    """Step -> seconds of computing, of the rank's last steps."""
+    settled = [step for step in rank.steps if rank.steps_reported - (rank.steps[-1].step - step.step) > SETTLED_STEPS]
+    recent = [step for step in settled if now - step.end <= RECENT_S]
+    return {
+        step.step: compute_seconds(step) for step in (recent if len(recent) >= LEAST_STEPS else settled[-LEAST_STEPS:])
+    }
+
+
+def _stragglers(ranks: Sequence[RankFact], now: float) -> list[Straggler]:
+    """The stragglers among the ranks of one generation, compared over the steps that all of them have done."""
+    recent = {rank.rank: _recent(rank, now) for rank in ranks}
+    common = sorted(set.intersection(*(set(steps) for steps in recent.values())))
+    if len(common) < LEAST_STEPS:
+        return []
+    rows = {number: [steps[step] for step in common] for number, steps in recent.items()}
+    candidates = (_compare(rank, rows) for rank in ranks)
+    return [candidate for candidate in candidates if candidate is not None]
+
+
+def _compare(rank: RankFact, rows: Mapping[int, Sequence[float]]) -> Straggler | None:
+    """The rank as a straggler, None if it is none. ``rows`` has the computing seconds of each rank, step by step."""
+    own, others = rows[rank.rank], [row for number, row in rows.items() if number != rank.rank]
+    typical = [median(row) for row in others]
+    share, middle = excess(median(own), typical), median(typical)
+    if share < SLOW or median(own) - middle < OUTLIER * max(spread(typical), 0.01 * middle):
+        return None
+    slower = [
+        mine > (1 + SLOW / 2) * median(theirs) for mine, theirs in zip(own, zip(*others, strict=True), strict=True)
+    ]
+    if sum(slower) < CONSISTENT * len(slower):
+        return None
+    return Straggler(rank, share, median(own), middle, len(own), len(others))
+
+
+def _groups(view: View) -> Iterator[list[RankFact]]:
+    """The live ranks of each run, if there are at least two in its newest generation."""
+    for run in sorted({rank.run for rank in view.ranks}):
+        ranks = [rank for rank in ranks_of(view, run) if rank.live]
+        newest_generation = max((rank.generation for rank in ranks), default=0)
+        ranks = [rank for rank in ranks if rank.generation == newest_generation and rank.steps]
+        if len(ranks) > 1:
+            yield ranks
+
+
+def stragglers_of(view: View, run: str) -> list[Straggler]:
+    """The stragglers of ``run`` among its ranks on this node."""
+    return [found for ranks in _groups(view) if ranks[0].run == run for found in _stragglers(ranks, view.now)]
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    throttled = throttled_gpus(view) if view.known("nvml") else set()
+    explained = {gpu.index for gpu in view.gpus if gpu.uuid in throttled or gpu.lost is not None}
+    for ranks in _groups(view):
+        for straggler in _stragglers(ranks, view.now):
+            if straggler.rank.gpu not in explained:
+                yield _finding(straggler, view)
+
+
+def _finding(found: Straggler, view: View) -> Finding:
+    rank = found.rank
+    step_s = rank.steps[-1].duration_s
+    cost = min(found.extra_s / step_s, 1.0) if step_s > 0 else 0.0
+    whose = f"job {rank.job}" if rank.job else f"run {rank.run}"
+    said = f"rank {rank.rank} computes {found.compute_s:.3f} s a step, the median of its {found.peers} peers is"
+    return Finding(
+        kind="straggler",
+        key=f"{rank.run}/rank {rank.rank}",
+        severity=Severity.CRITICAL if cost >= COSTLY else Severity.WARNING,
+        summary=f"rank {rank.rank} of {rank.run} is {found.share:.0%} slower than its peers",
+        culprit=Culprit("rank", view.node, rank.gpu, rank.rank, "slow computing"),
+        confidence=0.8 if found.peers > 1 else 0.5,
+        evidence=(
+            Evidence(f"{said} {found.peers_s:.3f} s over the same {found.steps} steps", "rank pages", view.wall),
+        ),
+        cost=Cost(
+            throughput_ratio=cost,
+            text=f"it costs {cost:.0%} of {whose} ({rank.world_size} GPUs)",
+            gpus=rank.world_size,
+        ),
+        job=rank.job,
+        data={"run": rank.run, "rank": rank.rank, "generation": rank.generation},
+    )
+
+
+def _clock_behind(view: View, gpu: int) -> str:
+    """How far the GPU's clock lies below its peers', in words, "" if it does not."""
+    indexes: Mapping[str, int] = {fact.uuid: fact.index for fact in view.gpus}
+    clocks = {indexes[uuid]: clock for uuid, clock in newest(view, CLOCK).items() if uuid in indexes}
+    peers = [clock for index, clock in clocks.items() if index != gpu]
+    if gpu not in clocks or not peers or clocks[gpu] > 0.95 * median(peers):
+        return ""
+    return f"the SM clock of GPU {gpu} is {clocks[gpu]:.0f} MHz, its peers' {median(peers):.0f} MHz"
+
+
+def _diagnose(finding: Finding, view: View) -> Finding:
+    """A slow clock makes it the GPU; otherwise the rank is named and the reason is open."""
+    gpu = finding.culprit.gpu
+    behind = _clock_behind(view, gpu) if gpu is not None and view.known("nvml") else ""
+    if not behind:
+        return finding
+    return replace(
+        finding,
+        culprit=replace(finding.culprit, component="gpu", detail="low clock"),
+        confidence=0.9,
+        evidence=(*finding.evidence, Evidence(behind, "NVML", view.wall)),
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=f"{incident.summary}; {incident.cost.text}"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the rank keeps up over as many steps as it took to find it, or its run has ended in good order."""
+    run, number = text(incident.data, "run"), integer(incident.data, "rank")
+    for ranks in _groups(view):
+        if ranks[0].run == run and any(rank.rank == number for rank in ranks):
+            enough = all(len(_recent(rank, view.now)) >= LEAST_STEPS for rank in ranks)
+            return all(s.rank.rank != number for s in _stragglers(ranks, view.now)) if enough else None
+    return True if recovered(view, run, integer(incident.data, "generation")) else None
+
+
+PAGE = Page.parse("""
+# A rank is a straggler
+
+## Meaning
+Over its recent steps one rank has computed at least 7 % longer than the median of its peers, clearly outside of what
+the ranks differ by among themselves, and in nearly every step. Time spent waiting in collectives, for data and in
+checkpoints is taken out: the others wait for the straggler, and so look slow as well if one looks at whole steps. A
+rank whose GPU is known to be throttled or lost is not reported here: that incident is the cause.
+
+## Impact
+A synchronous job runs at the pace of its slowest rank: 10 % on one GPU are 10 % of all.
+
+## Diagnosis
+1. `opsd incidents show ID`: seconds of computing per step beside the peers', and the GPU's clock if it is behind.
+2. `nvidia-smi --query-gpu=index,clocks.sm,power.draw,temperature.gpu --format=csv -l 1`: a low clock, or power far
+   below its peers at full utilization.
+3. Same clock and yet slow: the host. `ps -eo pid,psr,pcpu,comm --sort=-pcpu` for a stranger on the rank's cores,
+   `numactl --show` for a rank bound to the wrong socket, `nvidia-smi topo -m` for its GPU's socket.
+4. `py-spy record --native -d 20 -o rank.svg --pid PID` on this rank and on a peer, side by side.
+5. Different by nature? The last stage of a pipeline, or a rank that writes logs, computes longer. Balance the stages.
+
+## Mitigation
+- A stranger on the cores: end it. Wrong socket: restart with the right binding.
+- The GPU: swap the node out at the next checkpoint, `scontrol update nodename=NODE state=drain reason="opsd:
+  straggler"`, and run its acceptance tests.
+
+## What opsd does by itself
+- observe: opens the incident with its cost, resolves it once the rank keeps up.
+- recommend, act: the same, and notifies. It does not end a rank that makes progress.
+""")
+
+RUNBOOK = Runbook(
+    kind="straggler",
+    page=PAGE,
+    detect=_detect,
+    diagnose=_diagnose,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    open_after_s=10.0,
+    clear_after_s=20.0,
+    verify_s=600.0,
+    max_attempts=1,
+)

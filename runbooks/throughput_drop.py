@@ -1,0 +1,216 @@
+"""A run trains slower than it did: the diagnosis goes through data, then network, then kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from collectors.base import RankFact, StepFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.blame import STOPPED
+from runbooks.gpu_throttle import throttled_gpus
+from runbooks.runs import leaders, ranks_of, recovered
+from runbooks.signals import integer, level, number, text
+from runbooks.straggler import stragglers_of
+
+PAST_S, BUT_LAST_S = 600.0, 60.0
+LEAST_SAMPLES = 90
+"""Seconds of steady training before a run has a level that it can fall from."""
+
+RECENT_S, LEAST_STEPS = 30.0, 5
+SETTLED_STEPS = 30
+DROP, BACK, COSTLY = 0.1, 0.05, 0.2
+
+PAUSES = ("checkpoint", "evaluation", "setup")
+"""Time in these phases is not training; it is taken out of the steps that have it."""
+
+_CAUSES = {"data": "data", "collective": "network"}
+"""What a phase is spent on; all others are kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """By how many seconds per step a rank has become slower, split by what it spends them on."""
+
+    rank: RankFact
+    data: float
+    network: float
+    kernels: float
+
+    @property
+    def total(self) -> float:
+        return self.data + self.network + self.kernels
+
+    def __str__(self) -> str:
+        return f"data {self.data:+.3f} s, collectives {self.network:+.3f} s, computing {self.kernels:+.3f} s"
+
+
+def _recent(rank: RankFact, now: float) -> list[StepFact]:
+    recent = [step for step in rank.steps if now - step.end <= RECENT_S]
+    return recent if len(recent) >= LEAST_STEPS else list(rank.steps[-LEAST_STEPS:])
+
+
+def _rate(step: StepFact) -> float:
+    """Tokens per second of training, pauses taken out."""
+    training = step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in PAUSES)
+    return step.tokens / training if training > 0 else 0.0
+
+
+def _past_rate(view: View, rank: RankFact) -> float | None:
+    """Tokens per second that are usual for this rank, None without a past to compare with."""
+    series = view.select("opsd_rank_tokens_per_second", run=rank.run, rank=str(rank.rank))
+    past = level(series[0], PAST_S, BUT_LAST_S) if series else None
+    if past is None or past[2] < LEAST_SAMPLES or rank.steps_reported < SETTLED_STEPS:
+        return None
+    return past[0] if past[0] > 0 else None
+
+
+def _drop(view: View, rank: RankFact) -> tuple[float, float] | None:
+    """Tokens per second before and now if the difference is a drop."""
+    before = _past_rate(view, rank)
+    if before is None:
+        return None
+    now = median(_rate(step) for step in _recent(rank, view.now))
+    return (before, now) if now <= (1 - DROP) * before else None
+
+
+def _explained(view: View, run: str) -> bool:
+    """True if a single rank or GPU is known to hold the run up: then that is the incident, and this its symptom."""
+    ranks = [rank for rank in ranks_of(view, run) if rank.live]
+    stuck = any(rank.process in STOPPED or view.now - rank.changed > RECENT_S for rank in ranks)
+    throttled = throttled_gpus(view) if view.known("nvml") else set()
+    hot = {gpu.index for gpu in view.gpus if gpu.uuid in throttled or gpu.lost is not None}
+    return stuck or any(rank.gpu in hot for rank in ranks) or bool(stragglers_of(view, run))
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for leader in leaders(view):
+        drop = _drop(view, leader) if leader.live and leader.phase not in PAUSES else None
+        if drop is not None and not _explained(view, leader.run):
+            yield _finding(view, leader, *drop)
+
+
+def _finding(view: View, leader: RankFact, before: float, now: float) -> Finding:
+    world, share = leader.world_size, 1 - now / before
+    whose = f"job {leader.job}" if leader.job else f"run {leader.run}"
+    fact = f"{now:.0f} tokens/s on rank {leader.rank}, {before:.0f} in the ten minutes before"
+    return Finding(
+        kind="throughput_drop",
+        key=leader.run,
+        severity=Severity.CRITICAL if share >= COSTLY else Severity.WARNING,
+        summary=f"{leader.run} trains {share:.0%} slower than before",
+        culprit=Culprit("unknown", view.node),
+        confidence=0.3,
+        evidence=(Evidence(fact, "rank pages", view.wall),),
+        cost=Cost(throughput_ratio=share, text=f"it costs {share:.0%} of {whose} ({world} GPUs)", gpus=world),
+        job=leader.job,
+        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before},
+    )
+
+
+def _growth(view: View, rank: RankFact) -> _Growth | None:
+    """How a rank's steps have grown since the minutes before, None if its phases then are not known."""
+    labels = {"run": rank.run, "rank": str(rank.rank)}
+    counted = view.select("opsd_rank_step", **labels)
+    until = view.now - BUT_LAST_S
+    numbers = [value for at, value in counted[0].values(PAST_S) if at <= until] if counted else []
+    steps = numbers[-1] - numbers[0] if numbers else 0.0
+    if steps <= 0:
+        return None
+    grown = {"data": 0.0, "network": 0.0, "kernels": 0.0}
+    for series in view.select("opsd_rank_phase_seconds_total", **labels):
+        phase = series.labels["phase"]
+        spent = [value for at, value in series.values(PAST_S) if at <= until]
+        if spent and phase not in PAUSES:
+            now = median(step.phase_s.get(phase, 0.0) for step in _recent(rank, view.now))
+            grown[_CAUSES.get(phase, "kernels")] += now - (spent[-1] - spent[0]) / steps
+    return _Growth(rank, **grown)
+
+
+def _diagnose(finding: Finding, view: View) -> Finding:
+    """In the order in which a person would look: data, then network, then kernels."""
+    ranks = [rank for rank in ranks_of(view, text(finding.data, "run")) if rank.live and rank.steps]
+    growths = [growth for growth in (_growth(view, rank) for rank in ranks) if growth is not None]
+    if not growths:
+        return finding
+    half = 0.5 * max(growth.total for growth in growths)
+    late = [growth for growth in growths if growth.data >= half]
+    if late:
+        culprit = Culprit("data", view.node, detail="every loader" if len(late) > 1 else "its loader is slow")
+        if len(late) == 1 and len(growths) > 1:
+            culprit = replace(culprit, gpu=late[0].rank.gpu, rank=late[0].rank.rank)
+    elif min(growth.network for growth in growths) >= half:
+        culprit = Culprit("network", view.node, detail="collectives: the network, or a slow rank of another node")
+    elif median(growth.kernels for growth in growths) >= half:
+        culprit = Culprit("node", view.node, detail="computing takes longer on every rank")
+    else:
+        return finding
+    worst = max(growths, key=lambda growth: growth.total)
+    said = Evidence(f"per step on rank {worst.rank.rank}: {worst}", "rank pages", view.wall)
+    return replace(finding, culprit=culprit, confidence=0.7, evidence=(*finding.evidence, said))
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}; {incident.cost.text}; {incident.culprit}"
+    return (Action("notify", target=text(incident.data, "run"), reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the run is within 5 % of what it did before, or has ended in good order."""
+    data = incident.data
+    run, before = text(data, "run"), number(data, "before") or 0.0
+    leader = next((rank for rank in leaders(view) if rank.run == run and rank.live), None)
+    if leader is None:
+        return True if recovered(view, run, integer(data, "generation")) else None
+    recent = _recent(leader, view.now)
+    if leader.steps_reported < SETTLED_STEPS or view.now - recent[-1].end > RECENT_S:
+        return False
+    return median(_rate(step) for step in recent) >= (1 - BACK) * before
+
+
+PAGE = Page.parse("""
+# Throughput has dropped
+
+## Meaning
+The run trains at least 10 % fewer tokens per second than in the ten minutes before, checkpoints and evaluation taken
+out, and no single rank or GPU of this node explains it: a straggler, a throttled GPU or a stalled loader have
+incidents of their own. The time per step is compared with the run's own past in three parts: waiting for data,
+collectives, computing.
+
+## Impact
+The share named in the incident, on every GPU of the job, for as long as it lasts.
+
+## Diagnosis
+In this order, as opsd does; `opsd incidents show ID` has the seconds per step of each part.
+1. Data: one rank's loader, or all of them. `iostat -x 1 3`, `df -h`, `findmnt -t nfs4,lustre`; was the dataset
+   evicted from the cache, has a new data stage begun?
+2. Network: collectives take longer on every rank. `ibstat`, `nvidia-smi nvlink -e`, and incidents on the other nodes
+   of the job: a slow rank there looks like a slow network here.
+3. Kernels: computing takes longer on every rank. `nvidia-smi -q -d PERFORMANCE,CLOCK`: clocks and power caps of the
+   whole node; longer sequences, another attention kernel, a recompilation.
+4. `py-spy record --native -d 20 -o rank.svg --pid PID` if nothing of this explains it.
+
+## Mitigation
+- Data: move the dataset to local NVMe; more loader processes.
+- Network or another node: find the slow node first; swap it out.
+- Kernels: what changed at that moment? Compare with a short run of the configuration from before.
+
+## What opsd does by itself
+- observe: opens the incident with diagnosis and cost, resolves it once throughput is within 5 % of what it was.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="throughput_drop",
+    page=PAGE,
+    detect=_detect,
+    diagnose=_diagnose,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    open_after_s=20.0,
+    clear_after_s=20.0,
+    verify_s=900.0,
+    max_attempts=1,
+)
