@@ -65,13 +65,17 @@ class BenchError(Exception):
     """A benchmark that cannot be carried out; the message says why."""
 
 
-def run() -> dict[str, float | int | str]:
-    """Alternate ours and torchrun over ``TRIALS`` kills each; then one stopped rank."""
+def run(trials: int = TRIALS) -> dict[str, float | int | str]:
+    """Alternate ours and torchrun over ``trials`` kills each; then one stopped rank.
+
+    ``ours_restart`` is with standby interpreters ready, as a run has them most of the time; ``at_once_again`` is a
+    second kill right after that, with new ones still on their way. Times in seconds. Raises BenchError.
+    """
     ours, noticed, cold, peer, memory = [], [], [], [], []
     with tempfile.TemporaryDirectory(prefix="opsd-bench-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
-        for number in range(TRIALS):
+        for number in range(trials):
             with _opsd(folder / f"ours-{number}") as job:
                 job.warm()
                 memory.append(job.memory_mib())
@@ -98,7 +102,7 @@ def run() -> dict[str, float | int | str]:
         "ours_hang_named_s": named,
         "ours_hang_limit_s": limit,
         "ours_rss_mib": max(memory),
-        "trials": TRIALS,
+        "trials": trials,
     }
 
 
