@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 
 from runbooks.base import Cost, Evidence, Finding, Incident, Severity, State
 
-MAX_EVIDENCE = 16
-"""Sentences kept: those it was opened with, then the newest."""
+MAX_EVIDENCE = 24
+"""Sentences kept; those it was opened with take two thirds at most."""
 MAX_ACTIONS = 50
 GIVE_UP_S = 3600.0
 """An incident that was neither found nor could be judged for this long ends, escalated: the run may have vanished."""
@@ -205,7 +205,7 @@ def _open(finding: Finding, now: float) -> Incident:
         summary=finding.summary,
         culprit=finding.culprit,
         confidence=finding.confidence,
-        evidence=finding.evidence[:MAX_EVIDENCE],
+        evidence=finding.evidence[: 2 * MAX_EVIDENCE // 3],
         cost=finding.cost,
         job=finding.job,
         opened_at=now,
@@ -223,7 +223,7 @@ def _merge(incident: Incident, finding: Finding, now: float) -> Incident:
         summary=finding.summary if surer else incident.summary,
         culprit=finding.culprit if surer else incident.culprit,
         confidence=max(incident.confidence, finding.confidence),
-        evidence=_evidence(incident.evidence, finding.evidence),
+        evidence=_evidence(incident, finding),
         cost=_cost(incident.cost, finding.cost, now - incident.last_seen_at),
         job=finding.job or incident.job,
         last_seen_at=now,
@@ -240,13 +240,10 @@ def _cost(before: Cost, now: Cost, seconds: float) -> Cost:
     return replace(now, gpu_seconds=max(now.gpu_seconds, before.gpu_seconds + added))
 
 
-def _evidence(before: tuple[Evidence, ...], new: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
-    """Both, in order; a sentence that is said again takes the later time."""
-    both = {(evidence.source, evidence.text): evidence for evidence in before}
-    both.update({(evidence.source, evidence.text): evidence for evidence in new})
-    merged = tuple(both.values())
-    half = MAX_EVIDENCE // 2
-    return merged if len(merged) <= MAX_EVIDENCE else merged[:half] + merged[-half:]
+def _evidence(incident: Incident, finding: Finding) -> tuple[Evidence, ...]:
+    """What the incident was opened with, then what is found now; the numbers in between are in the metrics."""
+    opening = tuple(evidence for evidence in incident.evidence if evidence.at <= incident.opened_at)
+    return opening + tuple(e for e in finding.evidence if e not in opening)[: MAX_EVIDENCE - len(opening)]
 
 
 def _settle(incident: Incident, outcomes: Sequence[Outcome], rule: Rules, now: float) -> Incident:

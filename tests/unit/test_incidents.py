@@ -180,14 +180,31 @@ def test_a_surer_finding_corrects_the_culprit_and_a_less_sure_one_does_not() -> 
     assert patient.incident.severity is Severity.CRITICAL
 
 
-def test_evidence_is_bounded_and_keeps_its_beginning_and_end() -> None:
-    """What an incident was opened with and what is newest are kept."""
+def test_evidence_is_what_was_found_first_and_what_is_found_now() -> None:
+    """A sentence whose number changes every second does not pile up."""
     patient = Patient()
     for number in range(100):
-        patient.tick(finding(evidence=(Evidence(f"reading {number}", "nvml", T0 + number),)))
-    texts = [evidence.text for evidence in patient.incident.evidence]
-    assert len(texts) == incidents.MAX_EVIDENCE
-    assert (texts[0], texts[-1]) == ("reading 0", "reading 99")
+        patient.tick(finding(evidence=(Evidence(f"reading {number}", "nvml", patient.now + 1),)))
+    assert [evidence.text for evidence in patient.incident.evidence] == ["reading 0", "reading 99"]
+
+
+def test_evidence_is_bounded() -> None:
+    """A thousand sentences leave room for both the first and the newest."""
+    patient = Patient()
+    for number in range(3):
+        texts = [f"{number} {line}" for line in range(1000)]
+        patient.tick(finding(evidence=tuple(Evidence(text, "log", patient.now + 1) for text in texts)))
+    found = [evidence.text for evidence in patient.incident.evidence]
+    assert len(found) == incidents.MAX_EVIDENCE
+    assert {text.split()[0] for text in found} == {"0", "2"}
+
+
+def test_evidence_that_reads_the_same_is_fresh_each_time() -> None:
+    """The policy acts on fresh evidence only, so a trouble that goes on must not look old."""
+    patient = Patient()
+    for _ in range(10):
+        patient.tick(finding(evidence=(Evidence("too hot", "nvml", patient.now + 1),)))
+    assert max(evidence.at for evidence in patient.incident.evidence) == patient.now
 
 
 def test_a_recommendation_is_noted_once() -> None:
