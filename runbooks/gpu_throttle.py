@@ -28,9 +28,10 @@ LOWEST = 0.6
 does, and a steady small loss is better than clocks that collapse."""
 
 
-def throttled_gpus(view: View) -> set[str]:
-    """UUIDs of the GPUs that are throttled now, under load or not."""
-    return {uuid for uuid, counters in _counters(view).items() if _throttles(counters)}
+def unfit_gpus(view: View) -> set[int | None]:
+    """Indexes of the GPUs that are throttled or lost now: what is slow on them has its cause there."""
+    hot = {uuid for uuid, counters in _counters(view).items() if _throttles(counters)} if view.known("nvml") else set()
+    return {gpu.index for gpu in view.gpus if gpu.uuid in hot or gpu.lost is not None}
 
 
 def _counters(view: View) -> dict[str, dict[str, Series]]:
@@ -43,13 +44,11 @@ def _counters(view: View) -> dict[str, dict[str, Series]]:
     return found
 
 
-def _active(counters: Mapping[str, Series], seconds: float, limit: float) -> list[str]:
-    """The reasons that held for at least ``limit`` of the last ``seconds``."""
-    return [reason for reason, series in counters.items() if seconds_spent(series, seconds) >= limit]
-
-
 def _throttles(counters: Mapping[str, Series]) -> list[str]:
-    return _active(counters, SHORT_S, SHORT_LIMIT_S) or _active(counters, LONG_S, LONG_LIMIT_S)
+    """The reasons that hold the GPU back now, or have for a good part of the last half minute."""
+    lately = {reason: spent for reason, series in counters.items() if (spent := seconds_spent(series, LONG_S)) > 0}
+    now = [reason for reason in lately if seconds_spent(counters[reason], SHORT_S) >= SHORT_LIMIT_S]
+    return now or [reason for reason, spent in lately.items() if spent >= LONG_LIMIT_S]
 
 
 def _detect(view: View) -> Iterator[Finding]:

@@ -52,8 +52,10 @@ def seconds_spent(series: Series, seconds: float) -> float:
     Such a counter cannot grow faster than time, so each interval counts for its own length at most: a reset counts
     nothing and one wild sample counts a single interval.
     """
-    spent = 0.0
-    for (before, low), (after, high) in pairwise(series.values(seconds)):
+    points, spent = series.values(seconds), 0.0
+    if not points or points[0][1] == points[-1][1]:
+        return spent
+    for (before, low), (after, high) in pairwise(points):
         spent += min(max(high - low, 0.0), after - before)
     return spent
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from collectors.base import RankFact, StepFact
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpu_throttle import CLOCK, throttled_gpus
+from runbooks.gpu_throttle import CLOCK, unfit_gpus
 from runbooks.gpus import newest
 from runbooks.runs import ranks_of, recovered
 from runbooks.signals import excess, integer, spread, text
@@ -102,12 +102,9 @@ def stragglers_of(view: View, run: str) -> list[Straggler]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    throttled = throttled_gpus(view) if view.known("nvml") else set()
-    explained = {gpu.index for gpu in view.gpus if gpu.uuid in throttled or gpu.lost is not None}
-    for ranks in _groups(view):
-        for straggler in _stragglers(ranks, view.now):
-            if straggler.rank.gpu not in explained:
-                yield _finding(straggler, view)
+    found = [straggler for ranks in _groups(view) for straggler in _stragglers(ranks, view.now)]
+    explained = unfit_gpus(view) if found else set()
+    return (_finding(straggler, view) for straggler in found if straggler.rank.gpu not in explained)
 
 
 def _finding(found: Straggler, view: View) -> Finding:

@@ -9,7 +9,7 @@ from statistics import median
 from collectors.base import RankFact, StepFact
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
 from runbooks.blame import STOPPED
-from runbooks.gpu_throttle import throttled_gpus
+from runbooks.gpu_throttle import unfit_gpus
 from runbooks.runs import leaders, ranks_of, recovered
 from runbooks.signals import integer, level, number, text
 from runbooks.straggler import stragglers_of
@@ -79,9 +79,8 @@ def _explained(view: View, run: str) -> bool:
     """True if a single rank or GPU is known to hold the run up: then that is the incident, and this its symptom."""
     ranks = [rank for rank in ranks_of(view, run) if rank.live]
     stuck = any(rank.process in STOPPED or view.now - rank.changed > RECENT_S for rank in ranks)
-    throttled = throttled_gpus(view) if view.known("nvml") else set()
-    hot = {gpu.index for gpu in view.gpus if gpu.uuid in throttled or gpu.lost is not None}
-    return stuck or any(rank.gpu in hot for rank in ranks) or bool(stragglers_of(view, run))
+    unfit = unfit_gpus(view)
+    return stuck or any(rank.gpu in unfit for rank in ranks) or bool(stragglers_of(view, run))
 
 
 def _detect(view: View) -> Iterator[Finding]:
