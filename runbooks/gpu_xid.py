@@ -1,0 +1,239 @@
+"""The driver reports an Xid: what it calls for, whom to blame (the GPU or its program), and whether it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from collectors.base import Event
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpus import by_gpu, job_text
+from runbooks.runs import FRESH_S, REMEMBERED_S
+from runbooks.signals import integer, latest, number, text
+from runbooks.xids import (
+    AMBIGUOUS,
+    DAY_S,
+    ECHOES,
+    Gpu,
+    bursts,
+    by_address,
+    code_of,
+    gpu_at,
+    program_to_blame,
+    rank_at,
+    too_often,
+)
+
+ASKED = "opsd_gpu_recovery_action"
+ASKS: Mapping[int, str] = {
+    1: "reset_gpu",
+    2: "reboot_node",
+    3: "drain_p2p",
+    4: "drain_and_reset",
+    5: "recover_imex_domain",
+    6: "reset_gpu",
+    7: "reboot_node",
+}
+"""What the driver asks for (nvmlDeviceGpuRecoveryAction_t), in the words of the Xid catalogue."""
+
+HARMLESS = ("none", "ignore")
+RESTART, DIAGNOSTICS = "restart_app", "diagnostics"
+
+ADVICE: Mapping[str, str] = {
+    RESTART: "restart the program, the GPU can go on",
+    DIAGNOSTICS: "drain the node and run diagnostics; if they pass, have the GPU replaced all the same",
+    "reset_gpu": "drain the node and reset the GPU before it trains again",
+    "drain_and_reset": "drain the node and reset the GPU before it trains again",
+    "drain_p2p": "stop the programs that reach this GPU from others, then reset it",
+    "recover_imex_domain": "recover the IMEX domain of the NVLink fabric",
+    "restart_vm": "restart the virtual machine",
+    "reboot_node": "drain the node and reboot it",
+    "check_mechanicals": "drain the node; have the GPU's power and seating checked",
+    "update_software": "update the node's driver and firmware",
+    "workflow": "drain the node and read the driver's messages beside it; mostly the GPU has to be reset",
+    "contact_support": "not in NVIDIA's catalogue: drain the node and ask the vendor",
+}
+
+ANSWERED_S = 2.5
+QUIET_S = 300.0
+WENT_ON_STEPS = 3
+"""Steps after the Xid that show that its rank, or the one started in its place, trains."""
+
+
+def _asked(view: View, uuid: str) -> str | None:
+    """What the driver asks for now, "none" if nothing, None if it does not say. A single wild sample asks nothing."""
+    series = by_gpu(view, ASKED).get(uuid)
+    if not series or series[0].last is None:
+        return None
+    values = [value for _, value in series[0].values(ANSWERED_S)]
+    return ASKS.get(int(values[-1]), "none") if len(values) > 1 and min(values) > 0 else "none"
+
+
+def _called_for(xids: Sequence[Event], asked: str | None) -> str:
+    """What the driver asks for, else its verdict on the newest Xid, else what the catalogue says."""
+    action = "none"
+    for xid in xids:
+        if verdict := text(xid.data, "verdict"):
+            action = verdict
+        elif code_of(xid) not in ECHOES and text(xid.data, "action") not in HARMLESS:
+            action = text(xid.data, "action")
+    return asked if asked not in (None, "none") else action
+
+
+def _back(view: View, uuid: str, since: float) -> bool:
+    """True if node, driver or GPU have started anew after the wall second ``since``, or the driver asks no longer."""
+    booted = latest(view, "opsd_host_boot_time_seconds")
+    if (booted is not None and booted > since) or any(e.at > since for e in view.events("gpu_driver_loaded", DAY_S)):
+        return True
+    for metric, well in (("opsd_gpu_up", 1.0), (ASKED, 0.0)):
+        series = by_gpu(view, metric).get(uuid)
+        values = [value for _, value in series[0].values(view.wall - since)] if series else []
+        if series and series[0].last == well and any(value != well for value in values):
+            return True
+    return False
+
+
+def _over(view: View, gpu: Gpu, action: str, since: float) -> bool | None:
+    """Whether what the Xids up to wall second ``since`` called for has been done; None if that is not known."""
+    asked = _asked(view, gpu.uuid)
+    if asked not in (None, "none"):
+        return False
+    if _back(view, gpu.uuid, since) or view.wall - since > DAY_S:
+        return True
+    if action != RESTART:
+        return False if view.known("nvml") else None
+    return view.wall - since > QUIET_S or _went_on(view, gpu, since)
+
+
+def _went_on(view: View, gpu: Gpu, since: float) -> bool:
+    """True if the rank on the GPU, or the one started in its place, has completed steps after wall second ``since``."""
+    rank = rank_at(view, gpu)
+    series = view.select("opsd_rank_step", run=rank.run, rank=str(rank.rank)) if rank is not None else ()
+    steps = [value for _, value in series[0].values(view.wall - since)] if series else []
+    return sum(max(after - before, 0.0) for before, after in pairwise(steps)) >= WENT_ON_STEPS
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    xids = by_address(view.events("xid", DAY_S))
+    for pci in sorted({gpu.pci_bus_id for gpu in view.gpus if gpu.uuid} | xids.keys()):
+        finding = _judge(view, gpu_at(view, pci), xids)
+        if finding is not None:
+            yield finding
+
+
+def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding | None:
+    """What the Xids of one GPU amount to, None if nothing has to be done about them."""
+    day, asked = xids.get(gpu.pci, ()), _asked(view, gpu.uuid)
+    codes = [code for code in dict.fromkeys(map(code_of, day)) if code not in ECHOES]
+    excuses = {code: why for code in codes if code in AMBIGUOUS and (why := program_to_blame(view, gpu, code, xids))[0]}
+    often = [code for code in codes if too_often(day, code) and code not in excuses]
+    recent = [xid for xid in day if view.wall - xid.at <= REMEMBERED_S]
+    action = DIAGNOSTICS if often and recent else _called_for(recent, asked)
+    since = recent[-1].at if recent else view.wall
+    if action in HARMLESS or (_over(view, gpu, action, since) is not False and view.wall - since > FRESH_S):
+        return None
+    told = [f"{bursts(day, code)} bursts of Xid {code} in a day" for code in often]
+    names = " and ".join(f"Xid {code}" for code in dict.fromkeys(map(code_of, recent)) if code not in ECHOES)
+    blame, sure = "gpu", 0.95
+    detail = ", ".join(told) or names or "the driver asks for its recovery"
+    newest = next((code_of(xid) for xid in reversed(recent) if code_of(xid) not in ECHOES), None)
+    if action == RESTART and newest in excuses:
+        (detail, sure), blame = excuses[newest], "user code"
+    elif action == RESTART and newest in AMBIGUOUS:
+        detail, sure = f"{names}: the GPU or its program", 0.4
+    return _finding(view, gpu, action, Culprit(blame, view.node, gpu.index, detail=detail), sure, recent)
+
+
+def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, recent: Sequence[Event]) -> Finding:
+    rank = rank_at(view, gpu)
+    live = rank if rank is not None and rank.live else None
+    soft = action == RESTART or rank is None
+    asks = f"it calls for {action.replace('_', ' ')}: {ADVICE.get(action, ADVICE['contact_support'])}"
+    return Finding(
+        kind="gpu_xid",
+        key=gpu.uuid or gpu.pci,
+        severity=Severity.WARNING if soft else Severity.CRITICAL,
+        summary=f"{gpu}: {culprit.detail}",
+        culprit=Culprit(culprit.component, view.node, gpu.index, rank.rank if rank else None, culprit.detail),
+        confidence=sure,
+        evidence=(
+            *(Evidence(f"{xid.message}{_times(xid)}", text(xid.data, "source"), xid.at) for xid in recent[-8:]),
+            *(Evidence(fact, "Xid catalogue", view.wall) for fact in (asks, job_text(live))),
+        ),
+        cost=Cost(text="the driver ends the program that used it" if rank else ""),
+        job=rank.job if rank else "",
+        data={
+            "uuid": gpu.uuid,
+            "pci": gpu.pci,
+            "gpu": gpu.index,
+            "action": action,
+            "at": recent[-1].at if recent else view.wall,
+        },
+    )
+
+
+def _times(xid: Event) -> str:
+    count = integer(xid.data, "count", 1)
+    return f", {count} times" if count > 1 else ""
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    advice = ADVICE.get(text(incident.data, "action"), ADVICE["contact_support"])
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: {advice}"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    data = incident.data
+    gpu = gpu_at(view, text(data, "pci"))
+    return _over(view, gpu, text(data, "action"), number(data, "at") or incident.opened_at)
+
+
+PAGE = Page.parse("""
+# The driver reports an Xid
+
+## Meaning
+An Xid is a numbered error report of the NVIDIA driver about one GPU. Each calls for something: nothing, a restart of
+the program, a reset of the GPU, a reboot, work on the hardware. What the driver itself asks for (Xid 154, or its
+recovery action) goes before NVIDIA's table. Codes that call for nothing are no incident; 45 only follows whatever
+ended the program.
+
+13, 31, 43 and 94 can be the program's fault as well as the hardware's. The program is blamed if the code came on
+another GPU too, if it failed at the same step each time, or if it died with an error of its own. The GPU is blamed
+if the code keeps coming back on it alone: Xid 31 twice, any other code five times in a day.
+
+## Impact
+The driver ends the program that used the GPU, or the GPU stops working for it; the job restarts or hangs. A GPU that
+should have been reset fails again soon.
+
+## Diagnosis
+1. `opsd incidents show ID`: the driver's lines, what they call for, and who is to blame and why.
+2. `journalctl -k --since -1hour | grep -iE "NVRM|xid"`: the first Xid is the cause, those after it are its echo.
+3. `nvidia-smi -q -i GPU`: the recovery action, ECC counts, pending row remappings, the state of the link.
+4. The program to blame? Its last lines are in the run folder; the same step again means the program or its data. Run
+   it on another GPU: the code follows the program, or stays with the GPU.
+
+## Mitigation
+- Restart: nothing to do under `opsd launch`, it has restarted the generation.
+- Reset: `scontrol update nodename=NODE state=drain reason="opsd: gpu_xid"`; once nothing uses the GPU, `nvidia-smi -r
+  -i GPU`.
+- Reboot: drain, then `scontrol reboot ASAP NODE`.
+- Diagnostics: drain, run the node's acceptance tests for an hour. A GPU that passes and fails again is replaced.
+- Two reboots without a cure: the vendor.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it once the node, driver or GPU has started anew or the driver asks for nothing
+  any more, and where a restart is enough, once the rank trains again.
+- recommend, act: the same, and notifies with what the Xid calls for. Resets and reboots are left to people and to
+  Slurm; the launcher restarts ranks in every mode.
+""")
+
+RUNBOOK = Runbook(
+    kind="gpu_xid",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    clear_after_s=10.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)
