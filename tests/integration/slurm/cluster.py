@@ -1,0 +1,213 @@
+"""A real Slurm cluster on one machine: a controller and compute nodes, each a host of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from opsd.slurm.runner import Output, Runner, run_command
+from tests.integration.slurm.host import USUAL_DEADLINE_S, Host, Network
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "ip", "nsenter", "setpriv", "tc", "unshare")
+CONTROLLER = "ctl"
+DEFAULT_NODES = ("n1", "n2", "n3", "n4")
+
+_CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost=ctl
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdSpoolDir={folder}/spool/%n
+SlurmdPidFile=/run/slurmd.pid
+SlurmdLogFile={folder}/log/slurmd-%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SelectType=select/cons_tres
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{settings}
+{nodes}
+PartitionName=train Nodes=ALL Default=YES PriorityTier=10 State=UP
+PartitionName=dev Nodes=ALL PriorityTier=1 State=UP
+"""
+
+FAST: Mapping[str, str] = {
+    "SlurmdTimeout": "30",
+    "ReturnToService": "1",
+    "TCPTimeout": "1",
+    "KillWait": "5",
+    "AuthInfo": "cred_expire=5",
+    "SchedulerParameters": "batch_sched_delay=0,bf_interval=5,sched_interval=5",
+}
+"""The settings that opsd recommends; pass others (or none) to see what a cluster without them does."""
+
+
+def missing() -> str:
+    """Why no cluster can be made here, as a sentence; "" if one can be made."""
+    if os.geteuid() != 0:
+        return "a Slurm cluster in namespaces needs root"
+    absent = [program for program in PROGRAMS if shutil.which(program) is None]
+    return f"not installed: {', '.join(absent)} (see tests/debian-packages.txt)" if absent else ""
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 30.0) -> None:
+    """Poll ``condition`` until it is true. Raises TimeoutError with ``what`` otherwise."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout:g} s: {what}")
+        time.sleep(0.05)
+
+
+class Cluster:
+    """A context manager: the cluster is up, with every node idle, inside the block and gone without a trace after it.
+
+    ``shared`` is a folder that all hosts and the test see (the shared file system). Each host has its own /dev/shm,
+    /run and a small disk at /mnt. ``nodes`` may lack hosts, ``controller`` is one as well.
+    """
+
+    def __init__(self, names: Sequence[str] = DEFAULT_NODES, settings: Mapping[str, str] = FAST) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="opsd-slurm-"))
+        self.shared = self.folder / "shared"
+        self._names = (CONTROLLER, *names)
+        self._settings = settings
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.folder)
+            self._write_files()
+            self.network = Network(self.folder)
+            stack.callback(self.network.spaces.close)
+            self._start_munge()
+            self.hosts = {name: Host(self.network, name, address) for name, address in self._addresses()}
+            for host in self.hosts.values():
+                stack.callback(host.close)
+                host.connect()
+            self.start_controller()
+            for node in self.nodes.values():
+                self.start_node(node)
+            self.wait_idle()
+            self._close = stack.pop_all().close
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    @property
+    def controller(self) -> Host:
+        """The host on which slurmctld runs."""
+        return self.hosts[CONTROLLER]
+
+    @property
+    def nodes(self) -> dict[str, Host]:
+        """The compute nodes by name."""
+        return {name: host for name, host in self.hosts.items() if name != CONTROLLER}
+
+    def start_controller(self) -> None:
+        """Start slurmctld; its state survives a stop."""
+        self.controller.run("slurmctld")
+
+    def stop_controller(self) -> None:
+        """Kill slurmctld as a crash would."""
+        self._signal_controller("-KILL")
+
+    def freeze_controller(self) -> None:
+        """Stop slurmctld so that it accepts connections and answers nothing."""
+        self._signal_controller("-STOP")
+
+    def thaw_controller(self) -> None:
+        """Undo ``freeze_controller``."""
+        self._signal_controller("-CONT")
+
+    def _signal_controller(self, signal: str) -> None:
+        self.controller.run("sh", "-c", f"kill {signal} $(cat /run/slurmctld.pid)")
+
+    def start_node(self, node: Host) -> None:
+        """Start slurmd on a node that has booted."""
+        node.run("slurmd", "-N", node.name)
+
+    def partition(self, names: Sequence[str]) -> None:
+        """Split the network: ``names`` reach each other and nobody else."""
+        for name in names:
+            self.hosts[name].plug("br1")
+
+    def heal(self) -> None:
+        """Undo ``partition``."""
+        for host in self.hosts.values():
+            host.plug()
+
+    def states(self) -> dict[str, str]:
+        """The state of each node as sinfo shows it: idle, mixed, drained, down*."""
+        lines = self.controller.run("sinfo", "--noheader", "--Node", "--partition=train", "--format=%N %T").stdout
+        return dict(line.split() for line in lines.splitlines())
+
+    def wait_idle(self, timeout: float = 30.0) -> None:
+        """Wait until every node is idle."""
+
+        def idle() -> bool:
+            done = self.controller.run("sinfo", "-h", "-N", "-p", "train", "-o", "%T", check=False)
+            return done.returncode == 0 and set(done.stdout.split()) == {"idle"}
+
+        wait_until(idle, "all nodes idle", timeout)
+
+    def _addresses(self) -> list[tuple[str, str]]:
+        return [(name, f"10.77.0.{index}") for index, name in enumerate(self._names, start=1)]
+
+    def _write_files(self) -> None:
+        self.folder.chmod(0o755)
+        for name in ("etc", "log", "munge", "shared", "spool", "state"):
+            (self.folder / name).mkdir()
+        self.shared.chmod(0o777)
+        hosts = [f"{address} {name}" for name, address in self._addresses()]
+        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+        nodes = "\n".join(
+            f"NodeName={name} NodeAddr={address} CPUs=8 RealMemory=16000 State=UNKNOWN"
+            for name, address in self._addresses()[1:]
+        )
+        settings = "\n".join(f"{key}={value}" for key, value in self._settings.items())
+        text = _CONFIGURATION.format(folder=self.folder, settings=settings, nodes=nodes)
+        (self.folder / "etc/slurm.conf").write_text(text)
+        (self.folder / "etc/cgroup.conf").write_text(f"CgroupPlugin={_cgroup_plugin()}\n")
+
+    def _start_munge(self) -> None:
+        key = self.folder / "munge/key"
+        key.write_bytes(bytes(range(256)))
+        key.chmod(0o400)
+        folder = self.folder / "munge"
+        subprocess.run(
+            [
+                *self.network.spaces.enter("net", "mount", "pid"),
+                *("munged", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket.2"),
+                *(f"--pid-file={folder}/pid", f"--seed-file={folder}/seed", f"--log-file={self.folder}/log/munged.log"),
+            ],
+            check=True,
+            capture_output=True,
+            timeout=USUAL_DEADLINE_S,
+        )
+
+
+def _cgroup_plugin() -> str:
+    """Slurm 22.05 insists on a plugin, from 23.11 on it can do without."""
+    said = subprocess.run(["slurmd", "-V"], capture_output=True, text=True, check=True, timeout=USUAL_DEADLINE_S).stdout
+    return "cgroup/v1" if said.split()[-1] < "23.11" else "disabled"
+
+
+def runner_on(host: Host, user: str = "root") -> Runner:
+    """A runner for ``CommandSlurm`` that runs Slurm's commands on ``host`` as ``user``."""
+
+    def run(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        return run_command(host.command(*argv, user=user), deadline_s, stdin)
+
+    return run
