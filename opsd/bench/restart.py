@@ -13,8 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import click
 
 from opsd.agent.actions import ask_launcher
 from opsd.client import process_start
@@ -61,8 +64,8 @@ class Step(NamedTuple):
     t: float
 
 
-class BenchError(Exception):
-    """A benchmark that cannot be carried out; the message says why."""
+class BenchError(click.ClickException):
+    """The benchmark cannot be carried out; the message says why."""
 
 
 def run(trials: int = TRIALS) -> dict[str, float | int | str]:
@@ -71,6 +74,8 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
     ``ours_restart`` is with standby interpreters ready, as a run has them most of the time; ``at_once_again`` is a
     second kill right after that, with new ones still on their way. Times in seconds. Raises BenchError.
     """
+    if find_spec("torch") is None:
+        raise BenchError("the script of this benchmark needs torch: pip install 'opsd[train]'")
     ours, noticed, cold, peer, memory = [], [], [], [], []
     with tempfile.TemporaryDirectory(prefix="opsd-bench-") as name:
         folder = Path(name)

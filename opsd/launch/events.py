@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from opsd.launch.messages import say
+
+_AT_ONCE = 1 << 20
 
 
 class EventLog:
@@ -21,10 +23,14 @@ class EventLog:
         self._failed: set[Path] = set()
         self.generation = 0
 
-    def emit(self, event: str, *, t: float | None = None, **fields: object) -> None:
-        """Append one event of the current generation; ``t`` in wall seconds, now by default."""
+    def emit(self, event: str, **fields: object) -> None:
+        """Append one event of the current generation, with the time of now."""
+        self.write(event, None, fields)
+
+    def write(self, event: str, t: float | None, fields: Mapping[str, object]) -> None:
+        """Append one event of the current generation; ``t`` in wall seconds, now if None."""
         record = {"t": time.time() if t is None else t, "event": event, "generation": self.generation}
-        line = (json.dumps(record | self._common | fields, default=str) + "\n").encode()
+        line = (json.dumps({**record, **self._common, **fields}, default=str) + "\n").encode()
         for path, file in self._files:
             try:
                 file.write(line)
@@ -46,10 +52,10 @@ class EventTail:
         try:
             with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
                 file.seek(self._offset)
-                data = file.read(1 << 20)
+                data = file.read(_AT_ONCE)
         except OSError:
             return
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = data if len(data) == _AT_ONCE and b"\n" not in data else data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
             with contextlib.suppress(ValueError):

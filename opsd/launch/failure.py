@@ -44,7 +44,7 @@ class Failure:
     """One rank that ended, or hung, when it should not have.
 
     ``exit`` is its exit in words ("signal SIGKILL", "exit code 1", "hung in backward"), ``step`` the last completed
-    step, ``t`` the second (any clock, the same for all) of its error or exit.
+    step, ``t`` the second (any clock, the same for all) of its error or exit. ``detail`` explains it to people.
     """
 
     rank: int
@@ -54,6 +54,7 @@ class Failure:
     step: int | None = None
     phase: str | None = None
     error: RankError | None = None
+    detail: str = ""
 
     @property
     def signature(self) -> tuple[str, ...]:
@@ -66,7 +67,7 @@ class Failure:
     def cause(self) -> str:
         """The failure in half a sentence."""
         if self.error is None:
-            return self.exit
+            return f"{self.exit} ({self.detail})" if self.detail else self.exit
         message = self.error.message.strip().splitlines()
         text = f"{self.error.type}: {message[0][:200]}" if message else self.error.type
         return f"{text} ({self.error.where})" if self.error.where else text

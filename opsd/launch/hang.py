@@ -130,7 +130,8 @@ class HangJudge:
         self._asked = now
         for page in pages.values():
             self._learn(page)
-        standing = [self._stand(page, processes.get(page.rank), now) for page in pages.values()]
+        at_work = [page for page in pages.values() if page.state != "finished"] or list(pages.values())
+        standing = [self._stand(page, processes.get(page.rank), now) for page in at_work]
         stuck = [rank for rank in standing if rank.stuck_s >= rank.limit_s - SUSPECT_BEFORE_S]
         stuck = [rank for rank in stuck if not any(_may_be_waiting_for(rank, other, stuck) for other in standing)]
         self._learn_tolerated(standing, stuck)

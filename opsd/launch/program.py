@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,8 +35,6 @@ class Program:
 
         A module is looked for by the rank itself: only its interpreter knows all places.
         """
-        from sys import executable
-
         cwd = Path.cwd()
         if kind == "script":
             name = os.path.abspath(name)  # noqa: PTH100  # resolve() would follow links, Python's __file__ does not
@@ -48,7 +47,7 @@ class Program:
             if found is None:
                 raise ProgramNotFound(f"there is no program {name} that can be executed")
             name = str(Path(found).absolute()) if os.sep in name else found
-        python = os.environ.get("PYTHON_EXEC") or executable
+        python = os.environ.get("PYTHON_EXEC") or sys.executable
         if shutil.which(python) is None:
             raise ProgramNotFound(f"the interpreter {python}, named by PYTHON_EXEC, cannot be executed")
         return cls(kind, name, args, python, cwd)

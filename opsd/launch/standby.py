@@ -124,7 +124,10 @@ class StandbyPool:
 
     def _answered(self, local_rank: int) -> None:
         member = self._members[local_rank]
-        answer = member.worker.channel.recv(64)
+        try:
+            answer = member.worker.channel.recv(64)
+        except OSError:
+            answer = b""
         if not answer or not json.loads(answer)["ready"]:
             self._lost(local_rank, "cannot import what the program imports" if answer else "ended")
             return

@@ -224,8 +224,9 @@ class Supervisor:
 
     def _hung(self, hang: Hang) -> None:
         rank = next((rank for rank in self._generation.ranks if rank.rank == hang.rank), self._generation.ranks[0])
-        cause = Failure(rank.rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase)
-        say(f"hang: {hang.reason}")
+        cause = Failure(
+            rank.rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason
+        )
         self._recover(cause, rank, time.monotonic())
 
     def _recover(self, cause: Failure, culprit: Rank, noticed: float) -> None:
@@ -317,6 +318,8 @@ class Supervisor:
         return self._stopping is not None and signalled and rank.page() is None
 
     def _stop_too_slow(self) -> None:
+        if not self._generation.running:
+            return
         late = ", ".join(f"rank {rank.rank}" for rank in self._generation.running)
         by = self._stopping.by if self._stopping is not None else ""
         reason = f"{late} did not stop in time after {by} and was killed"

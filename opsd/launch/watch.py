@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opsd.client import RankPage
 from opsd.launch.events import EventLog, EventTail
 from opsd.launch.ranks import Generation, Rank
 from opsd.launch.rundir import rank_events
+
+_OURS = ("t", "event", "generation", "run", "node")
+"""Fields of an event that a rank does not decide."""
 
 
 @dataclass(slots=True)
@@ -62,7 +66,13 @@ class Progress:
         for rank in ranks:
             tail = self._tails.setdefault(rank.rank, EventTail(rank_events(rank.page_path)))
             for record in tail.read():
-                fields = {key: value for key, value in record.items() if key not in ("t", "event", "generation")}
-                t = record.get("t")
-                fields["rank"] = rank.rank
-                self.events.emit(str(record["event"]), t=t if isinstance(t, float) else None, **fields)
+                self._pass_on(rank.rank, record)
+
+    def _pass_on(self, rank: int, record: Mapping[str, object]) -> None:
+        t, step = record.get("t"), record.get("step")
+        fields = {key: value for key, value in record.items() if key not in _OURS}
+        moment = t if isinstance(t, int | float) and math.isfinite(t) else None
+        self.events.write(str(record["event"]), moment, {**fields, "rank": rank})
+        if record["event"] == "checkpoint_rejected" and isinstance(step, int) and self.committed is not None:
+            # It will be committed again.
+            self.committed = min(self.committed, step - 1)

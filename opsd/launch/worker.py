@@ -169,7 +169,7 @@ def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.__main__".startswith(error.name):
+        if error.name is None or not f"{name}.__main__.".startswith(f"{error.name}."):
             raise
         spec = None
     loader: Any = spec.loader if spec is not None else None

@@ -118,14 +118,20 @@ def test_run_is_visible_to_others(tmp_path: Path) -> None:
 def test_what_ranks_report_is_passed_on(tmp_path: Path) -> None:
     """Committed checkpoints and the rare events of ranks appear in the launcher's stream."""
     source = TRAIN + (
-        "reporter.event('checkpoint_rejected', step=4, file='a.bin', why='checksum')\n"
+        "reporter.checkpoint_committed(5)\n"
+        "time.sleep(0.6)\n"
+        "reporter.event('checkpoint_rejected', step=5, file='a.bin', why='checksum', node='?')\n"
+        "with open(os.environ['OPSD_RANK_PAGE'] + '.events.jsonl', 'a') as file:\n"
+        "    file.write('{\"event\": \"odd\", \"self\": 1, \"t\": NaN}\\n')\n"
+        "time.sleep(0.6)\n"
         "train(30, at=5, do=lambda: reporter.checkpoint_committed(5))"
     )
     with Launched(tmp_path, source) as launched:
         assert launched.wait() == exitcodes.OK
-        assert launched.event("checkpoint_committed")["step"] == 5
+        assert [event["step"] for event in launched.events("checkpoint_committed")] == [5, 5]
         rejected = launched.event("checkpoint_rejected")
-        assert (rejected["rank"], rejected["step"], rejected["why"]) == (0, 4, "checksum")
+        assert (rejected["rank"], rejected["step"], rejected["why"]) == (0, 5, "checksum")
+        assert rejected["node"] == launched.event("generation_started")["node"]
 
 
 # -- crashes ---------------------------------------------------------------------------------------------------------

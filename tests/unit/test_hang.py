@@ -261,6 +261,18 @@ def test_stopped_during_a_checkpoint_is_found_at_once() -> None:
     assert hang.rank == 0
 
 
+def test_finished_ranks_neither_excuse_nor_take_the_blame() -> None:
+    """While one rank has not finished, those that have are out of the question."""
+    world = World()
+    world.train(10)
+    world.ranks[0].state = "finished"
+    world.now += 1.0
+    world.ranks[1].enter("optimizer", world.now)
+    hang = world.pass_time(6.0)
+    assert hang is not None
+    assert hang.rank == 1
+
+
 def test_stopped_rank_is_not_excused_by_a_busy_one() -> None:
     """Another rank may be at work for long; that does not wake a stopped process."""
     world = World()
