@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint bench clean
+.PHONY: help setup demo test test-packages test-fast lint bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,8 +29,19 @@ lint: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: $(STAMP) lint ## Everything: linters and all tests, what cannot run is listed by name
+test: $(STAMP) test-packages lint ## Everything: linters and all tests, what cannot run is listed by name
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# As root on Debian or Ubuntu the real programs that some tests drive are installed; elsewhere those tests are skipped by name.
+test-packages:
+	@missing=$$(sed 's/[ \t]*#.*//' tests/debian-packages.txt | while read -r name; do \
+		[ -z "$$name" ] || dpkg-query -W -f '$${Status}' "$$name" 2>/dev/null | grep -q 'ok installed' || echo "$$name"; done); \
+	if [ -z "$$missing" ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing" $$missing; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$missing >/dev/null || \
+			echo "some packages could not be installed; their tests are skipped by name"; \
+	else echo "not root or no apt-get: tests that need these are skipped by name:" $$missing; fi
 
 test-fast: $(STAMP) ## Only the tests that take seconds
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'not slow'
