@@ -15,6 +15,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.config_cli import load
+from runbooks.base import Culprit
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -98,18 +99,11 @@ def list_incidents(url: str | None, file: Path | None, as_json: bool, states: tu
     if not answer["incidents"]:
         console.print("no incidents")
         return
-    table = _table("opened", "state", "severity", "culprit", "summary", "id")
     for incident in _printable(answer["incidents"]):
-        state = incident["state"]
-        table.add_row(
-            _clock(incident["opened_at"]),
-            f"[{_INCIDENTS.get(state, 'yellow')}]{state}[/]",
-            incident["severity"],
-            _culprit(incident["culprit"]),
-            incident["summary"],
-            incident["id"],
-        )
-    console.print(table)
+        state = f"[{_INCIDENTS.get(incident['state'], 'yellow')}]{incident['state']:<9}[/]"
+        opened, severity = _clock(incident["opened_at"]), incident["severity"]
+        console.print(f"{opened}  {state}  {severity:<8}  {incident['summary']}", soft_wrap=True)
+        console.print(f"    [dim]{_culprit(incident['culprit'])}, {incident['id']}[/dim]", soft_wrap=True)
 
 
 @incidents.command("show")
@@ -121,7 +115,7 @@ def show_incident(id: str, url: str | None, file: Path | None, as_json: bool) ->
     if as_json:
         click.echo(json.dumps(answer, indent=1))
     else:
-        Console(highlight=False).print(*_incident_lines(_printable(answer)), sep="\n")
+        Console(highlight=False).print(*_incident_lines(_printable(answer)), sep="\n", soft_wrap=True)
 
 
 def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
@@ -152,13 +146,7 @@ def _action_line(action: Mapping[str, Any]) -> str:
 
 
 def _culprit(culprit: Mapping[str, Any]) -> str:
-    parts = [
-        culprit["component"],
-        f"rank {culprit['rank']}" if culprit["rank"] is not None else "",
-        f"GPU {culprit['gpu']}" if culprit["gpu"] is not None else "",
-        culprit["node"] or "",
-    ]
-    return " ".join(filter(None, parts)) + (f" ({culprit['detail']})" if culprit["detail"] else "")
+    return str(Culprit(**culprit))
 
 
 def _collectors(answer: Mapping[str, Any]) -> Table:
