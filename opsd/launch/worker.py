@@ -84,7 +84,7 @@ def _warm_up(channel: socket.socket, order: dict[str, Any]) -> None:
 
     The launcher may need this process as a rank before it is done, and has then sent the next order already.
     """
-    sys.path[0] = order["path"]
+    _set_path(order)
     try:
         for name, names in order["modules"].items():
             with contextlib.suppress(ModuleNotFoundError):
@@ -95,6 +95,12 @@ def _warm_up(channel: socket.socket, order: dict[str, Any]) -> None:
         os.set_inheritable(channel.fileno(), True)
         os.execv(sys.executable, [sys.executable, "-u", __file__, str(channel.fileno())])  # noqa: S606
     _answer(channel, ready=True)
+
+
+def _set_path(order: dict[str, Any]) -> None:
+    """Put the program's folder where Python put ours; with PYTHONSAFEPATH it puts none."""
+    if not sys.flags.safe_path:
+        sys.path[0] = order["path"]
 
 
 def _answer(channel: socket.socket, **message: bool) -> None:
@@ -109,7 +115,7 @@ def _run(order: dict[str, Any], channel: socket.socket) -> None:
     _guard_stop_signals()
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
-    sys.path[0] = order["path"]
+    _set_path(order)
     try:
         module, code = _load_script(name) if kind == "script" else _load_module(name)
         sys.argv = [str(module.__file__), *args]
