@@ -1,0 +1,147 @@
+"""The slurm collector and the watch that asks for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from collectors.base import NoData, Reading
+from collectors.slurm import METRICS, SlurmCollector, SlurmReport
+from opsd.slurm.port import Job, Node, SlurmMissing, SlurmUnavailable
+from opsd.slurm.watch import NodeWatch
+from tests.fakes.slurm import FakeSlurm
+
+
+def job(number: int) -> Job:
+    """A running job on n1."""
+    return Job(number, "running", "", "alice", "train", ("n1",), "n1", 0.0, 0.0, None, 0, "x")
+
+
+class Timeline:
+    """A collector whose reports and clock the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.report = SlurmReport()
+        self.collector = SlurmCollector(
+            lambda: self.report, "n1", stale_s=60.0, clock=lambda: self.now, wall=lambda: self.now
+        )
+
+    def answer(self, node: Node | None, jobs: Sequence[Job] = ()) -> Reading:
+        """Slurm answers now; what the collector makes of it."""
+        self.report = SlurmReport(self.now, node, jobs)
+        return self.collect()
+
+    def collect(self) -> Reading:
+        """One collection that has something to tell."""
+        reading = self.collector.collect()
+        assert isinstance(reading, Reading)
+        return reading
+
+
+def values(reading: Reading) -> dict[tuple[str, ...], float]:
+    """The samples by name and labels."""
+    return {(sample.metric.name, *sample.labels): sample.value for sample in reading.samples}
+
+
+def test_state_flags_reason_and_jobs_are_exported() -> None:
+    """Every base state and flag has a series, so that a change is a change of values and not of series."""
+    drained = Node("n1", "mixed", frozenset({"drain"}), "opsd:42 gpu_xid", "root")
+    found = values(Timeline().answer(drained, [job(7)]))
+    assert found["opsd_slurm_up",] == 1
+    assert found["opsd_slurm_node_state", "mixed"] == 1
+    assert found["opsd_slurm_node_state", "idle"] == 0
+    assert found["opsd_slurm_node_flag", "drain"] == 1
+    assert found["opsd_slurm_node_flag", "not_responding"] == 0
+    assert found["opsd_slurm_node_reason_info", "opsd:42 gpu_xid", "root"] == 1
+    assert found["opsd_slurm_job_info", "7", "alice", "train", "running"] == 1
+    assert found["opsd_slurm_jobs",] == 1
+    assert {name[0] for name in found} == {metric.name for metric in METRICS}
+
+
+def test_changes_are_events_and_the_first_answer_is_not() -> None:
+    """A drain, a job that comes and one that goes are told once each."""
+    timeline = Timeline()
+    assert timeline.answer(Node("n1", "idle"), [job(7)]).events == ()
+    assert timeline.collect().events == ()
+    timeline.now += 20
+    reading = timeline.answer(Node("n1", "idle", frozenset({"drain"}), "NHC: disk", "root"), [job(8)])
+    assert [event.kind for event in reading.events] == ["slurm_node_changed", "slurm_job_ended", "slurm_job_started"]
+    assert reading.events[0].message == "Slurm has n1 as idle+drain: NHC: disk (by root)"
+    assert reading.events[0].data["previous"] == "idle"
+    assert [event.data["job"] for event in reading.events[1:]] == ["7", "8"]
+    assert timeline.collect().events == ()
+
+
+def test_a_minute_of_silence_is_visible_and_then_over() -> None:
+    """At once: up is 0. After a minute: the node's series vanish, one event. With an answer: all as before."""
+    timeline = Timeline()
+    timeline.answer(Node("n1", "idle"))
+    timeline.now += 20
+    timeline.report = SlurmReport(100.0, Node("n1", "idle"), (), "sinfo has not answered within 12 s")
+    found = values(timeline.collect())
+    assert found["opsd_slurm_up",] == 0
+    assert found["opsd_slurm_node_state", "idle"] == 1
+    timeline.now += 41
+    reading = timeline.collect()
+    assert values(reading) == {("opsd_slurm_up",): 0, ("opsd_slurm_answer_age_seconds",): 61}
+    assert [event.kind for event in reading.events] == ["slurm_silent"]
+    assert "sinfo has not answered" in reading.events[0].message
+    assert timeline.collect().events == ()
+    timeline.now += 20
+    reading = timeline.answer(Node("n1", "idle"))
+    assert [event.kind for event in reading.events] == ["slurm_answers"]
+    assert values(reading)["opsd_slurm_up",] == 1
+
+
+def test_a_controller_that_was_never_there_is_silent_too() -> None:
+    """An agent that starts while Slurm is down says so after a minute."""
+    timeline = Timeline()
+    timeline.report = SlurmReport(problem="connection refused")
+    assert values(timeline.collect())["opsd_slurm_up",] == 0
+    timeline.now += 61
+    assert [event.kind for event in timeline.collect().events] == ["slurm_silent"]
+
+
+def test_absence_is_a_value() -> None:
+    """No Slurm, a node that Slurm does not know, and no answer yet are each told apart."""
+    timeline = Timeline()
+    assert timeline.collector.collect() == NoData("Slurm has not been asked yet")
+    timeline.report = SlurmReport(problem="no Slurm commands", absent=True)
+    assert timeline.collector.collect() == NoData("no Slurm commands")
+    timeline.report = SlurmReport(timeline.now)
+    assert isinstance(unknown := timeline.collector.collect(), NoData)
+    assert "agent.node" in unknown.reason
+
+
+def test_the_watch_keeps_the_last_answer_beside_the_problem() -> None:
+    """While Slurm is away the report says since when, and what was known then."""
+    slurm = FakeSlurm([Node("n1", "idle")], jobs=[job(7)])
+    now = 5.0
+    watch = NodeWatch(slurm, "n1", clock=lambda: now)
+    assert watch.refresh() == SlurmReport(5.0, Node("n1", "idle"), [job(7)])
+    now, slurm.error = 25.0, SlurmUnavailable("away")
+    assert watch.refresh() == SlurmReport(5.0, Node("n1", "idle"), [job(7)], "away")
+    slurm.error = SlurmMissing("no Slurm")
+    assert watch.refresh() == SlurmReport(problem="no Slurm", absent=True)
+    assert NodeWatch(FakeSlurm([]), "n1", clock=lambda: 1.0).refresh() == SlurmReport(1.0)
+
+
+def test_a_slow_slurm_does_not_delay_the_collector() -> None:
+    """The watch answers at once with what it has while Slurm is still thinking."""
+    release = threading.Event()
+
+    class Slow(FakeSlurm):
+        def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
+            release.wait(30)
+            return super().nodes(names)
+
+    watch = NodeWatch(Slow([Node("n1", "idle")]), "n1")
+    assert watch() == SlurmReport()
+    release.set()
+    deadline = time.monotonic() + 30
+    while watch().answered_at is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert watch().node == Node("n1", "idle")
