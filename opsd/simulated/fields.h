@@ -39,9 +39,9 @@ static int counter(const struct gpu *gpu, uint32_t reason, struct field *field) 
 static int link_field(const struct gpu *gpu, struct field *field) {
     uint32_t id = field->id, link = field->scope;
     bool throughput = id >= 138 && id <= 141;
-    if (throughput && link == ALL_LINKS) return answer(field, TYPE_U64, (uint64_t)gpu->link_kib);
+    if (throughput && link == ALL_LINKS) return answer(field, TYPE_U64, (uint64_t)gpu->totals.link_kib);
     if (link >= LINKS) return INVALID_ARGUMENT;
-    if (throughput) return answer(field, TYPE_U64, (uint64_t)(gpu->link_kib / LINKS));
+    if (throughput) return answer(field, TYPE_U64, (uint64_t)(gpu->totals.link_kib / LINKS));
     if (id <= 163) return answer(field, TYPE_U64, gpu->link_errors[id - 161][link]);
     if (id == 164) return answer(field, TYPE_U32, gpu->link_active[link] ? 26562 : 0);
     if (id == 165) return answer(field, TYPE_U32, gpu->link_active[link]);

@@ -161,6 +161,33 @@ class SimulatedGpu:
         self._raw.link_kib_per_s = rate / 1024
 
     @property
+    def tensor_share(self) -> float:
+        """Share of the busy time in which the tensor cores work."""
+        return float(self._raw.tensor_share)
+
+    @tensor_share.setter
+    def tensor_share(self, share: float) -> None:
+        self._raw.tensor_share = share
+
+    @property
+    def pcie_bytes_per_second(self) -> float:
+        """Traffic over PCIe, the same in each direction."""
+        return float(self._raw.pcie_bytes_per_s)
+
+    @pcie_bytes_per_second.setter
+    def pcie_bytes_per_second(self, rate: float) -> None:
+        self._raw.pcie_bytes_per_s = rate
+
+    @property
+    def profiling(self) -> bool:
+        """Whether the GPU has GPM, which tells what its units do: Hopper and later."""
+        return bool(self._raw.profiling)
+
+    @profiling.setter
+    def profiling(self, supported: bool) -> None:
+        self._raw.profiling = supported
+
+    @property
     def calls(self) -> int:
         """Driver calls about this GPU so far."""
         return int(self._raw.calls)
@@ -201,6 +228,10 @@ class SimulatedGpu:
     def set_recovery_action(self, action: int) -> None:
         """Set what the driver asks for: 0 nothing, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."""
         self._raw.recovery_action = action
+
+    def set_fabric(self, *, state: int = 3, status: int = 0, health: int = 0) -> None:
+        """Set the GPU's place in the NVLink fabric: 0 none, 1 not started, 2 in progress, 3 registered; NVML's codes."""
+        self._raw.fabric_state, self._raw.fabric_status, self._raw.fabric_health = state, status, health
 
     def set_processes(self, processes: Iterable[tuple[int, int]]) -> None:
         """Set the compute processes as (pid, bytes of GPU memory), eight at most."""
@@ -309,6 +340,7 @@ def _make_idle(gpu: GpuState, index: int) -> None:
     gpu.memory_total, gpu.memory_reserved = 80 * _GIB, _GIB // 2
     gpu.link_active[:] = [1] * LINKS
     gpu.pcie_gen, gpu.pcie_width, gpu.persistence, gpu.counters_work = 5, 16, 1, 1
+    gpu.profiling, gpu.fabric_state, gpu.tensor_share = 1, 3, 0.5
     gpu.limit_w, gpu.scale, gpu.sm_mhz, gpu.reasons = 700.0, 1.0, 345, 1
     gpu.temperature_c = 30.0 + 70.0 * 0.055
     gpu.updated = time.monotonic()

@@ -6,11 +6,20 @@ import ctypes
 from typing import Final
 
 MAGIC: Final = 0x4453504F
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_GPUS: Final = 16
 LINKS: Final = 18
 PROCESSES: Final = 8
 XIDS: Final = 16
+
+
+class Totals(ctypes.Structure):
+    """``struct totals`` of gpu.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("engine_s", "sm_s", "warps_s", "tensor_s", "dram_s")),
+        *((name, ctypes.c_double) for name in ("pcie_sent", "pcie_received", "link_kib")),
+    )
 
 
 class GpuState(ctypes.Structure):
@@ -26,6 +35,7 @@ class GpuState(ctypes.Structure):
         ("denied", ctypes.c_char * 256),
         *((name, ctypes.c_double) for name in ("utilization", "memory_utilization", "demand_w", "cooling")),
         *((name, ctypes.c_double) for name in ("ambient_c", "tau_s", "link_kib_per_s", "hang_until")),
+        *((name, ctypes.c_double) for name in ("tensor_share", "pcie_bytes_per_s")),
         *((name, ctypes.c_uint64) for name in ("memory_total", "memory_used", "memory_reserved")),
         ("ecc", (ctypes.c_uint64 * 2) * 2),
         ("link_errors", (ctypes.c_uint64 * LINKS) * 3),
@@ -35,11 +45,13 @@ class GpuState(ctypes.Structure):
         ("remapped", ctypes.c_uint32 * 4),
         *((name, ctypes.c_uint32) for name in ("pcie_gen", "pcie_width", "pcie_replays", "recovery_action")),
         *((name, ctypes.c_uint32) for name in ("persistence", "lost", "forced_reasons", "counters_work")),
+        *((name, ctypes.c_uint32) for name in ("profiling", "fabric_state", "fabric_status", "fabric_health")),
         ("xid", ctypes.c_uint32 * XIDS),
         ("xid_count", ctypes.c_uint32),
         ("padding", ctypes.c_uint32),
         *((name, ctypes.c_double) for name in ("limit_w", "updated", "temperature_c", "power_w", "scale")),
-        *((name, ctypes.c_double) for name in ("energy_mj", "link_kib")),
+        ("energy_mj", ctypes.c_double),
+        ("totals", Totals),
         ("counter_ns", ctypes.c_uint64 * 5),
         *((name, ctypes.c_uint64) for name in ("calls", "blocking_calls")),
         *((name, ctypes.c_uint32) for name in ("reasons", "sm_mhz")),

@@ -12,7 +12,7 @@ from typing import Final
 LIBRARY: Final = "libnvidia-ml.so.1"
 
 _FOLDER = Path(__file__).parent
-SOURCES: Final = ("nvml.c", "fields.h", "session.h", "gpu.h")
+SOURCES: Final = ("nvml.c", "fields.h", "gpm.h", "session.h", "gpu.h")
 
 
 class NoCompilerError(Exception):

@@ -8,6 +8,7 @@
  */
 #define _GNU_SOURCE
 #include "fields.h"
+#include "gpm.h"
 #include "gpu.h"
 #include "session.h"
 
@@ -320,6 +321,22 @@ int nvmlDeviceGetNvLinkState(struct gpu *gpu, unsigned link, unsigned *out) {
     return SUCCESS;
 }
 
+/* Version 2; version 3 has an eight-bit summary of the health mask at its end. */
+struct fabric {
+    unsigned version;
+    unsigned char cluster[16];
+    unsigned status, clique, state, health;
+};
+
+int nvmlDeviceGetGpuFabricInfoV(struct gpu *gpu, struct fabric *out) {
+    ENTER(gpu);
+    if (out->version != (2u << 24 | sizeof *out)) return ARGUMENT_VERSION_MISMATCH;
+    *out = (struct fabric){
+        .version = out->version, .status = gpu->fabric_status, .state = gpu->fabric_state, .health = gpu->fabric_health,
+    };
+    return SUCCESS;
+}
+
 /* ---- field values ---- */
 
 int nvmlDeviceGetFieldValues(struct gpu *gpu, int count, struct field *fields) {
@@ -389,7 +406,7 @@ GET(nvmlDeviceGetSupportedEventTypes, uint64_t, EVENT_XID)
 
 int nvmlEventSetCreate(struct event_set **out) {
     *out = calloc(1, sizeof **out);
-    return *out ? ready() : 20;
+    return *out ? ready() : MEMORY;
 }
 
 int nvmlEventSetFree(struct event_set *set) {
