@@ -49,7 +49,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class GpuFact:
-    """Identity of a GPU of this node. ``lost`` is the driver's reason if the GPU no longer answers."""
+    """Identity of a GPU of this node.
+
+    ``lost`` is the driver's reason if the GPU no longer answers, ``orphans`` are processes that hold it though dead.
+    """
 
     index: int
     uuid: str
@@ -57,6 +60,7 @@ class GpuFact:
     model: str
     simulated: bool = False
     lost: str | None = None
+    orphans: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from collectors import gpm
 from collectors import nvml_series as series
 from collectors.base import Event, GpuFact, NoData, Reading, Sample
-from collectors.nvml_driver import Driver, Gpu, NoDriverError, NoPermissionError, NvmlError, SessionOverError
+from collectors.nvml_driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
+from collectors.nvml_gpu import Gpu
+from collectors.processes import DEAD
 from collectors.xid import TOTAL, Xid, XidLedger, xid_event
 
 __all__ = ["NvmlCollector", "NvmlError", "PowerControl"]
@@ -20,11 +23,13 @@ class NvmlCollector:
     ``library`` is the path of another ``libnvidia-ml.so.1`` than the system's; a process can use one only. ``clock`` is
     in seconds since boot, as time.monotonic on Linux. A session that has ended, because the driver was reloaded, is
     opened anew at the next collection, and one with a lost GPU every ``reopen_s``: a GPU that was reset is back then.
-    ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event.
+    ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event. ``process_letter``
+    looks up the state of a process, None gone; without it nothing is said about dead ones. ``profiling`` also reads
+    what the GPUs' units do.
     """
 
     name = "nvml"
-    metrics = (*series.METRICS, TOTAL)
+    metrics = (*series.METRICS, *gpm.METRICS, TOTAL)
 
     def __init__(
         self,
@@ -35,6 +40,9 @@ class NvmlCollector:
         hostname: str | None = None,
         reopen_s: float = 60.0,
         xids: XidLedger | None = None,
+        process_letter: Callable[[int], str | None] | None = None,
+        profiling: bool = True,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._library = library
         self._clock = clock
@@ -47,20 +55,26 @@ class NvmlCollector:
         self._known: dict[int, series.Identity] = {}
         self._lost: dict[int, str] = {}
         self._ledger = xids or XidLedger()
+        self._process_letter = process_letter
+        self._profiling = profiling
+        self._sleep = sleep
+        self._orphans: dict[int, tuple[int, ...]] = {}
+        self._reloads = 0
         self._held_xids: list[tuple[float, int, int]] = []
 
     def collect(self) -> Reading | NoData:
         """Read all GPUs. Raises NvmlError if the driver cannot be initialised or its session has just ended."""
-        now = self._clock()
-        if self._lost and now - self._opened >= self._reopen_s:
+        if self._lost and self._clock() - self._opened >= self._reopen_s:
             self._close()
         try:
-            driver = self._driver or self._open(now)
+            driver = self._driver or self._open()
+            now = self._clock()
             samples = [sample for index in sorted(self._known) for sample in self._read(index, now)]
         except NoDriverError as error:
             self._close()
             return NoData(f"no NVIDIA driver on this node: {error}")
         except NvmlError as error:
+            self._reloads += self._driver is not None and isinstance(error, SessionOverError)
             self._close()
             raise NvmlError(f"the NVIDIA driver failed and will be opened anew: {error}") from error
         if not self._known:
@@ -70,14 +84,16 @@ class NvmlCollector:
         samples += self._state(driver)
         return Reading(tuple(samples), events, tuple(self._facts(driver)))
 
-    def _open(self, now: float) -> Driver:
+    def _open(self) -> Driver:
         driver = self._driver = Driver(self._library)
-        self._opened = now
-        self._gpus, self._lost = {}, {}
+        self._opened = self._clock()
+        self._gpus, self._lost, self._orphans = {}, {}, {}
         for index in range(driver.count):
             try:
-                gpu = self._gpus[index] = driver.gpu(index, self._hostname)
+                gpu = self._gpus[index] = Gpu(driver, index, self._hostname)
                 self._known[index] = gpu.identity
+                if self._profiling:
+                    gpu.profile(self._clock())
             except (NoDriverError, SessionOverError):
                 raise
             except NvmlError as error:
@@ -85,9 +101,13 @@ class NvmlCollector:
                 self._lost[index] = str(error)
         for index in self._known.keys() - range(driver.count):
             self._lost[index] = "the driver does not list it any more"
+        if any(gpu.profiled for gpu in self._gpus.values()):
+            self._sleep(gpm.MIN_INTERVAL_S)  # once, so that no series is missing from the first reading
         return driver
 
     def _close(self) -> None:
+        for gpu in self._gpus.values():
+            gpu.close()
         if self._driver is not None:
             self._driver.close()
         self._driver = None
@@ -103,7 +123,18 @@ class NvmlCollector:
             self._lost[index] = str(error)
             return []
         self._lost.pop(index, None)
+        samples += self._orphaned(index)
         return samples
+
+    def _orphaned(self, index: int) -> Iterator[Sample]:
+        """What processes that are dead hold; a GPU is given back with the process, unless the driver hangs in it."""
+        if self._process_letter is None:
+            return
+        gpu = self._gpus[index]
+        self._orphans[index] = dead = tuple(pid for pid in gpu.processes if self._process_letter(pid) in DEAD)
+        labels = gpu.identity.labels(series.ORPHANS, self._hostname)
+        yield Sample(series.ORPHANS, len(dead), labels)
+        yield Sample(series.ORPHAN_MEMORY, sum(gpu.processes[pid] for pid in dead), labels)
 
     def _new_xids(self, driver: Driver) -> Iterator[Event]:
         at = self._wall()
@@ -119,20 +150,23 @@ class NvmlCollector:
         """What is known of every GPU, whether it answers or not."""
         if not self._ledger.kernel_log:
             yield from self._ledger.samples(identity.pci_bus_id for identity in self._known.values() if identity.uuid)
+        yield Sample(series.DRIVER_RELOADS, self._reloads)
         for index, identity in self._known.items():
             yield Sample(series.UP, 0.0 if index in self._lost else 1.0, identity.labels(series.UP, self._hostname))
             if not identity.uuid:
                 continue  # never seen answering
             labels = identity.labels(series.XID_ERRORS, self._hostname)
             yield Sample(series.XID_ERRORS, self._ledger.newest(identity.pci_bus_id), labels)
-            if index in self._gpus:
+            if gpu := self._gpus.get(index):
                 simulated = "yes" if driver.simulated else "no"
-                what = (identity.pci_bus_id, identity.model, driver.version, self._gpus[index].vbios, simulated)
+                what = (identity.pci_bus_id, identity.model, driver.version, gpu.vbios, simulated)
                 yield Sample(series.INFO, 1.0, identity.labels(series.INFO, self._hostname, *what))
 
     def _facts(self, driver: Driver) -> Iterator[GpuFact]:
         for i in self._known.values():
-            yield GpuFact(i.index, i.uuid, i.pci_bus_id, i.model, driver.simulated, self._lost.get(i.index))
+            lost = self._lost.get(i.index)
+            orphans = () if lost else self._orphans.get(i.index, ())
+            yield GpuFact(i.index, i.uuid, i.pci_bus_id, i.model, driver.simulated, lost, orphans)
 
 
 class PowerControl:

@@ -29,7 +29,25 @@ FieldKey = tuple[int, int]
 LINK_COUNT: Final = 91
 _ALL_LINKS = 0xFFFFFFFF
 _LINKS_SENT, _LINKS_RECEIVED = (138, _ALL_LINKS), (139, _ALL_LINKS)
-_LINK_STATE, _LINK_ERRORS = 165, (161, 162, 163)
+_LINK_STATE = 165
+_LINK_ERRORS: Mapping[int, str] = {
+    # Hopper: the GPU's totals have the types.
+    161: "",
+    162: "",
+    163: "",
+    # Blackwell, which has no totals.
+    206: "malformed_packet",
+    207: "buffer_overrun",
+    208: "receive",
+    209: "receive_remote",
+    210: "receive_general",
+    211: "local_integrity",
+    212: "transmit_discard",
+    214: "failed_recovery",
+    215: "recovery",
+    219: "effective",
+}
+"""Error counters of one link and their types, "" where another field has the sum of the type over all links."""
 
 _FIELDS: Mapping[FieldKey, Target] = {
     (82, 0): Target(series.MEMORY_TEMP),
@@ -174,13 +192,18 @@ def throttle_counters(fields: Sequence[FieldValue]) -> dict[str, int]:
     }
 
 
-def link_errors(fields: Sequence[FieldValue]) -> dict[int, float]:
-    """Errors of all kinds per link, for the links whose error counters the driver has."""
-    errors: dict[int, float] = {}
+def link_errors(fields: Sequence[FieldValue]) -> tuple[dict[int, float], dict[str, float]]:
+    """Errors of all kinds per link, and errors of all links per type, as far as the driver has these counters."""
+    by_link: dict[int, float] = {}
+    by_type: dict[str, float] = {}
     for field in fields:
-        if field.id in _LINK_ERRORS and not field.result:
-            errors[field.scope] = errors.get(field.scope, 0) + number(field.type, field.bits)
-    return errors
+        kind = _LINK_ERRORS.get(field.id)
+        if kind is not None and not field.result:
+            errors = number(field.type, field.bits)
+            by_link[field.scope] = by_link.get(field.scope, 0) + errors
+            if kind:
+                by_type[kind] = by_type.get(kind, 0) + errors
+    return by_link, by_type
 
 
 def nvlink_kib(samples: Sequence[Sample]) -> float | None:

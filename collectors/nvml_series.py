@@ -15,8 +15,13 @@ _DCGM_LABELS = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname")
 _GPU_LABELS = ("gpu", "UUID")
 
 
+def dcgm(name: str, help_text: str, kind: MetricKind = "gauge") -> Metric:
+    """A metric of dcgm-exporter, by its name after ``DCGM_FI_``."""
+    return Metric(f"DCGM_FI_{name}", help_text, kind, labels=_DCGM_LABELS)
+
+
 def _dcgm(name: str, help_text: str, kind: MetricKind = "gauge") -> Metric:
-    return Metric(f"DCGM_FI_DEV_{name}", help_text, kind, labels=_DCGM_LABELS)
+    return dcgm(f"DEV_{name}", help_text, kind)
 
 
 def _gpu(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge") -> Metric:
@@ -43,6 +48,8 @@ REMAPPED_UNCORRECTABLE = _dcgm("UNCORRECTABLE_REMAPPED_ROWS", "Rows remapped aft
 REMAPPED_CORRECTABLE = _dcgm("CORRECTABLE_REMAPPED_ROWS", "Rows remapped after correctable errors.", "untyped")
 REMAP_FAILURE = _dcgm("ROW_REMAP_FAILURE", "1 if remapping a row has failed.")
 EVENT_REASONS = _dcgm("CLOCKS_EVENT_REASONS", "Bit mask of the reasons that hold the clocks back right now.")
+THROTTLE_REASONS = _dcgm("CLOCK_THROTTLE_REASONS", "DCGM_FI_DEV_CLOCKS_EVENT_REASONS by its name before DCGM 3.3.")
+"""One sample more per GPU, for which alerts from before the renaming keep working: silence would look like health."""
 
 UP = _gpu("up", "1 if the GPU answers its driver, 0 if it is lost.")
 INFO = _gpu(
@@ -86,15 +93,29 @@ RECOVERY_ACTION = _gpu(
 PERSISTENCE = _gpu("persistence_mode", "1 if the driver stays loaded without clients.")
 PROCESSES = _gpu("processes", "Compute processes on the GPU.")
 PROCESS_MEMORY = _gpu("process_memory_bytes", "Device memory of all compute processes.", "bytes")
+ORPHANS = _gpu("orphan_processes", "Compute processes that hold the GPU and are dead: gone, or zombies.")
+ORPHAN_MEMORY = _gpu("orphan_memory_bytes", "Device memory of processes that are dead.", "bytes")
+FABRIC_STATE = _gpu(
+    "fabric_state", "Place in the NVLink fabric: 1 not started, 2 being registered, 3 registered; none without fabric."
+)
+FABRIC_STATUS = _gpu("fabric_status", "How the registration ended: 0 well, otherwise NVML's error code.")
+FABRIC_PROBLEM = _gpu(
+    "fabric_problem", "1 if the fabric has this problem; none where the GPU cannot tell.", "", "problem"
+)
+PROFILING = _gpu("profiling", "1 if the GPU tells what its units do (DCGM_FI_PROF_*): Hopper and later.")
+DRIVER_RELOADS = Metric(
+    "opsd_gpu_driver_reloads_total", "Times the driver ended the agent's session, as at its reload.", "counter"
+)
 
 METRICS: Final = (
     SM_CLOCK, MEM_CLOCK, MEMORY_TEMP, GPU_TEMP, POWER_USAGE, ENERGY, PCIE_REPLAYS, GPU_UTIL, MEM_COPY_UTIL, ENC_UTIL,
-    DEC_UTIL, XID_ERRORS, FB_FREE, FB_USED, FB_RESERVED, NVLINK_BANDWIDTH, REMAPPED_UNCORRECTABLE,
-    REMAPPED_CORRECTABLE, REMAP_FAILURE, EVENT_REASONS, UP, INFO, THROTTLE, POWER_LIMIT, POWER_LIMIT_DEFAULT,
+    DEC_UTIL, XID_ERRORS, FB_FREE, FB_USED, FB_RESERVED, NVLINK_BANDWIDTH, REMAPPED_UNCORRECTABLE, REMAPPED_CORRECTABLE,
+    REMAP_FAILURE, EVENT_REASONS, THROTTLE_REASONS, UP, INFO, THROTTLE, POWER_LIMIT, POWER_LIMIT_DEFAULT,
     POWER_LIMIT_MIN, POWER_LIMIT_MAX, TEMPERATURE_LIMIT, TEMPERATURE_MARGIN, MEMORY_TOTAL, CLOCK_MAX, ECC_ERRORS,
     REMAP_PENDING, RETIRED_PAGES, RETIRED_PENDING, PCIE_GENERATION, PCIE_GENERATION_MAX, PCIE_WIDTH, PCIE_WIDTH_MAX,
     NVLINK_SENT, NVLINK_RECEIVED, NVLINK_ERRORS, NVLINK_UP, NVLINK_LINK_ERRORS, PERFORMANCE_STATE, RECOVERY_ACTION,
-    PERSISTENCE, PROCESSES, PROCESS_MEMORY,
+    PERSISTENCE, PROCESSES, PROCESS_MEMORY, ORPHANS, ORPHAN_MEMORY, FABRIC_STATE, FABRIC_STATUS, FABRIC_PROBLEM,
+    PROFILING, DRIVER_RELOADS,
 )  # fmt: skip
 
 

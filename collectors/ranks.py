@@ -17,6 +17,7 @@ from typing import Final, Generic
 
 from collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
 from collectors.pages import Client, P, Page, rank_fact, step_facts
+from collectors.processes import process_letter
 from collectors.run_files import RUN_STATES, parse_event, parse_run
 from collectors.tail import Tail, read_small
 
@@ -269,14 +270,6 @@ class _Run(Generic[P]):
             yield Sample(TOKENS_RATE, rate, labels)
         if fact.gpu is not None:
             yield Sample(JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
-
-
-def process_letter(pid: int, proc: Path = Path("/proc")) -> str | None:
-    """The kernel's state letter of a process (proc_pid_stat(5)), None if it is gone."""
-    try:
-        return (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
 
 
 def _identity(event: Event) -> tuple[object, ...]:

@@ -43,9 +43,14 @@ _Manager.register("PowerControl", PowerControl, exposed=("set_power_limit",))
 class DriverProcess(Protocol):
     """What a test asks of the other process."""
 
-    def NvmlCollector(self, library: str | None = None, *, reopen_s: float = 60.0, hostname: str = "node") -> Any: ...
+    def NvmlCollector(self, library: str | None = None, **options: Any) -> Any: ...
     def BesideKernelLog(self, library: str) -> Any: ...
     def PowerControl(self, library: str | None = None) -> PowerControl: ...
+
+
+def process_letter(pid: int) -> str | None:
+    """A node on which processes below 100 run, those below 200 are zombies, and the others are gone."""
+    return "S" if pid < 100 else "Z" if pid < 200 else None
 
 
 def _set_environment(environment: dict[str, str]) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from collectors import nvml_series
+from collectors import gpm, nvml_series
 from collectors.base import GpuFact, NoData, Reading
 from collectors.nvml import NvmlError
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
-from tests.fakes.nvml import DriverProcess, driver_process, samples
+from tests.fakes.nvml import DriverProcess, driver_process, process_letter, samples
 
 SW_THERMAL, HW_SLOWDOWN, POWER_BRAKE = 0x20, 0x8, 0x80
 
@@ -49,6 +49,16 @@ def collector(process: DriverProcess, library: str) -> Any:
     return process.NvmlCollector(library, hostname="node")
 
 
+def of_gpu(got: dict[tuple[str, ...], float], gpu: int) -> dict[tuple[str, ...], float]:
+    """The series of one GPU without the labels that say which."""
+    mine = {key: value for key, value in got.items() if key[1:2] == (str(gpu),)}
+
+    def rest(name: str, *labels: str) -> tuple[str, ...]:
+        return () if name == "opsd_gpu_info" else labels[6 if name.startswith("DCGM") else 2 :]
+
+    return {(key[0], *rest(*key)): value for key, value in mine.items()}
+
+
 def facts(reading: Reading | NoData) -> list[GpuFact]:
     assert isinstance(reading, Reading)
     return [fact for fact in reading.facts if isinstance(fact, GpuFact)]
@@ -65,7 +75,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def test_every_gpu_has_the_same_series_under_dcgm_exporters_labels(gpus: SimulatedGpus, collector: Any) -> None:
-    """All metrics but those of older hardware (retired pages) appear in the first reading already."""
+    """All metrics but those of other hardware and of processes appear in the first reading already."""
     gpus[3].load(utilization=97, power_watts=650, memory_ratio=0.5)
     got = samples(collector.collect())
     uuid, model = gpus[3].uuid, "NVIDIA H100 80GB HBM3 (simulated)"
@@ -75,10 +85,12 @@ def test_every_gpu_has_the_same_series_under_dcgm_exporters_labels(gpus: Simulat
     assert got["opsd_gpu_power_limit_watts", "3", uuid] == 700
     assert got["opsd_gpu_temperature_threshold_celsius", "3", uuid, "slowdown"] == 90
     assert got["opsd_gpu_clock_max_hertz", "3", uuid, "sm"] == 1.98e9
-    per_gpu = [sorted((name, *labels[6:]) for name, gpu, *labels in got if gpu == str(index)) for index in range(8)]
-    assert all(len(names) == len(per_gpu[0]) for names in per_gpu)
+    per_gpu = [of_gpu(got, index).keys() for index in range(8)]
+    assert all(names == per_gpu[0] for names in per_gpu)
     absent = {metric.name for metric in nvml_series.METRICS} - {name for name, *_ in got}
-    assert absent == {"opsd_gpu_retired_pages", "opsd_gpu_retired_pages_pending"}
+    older = {"opsd_gpu_retired_pages", "opsd_gpu_retired_pages_pending"}
+    newer = {"opsd_gpu_fabric_problem"}
+    assert absent == older | newer | {"opsd_gpu_orphan_processes", "opsd_gpu_orphan_memory_bytes"}
     assert len(got) >= 646
 
 
@@ -100,9 +112,8 @@ def test_errors_and_links_are_read(gpus: SimulatedGpus, collector: Any) -> None:
     gpus[1].set_nvlink(17, active=False, replay=5, recovery=6, crc=7)
     gpus[1].set_recovery_action(4)
     gpus[1].set_processes([(123, 1 << 30), (456, 1 << 31)])
-    got = samples(collector.collect())
-    mine = {key[0:1] + key[3:]: value for key, value in got.items() if key[1] == "1" and key[0].startswith("opsd")}
-    dcgm = {key[0].removeprefix("DCGM_FI_DEV_"): value for key, value in got.items() if key[1] == "1"}
+    mine = of_gpu(samples(collector.collect()), 1)
+    dcgm = {name.removeprefix("DCGM_FI_DEV_"): value for name, *_ in mine for value in [mine.get((name,))]}
     assert [mine["opsd_gpu_ecc_errors_total", kind, "volatile"] for kind in ("corrected", "uncorrected")] == [11, 1]
     assert [mine["opsd_gpu_ecc_errors_total", kind, "aggregate"] for kind in ("corrected", "uncorrected")] == [22, 2]
     assert (dcgm["CORRECTABLE_REMAPPED_ROWS"], dcgm["UNCORRECTABLE_REMAPPED_ROWS"]) == (3, 4)
@@ -122,8 +133,8 @@ def test_energy_and_traffic_advance_with_time(gpus: SimulatedGpus, collector: An
     gpus[0].load(utilization=100, power_watts=600)
 
     def counters() -> list[float]:
-        got = samples(collector.collect())
-        return [v for k, v in got.items() if k[1] == "0" and ("ENERGY" in k[0] or "NVLINK_BANDWIDTH" in k[0])]
+        got = of_gpu(samples(collector.collect()), 0)
+        return [v for k, v in got.items() if "ENERGY" in k[0] or "NVLINK_BANDWIDTH" in k[0]]
 
     first = counters()
     assert len(first) == 2
@@ -139,7 +150,7 @@ def test_a_lost_gpu_is_told_and_the_others_go_on(gpus: SimulatedGpus, collector:
     assert got["opsd_gpu_up", "2", gpus[2].uuid] == 0
     assert got["opsd_gpu_up", "3", gpus[3].uuid] == 1
     assert [fact.lost for fact in facts(reading)] == [None, None, "GPU is lost", None, None, None, None, None]
-    left = {name for name, gpu, *_ in got if gpu == "2"}
+    left = {name for name, *_ in of_gpu(got, 2)}
     assert left == {"opsd_gpu_up", "DCGM_FI_DEV_XID_ERRORS", "opsd_gpu_info"}
     gpus[2].lost = False
     reading = collector.collect()
@@ -184,12 +195,14 @@ def test_a_driver_that_fails_to_initialise_is_an_error_until_it_works(gpus: Simu
 
 
 def test_a_reload_of_the_driver_costs_one_collection(gpus: SimulatedGpus, collector: Any) -> None:
-    """The session that ended is an error once, then there is a new one."""
-    collector.collect()
+    """The session that ended is an error once, then there is a new one; how often is counted."""
+    assert samples(collector.collect())["opsd_gpu_driver_reloads_total",] == 0
     gpus.reload_driver()
     with pytest.raises(NvmlError, match="opened anew"):
         collector.collect()
-    assert len(facts(collector.collect())) == 8
+    reading = collector.collect()
+    assert len(facts(reading)) == 8
+    assert samples(reading)["opsd_gpu_driver_reloads_total",] == 1
 
 
 def test_a_driver_that_is_not_loaded_is_no_data(tmp_path: Path, library: str) -> None:
@@ -236,8 +249,8 @@ def test_what_is_not_supported_has_no_series_and_is_not_asked_again(gpus: Simula
     before = gpus[1].calls
     collector.collect()
     assert gpus[1].calls - before == asked + 2
-    missing = {name for name, gpu, *_ in second if gpu == "1"} - {name for name, gpu, *_ in second if gpu == "0"}
-    assert missing == {
+    missing = of_gpu(second, 1).keys() - of_gpu(second, 0).keys()
+    assert {name for name, *_ in missing} == {
         "DCGM_FI_DEV_ENC_UTIL",
         "opsd_gpu_temperature_margin_celsius",
         "DCGM_FI_DEV_MEMORY_TEMP",
@@ -262,12 +275,99 @@ def test_a_gpu_that_answers_nothing_is_not_up(gpus: SimulatedGpus, collector: An
     tick_calls = (
         "UtilizationRates MemoryInfo_v2 ComputeRunningProcesses_v3 Temperature MarginTemperature PowerUsage ClockInfo "
         "PowerManagementLimit EncoderUtilization DecoderUtilization PerformanceState PersistenceMode "
-        "CurrPcieLinkGeneration CurrPcieLinkWidth CurrentClocksEventReasons"
+        "CurrPcieLinkGeneration CurrPcieLinkWidth CurrentClocksEventReasons GpuFabricInfoV"
     )
     gpus[0].set_unsupported([f"nvmlDeviceGet{name}" for name in tick_calls.split()])
     reading = collector.collect()
     assert samples(reading)["opsd_gpu_up", "0", gpus[0].uuid] == 0
     assert facts(reading)[0].lost == "the driver knows the GPU but answers no call about it"
+
+
+def test_what_the_units_do_is_read_without_dcgm(gpus: SimulatedGpus, collector: Any) -> None:
+    """Shares of time and bytes per second between two looks, under the names of DCGM's profiling metrics."""
+    gpus[3].load(utilization=80, power_watts=600)
+    gpus[3].tensor_share = 0.5
+    gpus[3].nvlink_bytes_per_second = 200e9
+    gpus[3].pcie_bytes_per_second = 30e9
+    collector.collect()
+    wanted = {
+        "GR_ENGINE_ACTIVE": 0.8,
+        "SM_ACTIVE": 0.72,
+        "SM_OCCUPANCY": 0.2,
+        "PIPE_TENSOR_ACTIVE": 0.4,
+        "DRAM_ACTIVE": 0.48,
+        "PCIE_TX_BYTES": 30e9,
+        "PCIE_RX_BYTES": 30e9,
+        "NVLINK_TX_BYTES": 200e9,
+        "NVLINK_RX_BYTES": 200e9,
+    }
+
+    def shown() -> dict[str, float]:
+        got = of_gpu(samples(collector.collect()), 3)
+        return {name.removeprefix("DCGM_FI_PROF_"): v for (name, *_), v in got.items() if "_PROF_" in name}
+
+    assert eventually(lambda: shown() == pytest.approx(wanted, rel=0.01))
+    assert shown().keys() == shown().keys() == wanted.keys()
+
+
+@pytest.mark.parametrize("how", ["no hardware", "old driver", "refused", "switched off"])
+def test_a_gpu_that_cannot_tell_what_its_units_do(
+    gpus: SimulatedGpus, process: DriverProcess, library: str, how: str
+) -> None:
+    """It has no such series and one that says so; everything else is there."""
+    gpus[0].profiling = how != "no hardware"
+    gpus[0].set_unsupported({"old driver": ["nvmlGpmQueryDeviceSupport"], "refused": ["nvmlGpmSampleGet"]}.get(how, []))
+    collector = process.NvmlCollector(library, profiling=how != "switched off")
+    got = samples(collector.collect())
+    assert of_gpu(got, 0)["opsd_gpu_profiling",] == 0
+    assert of_gpu(got, 1)["opsd_gpu_profiling",] == (how != "switched off")
+    missing = {name for name, *_ in of_gpu(got, 1)} - {name for name, *_ in of_gpu(got, 0)}
+    assert missing <= {metric.name for metric in gpm.METRICS}
+    assert bool(missing) == (how != "switched off")
+
+
+def test_gpm_taken_away_while_running_costs_nothing_else(gpus: SimulatedGpus, collector: Any) -> None:
+    """Its series end, and it is not asked for again."""
+    collector.collect()
+    gpus[0].set_unsupported(["nvmlGpmSampleGet"])
+    assert eventually(lambda: of_gpu(samples(collector.collect()), 0)["opsd_gpu_profiling",] == 0)
+    got = samples(collector.collect())
+    assert of_gpu(got, 0)["opsd_gpu_up",] == 1
+    assert ("DCGM_FI_PROF_DRAM_ACTIVE",) not in of_gpu(got, 0)
+
+
+def test_the_place_in_the_fabric_is_told(gpus: SimulatedGpus, collector: Any) -> None:
+    """State, the status of a finished registration, and only those problems that the hardware can tell of."""
+    gpus[1].set_fabric(state=2, status=999)
+    gpus[2].set_fabric(state=3, status=9, health=0x1 | 0x2 << 4)
+    gpus[3].set_fabric(state=0)
+    got = samples(collector.collect())
+    told = [{k: v for k, v in of_gpu(got, gpu).items() if k[0].startswith("opsd_gpu_fabric")} for gpu in range(4)]
+    assert told == [
+        {("opsd_gpu_fabric_state",): 3, ("opsd_gpu_fabric_status",): 0},
+        {("opsd_gpu_fabric_state",): 2},
+        {
+            ("opsd_gpu_fabric_state",): 3,
+            ("opsd_gpu_fabric_status",): 9,
+            ("opsd_gpu_fabric_problem", "degraded_bandwidth"): 1,
+            ("opsd_gpu_fabric_problem", "route_unhealthy"): 0,
+        },
+        {},
+    ]
+
+
+def test_dead_processes_that_hold_a_gpu_are_told(gpus: SimulatedGpus, process: DriverProcess, library: str) -> None:
+    """Zombies and processes that are gone, with the memory they keep; the fact has their numbers."""
+    gpus[0].set_processes([(50, 1 << 30), (150, 2 << 30), (250, 4 << 30)])
+    gpus[1].set_processes([(51, 1 << 30)])
+    collector = process.NvmlCollector(library, process_letter=process_letter)
+    reading = collector.collect()
+    first, second = (of_gpu(samples(reading), gpu) for gpu in (0, 1))
+    assert (first["opsd_gpu_orphan_processes",], first["opsd_gpu_orphan_memory_bytes",]) == (2, 6 << 30)
+    assert (second["opsd_gpu_orphan_processes",], second["opsd_gpu_orphan_memory_bytes",]) == (0, 0)
+    assert [fact.orphans for fact in facts(reading)[:2]] == [(150, 250), ()]
+    gpus[0].lost = True
+    assert facts(collector.collect())[0].orphans == ()
 
 
 def test_a_call_that_blocks_is_never_made(gpus: SimulatedGpus, collector: Any) -> None:

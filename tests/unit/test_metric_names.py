@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from collectors import host, infiniband, kmsg, nvme, nvml_series, ranks, storage
+from collectors import gpm, host, infiniband, kmsg, nvme, nvml_series, ranks, storage
 from collectors.base import Metric
 
 METRICS = (
     *nvml_series.METRICS,
+    *gpm.METRICS,
     *host.METRICS,
     *ranks.METRICS,
     *kmsg.KmsgCollector.metrics,
@@ -38,13 +39,18 @@ DCGM_EXPORTER_DEFAULTS = {
     "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": "counter",
     "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": "counter",
     "DCGM_FI_DEV_ROW_REMAP_FAILURE": "gauge",
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": "gauge",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "gauge",
+    "DCGM_FI_PROF_DRAM_ACTIVE": "gauge",
+    "DCGM_FI_PROF_PCIE_TX_BYTES": "gauge",
+    "DCGM_FI_PROF_PCIE_RX_BYTES": "gauge",
 }
 """What of default-counters.csv in NVIDIA/dcgm-exporter 4.4 a bare-metal GPU's NVML can tell."""
 
 
 def test_dcgm_exporters_defaults_are_all_there() -> None:
     """Dashboards and alerts written for dcgm-exporter find its names, its labels and a type that fits."""
-    ours = {metric.name: metric for metric in nvml_series.METRICS}
+    ours = {metric.name: metric for metric in (*nvml_series.METRICS, *gpm.METRICS)}
     for name, kind in DCGM_EXPORTER_DEFAULTS.items():
         assert ours[name].kind == {"gauge": "gauge", "counter": "untyped"}[kind], name
         assert ours[name].labels == ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"), name

@@ -106,7 +106,13 @@ def test_throttle_counters_of_driver_570() -> None:
 def test_the_errors_of_a_link_are_added_up() -> None:
     """Replays, recoveries and CRC errors of one link make one series; a refused counter does not count."""
     fields = [field(161, 2, scope=4), field(162, 1, scope=4), field(163, 3, scope=5), field(161, 7, scope=6, result=3)]
-    assert link_errors(fields) == {4: 3, 5: 3}
+    assert link_errors(fields) == ({4: 3, 5: 3}, {})
+
+
+def test_links_of_blackwell_have_types_but_no_totals() -> None:
+    """Its totals per type are added up from the links."""
+    fields = [field(208, 2, scope=0), field(208, 3, scope=17), field(214, 1, scope=17), field(219, 9, result=3)]
+    assert link_errors(fields) == ({0: 2, 17: 4}, {"receive": 5, "failed_recovery": 1})
 
 
 def test_the_bandwidth_total_needs_both_directions() -> None:
