@@ -15,9 +15,10 @@ from opsd.demo.world import Snapshot
 
 
 class Cooling(Protocol):
-    """The knob of a simulated GPU that the demo turns: 1.0 is healthy cooling."""
+    """The knobs of a simulated GPU that the demo turns: 1.0 is healthy cooling; the other is how fast heat shows."""
 
     cooling: float
+    thermal_tau_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,10 @@ def _just_committed(previous: Trial | None, now: Snapshot) -> bool:
 
 
 def _block_fan(stage: Stage, _now: Snapshot) -> dict[str, object]:
+    """Cooling that cannot carry the full load away, but can at a power limit 15 % lower."""
     assert stage.gpus is not None
-    stage.gpus[1].cooling = 0.5
+    stage.gpus[1].thermal_tau_s = 2.0
+    stage.gpus[1].cooling = 0.59
     return {"component": "gpu", "gpu": 1, "rank": 1}
 
 

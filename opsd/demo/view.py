@@ -182,9 +182,10 @@ def _incidents(now: Snapshot) -> RenderableType:
         return Text("the agent does not answer", style="red")
     if not now.incidents:
         return Text("none", style="dim")
-    table = Table(box=None, pad_edge=False)
-    for column in ("kind", "state", "culprit", "what"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    table = Table(box=None, pad_edge=False, expand=True)
+    for column, width in (("kind", 18), ("state", 9), ("culprit", 16)):
+        table.add_column(column, no_wrap=True, overflow="ellipsis", width=width)
+    table.add_column("what", no_wrap=True, overflow="ellipsis", ratio=1)
     for incident in now.incidents[:6]:
         table.add_row(
             incident["kind"],
