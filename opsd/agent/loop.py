@@ -20,6 +20,8 @@ from runbooks.base import Incident
 
 PATIENCE = 0.5
 """Share of a tick that the loop waits for collectors; what comes later is taken in by the next tick."""
+SECOND_LOOK_S = 0.2
+"""The second tick follows the first this soon, so that what takes two looks (a rate, a share) is there at once."""
 CLOCK_STEP_S = 1.0
 """A jump of the wall clock against the monotonic one that is a step and not drift."""
 
@@ -78,6 +80,9 @@ class Loop:
 
     def run(self, stop: threading.Event, after_tick: Callable[[], None] = lambda: None) -> None:
         """Tick until ``stop`` is set, on a fixed grid; ticks that could not be kept are left out and counted."""
+        self.tick()
+        after_tick()
+        stop.wait(min(SECOND_LOOK_S, self._interval_s))
         origin, number = self._clock.monotonic(), 0
         while not stop.is_set():
             self.tick()
