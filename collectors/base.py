@@ -145,7 +145,11 @@ class NoData:
 
 
 class Collector(Protocol):
-    """The plug-in interface. ``collect`` may raise: the agent counts it as an error of this collector."""
+    """The plug-in interface. ``collect`` may raise: the agent counts it as an error of this collector.
+
+    A collector that asks too much of its source to do so in every tick has an attribute ``interval_s``, the seconds
+    between two collections at least. What it returned last holds meanwhile.
+    """
 
     @property
     def name(self) -> str: ...

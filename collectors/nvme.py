@@ -13,7 +13,6 @@ import fcntl
 import os
 import re
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -153,10 +152,7 @@ def read_smart(device: Path) -> bytes:
 
 
 class NvmeCollector:
-    """The NVMe drives below ``sys``, 64 at most, asked every ``interval_s`` seconds of ``clock``.
-
-    In between the last answer is repeated.
-    """
+    """The NVMe drives below ``sys``, 64 at most."""
 
     name = "nvme"
     metrics = METRICS
@@ -168,24 +164,14 @@ class NvmeCollector:
         dev: Path = Path("/dev"),
         read_smart: Callable[[Path], bytes] = read_smart,
         interval_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sys = sys
         self._dev = dev
         self._read_smart = read_smart
-        self._interval_s = interval_s
-        self._clock = clock
-        self._asked: float | None = None
-        self._last: Reading | NoData = Reading()
+        self.interval_s = interval_s
 
     def collect(self) -> Reading | NoData:
-        """The drives as they were when last asked."""
-        now = self._clock()
-        if self._asked is None or now - self._asked >= self._interval_s:
-            self._last, self._asked = self._ask(), now
-        return self._last
-
-    def _ask(self) -> Reading | NoData:
+        """Ask every drive."""
         folder = self._sys / "class/nvme"
         drives = sorted(folder.iterdir()) if folder.is_dir() else []
         drives = [drive for drive in drives if re.fullmatch(r"nvme\d+", drive.name)][:_MAX_DRIVES]

@@ -93,8 +93,9 @@ class StorageCollector:
 class StorageNetCollector:
     """Size of the network file systems, and how long each took to tell.
 
-    Hangs while a server does not answer. ``only`` restricts it to some mount points: one collector for each, with a
-    ``name`` of its own, shows which of them hangs. A mount that may not be entered is left out.
+    Hangs while a server does not answer; asked seldom, because every node of a cluster asks the same servers. ``only``
+    restricts it to some mount points: one collector for each, with a ``name`` of its own, shows which of them hangs. A
+    mount that may not be entered is left out.
     """
 
     name: str
@@ -106,10 +107,12 @@ class StorageNetCollector:
         proc: Path = Path("/proc"),
         only: Sequence[str] = (),
         name: str = "storage_net",
+        interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         statvfs: Callable[[str], os.statvfs_result] = os.statvfs,
     ) -> None:
         self.name = name
+        self.interval_s = interval_s
         self._proc = proc
         self._only = only
         self._clock = clock

@@ -1,11 +1,13 @@
 """Run collectors so that none of them can hold up another one or the loop.
 
 Each collector has a daemon thread of its own. One that does not return in time is left alone until it does: a driver
-call that hangs for ever costs one sleeping thread and nothing else.
+call that hangs for ever costs one sleeping thread and nothing else. One with an attribute ``interval_s`` is asked no
+more often than that, and what it delivered last holds meanwhile.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +28,10 @@ class Health(StrEnum):
 
 @dataclass(slots=True)
 class Source:
-    """What the agent knows of one collector. ``fresh``: it delivered in this tick. Times are monotonic seconds."""
+    """What the agent knows of one collector.
+
+    ``fresh``: it delivered in this tick, or what it delivered last still holds. Times are monotonic seconds.
+    """
 
     collector: Collector
     health: Health = Health.STARTING
@@ -41,6 +46,11 @@ class Source:
     def name(self) -> str:
         """The collector's name."""
         return self.collector.name
+
+    def hold(self) -> None:
+        """Let what was delivered last stand for another tick. Events happen once."""
+        if self.health is Health.OK and not self.fresh:
+            self.reading, self.fresh = replace(self.reading, events=()), True
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,8 @@ class _Worker:
         self._collector = collector
         self._clock = clock
         self._ended = ended
+        self._interval_s: float = getattr(collector, "interval_s", 0.0)
+        self._due = -math.inf
         self._go = threading.Semaphore(0)
         self.started: float | None = None
         self.outcome: _Outcome | None = None
@@ -66,8 +78,13 @@ class _Worker:
     def busy(self) -> bool:
         return self.started is not None
 
+    @property
+    def due(self) -> bool:
+        return not self.busy and self._clock() >= self._due
+
     def start(self) -> None:
         self.started = self._clock()
+        self._due = self.started + self._interval_s
         self._go.release()
 
     def _work(self) -> None:
@@ -96,23 +113,25 @@ class Gatherer:
         self._workers = tuple(_Worker(collector, clock, self._ended) for collector in collectors)
 
     def gather(self, patience_s: float) -> tuple[Source, ...]:
-        """Collect once from everything that is not still busy, wait ``patience_s`` at most, and say how all stand.
+        """Collect once from everything that is due, wait ``patience_s`` at most, and say how all stand.
 
-        What a collector delivers after that is taken in by the next call. One that is busy for longer than the
-        deadline counts as hung, and its last reading is forgotten.
+        A collector that is still busy is not asked again. What it delivers later is taken in by the next call. One
+        that is busy for longer than the deadline counts as hung, and its last reading is forgotten.
         """
         until = self._clock() + patience_s
         with self._ended:
             for source, worker in zip(self.sources, self._workers, strict=True):
                 source.fresh = False
                 self._take(source, worker)
-            awaited = [worker for worker in self._workers if not worker.busy]
+            awaited = [worker for worker in self._workers if worker.due]
             for worker in awaited:
                 worker.start()
             while any(worker.busy for worker in awaited) and (left := until - self._clock()) > 0:
                 self._ended.wait(left)
             for source, worker in zip(self.sources, self._workers, strict=True):
                 self._take(source, worker)
+                if not worker.busy and worker not in awaited:
+                    source.hold()
         return self.sources
 
     def _take(self, source: Source, worker: _Worker) -> None:

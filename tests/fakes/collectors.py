@@ -14,6 +14,7 @@ class FakeCollector:
     """Delivers what ``answer`` returns, or raises what it raises."""
 
     metrics = (VALUE,)
+    interval_s = 0.0
 
     def __init__(self, name: str, answer: Callable[[], Reading | NoData] | None = None) -> None:
         self.name = name

@@ -8,7 +8,7 @@ import pytest
 
 from collectors.base import Event, NoData, Reading, Sample
 from opsd.agent.gather import Gatherer, Health
-from tests.fakes.clock import eventually
+from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
 
 LONG_S = 20.0
@@ -92,3 +92,42 @@ def test_before_the_first_collection_has_ended_nothing_is_claimed(hanging: Hangi
     """A collector that has not returned yet is starting: neither ok nor hung."""
     (source,) = Gatherer([hanging], deadline_s=LONG_S, clock=time.monotonic).gather(0.0)
     assert (source.health, source.fresh) == (Health.STARTING, False)
+
+
+def test_a_dear_collector_is_asked_seldom_and_its_last_answer_holds() -> None:
+    """In between its samples are those of every tick, and its events happened once."""
+    clock = FakeClock()
+    drives, always = FakeCollector("drives"), FakeCollector("always")
+    drives.interval_s = 60.0
+    drives.answer = lambda: Reading((Sample(VALUE, float(drives.calls), ("drives",)),), (Event("xid", 1.0, "new"),))
+    gatherer = Gatherer([drives, always], deadline_s=5, clock=clock.monotonic)
+    seen = []
+    for _ in range(3):
+        source, other = gatherer.gather(LONG_S)
+        seen.append((source.fresh, source.reading.samples[0].value, len(source.reading.events), other.fresh))
+        clock.advance(30)
+    assert seen == [(True, 1.0, 1, True), (True, 1.0, 0, True), (True, 2.0, 1, True)]
+
+
+@pytest.mark.parametrize("answer", [lambda: NoData("none"), raising(ValueError("bad"))])
+def test_what_a_dear_collector_could_not_tell_does_not_hold(answer) -> None:
+    """No data and errors stay what they are until it is asked again."""
+    clock = FakeClock()
+    drives = FakeCollector("drives", answer)
+    drives.interval_s = 60.0
+    gatherer = Gatherer([drives], deadline_s=5, clock=clock.monotonic)
+    (first,) = gatherer.gather(LONG_S)
+    health = first.health
+    clock.advance(1)
+    (source,) = gatherer.gather(LONG_S)
+    assert (source.health, source.fresh, source.errors, drives.calls) == (health, False, source.errors, 1)
+
+
+def test_a_dear_collector_that_hangs_is_hung(hanging: HangingCollector) -> None:
+    """The interval excuses nobody who does not return."""
+    clock = FakeClock()
+    hanging.interval_s = 60.0
+    gatherer = Gatherer([hanging], deadline_s=2, clock=clock.monotonic)
+    gatherer.gather(0.0)
+    clock.advance(3)
+    assert gatherer.gather(0.0)[0].health is Health.HUNG

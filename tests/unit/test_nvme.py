@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from collectors.base import NoData, Reading
 from collectors.nvme import WARNINGS, NvmeCollector, parse_smart, read_smart
-from tests.fakes.clock import FakeClock
 from tests.fakes.tree import write_tree
 
 DRIVE = {"model": "MZWLO3T8HCLS", "serial": "S123", "firmware_rev": "OPPA1B5Q", "state": "live"}
@@ -98,23 +97,6 @@ def test_a_dead_controller_is_not_live(sys: Path) -> None:
     reading = NvmeCollector(sys=sys, dev=sys).collect()
     assert values(reading, "live") == {("nvme0",): 0}
     assert values(reading, "smart_readable") == {("nvme0",): 0}
-
-
-def test_drives_are_asked_seldom(sys: Path) -> None:
-    """Between two questions the last answer stands, so that its series do not vanish."""
-    clock, asked = FakeClock(), []
-
-    def ask(device: Path) -> bytes:
-        asked.append(device)
-        return smart_log()
-
-    collector = NvmeCollector(sys=sys, read_smart=ask, interval_s=60, clock=clock.monotonic)
-    first = collector.collect()
-    clock.advance(59)
-    assert collector.collect() == first
-    clock.advance(1)
-    collector.collect()
-    assert asked == [Path("/dev/nvme0")] * 2
 
 
 def test_no_drive_is_no_data(tmp_path: Path) -> None:
