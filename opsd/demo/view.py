@@ -17,6 +17,7 @@ from opsd.client import RankPage
 from opsd.demo.world import Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
+DETAIL_LENGTH = 16
 _PHASE_STYLE = {"data": "cyan", "forward": "green", "backward": "green", "optimizer": "green", "checkpoint": "magenta"}
 _STATE_STYLE = {"open": "red", "acting": "yellow", "verifying": "yellow", "resolved": "green", "escalated": "bold red"}
 
@@ -205,4 +206,7 @@ def culprit_name(culprit: Mapping[str, Any]) -> str:
         return f"rank {rank}"
     if rank is not None:
         return f"{component} of rank {rank}"
-    return f"{component}: {culprit['detail']}" if culprit.get("detail") else str(component)
+    detail = str(culprit.get("detail") or "")
+    if len(detail) > DETAIL_LENGTH:
+        detail = detail[: DETAIL_LENGTH - 1] + "…"
+    return f"{component}: {detail}" if detail else str(component)
