@@ -17,7 +17,7 @@ from runbooks.runs import (
     step_seconds,
     world_size,
 )
-from runbooks.signals import integer, number, text
+from runbooks.signals import counted, integer, number, text
 
 
 def _replaced(view: View, run: str, step: int, since: float) -> bool | None:
@@ -40,7 +40,9 @@ def _cost(view: View, run: str, step: int, since: float) -> Cost:
     lost = max(0, step - integer(loaded[-1].data, "step", step))
     world = world_size(view, run)
     return Cost(
-        0.0, lost * step_seconds(ranks_of(view, run)) * world, f"{lost} further steps to do again on {world} GPUs"
+        0.0,
+        lost * step_seconds(ranks_of(view, run)) * world,
+        f"{counted(lost, 'further step')} to do again on {counted(world, 'GPU')}",
     )
 
 

@@ -11,7 +11,7 @@ from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Pa
 from runbooks.blame import STOPPED, UNINTERRUPTIBLE
 from runbooks.rank_hang import moved_on, reported_states, waits_for_data
 from runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved
-from runbooks.signals import integer, number, text
+from runbooks.signals import counted, integer, number, text
 
 FLOOR_S = 3.0
 FACTOR = 10.0
@@ -72,7 +72,7 @@ def _finding(rank: RankFact, view: View) -> Finding:
         ),
         confidence=0.95 if _halted(worker) else 0.85,
         evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
-        cost=Cost(1.0, waited * rank.world_size, f"{rank.world_size} GPUs have waited for {waited:.0f} s"),
+        cost=Cost(1.0, waited * rank.world_size, f"{counted(rank.world_size, 'GPU')} stood still for {waited:.0f} s"),
         job=rank.job,
         data={"run": rank.run, "rank": rank.rank, "generation": rank.generation, "step": last_step(rank)},
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from collectors.base import GpuFact
 from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
 from runbooks.gpus import blamed, gpu_of, job_text, xids_of
-from runbooks.signals import text
+from runbooks.signals import counted, text
 
 
 def _finding(gpu: GpuFact, view: View) -> Finding:
@@ -26,7 +26,7 @@ def _finding(gpu: GpuFact, view: View) -> Finding:
         culprit=culprit,
         confidence=0.98,
         evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts),
-        cost=Cost(1.0, 0.0, f"{waiting} GPUs cannot train while it is gone" if rank else "one GPU less"),
+        cost=Cost(1.0, 0.0, f"{counted(waiting, 'GPU')} cannot train while it is gone" if rank else "one GPU less"),
         job=rank.job if rank else "",
         data={"uuid": gpu.uuid, "gpu": gpu.index},
     )

@@ -8,7 +8,7 @@ from statistics import median
 from collectors.base import RankFact
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
 from runbooks.gpus import loaded, rank_on
-from runbooks.signals import integer, latest, number, seconds_spent, text, usual
+from runbooks.signals import counted, integer, latest, number, seconds_spent, text, usual
 
 THERMAL = ("sw_thermal", "hw_thermal")
 REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")
@@ -22,10 +22,10 @@ LONG_S, LONG_LIMIT_S = 30.0, 9.0
 """A throttle is half of the last 6 s or 30 % of the last 30 s; a single wild sample adds one second at most."""
 
 QUIET_S = 5.0
-CUT = 0.85
-LOWEST = 0.6
-"""Each attempt takes 15 % off the power limit, down to 60 % of the default: the clock falls by far less than power
-does, and a steady small loss is better than clocks that collapse."""
+CUT, BELOW_DRAW, LOWEST = 0.85, 0.95, 0.6
+"""The new power limit is 15 % below the old one, or 5 % below what the GPU draws while it is throttled if that is
+less: what it draws then is what its cooling can carry away. Never below 60 % of the default. The clock falls by far
+less than power does, and a steady small loss is better than clocks that collapse."""
 
 
 def unfit_gpus(view: View) -> set[int | None]:
@@ -108,10 +108,13 @@ def _finding(
         severity=Severity.CRITICAL if rank else Severity.WARNING,
         summary=f"GPU {gpu} is throttled by {' and '.join(reasons)}",
         culprit=Culprit("gpu", view.node, gpu, rank.rank if rank else None, " and ".join(reasons)),
-        confidence=0.95,
+        confidence=0.95 if rank else 0.9,
         evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
         cost=Cost(
-            share, share * waiting * spent_s, f"this throttle costs {share:.0%} {whose} ({waiting} GPUs)", waiting
+            share,
+            share * waiting * spent_s,
+            f"this throttle costs {share:.0%} {whose} ({counted(waiting, 'GPU')})",
+            waiting,
         ),
         job=job,
         data={"uuid": uuid, "gpu": gpu, "reasons": list(reasons)},
@@ -120,6 +123,8 @@ def _finding(
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     uuid, gpu = text(incident.data, "uuid"), integer(incident.data, "gpu")
+    if not _throttles(_counters(view).get(uuid, {})):
+        return ()  # no load any more, or not known to be over yet: nothing to act on
     reasons = incident.data.get("reasons")
     thermal = isinstance(reasons, list | tuple) and any(reason in THERMAL for reason in reasons)
     limit = latest(view, "opsd_gpu_power_limit_watts", UUID=uuid)
@@ -127,8 +132,10 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     if not thermal or limit is None or default is None:
         cause = "check the cooling" if thermal else "check power supplies and the board"
         return (Action("notify", target=view.node, reason=f"{incident.summary}: {cause}, then replace the node"),)
-    least = latest(view, "opsd_gpu_power_limit_min_watts", UUID=uuid) or 0.0
-    watts = round(max(CUT * limit, LOWEST * default, least))
+    least = max(LOWEST * default, latest(view, "opsd_gpu_power_limit_min_watts", UUID=uuid) or 0.0)
+    power = view.select("DCGM_FI_DEV_POWER_USAGE", UUID=uuid)
+    draws = [draw for series in power if (draw := usual(series, SHORT_LIMIT_S)) is not None]
+    watts = round(max(min([CUT * limit, *(BELOW_DRAW * draw for draw in draws)]), least))
     told = Action("notify", target=view.node, reason=f"{incident.summary}: have its cooling serviced, replace the node")
     if watts >= limit:
         return (told,)
@@ -189,9 +196,10 @@ share. Above the hardware threshold clocks fall by half or more.
 ## What opsd does by itself
 - observe: opens the incident with its cost.
 - recommend: names the power limit to set, and notifies.
-- act: for heat, lowers the power limit of this GPU by 15 % and notifies that the node needs service; once more if the
-  GPU is still throttled a minute later, never below 60 % of its default limit. For a power brake, or a hardware
-  slowdown without heat, it only notifies: that is work for hands. It does not raise the limit again by itself.
+- act: for heat, lowers the power limit of this GPU by 15 %, or to 5 % below what it draws while throttled if that is
+  less, and notifies that the node needs service; once more if the GPU is still throttled a minute later, never below
+  60 % of its default limit. For a power brake, or a hardware slowdown without heat, it only notifies: that is work
+  for hands. It does not raise the limit again by itself.
 """)
 
 RUNBOOK = Runbook(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from collectors.base import RankFact, StepFact
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
 from runbooks.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
-from runbooks.signals import integer, text
+from runbooks.signals import counted, integer, text
 
 BACK_STEPS = 5
 """Steps with a finite loss after which the run is well again: one skipped batch is not a cure."""
@@ -66,7 +66,7 @@ def _finding(view: View, leader: RankFact, step: int, first: RankFact) -> Findin
         culprit=culprit,
         confidence=0.8 if culprit.component == "gpu" else 0.5,
         evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
-        cost=Cost(1.0, text=f"{wasted} steps on {world_size(view, leader.run)} GPUs were for nothing"),
+        cost=Cost(1.0, text=f"{wasted} steps on {counted(world_size(view, leader.run), 'GPU')} were for nothing"),
         job=leader.job,
         data={
             "run": leader.run,

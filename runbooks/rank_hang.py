@@ -8,7 +8,7 @@ from collectors.base import Event, RankFact
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
 from runbooks.blame import STOPPED, RankState, blame
 from runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, recovered, supervised, unsolved
-from runbooks.signals import integer, number, text
+from runbooks.signals import counted, integer, number, text
 
 FACTOR = 5.0
 """A rank hangs after this many times the longest of its recent steps (the factor of NVIDIA's resiliency extension)."""
@@ -120,7 +120,7 @@ def _from_pages(view: View, run: str) -> Finding | None:
             Evidence(f"no rank has moved; rank {culprit.rank} may take {limit:.0f} s", "rank pages", view.wall),
             *(Evidence(sentence, "rank pages", view.wall) for sentence in verdict.evidence),
         ),
-        cost=Cost(1.0, stuck * world, f"{world} GPUs have stood still for {stuck:.0f} s"),
+        cost=Cost(1.0, stuck * world, f"{counted(world, 'GPU')} stood still for {stuck:.0f} s"),
         job=culprit.job,
         data={"run": run, "rank": culprit.rank, "generation": culprit.generation, "step": last_step(culprit)},
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from collectors.base import Event, RankFact, RunFact
 from runbooks.base import Cost, Evidence, View
-from runbooks.signals import integer, number, text
+from runbooks.signals import counted, integer, number, text
 
 REMEMBERED_S = 600.0
 """How far back a runbook looks for events."""
@@ -86,11 +86,11 @@ def downtime(view: View, event: Event, last_step_at: float) -> Cost:
     seconds = max(0.0, (back.at if back else view.wall) - last_step_at)
     lost = integer(back.data, "lost_steps", 0) if back else 0
     gpu_seconds = seconds * world + lost * step_seconds(ranks_of(view, run)) * world
-    steps = f", {lost} steps to do again" if lost else ""
+    steps = f", {counted(lost, 'step')} to do again" if lost else ""
     return Cost(
         throughput_ratio=0.0 if back else 1.0,
         gpu_seconds=gpu_seconds,
-        text=f"{world} GPUs stood still for {seconds:.1f} s{steps}",
+        text=f"{counted(world, 'GPU')} stood still for {seconds:.1f} s{steps}",
     )
 
 

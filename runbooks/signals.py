@@ -73,6 +73,11 @@ def growth(series: Series, seconds: float) -> float:
     return sum(max(after - before, 0.0) for before, after in pairwise(settled))
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun: 1 GPU, 8 GPUs."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def text(data: Mapping[str, object], key: str) -> str:
     """The field as text, "" if it is missing or null."""
     value = data.get(key)

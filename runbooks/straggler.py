@@ -11,7 +11,7 @@ from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Pa
 from runbooks.gpu_throttle import CLOCK, unfit_gpus
 from runbooks.gpus import newest
 from runbooks.runs import ranks_of, recovered
-from runbooks.signals import excess, integer, spread, text
+from runbooks.signals import counted, excess, integer, spread, text
 
 NOT_COMPUTING = ("collective", "data", "checkpoint", "evaluation", "setup")
 """Phases in which a rank waits for others or for the node; only what is left can make it a straggler."""
@@ -125,7 +125,7 @@ def _finding(found: Straggler, view: View) -> Finding:
         ),
         cost=Cost(
             throughput_ratio=cost,
-            text=f"it costs {cost:.0%} of {whose} ({rank.world_size} GPUs)",
+            text=f"it costs {cost:.0%} of {whose} ({counted(rank.world_size, 'GPU')})",
             gpus=rank.world_size,
         ),
         job=rank.job,

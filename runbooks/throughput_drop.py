@@ -11,7 +11,7 @@ from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Pa
 from runbooks.blame import STOPPED
 from runbooks.gpu_throttle import unfit_gpus
 from runbooks.runs import leaders, ranks_of, recovered
-from runbooks.signals import integer, level, number, text
+from runbooks.signals import counted, integer, level, number, text
 from runbooks.straggler import stragglers_of
 
 PAST_S, BUT_LAST_S = 600.0, 60.0
@@ -102,7 +102,9 @@ def _finding(view: View, leader: RankFact, before: float, now: float) -> Finding
         culprit=Culprit("unknown", view.node),
         confidence=0.3,
         evidence=(Evidence(fact, "rank pages", view.wall),),
-        cost=Cost(throughput_ratio=share, text=f"it costs {share:.0%} of {whose} ({world} GPUs)", gpus=world),
+        cost=Cost(
+            throughput_ratio=share, text=f"it costs {share:.0%} of {whose} ({counted(world, 'GPU')})", gpus=world
+        ),
         job=leader.job,
         data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before},
     )

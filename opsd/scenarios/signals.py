@@ -42,6 +42,8 @@ class Signal:
             self.noise = self.noise if value.noise is None else value.noise
             self.value, self.at, self.target = present + (value.add or 0.0), now, None
             self.rate = value.rate or 0.0
-            if value.to is not None:
+            if value.to is not None and value.over > 0:
                 self.target = value.to
-                self.rate = (value.to - self.value) / max(value.over, 1e-9)
+                self.rate = (value.to - self.value) / value.over
+            elif value.to is not None:
+                self.value = value.to
