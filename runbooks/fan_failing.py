@@ -1,0 +1,221 @@
+"""A GPU becomes hotter than its peers at the same power: its fan or heat sink fails, and a throttle is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpu_throttle import unfit_gpus
+from runbooks.gpus import by_gpu, job_text, newest, rank_on
+from runbooks.trends import Trend, blocks, due, thirds, trend
+
+TEMPERATURE, POWER = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
+MARGIN = "opsd_gpu_temperature_margin_celsius"
+
+WINDOW_S, BLOCK_S, LEAST_BLOCKS = 600.0, 20.0, 6
+LOOK_EVERY_S = 10.0
+THINNING = 4
+"""One sample in four is enough for the median of a block."""
+
+CELSIUS_PER_WATT = 0.05
+"""About 35 K above the inlet air at 700 W: an air-cooled H100. Corrects for the rest of differences in power."""
+
+LOADED_W = 200.0
+SAME_POWER, SAME_CELSIUS = 0.15, 2.0
+"""Blocks are compared with the newest one only if power, and the peers' temperature, were the same: while a job warms
+its GPUs up, the hotter ones move away from the others without any fault."""
+
+LEAST_PEERS = 2
+RISE_CELSIUS = 4.0
+HORIZON_S = 3600.0
+"""A throttle is predicted for the next hour; what is slower than that shows on the node's board first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Medians over some seconds: of one GPU, and of its peers."""
+
+    celsius: float
+    watts: float
+    peers_celsius: float
+    peers_watts: float
+
+    @property
+    def offset(self) -> float:
+        """By how much the GPU is hotter than its peers would be at its power."""
+        return self.celsius - self.peers_celsius - CELSIUS_PER_WATT * (self.watts - self.peers_watts)
+
+    def like(self, other: _Block) -> bool:
+        """True if both show the same load and the same surroundings."""
+        return (
+            abs(self.watts - other.watts) <= SAME_POWER * other.watts
+            and abs(self.peers_watts - other.peers_watts) <= SAME_POWER * other.peers_watts
+            and abs(self.peers_celsius - other.peers_celsius) <= SAME_CELSIUS
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rising:
+    """A GPU whose offset grows. ``before`` is the offset at the beginning, ``limit_s`` seconds to its throttle."""
+
+    uuid: str
+    index: int
+    before: float
+    now: float
+    trend: Trend
+    limit_s: float | None
+
+
+def _medians(view: View, metric: str) -> dict[str, dict[int, float]]:
+    return {
+        uuid: blocks(series[0].values(WINDOW_S)[::THINNING], BLOCK_S) for uuid, series in by_gpu(view, metric).items()
+    }
+
+
+def _offsets(view: View) -> dict[str, dict[int, float]]:
+    """Degrees by which each GPU under load is hotter than its peers at the same power, block by block."""
+    celsius, watts = _medians(view, TEMPERATURE), _medians(view, POWER)
+    found = {}
+    for uuid in celsius.keys() & watts.keys():
+        mine = {}
+        for number in sorted(celsius[uuid].keys() & watts[uuid].keys()):
+            block = _block(uuid, number, celsius, watts)
+            if block is not None:
+                mine[number] = block
+        if mine:
+            last = mine[max(mine)]
+            found[uuid] = {number: block.offset for number, block in mine.items() if block.like(last)}
+    return found
+
+
+def _block(
+    uuid: str, number: int, celsius: Mapping[str, Mapping[int, float]], watts: Mapping[str, Mapping[int, float]]
+) -> _Block | None:
+    """One GPU beside its peers under load, None if it or too few of them are."""
+    peers = [
+        (celsius[peer][number], power[number])
+        for peer, power in watts.items()
+        if peer != uuid and power.get(number, 0.0) >= LOADED_W and number in celsius.get(peer, {})
+    ]
+    if watts[uuid][number] < LOADED_W or len(peers) < LEAST_PEERS:
+        return None
+    return _Block(
+        celsius[uuid][number],
+        watts[uuid][number],
+        median(temperature for temperature, _ in peers),
+        median(power for _, power in peers),
+    )
+
+
+def _rising(view: View) -> list[_Rising]:
+    """The GPUs whose offset grows so that they throttle within the hour."""
+    margins, indexes = newest(view, MARGIN), {gpu.uuid: gpu.index for gpu in view.gpus if gpu.lost is None}
+    found = []
+    for uuid, offsets in _offsets(view).items():
+        if uuid not in indexes or len(offsets) < LEAST_BLOCKS:
+            continue
+        line, (before, _, now) = trend(offsets), thirds([offsets[number] for number in sorted(offsets)])
+        if min(line.rise, now - before) < RISE_CELSIUS / 2 or line.rise < RISE_CELSIUS or not line.sure:
+            continue
+        left = margins.get(uuid)
+        limit_s = None if left is None else max(left, 0.0) / line.slope * BLOCK_S
+        if limit_s is None or limit_s <= HORIZON_S:
+            found.append(_Rising(uuid, indexes[uuid], before, now, line, limit_s))
+    return found
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    series = view.select(TEMPERATURE)
+    rising = _rising(view) if series and due(series[0], LOOK_EVERY_S) else []
+    if rising and not unfit_gpus(view).issuperset(gpu.index for gpu in rising):
+        yield _finding(view, sorted(rising, key=lambda gpu: -gpu.trend.rise))
+
+
+def _finding(view: View, rising: Sequence[_Rising]) -> Finding:
+    """One finding for all of them: GPUs that share a fan warm up together."""
+    worst, names = rising[0], ", ".join(str(index) for index in sorted(gpu.index for gpu in rising))
+    rank = rank_on(view, worst.index)
+    culprit = Culprit("gpu", view.node, worst.index, rank.rank if rank else None, "cooling")
+    if len(rising) > 1:
+        culprit = Culprit("node", view.node, detail=f"cooling of GPUs {names}")
+    facts = [_sentence(gpu) for gpu in rising[:4]]
+    who = f"GPU {names} becomes" if len(rising) == 1 else f"GPUs {names} become"
+    soon = f", at its limit in about {worst.limit_s / 60:.0f} minutes" if worst.limit_s is not None else ""
+    return Finding(
+        kind="fan_failing",
+        key=view.node,
+        severity=Severity.WARNING,
+        summary=f"{who} hotter at the same power{soon}",
+        culprit=culprit,
+        confidence=0.7,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in [*facts, job_text(rank)]),
+        cost=Cost(text="nothing yet; a throttled GPU slows the whole job down"),
+        job=rank.job if rank else "",
+        data={"before": {gpu.uuid: gpu.before for gpu in rising}},
+    )
+
+
+def _sentence(gpu: _Rising) -> str:
+    pace = gpu.trend.slope / BLOCK_S * 60
+    soon = f", its limit in {gpu.limit_s / 60:.0f} minutes" if gpu.limit_s is not None else ""
+    return (
+        f"GPU {gpu.index} is {gpu.now:+.1f} °C off its peers at the same power, {gpu.before:+.1f} °C before: "
+        f"{pace:.1f} °C a minute{soon}"
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: have fans and heat sinks checked"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once each GPU is at most a quarter of the least rise above where it was, under load."""
+    before, offsets = incident.data.get("before"), _offsets(view)
+    if not isinstance(before, Mapping) or not all(offsets.get(uuid) for uuid in before):
+        return None
+    return all(offsets[uuid][max(offsets[uuid])] <= value + RISE_CELSIUS / 4 for uuid, value in before.items())
+
+
+PAGE = Page.parse("""
+# A fan fails
+
+## Meaning
+At the same power a GPU becomes steadily hotter than its peers of this node: at least 4 °C within ten minutes, clearly
+more than it scatters, and so fast that it reaches its slowdown temperature within the next hour. That horizon is all
+the prediction claims. Warming up with a new load, a warmer room, or a GPU that has always been hotter is not one.
+
+## Impact
+None yet. At its limit the GPU is throttled, and a synchronous job then runs at its pace.
+
+## Diagnosis
+1. `opsd incidents show ID`: which GPUs, how fast, and in how many minutes the limit is reached.
+2. `ipmitool sdr type Fan`: a fan that stands or turns slower than its neighbours; GPUs that warm up together share it.
+3. `ipmitool sdr type Temperature` and `ipmitool sel list`: inlet and exhaust air, events of the fan controller.
+4. `nvidia-smi --query-gpu=index,temperature.gpu,power.draw,clocks.sm --format=csv -l 5`: the same power, another
+   temperature.
+5. All fans turn: dust, a loose heat sink, old paste; on liquid cooling flow and pressure of the loop.
+
+## Mitigation
+- Swap the node out at the next checkpoint, before it throttles: `scontrol update nodename=NODE state=drain
+  reason="opsd: fan_failing"`.
+- Until then less power gives time: `nvidia-smi -i GPU -pl WATTS`, 15 % below its limit.
+- Fans are replaced while the server runs on most boards; look again under load.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it once the GPU is as cool as before at the same power.
+- recommend, act: the same, and notifies. Power limits are only lowered once the GPU is throttled.
+""")
+
+RUNBOOK = Runbook(
+    kind="fan_failing",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    clear_after_s=60.0,
+    verify_s=3600.0,
+    max_attempts=1,
+)

@@ -1,0 +1,67 @@
+"""Pure helpers about slow changes: robust trends that no outlier bends, of series thinned out to block medians."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from runbooks.base import Series
+from runbooks.signals import spread
+
+Point = tuple[float, float]
+
+SURE = 4.0
+"""A rise is a trend if it is this many times what the points scatter around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A straight line through points: growth per unit of x, growth over the whole of them, and scatter around it."""
+
+    slope: float
+    rise: float
+    noise: float
+
+    @property
+    def sure(self) -> bool:
+        """True if the line stands out from the scatter."""
+        return abs(self.rise) > SURE * self.noise
+
+
+def due(series: Series, every: float) -> bool:
+    """True in one tick of every ``every`` seconds: what changes slowly need not be looked at in each."""
+    ticks = [at for at, _ in series.values(every)]
+    return len(ticks) < 2 or ticks[-1] // every != ticks[-2] // every
+
+
+def blocks(points: Iterable[Point], length: float) -> dict[int, float]:
+    """Medians of ``points`` over blocks of ``length`` on the x axis, by the number of the block since x = 0."""
+    found: dict[int, list[float]] = {}
+    for x, value in points:
+        found.setdefault(int(x // length), []).append(value)
+    return {number: median(values) for number, values in found.items()}
+
+
+def slope(points: Sequence[Point]) -> float:
+    """The median of the slopes between any two points (Theil 1950, Sen 1968): up to 29 % outliers do not bend it.
+
+    0.0 if all points have the same x. Takes time with the square of the number of points.
+    """
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if a[0] != b[0]]
+    return median(slopes) if slopes else 0.0
+
+
+def trend(points: Sequence[Point] | Mapping[int, float]) -> Trend:
+    """The trend of ``points``, or of block medians by block number. Raises StatisticsError without points."""
+    pairs = sorted(points.items()) if isinstance(points, Mapping) else sorted(points)
+    steep = slope(pairs)
+    noise = spread([y - steep * x for x, y in pairs])
+    return Trend(steep, steep * (pairs[-1][0] - pairs[0][0]), noise) if pairs else Trend(0.0, 0.0, noise)
+
+
+def thirds(values: Sequence[float]) -> tuple[float, float, float]:
+    """Medians of the first, the middle and the last third. Raises StatisticsError with fewer than three values."""
+    third = len(values) // 3
+    return median(values[:third]), median(values[third:-third]), median(values[-third:])
