@@ -7,6 +7,7 @@ import sys
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from opsd.checkpoints.manifest import CheckpointError
 from trainer.config import ConfigError, load
 from trainer.data.shards import DataError
 from trainer.restore import RestoreError
@@ -30,7 +31,7 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
     except (ConfigError, DataError) as error:
         click.echo(f"trainer: {error}", err=True)
         sys.exit(USAGE)
-    except RestoreError as error:
+    except (RestoreError, CheckpointError) as error:
         click.echo(f"trainer: {error}", err=True)
         sys.exit(FAILED)
     if not saved:

@@ -20,6 +20,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from torch import nn
 from opsd.client import Reporter
 from trainer.optimizer import Optimizer
 from trainer.parallel import Region, region_of
-from trainer.persist import Plan
+from trainer.persist import Plan, hold_lock
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 64
@@ -43,7 +44,7 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> State:
         state[f"model.{name}"] = region
         state[f"exp_avg.{name}"] = replace(region, local=moments["exp_avg"])
         state[f"exp_avg_sq.{name}"] = replace(region, local=moments["exp_avg_sq"])
-        state["updates"] = region_of(moments["step"].view(1))
+    state["updates"] = region_of(optimizer.updates.view(1))
     return state
 
 
@@ -76,7 +77,7 @@ class Saver:
         header, starts, size = file_layout(state)
         descriptor = os.memfd_create("opsd-checkpoint")
         os.posix_fallocate(descriptor, 0, size)
-        self._plan = replace(plan, memory=descriptor, size=size)
+        self._plan = replace(plan, memory=descriptor, size=size, locks=hold_lock(Path(plan.root), plan.rank))
         memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory[: len(header)] = header
         self._staged = [_view(memory, starts[name], region.local) for name, region in state.items()]
@@ -148,7 +149,7 @@ class Saver:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            pass_fds=(self._plan.memory,),
+            pass_fds=(self._plan.memory, self._plan.locks),
             start_new_session=True,
         )
         assert process.stdout is not None
@@ -162,15 +163,12 @@ class Saver:
             process.stdin.write(json.dumps(order).encode() + b"\n")
 
     def _reply(self, state: str, why: str = "") -> None:
-        if state == "committed":
-            assert self._step is not None
+        if state == "failed":
+            self._fail(why)
+        elif state == "committed" and self._step is not None:
             self.committed = self._step
             self._reporter.checkpoint_committed(self._step)
-            self._step = None
-        elif state == "failed":
-            self._fail(why)
-        else:
-            self._step = None
+        self._step = None
 
     def _fail(self, why: str) -> None:
         self._reporter.event("checkpoint_failed", step=self._step, why=why)

@@ -18,6 +18,7 @@ mfu            model FLOP/s over ``metrics.peak_flops`` x ranks; null if the pea
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -27,19 +28,18 @@ from pathlib import Path
 
 from trainer.config import Config
 from trainer.model import flops_per_token
-from trainer.parallel import World
 
 
 class MetricsLog:
     """Appends lines to a file. A full disk never stops the training: the line is dropped, and said so once."""
 
-    def __init__(self, path: Path, config: Config, world: World, parameters: int) -> None:
+    def __init__(self, path: Path, config: Config, parameters: int, ranks: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._tokens = config.data.batch * config.data.sequence
         self._flops = self._tokens * flops_per_token(parameters, config.model, config.data.sequence)
-        self._peak_flops = config.metrics.peak_flops * world.size
+        self._peak_flops = config.metrics.peak_flops * ranks
         self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
         self._step_began = time.perf_counter()
         self._told = False
@@ -65,6 +65,7 @@ class MetricsLog:
         try:
             if os.write(self._file, line) < len(line):
                 os.ftruncate(self._file, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._told:
                 print(f"trainer: {self._path} cannot be written: {error.strerror}", file=sys.stderr)

@@ -46,8 +46,13 @@ class Optimizer:
         state: dict[str, torch.Tensor] = self._adamw.state[self.shards[name]]
         return state
 
+    @property
+    def updates(self) -> torch.Tensor:
+        """The number of updates taken so far, which the bias correction depends on; a scalar."""
+        return self.moments(next(iter(self.shards)))["step"]
+
     def set_updates(self, updates: float) -> None:
-        """Set the number of updates taken so far, which the bias correction depends on."""
+        """Set the number of updates taken so far, of every parameter."""
         for state in self._adamw.state.values():
             state["step"].fill_(updates)
 

@@ -6,10 +6,11 @@ It takes orders, one JSON object a line, on standard input and answers on standa
     {"abandon": STEP}                 ->  {"state": "abandoned"}
 
 What happens when ranks die. The staged copy is complete, so the process finishes the checkpoint it has in hand and then
-ends; ending is bounded, see ``LIMIT_S``. Each process holds a lock on the byte of its rank in ``.saving`` for as
-long as it lives. The first rank's process uses them to tell a part that is still to come from one that never will; the
-next generation uses them to wait for saves in flight before it chooses a checkpoint (``wait_for_saves``). File names
-carry the attempt, a random number of each start of the run, so that parts of two generations never mix.
+ends; ending is bounded, see ``LIMIT_S``. A rank locks its byte of the file ``.saving`` and shares the lock with its
+persist process, so that the byte is locked as long as either lives. The first rank's process uses the locks to tell a
+part that is still to come from one that never will; the next generation uses them to wait for saves in flight before
+it chooses a checkpoint (``wait_for_saves``). File names carry the attempt, a random number of each start of the run,
+so that parts of two generations never mix.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ _PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a persist process needs to know; ``memory`` is the descriptor of the staged file, ``size`` its length."""
+    """What a persist process needs to know.
+
+    ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` that of ``hold_lock``.
+    """
 
     root: str
     rank: int
@@ -56,6 +60,7 @@ class Plan:
     keep: int
     memory: int = -1
     size: int = 0
+    locks: int = -1
 
 
 class Abandoned(Exception):
@@ -92,47 +97,47 @@ def main() -> None:
     """Serve orders until the rank is gone and nothing is left to be done."""
     plan = Plan(**json.loads(sys.argv[1]))
     os.nice(5)
-    root = Path(plan.root)
-    locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    _lock(locks, plan.rank)
     orders = Orders(0)
     with mmap.mmap(plan.memory, plan.size) as memory:
         while not orders.closed:
             order = orders.next()
-            _lock(locks, plan.rank)
             if order and "save" in order:
-                _answer(**_save(plan, memory, order["save"], order["sample"], orders, locks))
+                answer = _save(plan, memory, order["save"], order["sample"], orders)
+                with suppress(BrokenPipeError):
+                    os.write(1, json.dumps(answer).encode() + b"\n")
+                if plan.rank == 0 and answer["state"] == "committed":
+                    _prune(plan)
 
 
-def _lock(locks: int, rank: int) -> None:
-    # Not to have it (held by a hung process of an earlier start, or a file system without locks) only means that a
-    # save is given up early if the ranks die.
+def hold_lock(root: Path, rank: int) -> int:
+    """A descriptor that locks the byte of ``rank`` for as long as any process has it open.
+
+    Not to get the lock (a hung process of an earlier start has it, or the file system has no locks) only means that
+    a save is given up early if the ranks die.
+    """
+    locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     with suppress(OSError):
-        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        fcntl.fcntl(locks, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0))
+    return locks
 
 
 def _locked(locks: int, start: int, length: int) -> bool:
-    """Whether another process holds a lock in the range; a ``length`` of 0 is without end."""
+    """Whether somebody else has a lock in the range; a ``length`` of 0 is without end."""
     try:
-        answer = fcntl.fcntl(locks, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+        answer = fcntl.fcntl(locks, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     except OSError:
         return False
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def _answer(**reply: str) -> None:
-    with suppress(BrokenPipeError):
-        os.write(1, json.dumps(reply).encode() + b"\n")
-
-
-def _save(plan: Plan, memory: mmap.mmap, step: int, sample: int, orders: Orders, locks: int) -> dict[str, str]:
+def _save(plan: Plan, memory: mmap.mmap, step: int, sample: int, orders: Orders) -> dict[str, str]:
     folder = folder_of(Path(plan.root), step)
     part = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = write_part(folder, plan, memory)
         if plan.rank == 0:
-            files = _gather(folder, plan, orders, locks)
+            files = _gather(folder, plan, orders)
             manifest = Manifest(
                 step, sample, plan.layout, plan.config_digest, files, tier="local", created=time.time(), run=plan.run
             )
@@ -144,8 +149,6 @@ def _save(plan: Plan, memory: mmap.mmap, step: int, sample: int, orders: Orders,
         if isinstance(error, Abandoned):
             return {"state": "abandoned"}
         return {"state": "failed", "why": f"{folder}: {error.strerror}"}
-    if plan.rank == 0:
-        _prune(plan)
     return {"state": "committed"}
 
 
@@ -184,7 +187,7 @@ def parts_of(folder: Path, attempt: str) -> dict[int, FileEntry]:
 
 
 def wait_for_saves(root: Path, timeout_s: float) -> bool:
-    """Wait until no persist process holds its lock in ``root``. False if some still do after ``timeout_s``."""
+    """Wait until no rank or persist process has a lock in ``root``. False if one still has after ``timeout_s``."""
     locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + timeout_s
     try:
@@ -197,10 +200,10 @@ def wait_for_saves(root: Path, timeout_s: float) -> bool:
         os.close(locks)
 
 
-def _gather(folder: Path, plan: Plan, orders: Orders, locks: int) -> tuple[FileEntry, ...]:
+def _gather(folder: Path, plan: Plan, orders: Orders) -> tuple[FileEntry, ...]:
     while True:
         # Locks before files: a process may finish its part and end in between.
-        gone = {rank for rank in range(1, plan.world) if orders.closed and not _locked(locks, rank, 1)}
+        gone = {rank for rank in range(1, plan.world) if orders.closed and not _locked(plan.locks, rank, 1)}
         parts = parts_of(folder, plan.attempt)
         if len(parts) == plan.world:
             return tuple(parts[rank] for rank in range(plan.world))

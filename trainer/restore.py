@@ -72,7 +72,7 @@ def restore(
 
 def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
     while True:
-        step = world.from_first(max(steps(root), default=-1))
+        step = world.from_first(max(steps(root), default=-1) if world.rank == 0 else -1)
         if step < 0:
             return None
         folder = folder_of(root, step)

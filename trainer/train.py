@@ -60,7 +60,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     loader.begin(sample)
 
     saver = Saver(persist_plan(config, world, digest), state, reporter, committed=step)
-    metrics = MetricsLog(folder / METRICS, config, world, sum(p.numel() for p in model.parameters()))
+    size = sum(parameter.numel() for parameter in model.parameters())
+    metrics = MetricsLog(folder / METRICS, config, size, world.size) if world.rank == 0 else None
     due = stop = False
     while step < config.run.steps and not stop:
         step += 1
@@ -85,13 +86,14 @@ def train(config: Config, *, fresh: bool = False) -> bool:
             due = False
         tokens = config.data.batch * config.data.sequence
         reporter.step(tokens=tokens // world.size, loss=loss, grad_norm=norm, step=step)
-        if world.rank == 0:
+        if metrics is not None:
             metrics.write(
                 step=step, tokens=sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
                 data_s=loader.take_wait(), checkpoint_s=saver.take_stall(),
             )  # fmt: skip
     loader.close()
-    saved = finish(saver, world, step, sample)
+    with reporter.phase("checkpoint"):
+        saved = finish(saver, world, step, sample)
     reporter.close()
     dist.destroy_process_group()
     return saved

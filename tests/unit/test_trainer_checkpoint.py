@@ -32,7 +32,7 @@ from opsd.checkpoints.manifest import (
 )
 from trainer.checkpoint import State, file_layout
 from trainer.parallel import Region
-from trainer.persist import LOCKS, Plan, wait_for_saves
+from trainer.persist import LOCKS, Plan, hold_lock, wait_for_saves
 from trainer.restore import load
 
 STEP, SAMPLE = 20, 80
@@ -155,13 +155,15 @@ class Persister:
         memory = os.memfd_create("test")
         os.ftruncate(memory, len(content))
         mmap.mmap(memory, len(content))[:] = content
-        self.plan = Plan(str(root), rank, world, attempt, {"dp": world}, "digest", "run", 2, memory, len(content))
+        self.locks = hold_lock(root, rank)
+        layout = {"dp": world}
+        plan = Plan(str(root), rank, world, attempt, layout, "digest", "run", 2, memory, len(content), self.locks)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.persist", json.dumps(asdict(self.plan))],
+            [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            pass_fds=(memory,),
+            pass_fds=(memory, self.locks),
             start_new_session=True,
         )
         os.close(memory)
@@ -182,6 +184,8 @@ class Persister:
     def rank_dies(self) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        if not self.process.stdin.closed:
+            os.close(self.locks)
         self.process.stdin.close()
         self.process.stdout.close()
 
@@ -200,10 +204,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for persister in started:
         persister.end()
-
-
-def locked(root: Path) -> bool:
-    return (root / LOCKS).exists() and not wait_for_saves(root, 0.02)
 
 
 def test_parts_of_all_ranks_become_a_checkpoint(tmp_path: Path, start: Start) -> None:
@@ -242,7 +242,6 @@ def test_a_save_outlives_its_ranks(tmp_path: Path, start: Start) -> None:
 def test_a_part_that_never_comes_is_given_up(tmp_path: Path, start: Start) -> None:
     """When a rank died before handing over its part, the others remove theirs and end."""
     world = [start(rank, 2) for rank in range(2)]
-    eventually(lambda: locked(tmp_path))
     world[0].order(save=STEP, sample=SAMPLE)
     world[0].rank_dies()
     eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*"))) == 1)
@@ -254,11 +253,14 @@ def test_a_part_that_never_comes_is_given_up(tmp_path: Path, start: Start) -> No
 
 
 def test_the_next_generation_waits_for_saves(tmp_path: Path, start: Start) -> None:
-    """wait_for_saves is False while a persist process lives and True once all have ended."""
+    """wait_for_saves is False while a rank or its persist process lives, and True once both have ended."""
     assert wait_for_saves(tmp_path, 1)
-    persister = start(1, 2)
-    eventually(lambda: locked(tmp_path))
-    persister.rank_dies()
+    alone = start(1, 2)
+    assert not wait_for_saves(tmp_path, 0)
+    os.kill(alone.process.pid, signal.SIGSTOP)
+    alone.rank_dies()
+    assert not wait_for_saves(tmp_path, 0.1)
+    os.kill(alone.process.pid, signal.SIGCONT)
     assert wait_for_saves(tmp_path, 30)
 
 

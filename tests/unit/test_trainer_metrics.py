@@ -1,0 +1,78 @@
+"""metrics.jsonl: whole lines or none, exact numbers, and never a reason to stop."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainer.config import Config, load
+from trainer.metrics import MetricsLog
+
+
+@pytest.fixture
+def config() -> Config:
+    return load("tiny", ["data.shards=/data", "metrics.peak_flops=1e12"], {})
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_floats_keep_every_bit(tmp_path: Path, config: Config) -> None:
+    """What is read back is the number that was written."""
+    log = MetricsLog(tmp_path / "m.jsonl", config, parameters=1000, ranks=2)
+    values = [0.1 + 0.2, 1 / 3, math.pi * 1e-300, 5e-324]
+    for value in values:
+        log.write(loss=value)
+    assert [line["loss"] for line in lines(tmp_path / "m.jsonl")] == values
+
+
+def test_mfu_is_of_all_ranks_and_counts_attention(tmp_path: Path, config: Config) -> None:
+    """MFU is model FLOP/s, attention included, over the peak of all ranks."""
+    MetricsLog(tmp_path / "m.jsonl", config, parameters=700_000, ranks=2).write(step=1)
+    (line,) = lines(tmp_path / "m.jsonl")
+    per_token = 6 * 700_000 + 12 * 4 * 128 * 256
+    assert line["mfu"] == pytest.approx(line["tokens_per_s"] * per_token / 2e12)
+    assert line["tokens_per_s"] == pytest.approx(4 * 256 / line["step_s"])
+
+
+def test_numbers_that_are_none_become_null(tmp_path: Path, config: Config) -> None:
+    """NaN and infinity are not JSON; they are written as null."""
+    MetricsLog(tmp_path / "m.jsonl", config, 1, 1).write(loss=math.nan, grad_norm=math.inf, lr=0.5)
+    text = (tmp_path / "m.jsonl").read_text()
+    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in {text}"))
+    assert (line["loss"], line["grad_norm"], line["lr"]) == (None, None, 0.5)
+
+
+def test_a_next_start_appends(tmp_path: Path, config: Config) -> None:
+    """Every start of a run adds to the same file."""
+    for step in (1, 2):
+        MetricsLog(tmp_path / "m.jsonl", config, 1, 1).write(step=step)
+    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_a_full_disk_drops_whole_lines(tmp_path: Path, config: Config, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without space, lines are dropped whole and said so once; with space again they are written again."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        log = MetricsLog(tmp_path / "m.jsonl", config, 1, 1)
+        for step in range(100):
+            log.write(step=step)
+        kept = [line["step"] for line in lines(tmp_path / "m.jsonl")]
+        assert kept == list(range(len(kept)))
+        assert 10 < len(kept) < 100
+        assert capfd.readouterr().err.count("No space left on device") == 1
+        os.truncate(tmp_path / "m.jsonl", 0)
+        log.write(step=100)
+        assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [100]
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
