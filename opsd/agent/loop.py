@@ -20,7 +20,7 @@ from runbooks.base import Incident
 
 PATIENCE = 0.5
 """Share of a tick that the loop waits for collectors; what comes later is taken in by the next tick."""
-SECOND_LOOK_S = 0.2
+SECOND_LOOK_S = 0.1
 """The second tick follows the first this soon, so that what takes two looks (a rate, a share) is there at once."""
 CLOCK_STEP_S = 1.0
 """A jump of the wall clock against the monotonic one that is a step and not drift."""

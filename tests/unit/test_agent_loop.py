@@ -240,5 +240,5 @@ def test_ticks_lie_on_a_grid_and_those_missed_are_counted(tmp_path: Path) -> Non
             stop.set()
 
     agent.loop.run(stop, after)
-    assert times == pytest.approx([0.0, 0.2, 1.2, 4.2, 5.2])
+    assert times == pytest.approx([0.0, 0.1, 1.1, 4.1, 5.1])
     assert agent.metrics()["opsd_agent_missed_ticks_total{}"] == 2
