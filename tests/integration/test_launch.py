@@ -122,7 +122,7 @@ def test_what_ranks_report_is_passed_on(tmp_path: Path) -> None:
         "time.sleep(0.6)\n"
         "reporter.event('checkpoint_rejected', step=5, file='a.bin', why='checksum', node='?')\n"
         "with open(os.environ['OPSD_RANK_PAGE'] + '.events.jsonl', 'a') as file:\n"
-        "    file.write('{\"event\": \"odd\", \"self\": 1, \"t\": NaN}\\n')\n"
+        '    file.write(\'{"event": "odd", "self": 1, "t": NaN}\\n\')\n'
         "time.sleep(0.6)\n"
         "train(30, at=5, do=lambda: reporter.checkpoint_committed(5))"
     )
