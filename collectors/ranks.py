@@ -105,6 +105,7 @@ class RanksCollector(Generic[P]):
     """The runs under ``root`` and their ranks. ``client`` is the module ``opsd.client``.
 
     A rank or run that has ended is reported for ``linger_s`` more, so that how it ended is seen, and then no longer.
+    ``folders`` are the run folders last seen.
     """
 
     name = "ranks"
@@ -125,6 +126,7 @@ class RanksCollector(Generic[P]):
         self._wall = wall
         self._linger_s = linger_s
         self._runs: dict[str, _Run[P]] = {}
+        self.folders: tuple[str, ...] = ()
 
     def collect(self) -> Reading | NoData:
         """Read all runs. Raises OSError if the root cannot be read."""
@@ -145,6 +147,7 @@ class RanksCollector(Generic[P]):
             samples += reading.samples
             events += reading.events
             facts += reading.facts
+        self.folders = tuple(fact.folder for fact in facts if isinstance(fact, RunFact))
         return Reading(tuple(samples), tuple(events), tuple(facts))
 
 

@@ -84,6 +84,9 @@ class NvmlSettings(_Section):
     library: str | None = Field(
         default=None, examples=["/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"], description="The driver's library."
     )
+    profiling: bool = Field(
+        default=True, description="Read what the GPUs' units do (SM, tensor cores, memory), on Hopper and later."
+    )
 
 
 class HostSettings(_Section):
@@ -107,12 +110,29 @@ class InfinibandSettings(_Section):
     """InfiniBand, RoCE and EFA ports."""
 
     enabled: bool = Field(default=True, description="Collect the state and the counters of RDMA ports.")
+    root: AnyPath = Field(default=Path("/sys/class/infiniband"), description="Folder with one folder per RDMA device.")
 
 
 class StorageSettings(_Section):
-    """Disks, mounts, network file systems and NVMe health."""
+    """Disks, mounts and the page cache, as the kernel sees them."""
 
-    enabled: bool = Field(default=True, description="Collect from disks, mounts, file servers and NVMe drives.")
+    enabled: bool = Field(default=True, description="Collect from disks, mounts and NFS clients.")
+
+
+class StorageNetSettings(_Section):
+    """Network file systems, asked for their size."""
+
+    enabled: bool = Field(
+        default=True, description="Ask network file systems for their size, and watch how long it takes."
+    )
+    interval_s: float = Field(default=5.0, ge=0, le=3600, description="Seconds between two such questions.")
+
+
+class NvmeSettings(_Section):
+    """Health of NVMe drives."""
+
+    enabled: bool = Field(default=True, description="Ask NVMe drives for wear, errors and temperature. Needs root.")
+    interval_s: float = Field(default=60.0, ge=0, le=86_400, description="Seconds between two such questions.")
 
 
 class RanksSettings(_Section):
@@ -170,6 +190,8 @@ class Settings(_Section):
     host: HostSettings = HostSettings()
     infiniband: InfinibandSettings = InfinibandSettings()
     storage: StorageSettings = StorageSettings()
+    storage_net: StorageNetSettings = StorageNetSettings()
+    nvme: NvmeSettings = NvmeSettings()
     ranks: RanksSettings = RanksSettings()
     policy: PolicySettings = PolicySettings()
     notify: NotifySettings = NotifySettings()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from collectors.infiniband import InfinibandCollector
 from collectors.kmsg import KmsgCollector
 from collectors.nvme import NvmeCollector
 from collectors.nvml import NvmlCollector
+from collectors.processes import process_letter, sees_all_processes
 from collectors.ranks import RanksCollector
 from collectors.storage import StorageCollector, StorageNetCollector
 from collectors.xid import XidLedger
@@ -23,30 +24,47 @@ from opsd.config import Settings
 class Parts:
     """What collectors are made from. ``state`` is where they may keep what outlives the agent, None for nowhere.
 
-    Sources of Xids share the ledger, which tells each Xid once.
+    Sources of Xids share the ledger, which tells each Xid once. The collector of ranks knows where runs write.
     """
 
     settings: Settings
     state: Path | None
+    ranks: RanksCollector[client.RankPage]
     xids: XidLedger = field(default_factory=XidLedger)
+
+    def paths(self) -> Iterable[str]:
+        """Where space matters: the mounts of the settings and the folders of the runs on this node."""
+        return (*map(str, self.settings.host.mounts), *self.ranks.folders)
 
 
 Factory = Callable[[Parts], Collector]
 
+
+def _nvml(parts: Parts) -> Collector:
+    settings = parts.settings
+    return NvmlCollector(
+        settings.nvml.library,
+        hostname=settings.agent.node,
+        xids=parts.xids,
+        process_letter=process_letter if sees_all_processes() else None,
+        profiling=settings.nvml.profiling,
+    )
+
+
 COLLECTORS: tuple[tuple[str, Factory], ...] = (
-    ("nvml", lambda p: NvmlCollector(p.settings.nvml.library, hostname=p.settings.agent.node, xids=p.xids)),
+    ("nvml", _nvml),
     ("kmsg", lambda p: KmsgCollector(p.state and p.state / "kmsg.json", ledger=p.xids)),
     ("host", lambda p: HostCollector(mounts=p.settings.host.mounts)),
-    ("infiniband", lambda _: InfinibandCollector()),
-    ("storage", lambda _: StorageCollector()),
-    ("storage", lambda _: StorageNetCollector()),
-    ("storage", lambda _: NvmeCollector()),
-    ("ranks", lambda p: RanksCollector(p.settings.ranks.root, client)),
+    ("infiniband", lambda p: InfinibandCollector(p.settings.infiniband.root)),
+    ("storage", lambda p: StorageCollector(paths=p.paths)),
+    ("storage_net", lambda p: StorageNetCollector(interval_s=p.settings.storage_net.interval_s)),
+    ("nvme", lambda p: NvmeCollector(interval_s=p.settings.nvme.interval_s)),
+    ("ranks", lambda p: p.ranks),
 )
 """Section of the settings whose ``enabled`` decides, and how the collector is made."""
 
 
 def build(settings: Settings, state: Path | None = None) -> list[Collector]:
     """The collectors that are enabled; ``state`` as in ``Parts``."""
-    parts = Parts(settings, state)
+    parts = Parts(settings, state, RanksCollector(settings.ranks.root, client))
     return [make(parts) for section, make in COLLECTORS if getattr(settings, section).enabled]

@@ -371,5 +371,5 @@ class Supervisor:
             launcher_start=process_start(os.getpid()) or 0,
             world_size=self._settings.local_size,
             control=str(self._folders.control),
-            folder=str(self._folders.folder),
+            folder=str(self._folders.folder.resolve()),
         )
