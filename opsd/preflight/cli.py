@@ -23,6 +23,7 @@ from opsd.preflight.files import write_text
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.report import Report, ReportError
+from opsd.preflight.simulate_cli import simulate
 from opsd.preflight.trends import render
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -158,3 +159,6 @@ def _read_all(paths: Iterable[Path]) -> Iterable[Report]:
             yield Report.from_json(path.read_bytes())
         except (ReportError, OSError) as error:
             raise BadConfig(f"{path}: {error}") from error
+
+
+preflight.add_command(simulate)

@@ -73,7 +73,7 @@ class History:
         self._kept_runs = kept_runs
 
     def record(self, report: Report) -> int:
-        """Keep ``report`` and forget the node's oldest beyond ``kept_runs``; returns its number. Raises HistoryError."""
+        """Keep ``report`` and forget the node's oldest; returns the number of the run. Raises HistoryError."""
         with self._open(create=True) as db:
             row = (report.node, report.profile, report.started, report.passed, report.to_json())
             run = db.execute(

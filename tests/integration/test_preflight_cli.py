@@ -179,3 +179,17 @@ def test_the_quick_profile_takes_at_most_a_minute(environment: dict[str, str], t
     found = Report.from_json(target.read_bytes())
     measured = {result.check for result in found.results if result.values}
     assert {"cpu", "memory", "limits", "pressure"} <= measured
+
+
+def test_simulate_prints_tests_used_and_culprits_found(environment: dict[str, str], tmp_path: Path):
+    """The table for all trials, and the culprits of each one on demand."""
+    options = ("simulate", "--nodes", "64", "--plant", "bad link", "--trials", "5")
+    table = opsd(environment, *options, "--json", tmp_path / "scores.json")
+    assert table.returncode == 0, table.stderr
+    assert "bad link" in table.stdout and "100.0%" in table.stdout
+    assert json.loads((tmp_path / "scores.json").read_bytes())[0]["right"] == 5
+    shown = opsd(environment, *options, "--show").stdout.splitlines()
+    assert len(shown) == 5
+    for line in shown:
+        planted, found = line.partition("planted ")[2].split("; ")[:2]
+        assert f"found {planted}" == found

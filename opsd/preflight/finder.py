@@ -1,0 +1,312 @@
+"""Finds the bad node, link or switch of a cluster with few group tests: pure, it asks for tests and is told answers.
+
+A group test lets every pair of a group exchange data and tells the bandwidth of the slowest pair, so it fails if the
+group contains a bad node or both ends of a bad link. Which pair was slowest cannot be trusted (a node that is late
+makes its next partners late), and a hang tells nothing at all; hence the search:
+
+1. screen about sqrt(N) groups, side by side, none left out and none split by a switch if that can be avoided;
+2. bisect the failing groups side by side, a single node with a known-good partner;
+3. confirm each suspect against two different known-good partners, a third one deciding;
+4. if both halves of a failing group pass, the fault lies between them: grow one half into the other to find the pair;
+5. test all that are left together: what fails only there lies between groups and is found in the same way;
+6. with the topology known, tell a link from a path between two switches, a switch's uplink, or a whole switch.
+
+The method is that of NVIDIA's cluster-readiness tests, with the tournament's and DLRover's idea of trusted partners;
+thresholds are relative to what the healthy groups reach in the same run, one-sided as in Anubis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
+from opsd.preflight.grouptest import (
+    Answer,
+    Baseline,
+    GroupTest,
+    Search,
+    Tolerance,
+    disjoint,
+    halves,
+    partition,
+    side_by_side,
+)
+from opsd.preflight.stats import nearest_rank
+
+_SAMPLES: Final = 4
+_MAX_LINKS: Final = 4
+_CONTROLS: Final = 2
+_SHARED: Final = 3
+"""A switch is blamed for its bad nodes if it has at least this many and all are bad."""
+
+
+def find(
+    nodes: Sequence[str], switch_of: Mapping[str, str] | None = None, tolerance: Tolerance | None = None
+) -> Generator[Sequence[GroupTest], Sequence[Answer], Diagnosis]:
+    """Search ``nodes``; every yielded list is one round, its tests share no node.
+
+    ``switch_of`` maps nodes to their leaf switches, where that is known. Raises ValueError for fewer than two nodes or
+    a node that is named twice.
+    """
+    if len(nodes) < 2 or len({*nodes}) != len(nodes):
+        raise ValueError("a search needs at least two nodes, each named once")
+    finder = _Finder(nodes, switch_of or {}, Baseline(tolerance or Tolerance()))
+    search = finder.diagnose()
+    log: list[tuple[int, GroupTest, Answer]] = []
+    rounds = 0
+    try:
+        wanted = next(search)
+        while True:
+            answers: dict[int, Answer] = {}
+            for indexes in disjoint(wanted):
+                given = yield [wanted[index] for index in indexes]
+                answers.update(zip(indexes, given, strict=True))
+                log += [(rounds, wanted[index], answers[index]) for index in indexes]
+                rounds += 1
+            wanted = search.send([answers[index] for index in range(len(wanted))])
+    except StopIteration as end:
+        culprits, suspected = end.value
+    evidence = tuple(finder.evidence(number, test, answer) for number, test, answer in log)
+    return Diagnosis(culprits, suspected, len(log), rounds, evidence)
+
+
+@dataclass(slots=True)
+class _Finder:
+    """The search. ``good`` are the nodes of groups that passed, who take turns as partners; ``bad`` are suspects."""
+
+    nodes: Sequence[str]
+    switch_of: Mapping[str, str]
+    baseline: Baseline
+    good: list[str] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)
+    turn: int = 0
+
+    def diagnose(self) -> Search[tuple[tuple[Culprit, ...], tuple[str, ...]]]:
+        """The whole search: culprits, and nodes that were suspected and not confirmed."""
+        failing = yield from self.screen()
+        if not self.good:
+            return (Culprit("everything", ()),), ()
+        culprits: list[Culprit] = []
+        suspected: list[str] = []
+        if failing:
+            yield from self.calibrate_pairs()
+            found = yield from side_by_side([self.bisect(group) for group in failing])
+            self.bad = {part for some in found for c in some if c.kind in ("node", "group") for part in c.parts}
+            verdicts = yield from side_by_side([self.confirm(c) for some in found for c in some])
+            for culprit, confirmed in verdicts:
+                if confirmed:
+                    culprits.append(culprit)
+                else:
+                    suspected += culprit.parts
+        culprits += yield from self.between({*self._members(culprits)})
+        return tuple(_merged(culprits, self.switch_of)), tuple(dict.fromkeys(suspected))
+
+    def screen(self) -> Search[list[tuple[str, ...]]]:
+        """The failing groups. Where none passes, smaller ones are tried, down to pairs."""
+        groups = partition(self.nodes, self.switch_of)
+        while True:
+            answers = yield [GroupTest(group, "screen") for group in groups]
+            medians = [median(answer.samples) for answer in answers if answer.samples]
+            if medians:
+                # The upper quartile is healthy as long as a quarter of the groups is.
+                self.baseline.healthy = {max(map(len, groups)): nearest_rank(medians, 0.75)}
+            passed = [self.baseline.passes(len(g), answer) for g, answer in zip(groups, answers, strict=True)]
+            if any(passed) or max(map(len, groups)) <= 3:
+                break
+            groups = [half for group in groups for half in (halves(group, {}) if len(group) > 3 else (group,))]
+        self.good = [node for group, ok in zip(groups, passed, strict=True) if ok for node in group]
+        return [group for group, ok in zip(groups, passed, strict=True) if not ok]
+
+    def calibrate_pairs(self) -> Search[None]:
+        """Measure what a healthy pair reaches: pairs have fewer chances to be unlucky than large groups."""
+        spread = self.good[:: max(1, len(self.good) // (2 * _CONTROLS))]
+        pairs = [*zip(spread[0::2], spread[1::2], strict=False)][:_CONTROLS]
+        answers = yield [GroupTest(pair, "control") for pair in pairs]
+        medians = [median(answer.samples) for answer in answers if answer.samples]
+        if medians:
+            self.baseline.healthy[2] = max(medians)
+
+    def bisect(self, group: Sequence[str]) -> Search[list[Culprit]]:
+        """The suspects of a group that failed."""
+        if len(group) == 1:
+            return [Culprit("node", (group[0],))]
+        parts = halves(group, self.switch_of)
+        answers = yield [self._with_partner(half, "bisect") for half in parts]
+        bad = [
+            half
+            for half, answer in zip(parts, answers, strict=True)
+            if not self.baseline.passes(max(2, len(half)), answer)
+        ]
+        if not bad:
+            (again,) = yield [GroupTest(tuple(group), "bisect")]
+            if self.baseline.passes(len(group), again):
+                return [Culprit("passing", tuple(group))]
+            return [(yield from self.pair(group, len(parts[0])))]
+        one_switch = len({self.switch_of.get(node) for node in group}) == 1
+        if len(bad) == 2 and one_switch and len(group) >= _SAMPLES and (yield from self.all_bad(group)):
+            return [self._shared(group)]
+        found = yield from side_by_side([self.bisect(half) for half in bad])
+        return [culprit for some in found for culprit in some]
+
+    def all_bad(self, group: Sequence[str]) -> Search[bool]:
+        """Whether everybody in ``group`` seems bad, judged by one node out of every quarter."""
+        samples = [group[index * len(group) // _SAMPLES] for index in range(_SAMPLES)]
+        answers = yield [self._with_partner((node,), "sample") for node in samples]
+        return not any(self.baseline.passes(2, answer) for answer in answers)
+
+    def pair(self, order: Sequence[str], passing: int) -> Search[Culprit]:
+        """The two nodes of a bad link, given that ``order`` fails as a whole and its first ``passing`` nodes pass.
+
+        The shortest failing prefix ends in one; the shortest prefix of it that fails with that one, in the other.
+        """
+        length = yield from self.shortest(passing, len(order), lambda n: tuple(order[:n]))
+        last = order[length - 1]
+        other = yield from self.shortest(0, length - 1, lambda n: (*order[:n], last))
+        return Culprit("link", (order[other - 1], last))
+
+    def shortest(self, passing: int, failing: int, members: Callable[[int], tuple[str, ...]]) -> Search[int]:
+        """The smallest n for which ``members(n)`` fails, by bisection between a passing and a failing n."""
+        while failing - passing > 1:
+            middle = (passing + failing) // 2
+            (answer,) = yield [GroupTest(members(middle), "mixed")]
+            if self.baseline.passes(len(members(middle)), answer):
+                passing = middle
+            else:
+                failing = middle
+        return failing
+
+    def confirm(self, culprit: Culprit) -> Search[tuple[Culprit, bool]]:
+        """Whether the suspicion holds; for a link, what exactly is bad."""
+        if culprit.kind == "link":
+            return (yield from self.explain(*culprit.parts))
+        if culprit.kind == "node":
+            return (yield from self.confirm_node(culprit.parts[0]))
+        return culprit, culprit.kind != "passing"
+
+    def confirm_node(self, node: str) -> Search[tuple[Culprit, bool]]:
+        """Test ``node`` with two different good partners, one of its own switch if possible; a third one decides."""
+        outsiders = self._partners(node)
+        sibling = self._sibling(node, {node, *outsiders})
+        partners = [*([sibling] if sibling else []), *outsiders][:3]
+        answers = yield [GroupTest((node, partner), "confirm") for partner in partners[:2]]
+        failed = [not self.baseline.passes(2, answer) for answer in answers]
+        if sibling and failed == [False, True]:
+            return (yield from self.alone_or_uplink(node, outsiders, sibling))
+        if sum(failed) == 1 and len(partners) == 3:
+            (answer,) = yield [GroupTest((node, partners[2]), "confirm")]
+            failed.append(not self.baseline.passes(2, answer))
+        return Culprit("node", (node,)), bool(partners) and sum(failed) >= min(2, len(partners))
+
+    def explain(self, one: str, two: str) -> Search[tuple[Culprit, bool]]:
+        """What is bad between two nodes: one of them, their link, or the path, uplink or switch that they share."""
+        here, there = self.switch_of.get(one, ""), self.switch_of.get(two, "")
+        outsiders = self._outsiders(one, two)
+        siblings = (self._sibling(one, {one, two, *outsiders}), self._sibling(two, {one, two, *outsiders}))
+        pairs: list[tuple[str, str]] = [(one, two), *zip((one, two), outsiders, strict=False)]
+        if here != there and siblings[0] and siblings[1]:
+            pairs.append((siblings[0], siblings[1]))
+        answers = yield [GroupTest(pair, "confirm") for pair in pairs]
+        passed = {pair: self.baseline.passes(2, answer) for pair, answer in zip(pairs, answers, strict=True)}
+        link = Culprit("link", (one, two))
+        if passed[one, two]:
+            return link, False
+        for node, outsider, sibling in zip((one, two), outsiders, siblings, strict=False):
+            if not passed[node, outsider]:
+                return (yield from self.alone_or_uplink(node, [outsider], sibling))
+        if passed.get((siblings[0] or "", siblings[1] or "")) is False:
+            return Culprit("path", tuple(sorted((here, there)))), True
+        return link, True
+
+    def alone_or_uplink(self, node: str, outsiders: Sequence[str], sibling: str | None) -> Search[tuple[Culprit, bool]]:
+        """``node`` fails with ``outsiders``, nodes of other switches: is it the node, or the uplink of its switch?"""
+        if sibling is None:
+            return (yield from self.confirm_node(node))
+        (answer,) = yield [GroupTest((sibling, outsiders[0]), "confirm")]
+        if not self.baseline.passes(2, answer):
+            return Culprit("uplink", (self.switch_of[node],)), True
+        (answer,) = yield [GroupTest((node, outsiders[-1]), "confirm")]
+        return Culprit("node", (node,)), not self.baseline.passes(2, answer)
+
+    def between(self, removed: set[str]) -> Search[list[Culprit]]:
+        """Faults that show only between groups: test all that are left together, until that passes."""
+        found: list[Culprit] = []
+        for _ in range(_MAX_LINKS):
+            rest = [node for node in self.nodes if node not in removed]
+            if len(rest) < 2:
+                break
+            (answer,) = yield [GroupTest(tuple(rest), "all")]
+            if self.baseline.passes(len(rest), answer):
+                break
+            if 2 not in self.baseline.healthy:
+                yield from self.calibrate_pairs()
+            culprit, confirmed = yield from self.confirm((yield from self.pair(rest, 1)))
+            if not confirmed:
+                break
+            found.append(culprit)
+            removed |= {*self._members([culprit])} if culprit.kind != "link" else {culprit.parts[0]}
+        return found
+
+    def evidence(self, number: int, test: GroupTest, answer: Answer) -> Evidence:
+        """The record of one test, judged by all that is known at the end."""
+        size = len(test.members)
+        tail = nearest_rank(answer.samples, 0.1) if answer.samples else None
+        middle = median(answer.samples) if answer.samples else None
+        expected = self.baseline.expected(size) or None
+        return Evidence(number, test.purpose, test.members, self.baseline.passes(size, answer), middle, tail, expected)
+
+    def rotated(self, pool: Sequence[str]) -> list[str]:
+        """``pool`` from another place each time, so that no known-good node has to serve in every test."""
+        if not pool:
+            return []
+        self.turn += 1 + len(pool) // 7
+        start = self.turn % len(pool)
+        return [*pool[start:], *pool[:start]]
+
+    def _with_partner(self, half: Sequence[str], purpose: str) -> GroupTest:
+        members = (*half, *self._partners(half[0])[:1]) if len(half) == 1 else tuple(half)
+        return GroupTest(members, purpose)
+
+    def _outsiders(self, *nodes: str) -> list[str]:
+        """Two known-good nodes of other switches than those of ``nodes``, if there are so many."""
+        theirs = {self.switch_of.get(node, "") for node in nodes} - {""}
+        pool = [n for n in self.good if n not in nodes and self.switch_of.get(n, "") not in theirs]
+        return self.rotated(pool)[:2]
+
+    def _partners(self, node: str) -> list[str]:
+        """Known-good nodes, of other switches if there are any."""
+        return self._outsiders(node) or [other for other in self.rotated(self.good) if other != node]
+
+    def _sibling(self, node: str, without: set[str]) -> str | None:
+        """A node of the same switch that nobody suspects, a known-good one if there is any."""
+        switch = self.switch_of.get(node)
+        mine = [n for n in self.nodes if switch and self.switch_of.get(n) == switch and n not in without | self.bad]
+        return next((n for n in mine if n in self.good), next(iter(mine), None))
+
+    def _shared(self, group: Sequence[str]) -> Culprit:
+        switches = {self.switch_of.get(node, "") for node in group}
+        if len(switches) == 1 and "" not in switches:
+            return Culprit("switch", (switches.pop(),))
+        return Culprit("group", tuple(group))
+
+    def _members(self, culprits: Sequence[Culprit]) -> list[str]:
+        """The nodes to leave out so that the rest can be tested without these culprits."""
+        switches = {c.parts[0] for c in culprits if c.kind in ("switch", "uplink", "path")}
+        nodes = {p for c in culprits if c.kind in ("node", "group") for p in c.parts}
+        nodes |= {c.parts[0] for c in culprits if c.kind == "link"}
+        return [node for node in self.nodes if node in nodes or self.switch_of.get(node) in switches]
+
+
+def _merged(culprits: Sequence[Culprit], switch_of: Mapping[str, str]) -> list[Culprit]:
+    """Each culprit once. A switch all of whose nodes are bad is blamed itself, and its nodes are not named again."""
+    bad = {part for culprit in culprits if culprit.kind in ("node", "group") for part in culprit.parts}
+    below: dict[str, set[str]] = {}
+    for node, switch in switch_of.items():
+        below.setdefault(switch, set()).add(node)
+    whole = [s for s, members in below.items() if len(members) >= _SHARED and members <= bad]
+    switches = {*whole, *(culprit.parts[0] for culprit in culprits if culprit.kind == "switch")}
+    covered = {node for switch in switches for node in below[switch]}
+    kept = [c for c in culprits if not (c.kind in ("node", "group", "switch") and {*c.parts} <= covered | switches)]
+    return [*(Culprit("switch", (switch,)) for switch in sorted(switches)), *dict.fromkeys(kept)]

@@ -1,0 +1,143 @@
+"""Group tests: what they are, running searches side by side, and what a healthy group reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import TypeVar
+
+from opsd.preflight.stats import nearest_rank
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTest:
+    """A group of nodes to be tested together, and why."""
+
+    members: tuple[str, ...]
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Bandwidth of the slowest pair in bytes per second, one value per iteration; none if the test did not finish."""
+
+    samples: tuple[float, ...]
+
+
+Search = Generator[Sequence[GroupTest], Sequence[Answer], T]
+"""Yields tests that may run side by side where they share no node, receives their answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """A test fails below these shares of what healthy groups reach: its median, and its 10th percentile (flaky nodes).
+
+    ``floor`` is an absolute bound in bytes per second on top.
+    """
+
+    median: float = 0.85
+    tail: float = 0.80
+    floor: float = 0.0
+
+
+@dataclass(slots=True)
+class Baseline:
+    """What healthy groups reach, by group size, in bytes per second, and how far a test may stay below it."""
+
+    tolerance: Tolerance
+    healthy: dict[int, float] = field(default_factory=dict)
+
+    def passes(self, size: int, answer: Answer) -> bool:
+        """Whether a test of ``size`` nodes finished and none of its pairs was slow, nor slow now and then."""
+        if not answer.samples:
+            return False
+        expected = self.expected(size)
+        middle, tail = median(answer.samples), nearest_rank(answer.samples, 0.1)
+        slow = middle < max(self.tolerance.median * expected, self.tolerance.floor)
+        return not slow and tail >= self.tolerance.tail * expected
+
+    def expected(self, size: int) -> float:
+        """What a healthy group of ``size`` reaches: interpolated in log(size) between the sizes that were measured."""
+        known = sorted(self.healthy.items())
+        if not known:
+            return 0.0
+        for (small, fast), (large, slow) in pairwise(known):
+            if small <= size <= large:
+                return fast + (slow - fast) * math.log(size / small) / math.log(large / small)
+        return known[0][1] if size < known[0][0] else known[-1][1]
+
+
+def disjoint(tests: Sequence[GroupTest]) -> list[list[int]]:
+    """Indexes of ``tests`` packed into rounds in which no node has to be in two places."""
+    rounds: list[tuple[set[str], list[int]]] = []
+    for index, test in enumerate(tests):
+        for busy, indexes in rounds:
+            if busy.isdisjoint(test.members):
+                busy.update(test.members)
+                indexes.append(index)
+                break
+        else:
+            rounds.append(({*test.members}, [index]))
+    return [indexes for _, indexes in rounds]
+
+
+def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
+    """Run several searches at once: what they ask for is asked for together. Their results, in order."""
+    results: dict[int, T] = {}
+    wanted: dict[int, Sequence[GroupTest]] = {}
+
+    def advance(index: int, answers: Sequence[Answer] | None) -> None:
+        try:
+            wanted[index] = searches[index].send(answers) if answers is not None else next(searches[index])
+        except StopIteration as end:
+            wanted.pop(index, None)
+            results[index] = end.value
+
+    for index in range(len(searches)):
+        advance(index, None)
+    while wanted:
+        asked = [*wanted.items()]
+        answers = [*(yield [test for _, tests in asked for test in tests])]
+        for index, tests in asked:
+            mine, answers = answers[: len(tests)], answers[len(tests) :]
+            advance(index, mine)
+    return [results[index] for index in range(len(searches))]
+
+
+def partition(nodes: Sequence[str], switch_of: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """About sqrt(N) groups of two and more that hold every node once; a group spans switches only if those are small.
+
+    Without a topology the groups follow the order of ``nodes``, as neighbours in a host list mostly share a switch.
+    """
+    size = max(2, round(math.sqrt(len(nodes))))
+    switches: dict[str, list[str]] = {}
+    for node in nodes:
+        switches.setdefault(switch_of.get(node, ""), []).append(node)
+    chunks = [chunk for members in switches.values() for chunk in _even_chunks(members, size)]
+    groups: list[tuple[str, ...]] = []
+    for chunk in chunks:
+        small = min(len(chunk), len(groups[-1])) < 2 if groups else False
+        if groups and (small or len(groups[-1]) + len(chunk) <= size * 5 // 4):
+            groups[-1] += chunk
+        else:
+            groups.append(chunk)
+    return groups
+
+
+def _even_chunks(members: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """``members`` in order, in chunks whose sizes differ by one at most: ``size`` or up to half as many more."""
+    count = max(1, round(len(members) / size))
+    cuts = [round(index * len(members) / count) for index in range(count + 1)]
+    return [tuple(members[low:high]) for low, high in pairwise(cuts)]
+
+
+def halves(group: Sequence[str], switch_of: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """``group`` in two parts, cut between two switches, as near to the middle as that allows, if it spans several."""
+    borders = [i for i in range(1, len(group)) if switch_of.get(group[i]) != switch_of.get(group[i - 1])]
+    middle = min(borders or [(len(group) + 1) // 2], key=lambda cut: abs(2 * cut - len(group)))
+    return tuple(group[:middle]), tuple(group[middle:])
