@@ -9,10 +9,8 @@ import click
 import pytest
 
 import runbooks
-from collectors.host import METRICS as HOST
-from collectors.nvml_series import METRICS as NVML
-from collectors.ranks import METRICS as RANKS
 from opsd.agent.actions import VERBS
+from opsd.agent.metrics_cli import catalogue
 from opsd.cli import cli
 from runbooks import RUNBOOKS
 from runbooks.base import Page
@@ -74,7 +72,7 @@ def test_opsd_commands_on_a_page_exist(runbook):
 def test_metrics_that_a_runbook_reads_are_exported(runbook):
     """A detector on a series that nobody writes would be silent for ever."""
     source = (FOLDER / f"{runbook.kind}.py").read_text(encoding="utf-8")
-    exported = {metric.name for metric in (*NVML, *HOST, *RANKS)}
+    exported = {metric.name for _, metric in catalogue()}
     read = set(re.findall(r'"((?:DCGM_FI|opsd)_\w+)"', source))
     assert read - exported == set()
 
