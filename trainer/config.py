@@ -138,10 +138,11 @@ class Config(_Section):
     def digest(self, shards: str) -> str:
         """Identifies what a training state belongs to: the model and the order of the samples in ``shards``.
 
-        Settings that may change in the middle of a run (length, batch, learning rate) are left out.
+        Settings that may change in the middle of a run (length, batch, learning rate) are left out, and so are those
+        at their default, lest a setting that a later release adds orphan the checkpoints of this one.
         """
         identity = {
-            "model": self.model.model_dump(exclude={"dtype"}),
+            "model": self.model.model_dump(exclude={"dtype"}, exclude_defaults=True),
             "seed": self.run.seed,
             "sequence": self.data.sequence,
             "shards": shards,

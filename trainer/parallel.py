@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.config import Config, RunSettings
+from trainer.config import Config, ConfigError, RunSettings
 from trainer.model import Decoder, init_std
 
 
@@ -25,8 +25,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
     device: torch.device
     mesh: DeviceMesh
 
@@ -69,10 +67,15 @@ class Region:
 
 
 def join(settings: RunSettings) -> World:
-    """Join the process group that torchrun's variables describe; without them this process is the whole world."""
+    """Join the process group that torchrun's variables describe; without them this process is the whole world.
+
+    Raises ConfigError if a GPU is demanded and there is none.
+    """
     env = os.environ
     local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available() if settings.device == "auto" else settings.device == "cuda"
+    cuda = torch.cuda.is_available() and settings.device != "cpu"
+    if settings.device == "cuda" and not cuda:
+        raise ConfigError("run.device is cuda, and torch finds no GPU here; set it to auto or cpu")
     if cuda:
         torch.cuda.set_device(local_rank)
     else:
@@ -86,7 +89,7 @@ def join(settings: RunSettings) -> World:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, mesh)
+    return World(dist.get_rank(), dist.get_world_size(), device, mesh)
 
 
 def build(config: Config, world: World) -> Decoder:

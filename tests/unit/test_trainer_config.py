@@ -100,6 +100,7 @@ def test_digest_covers_what_the_state_depends_on(tiny: Config) -> None:
 
     same = tiny.digest("a")
     assert digest("run.steps=999", "optimizer.lr=1", "data.batch=8", "run.folder=/x", "model.dtype=bfloat16") == same
-    for change in ("model.layers=5", "run.seed=2", "data.sequence=128"):
+    assert digest("model.nope_every=4", "model.document_mask=true") == same
+    for change in ("model.layers=5", "model.nope_every=2", "run.seed=2", "data.sequence=128"):
         assert digest(change) != same
     assert digest(shards="b") != same
