@@ -1,0 +1,186 @@
+"""An InfiniBand or RoCE port has lost its link, runs below its rate, or flaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from runbooks.ports import Port, boards, by_port, dependent, job_text, name, port_of
+from runbooks.signals import growth, number, text
+
+STATE, PHYSICAL = "opsd_ib_port_state", "opsd_ib_port_physical_state"
+RATE, FLAPS = "opsd_ib_port_rate_bytes_per_second", "opsd_ib_link_flaps_total"
+
+ACTIVE = 4.0
+PHASES: Mapping[float, str] = {
+    2.0: "it looks for a signal: cable, transceiver or the switch's port",
+    3.0: "it was disabled, here or at the switch",
+    4.0: "it trains and does not get further",
+    5.0: "its link is up and waits for the subnet manager",
+    6.0: "it recovers from errors",
+}
+"""Physical state of a port that is not active, and what it says about the cause."""
+
+PAST_S = 600.0
+DOWN_S, UNUSED_S, NEVER_UP_S = 3.0, 30.0, 60.0
+"""Seconds without a link: under a job, on a node without one, and for a port that has never been up while its peers
+are. The last is what a boot takes."""
+
+FLAPS_LIMIT = 2.0
+LONG_S, LONG_DOWN_S, LONG_LIMIT = 12 * 3600.0, 25.0, 3
+"""Links lost in ten minutes, or for at least 25 s each in twelve hours (gpud's rule): a link that flaps."""
+
+QUIET_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    port: Port
+    what: str
+    down: bool
+
+
+def _down(view: View) -> Iterator[_Fault]:
+    """Ports without a link that have had one, or whose peers have."""
+    states, models = by_port(view, STATE), boards(view)
+    hold = DOWN_S if dependent(view) else UNUSED_S
+    for port, series in states.items():
+        points = series.values(PAST_S)
+        if series.last is None or series.last == ACTIVE:
+            continue
+        lost = max((at for at, state in points if state == ACTIVE), default=None)
+        alike = [s.last == ACTIVE for p, s in states.items() if models.get(p) == models.get(port)]
+        never = lost is None and sum(alike) > len(alike) / 2 and view.now - points[0][0] >= NEVER_UP_S
+        if never:
+            yield _Fault(port, "has no link, its peers have one", True)
+        elif lost is not None and view.now - lost > hold:
+            yield _Fault(port, "is gone" if series.last == 0 else "has lost its link", True)
+
+
+def _slow(view: View) -> Iterator[_Fault]:
+    """Ports below the rate that they had, or that their peers have."""
+    rates, models = by_port(view, RATE), boards(view)
+    for port, series in rates.items():
+        best = _best(port, rates, models)
+        if series.last is not None and series.last < best:
+            yield _Fault(port, f"runs at {_gbit(series.last)} instead of {_gbit(best)} Gbit/s", False)
+
+
+def _best(port: Port, rates: Mapping[Port, Series], models: Mapping[Port, str]) -> float:
+    like = [s.last for p, s in rates.items() if models.get(p) == models.get(port) and s.last is not None]
+    own = [rate for _, rate in rates[port].values(PAST_S)]
+    return max([median(like) if like else 0.0, median(own) if own else 0.0])
+
+
+def _flapping(view: View) -> Iterator[_Fault]:
+    """Ports that have lost their link again and again."""
+    long = [e for e in view.events("ib_link_up", LONG_S) if (number(e.data, "down_s") or 0.0) >= LONG_DOWN_S]
+    times: dict[Port, int] = {}
+    for event in long:
+        port = text(event.data, "device"), text(event.data, "port")
+        times[port] = times.get(port, 0) + 1
+    for port, series in by_port(view, FLAPS).items():
+        lost = growth(series, PAST_S)
+        if lost >= FLAPS_LIMIT:
+            yield _Fault(port, f"lost its link {lost:.0f} times in ten minutes", False)
+        elif times.get(port, 0) >= LONG_LIMIT:
+            yield _Fault(port, f"lost its link for a while {times[port]} times in twelve hours", False)
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    down = list(_down(view))
+    if len(down) > 1 and len(down) == len(view.select(STATE)):
+        every = [_Fault(fault.port, "lost their link", True) for fault in down]
+        yield _finding(view, f"{view.node}/every port", f"all {len(down)} ports", every)
+        return
+    faults: dict[Port, list[_Fault]] = {}
+    for fault in (*down, *_slow(view), *_flapping(view)):
+        faults.setdefault(fault.port, []).append(fault)
+    for port, found in faults.items():
+        yield _finding(view, f"{view.node}/{'/'.join(port)}", name(port), found)
+
+
+def _finding(view: View, key: str, who: str, faults: Sequence[_Fault]) -> Finding:
+    rank = dependent(view)
+    what = " and ".join(dict.fromkeys(fault.what for fault in faults))
+    ports = list(dict.fromkeys(fault.port for fault in faults))
+    physical = by_port(view, PHYSICAL)
+    why = {PHASES.get(s.last or 0.0, "") for f in faults if f.down and (s := physical.get(f.port)) is not None}
+    facts = [*(f"{name(fault.port)} {fault.what}" for fault in faults), *sorted(why), job_text(rank)]
+    return Finding(
+        kind="ib_link",
+        key=key,
+        severity=Severity.CRITICAL if rank and any(fault.down for fault in faults) else Severity.WARNING,
+        summary=f"{who} on {view.node} {what}",
+        culprit=Culprit("network", view.node, detail=f"{who} {what}"),
+        confidence=0.9,
+        evidence=tuple(Evidence(fact, "infiniband", view.wall) for fact in facts if fact),
+        cost=Cost(text="collectives with other nodes wait for this port, until NCCL gives up" if rank else ""),
+        job=rank.job if rank else "",
+        data={"ports": [list(port) for port in ports]},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: look at cable, transceiver and switch"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True after quiet minutes with the link up at its rate; None if a port cannot be read."""
+    listed = incident.data.get("ports")
+    wanted = {(str(device), str(port)) for device, port in listed} if isinstance(listed, list | tuple) else set()
+    states = {port: series.last for port, series in by_port(view, STATE).items()}
+    if any(states.get(port) is None for port in wanted):
+        return None
+    slow = {fault.port for fault in _slow(view)}
+    restless = {port_of(s.labels) for s in view.select(FLAPS) if growth(s, QUIET_S)}
+    return all(states[port] == ACTIVE for port in wanted) and not wanted & (slow | restless)
+
+
+def _gbit(rate: float) -> str:
+    return f"{rate * 8 / 1e9:g}"
+
+
+PAGE = Page.parse("""
+# A network link is down, slow or flapping
+
+## Meaning
+A port that had a link has none (for 3 s under a job of several nodes, for 30 s without one), or never got one
+although its peers have; or it came up at a lower rate than it had or its peers have; or it has lost its link twice in
+ten minutes, or three times for 25 s or more in twelve hours. Ports that nobody has ever connected are no incident.
+
+## Impact
+NCCL uses every rail: collectives with other nodes wait for the lost one, then abort. A slow rail slows all of them. A
+link that flaps passes every test that is shorter than the time between its faults.
+
+## Diagnosis
+1. `opsd incidents show ID`: which port, for how long, and what its physical state says about the cause.
+2. `ibstat DEVICE`: state, physical state, rate. Polling: no signal. Armed or initialising: the subnet manager.
+3. `journalctl -k --since -1hour | grep -i mlx5`: unplugged cable, overheated module, health of the adapter.
+4. All ports of the node at once: driver or switch. The same minute on neighbouring nodes: the switch.
+5. The switch's side: error counters and the module's light levels on the port that is named in `iblinkinfo`.
+
+## Mitigation
+- Take the node out, the job goes on without it: `scontrol update nodename=NODE state=drain reason="opsd: ib_link"`.
+- Reseat the module at both ends, clean the fibre, then swap the cable, then the port. Change one thing at a time.
+- Lower rate: most often a lane of the cable. It has to be replaced even though the link is up.
+- Back again: run a bandwidth test over this port for half an hour before it trains.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after five minutes with the link up at its rate.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="ib_link",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("infiniband",),
+    clear_after_s=10.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)
