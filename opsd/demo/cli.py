@@ -28,7 +28,7 @@ from opsd.launch.ledger_cli import ledger_table
 
 TICK_S = 0.2
 SETTLE_S = 45.0
-MIN_STEPS, MAX_STEPS, TARGET_RUN_S = 240, 3000, 28.0
+MIN_STEPS, MAX_STEPS, TARGET_RUN_S = 240, 3000, 42.0
 CALIBRATION_STEPS = 16
 
 
@@ -37,7 +37,7 @@ CALIBRATION_STEPS = 16
     "--dir", "folder", type=click.Path(path_type=Path), default=Path(".demo"), show_default=True, help="Workspace."
 )
 @click.option(
-    "--steps", type=click.IntRange(min=100), help="Length of the run; measured to last about 30 s if not given."
+    "--steps", type=click.IntRange(min=100), help="Length of the run; measured to last about 40 s if not given."
 )
 @click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to FILE.")
 def demo(folder: Path, steps: int | None, target: Path | None) -> None:
@@ -115,7 +115,7 @@ class Demo:
         return ["-m", "trainer", "tiny", *(f"--set={key}={value}" for key, value in settings.items())]
 
     def _measured_steps(self) -> int:
-        """As many steps as fit in half a minute on this machine."""
+        """As many steps as fill the time on this machine that five faults and their repairs need."""
         with self.console.status("measuring the step time of this machine"):
             run = self.scene.start_run("calibration", self._program(CALIBRATION_STEPS))
             if run.wait() != 0:

@@ -31,7 +31,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``inject`` causes the fault and returns what the culprit is expected to be, as a subset of the incident's."""
+    """``inject`` causes the fault and returns what the culprit is expected to be, as a subset of the incident's.
+
+    ``restarts`` says that the ranks will have to be started again, for which warm interpreters are waited for.
+    """
 
     kind: str
     title: str
@@ -39,6 +42,7 @@ class Fault:
     inject: Callable[[Stage, Snapshot], dict[str, object]]
     recovered: Callable[[Trial, Snapshot], float | None]
     ready: Callable[[Trial | None, Snapshot], bool] = lambda _previous, _now: True
+    restarts: bool = True
 
 
 @dataclass
@@ -164,12 +168,12 @@ def _block_fan(stage: Stage, _now: Snapshot) -> dict[str, object]:
 FAULTS = (
     Fault("kill_rank", "rank 1 killed (SIGKILL)", "rank_crash", _kill_rank, _resumed, ready=_committed),
     Fault("stop_rank", "rank 1 stopped (SIGSTOP)", "rank_hang", _stop_rank, _resumed),
-    Fault("stall_dataloader", "data worker of rank 0 stopped", "dataloader_stall", _stall_loader, _stepping_again),
+    Fault("stall_dataloader", "data worker of rank 0 stopped", "dataloader_stall", _stall_loader, _stepping_again, restarts=False),
     Fault(
         "corrupt_checkpoint", "checkpoint damaged, rank 0 killed", "checkpoint_corrupt",
         _corrupt_and_crash, _resumed, ready=_just_committed,
     ),
-    Fault("throttle_gpu", "GPU 1 overheats (simulated)", "gpu_throttle", _block_fan, _incident_resolved),
+    Fault("throttle_gpu", "GPU 1 overheats (simulated)", "gpu_throttle", _block_fan, _incident_resolved, restarts=False),
 )  # fmt: skip
 """In the order of injection. The last one needs simulated GPUs."""
 
@@ -186,7 +190,7 @@ class Director:
     faults: tuple[Fault, ...]
     gap_steps: int = 12
     gap_s: float = 1.5
-    warm_s: float = 15.0
+    warm_s: float = 10.0
     limit_s: float = 60.0
     trials: list[Trial] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -226,5 +230,5 @@ class Director:
         if self._steady_step is None:
             self._steady_step, self._steady_at = now.step, now.wall
         waited = now.wall - self._steady_at
-        warm = now.standby >= len(now.pages) or waited > self.warm_s
+        warm = not self._waiting[0].restarts or now.standby >= len(now.pages) or waited > self.warm_s
         return warm and now.step >= self._steady_step + self.gap_steps and waited >= self.gap_s
