@@ -168,13 +168,26 @@ def _block_fan(stage: Stage, _now: Snapshot) -> dict[str, object]:
 FAULTS = (
     Fault("kill_rank", "rank 1 killed (SIGKILL)", "rank_crash", _kill_rank, _resumed, ready=_committed),
     Fault("stop_rank", "rank 1 stopped (SIGSTOP)", "rank_hang", _stop_rank, _resumed),
-    Fault("stall_dataloader", "data worker of rank 0 stopped", "dataloader_stall", _stall_loader, _stepping_again, restarts=False),
     Fault(
-        "corrupt_checkpoint", "checkpoint damaged, rank 0 killed", "checkpoint_corrupt",
-        _corrupt_and_crash, _resumed, ready=_just_committed,
+        "stall_dataloader",
+        "data worker of rank 0 stopped",
+        "dataloader_stall",
+        _stall_loader,
+        _stepping_again,
+        restarts=False,
     ),
-    Fault("throttle_gpu", "GPU 1 overheats (simulated)", "gpu_throttle", _block_fan, _incident_resolved, restarts=False),
-)  # fmt: skip
+    Fault(
+        "corrupt_checkpoint",
+        "checkpoint damaged, rank 0 killed",
+        "checkpoint_corrupt",
+        _corrupt_and_crash,
+        _resumed,
+        ready=_just_committed,
+    ),
+    Fault(
+        "throttle_gpu", "GPU 1 overheats (simulated)", "gpu_throttle", _block_fan, _incident_resolved, restarts=False
+    ),
+)
 """In the order of injection. The last one needs simulated GPUs."""
 
 
