@@ -116,13 +116,14 @@ def _rising(view: View) -> list[_Rising]:
     for uuid, offsets in _offsets(view).items():
         if uuid not in indexes or len(offsets) < LEAST_BLOCKS:
             continue
-        line, (before, _, now) = trend(offsets), thirds([offsets[number] for number in sorted(offsets)])
-        if min(line.rise, now - before) < RISE_CELSIUS / 2 or line.rise < RISE_CELSIUS or not line.sure:
+        course = [offsets[number] for number in sorted(offsets)]
+        line, (before, _, late) = trend(offsets), thirds(course)
+        if line.rise < RISE_CELSIUS or min(late, course[-1]) - before < RISE_CELSIUS / 2 or not line.sure:
             continue
         left = margins.get(uuid)
         limit_s = None if left is None else max(left, 0.0) / line.slope * BLOCK_S
         if limit_s is None or limit_s <= HORIZON_S:
-            found.append(_Rising(uuid, indexes[uuid], before, now, line, limit_s))
+            found.append(_Rising(uuid, indexes[uuid], before, course[-1], line, limit_s))
     return found
 
 
@@ -175,6 +176,8 @@ def _healed(incident: Incident, view: View) -> bool | None:
     before, offsets = incident.data.get("before"), _offsets(view)
     if not isinstance(before, Mapping) or not all(offsets.get(uuid) for uuid in before):
         return None
+    if any(gpu.uuid in before for gpu in _rising(view)):
+        return False
     return all(offsets[uuid][max(offsets[uuid])] <= value + RISE_CELSIUS / 4 for uuid, value in before.items())
 
 

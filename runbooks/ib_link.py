@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from collectors.base import Event
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
 from runbooks.ports import Port, boards, by_port, dependent, job_text, name, port_of
 from runbooks.signals import growth, number, text
 
@@ -60,18 +61,21 @@ def _down(view: View) -> Iterator[_Fault]:
 
 
 def _slow(view: View) -> Iterator[_Fault]:
-    """Ports below the rate that they had, or that their peers have."""
+    """Ports below the rate that their peers have, or that they had some minutes ago."""
     rates, models = by_port(view, RATE), boards(view)
-    for port, series in rates.items():
-        best = _best(port, rates, models)
-        if series.last is not None and series.last < best:
-            yield _Fault(port, f"runs at {_gbit(series.last)} instead of {_gbit(best)} Gbit/s", False)
+    now = {port: series.last for port, series in rates.items()}
+    changes = view.events("ib_rate_changed", PAST_S)
+    for port, rate in now.items():
+        if rate is None:
+            continue
+        best = [median(other for p, other in now.items() if models.get(p) == models.get(port) and other is not None)]
+        best += [number(e.data, "before_bytes_per_second") or 0.0 for e in changes if _port(e) == port]
+        if rate < max(best):
+            yield _Fault(port, f"runs at {_gbit(rate)} instead of {_gbit(max(best))} Gbit/s", False)
 
 
-def _best(port: Port, rates: Mapping[Port, Series], models: Mapping[Port, str]) -> float:
-    like = [s.last for p, s in rates.items() if models.get(p) == models.get(port) and s.last is not None]
-    own = [rate for _, rate in rates[port].values(PAST_S)]
-    return max([median(like) if like else 0.0, median(own) if own else 0.0])
+def _port(event: Event) -> Port:
+    return text(event.data, "device"), text(event.data, "port")
 
 
 def _flapping(view: View) -> Iterator[_Fault]:
@@ -79,10 +83,9 @@ def _flapping(view: View) -> Iterator[_Fault]:
     long = [e for e in view.events("ib_link_up", LONG_S) if (number(e.data, "down_s") or 0.0) >= LONG_DOWN_S]
     times: dict[Port, int] = {}
     for event in long:
-        port = text(event.data, "device"), text(event.data, "port")
-        times[port] = times.get(port, 0) + 1
+        times[_port(event)] = times.get(_port(event), 0) + 1
     for port, series in by_port(view, FLAPS).items():
-        lost = growth(series, PAST_S)
+        lost = growth(series, PAST_S) if series.last else 0.0
         if lost >= FLAPS_LIMIT:
             yield _Fault(port, f"lost its link {lost:.0f} times in ten minutes", False)
         elif times.get(port, 0) >= LONG_LIMIT:

@@ -1,0 +1,199 @@
+"""A network port works but makes errors: bit errors, packets sent again, complaints of the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from runbooks.ports import Port, dependent, job_text, name, port_of
+from runbooks.signals import growth, text
+from runbooks.trends import blocks, due, trend
+
+ERRORS = "opsd_ib_errors_total"
+
+BIT_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors")
+RECOVERIES = ("link_error_recovery",)
+REPEATS = ("packet_seq_err", "local_ack_timeout_err", "roce_adp_retrans", "retrans_pkts", "retrans_timeout_events")
+"""Errors of the line; links that had to be trained anew; packets that were lost on the way and sent again."""
+
+FAST_S, FAST = 10.0, 100.0
+"""Ten bit errors a second are a link that is about to fail (NVSentinel calls that fatal) ..."""
+
+SLOW_S, SLOW, SLOW_MINUTES = 600.0, 20.0, 3
+"""... and 120 in an hour one that will, if they come in several minutes and not in one burst."""
+
+RECOVERIES_LIMIT = 2.0
+REPEATS_S, REPEATS_LIMIT, REPEATS_FACTOR = 60.0, 100.0, 10.0
+"""Packets sent again matter on a port that has many more of them than its peers: all alike is congestion."""
+
+LOOK_EVERY_S = 10.0
+QUIET_S = 300.0
+FAST_A_MINUTE = FAST / FAST_S * 60
+HORIZON_H = 24.0
+ELSEWHERE = "Cable unplugged"
+"""A complaint of the driver that is a lost link, and that incident's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    port: Port
+    what: str
+    fast: bool = False
+
+
+def _counters(view: View, errors: Sequence[str]) -> Iterator[tuple[Port, str, Series]]:
+    """The counters of these errors that have ever counted anything."""
+    for series in view.select(ERRORS):
+        labels = series.labels
+        if labels["error"] in errors and series.last:
+            yield port_of(labels), labels["error"], series
+
+
+def _fast(view: View) -> Iterator[_Fault]:
+    for port, error, series in _counters(view, BIT_ERRORS):
+        if growth(series, FAST_S) >= FAST:
+            yield _Fault(port, f"more than {FAST / FAST_S:.0f} {error} a second", True)
+
+
+def _slow(view: View) -> Iterator[_Fault]:
+    for port, error, series in _counters(view, BIT_ERRORS):
+        grown = growth(series, SLOW_S)
+        minutes = _a_minute(series) if grown >= SLOW else []
+        if sum(count > 0 for count in minutes) >= SLOW_MINUTES:
+            yield _Fault(port, f"{grown:.0f} {error} in ten minutes{_outlook(minutes)}")
+    for port, error, series in _counters(view, RECOVERIES):
+        if (grown := growth(series, SLOW_S)) >= RECOVERIES_LIMIT:
+            yield _Fault(port, f"{grown:.0f} {error} in ten minutes")
+
+
+def _a_minute(series: Series) -> list[float]:
+    """How much the counter grew in each of the last ten minutes, by the medians of its blocks."""
+    levels = [level for _, level in sorted(blocks(series.values(SLOW_S), 60.0).items())]
+    return [max(after - before, 0.0) for before, after in pairwise(levels)]
+
+
+def _outlook(minutes: Sequence[float]) -> str:
+    """When errors will come ten a second if they go on growing in number, "" if they do not or not within a day."""
+    if len(minutes) < 4:
+        return ""
+    course = trend(list(enumerate(minutes)))
+    hours = (FAST_A_MINUTE - minutes[-1]) / course.slope / 60 if course.slope > 0 and course.sure else HORIZON_H + 1
+    return f", at this growth ten a second in {hours:.1f} hours" if hours <= HORIZON_H else ""
+
+
+def _lossy(view: View) -> Iterator[_Fault]:
+    """Ports that send far more packets again than their peers do."""
+    again = dict.fromkeys((port_of(series.labels) for series in view.select(ERRORS)), 0.0)
+    for port, _, series in _counters(view, REPEATS):
+        again[port] += growth(series, REPEATS_S)
+    for port, count in again.items():
+        others = [other for p, other in again.items() if p != port]
+        if count >= REPEATS_LIMIT and others and count >= REPEATS_FACTOR * median(others):
+            yield _Fault(port, f"sent {count:.0f} packets again in a minute, its peers {median(others):.0f}")
+
+
+def _complaints(view: View) -> Iterator[_Fault]:
+    """What the adapter's driver has said in the last minutes."""
+    ports = {s.labels["pci_bus_id"]: port_of(s.labels) for s in view.select("opsd_ib_port_info")}
+    for event in view.events("nic_error", SLOW_S):
+        pci, cause = text(event.data, "pci_bus_id"), text(event.data, "cause")
+        if cause != ELSEWHERE:
+            yield _Fault(ports.get(pci, (pci, "?")), f"its driver says: {cause}")
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    counters = view.select(ERRORS)
+    faults = [*_fast(view), *_complaints(view)]
+    if counters and due(counters[0], LOOK_EVERY_S):
+        faults += [*_slow(view), *_lossy(view)]
+    found: dict[Port, list[_Fault]] = {}
+    for fault in faults:
+        found.setdefault(fault.port, []).append(fault)
+    return (_finding(view, port, of_port) for port, of_port in found.items())
+
+
+def _finding(view: View, port: Port, faults: Sequence[_Fault]) -> Finding:
+    rank = dependent(view)
+    what = list(dict.fromkeys(fault.what for fault in faults))
+    return Finding(
+        kind="nic_degrading",
+        key=f"{view.node}/{'/'.join(port)}",
+        severity=Severity.WARNING,
+        summary=f"{name(port)} on {view.node}: {' and '.join(what)}",
+        culprit=Culprit("network", view.node, detail=name(port)),
+        confidence=0.9 if any(fault.fast for fault in faults) else 0.8,
+        evidence=tuple(Evidence(fact, "infiniband", view.wall) for fact in [*what, job_text(rank)]),
+        cost=Cost(text="packets that are sent again slow the collectives of every node" if rank else ""),
+        job=rank.job if rank else "",
+        data={"port": list(port)},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}: clean or replace cable and module before the link is lost"
+    return (Action("notify", target=view.node, reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True after quiet minutes; None if the port's counters cannot be read."""
+    listed = incident.data.get("port")
+    port = tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
+    mine = [series for series in view.select(ERRORS) if port_of(series.labels) == port]
+    if not any(series.last is not None for series in mine):
+        return None
+    if any(fault.port == port for find in (_fast, _slow, _lossy, _complaints) for fault in find(view)):
+        return False
+    allowed = {**dict.fromkeys(BIT_ERRORS, SLOW * QUIET_S / SLOW_S), **dict.fromkeys(RECOVERIES, 1.0)}
+    return all(
+        growth(series, QUIET_S) < limit
+        for series in mine
+        if series.last and (limit := allowed.get(series.labels["error"])) is not None
+    )
+
+
+PAGE = Page.parse("""
+# A network port makes errors
+
+## Meaning
+The link is up, but bits arrive wrong (`symbol_error` and the like: 10 a second, or 120 an hour spread over minutes),
+it had to be trained anew while it was up, it sends far more packets again than its peers, or the adapter's driver
+complains (heat, power, health). It is what a cable, a module or an adapter does before it fails. Where the errors
+grow, the incident says when they will come ten a second, a day ahead at most. Repeats on all ports alike are
+congestion, and no incident of a port.
+
+## Impact
+Some bandwidth now. Later the link flaps or is lost, and the job with it.
+
+## Diagnosis
+1. `opsd incidents show ID`: which port, which counter, how fast, and the outlook.
+2. `cat /sys/class/infiniband/DEVICE/ports/1/counters/symbol_error` twice, a minute apart; the same for
+   `link_error_recovery`.
+3. `journalctl -k --since -1day | grep -i mlx5`: temperature, power, module events.
+4. The switch's counters on the other end: errors on both sides are the cable, on one side that side's module.
+5. `ibstat DEVICE`: still at its full rate?
+
+## Mitigation
+- At the next service: clean the fibre, reseat, then replace cable, module, adapter, one at a time.
+- Ten a second, or it grows: do not wait, swap the node out at the next checkpoint: `scontrol update nodename=NODE
+  state=drain reason="opsd: nic_degrading"`.
+- Heat: the air flow at the rear of the node, and the module's own temperature.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after five minutes that were nearly free of errors.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="nic_degrading",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("infiniband",),
+    clear_after_s=10.0,
+    verify_s=3600.0,
+    max_attempts=1,
+)
