@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -30,6 +31,7 @@ TICK_S = 0.2
 SETTLE_S = 45.0
 MIN_STEPS, MAX_STEPS, TARGET_RUN_S = 240, 3000, 42.0
 CALIBRATION_STEPS = 16
+NEEDED = ("numpy", "safetensors", "tokenizers", "torch")
 
 
 @click.command()
@@ -48,6 +50,8 @@ def demo(folder: Path, steps: int | None, target: Path | None) -> None:
     such.
     """
     console = Console()
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise click.UsageError(f"the demo trains, and {', '.join(missing)} is not installed: pip install 'opsd[train]'")
     try:
         scene = open_scene((folder / datetime.now().strftime("%Y%m%d-%H%M%S")).absolute())
     except DemoError as error:
