@@ -5,6 +5,7 @@ Nothing here follows a symbolic link, blocks on a pipe, or reads without a bound
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from typing import Final
@@ -46,6 +47,12 @@ class Tail:
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self._cutter = LineCutter()
+
+    def skip(self, folder: int) -> None:
+        """Pass over what the file holds already. ``folder`` is open."""
+        with contextlib.suppress(OSError):
+            info = os.stat(self._name, dir_fd=folder, follow_symlinks=False)
+            self._file, self._offset, self._cutter = (info.st_dev, info.st_ino), info.st_size, LineCutter()
 
     def read(self, folder: int) -> list[bytes]:
         """The complete lines added since the last call; none if there is no such regular file. ``folder`` is open."""

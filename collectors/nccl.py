@@ -1,0 +1,134 @@
+"""NCCL of the runs on this node: its RAS service, what it writes into rank logs, and flight recorder dumps.
+
+RAS is asked, and dumps are judged, only on the node that has rank 0 of a run: both tell about the whole run, and RAS
+has to hear every process of it for each answer.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from collectors.base import Event, NoData, Reading, Sample
+from collectors.nccl_ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
+from collectors.nccl_run import NcclRun
+from collectors.nccl_series import COMMUNICATORS, METRICS, PROBLEMS, RAS_AGE, RAS_UP, STALLED
+
+MAX_RUNS: Final = 64
+
+
+class NcclCollector:
+    """The runs under ``root``, the folder of rank pages. RAS is asked at ``addresses`` every ``ras_period_s``."""
+
+    name = "nccl"
+    metrics = METRICS
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        addresses: Sequence[tuple[str, int]] = ADDRESSES,
+        ras_period_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._root = root
+        self._addresses = addresses
+        self._ras_period_s = ras_period_s
+        self._clock = clock
+        self._wall = wall
+        self._runs: dict[str, NcclRun] | None = None
+        self._ras: RasWatch | None = None
+
+    def collect(self) -> Reading | NoData:
+        """Read what is new in logs and dumps and go on with the question to RAS. Never waits for an answer."""
+        try:
+            with os.scandir(self._root) as entries:
+                names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))[:MAX_RUNS]
+        except FileNotFoundError:
+            names = []
+        # What a log holds when the agent starts is old; a run that appears later is new from its first line.
+        known, skip_old = self._runs or {}, self._runs is None
+        self._runs = {name: known.get(name) or NcclRun(self._root / name, skip_old=skip_old) for name in names}
+        wall = self._wall()
+        readings = [run.read(wall) for run in self._runs.values()]
+        if any(run.leads for run in self._runs.values()):
+            self._ras = self._ras or RasWatch(self._addresses, self._ras_period_s)
+            readings.append(self._ras.look(self._clock(), wall))
+        elif self._ras is not None:
+            self._ras.close()
+            self._ras = None
+        if not names:
+            return NoData("no run has been started on this node")
+        samples = tuple(sample for reading in readings for sample in reading.samples)
+        return Reading(samples, tuple(event for reading in readings for event in reading.events))
+
+
+class RasWatch:
+    """Asks RAS again and again without ever waiting for it, and remembers what it said last."""
+
+    def __init__(self, addresses: Sequence[tuple[str, int]], period_s: float) -> None:
+        self._addresses = list(addresses)
+        self._period_s = period_s
+        self._query: RasQuery | None = None
+        self._asked: float | None = None
+        self._answered: float | None = None
+        self._status: RasStatus | None = None
+        self._stalled_since: float | None = None
+        self._told: frozenset[Problem] = frozenset()
+
+    def look(self, now: float, wall: float) -> Reading:
+        """Ask if it is time to, take the answer if it has come, and tell what is known at the second ``now``."""
+        if self._query is None and (self._asked is None or now - self._asked >= self._period_s):
+            self._query, self._asked = RasQuery(self._addresses[0], now), now
+        events: tuple[Event, ...] = ()
+        if self._query is not None:
+            try:
+                if (answer := self._query.poll(now)) is not None:
+                    self._query = None
+                    events = tuple(self._take(parse_status(answer), now, wall))
+            except RasError:
+                self._query = self._status = self._stalled_since = None
+                # localhost has two addresses, and NCCL listens on one of them.
+                self._addresses.append(self._addresses.pop(0))
+        return Reading(tuple(self._samples(now)), events)
+
+    def close(self) -> None:
+        """Give up the question under way."""
+        if self._query is not None:
+            self._query.close()
+
+    def _take(self, status: RasStatus, now: float, wall: float) -> Iterator[Event]:
+        """Events for new problems. Counts may differ for a moment: a mismatch is told when it stays the same."""
+        before, self._status = self._status, status
+        lasting = set(before.problems) if before else set()
+        told = {problem for problem in status.problems if problem.kind != "mismatch" or problem in lasting}
+        for problem in status.problems:
+            if problem in told and problem not in self._told:
+                yield _event(problem, wall)
+        self._told = frozenset(told)
+        if before is None or not status.mismatches or status.mismatches != before.mismatches:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = self._answered
+        self._answered = now
+
+    def _samples(self, now: float) -> Iterator[Sample]:
+        yield Sample(RAS_UP, float(self._status is not None))
+        if self._answered is not None:
+            yield Sample(RAS_AGE, now - self._answered)
+        if self._status is None:
+            return
+        yield Sample(COMMUNICATORS, self._status.communicators)
+        for kind in KINDS:
+            yield Sample(PROBLEMS, sum(problem.kind == kind for problem in self._status.problems), (kind,))
+        yield Sample(STALLED, 0.0 if self._stalled_since is None else now - self._stalled_since)
+
+
+def _event(problem: Problem, wall: float) -> Event:
+    data = {**asdict(problem), "ranks": [asdict(rank) for rank in problem.ranks]}
+    return Event("nccl_ras", wall, f"NCCL communicator {problem.communicator or 'unknown'}: {problem.text}"[:256], data)
