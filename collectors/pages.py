@@ -78,8 +78,8 @@ class Client(Protocol[P]):
     @property
     def PageError(self) -> type[Exception]: ...
 
-    def read_page(self, path: Path) -> P:
-        """Read one page. Raises ``PageError`` if there is none that can be used."""
+    def read_page(self, path: Path, known: P | None = None) -> P:
+        """Read one page, of which ``known`` is an earlier copy. Raises ``PageError`` if none can be used."""
         ...
 
     def process_state(self, page: P) -> str | None:

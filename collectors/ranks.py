@@ -151,12 +151,13 @@ class RanksCollector(Generic[P]):
         return Reading(tuple(samples), tuple(events), tuple(facts))
 
 
-class _Rank:
+class _Rank(Generic[P]):
     """What is remembered of a rank from look to look."""
 
     def __init__(self, rank: int, phases: Sequence[str]) -> None:
         self.events = Tail(f"rank-{rank:04d}.page.events.jsonl")
         self.totals = PhaseTotals(phases)
+        self.page: P | None = None
         self.steps: tuple[StepFact, ...] = ()
 
 
@@ -170,7 +171,7 @@ class _Run(Generic[P]):
         self._linger_s = linger_s
         self._events = Tail("events.jsonl")
         self._relayed: set[tuple[object, ...]] = set()
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _Rank[P]] = {}
         self._seen_alive: float | None = None
 
     def read(self, now: float, wall: float) -> Reading:
@@ -240,10 +241,11 @@ class _Run(Generic[P]):
     def _read_pages(self, ranks: Sequence[int]) -> tuple[list[P], int]:
         """The usable pages, and how many cannot be used. A page of another rank than its name says is one of these."""
         pages = []
-        for rank in ranks:
+        for number in ranks:
+            rank, path = self._ranks[number], self._folder / f"rank-{number:04d}.page"
             with contextlib.suppress(self._client.PageError):
-                page = self._client.read_page(self._folder / f"rank-{rank:04d}.page")
-                if page.rank == rank:
+                page = rank.page = self._client.read_page(path, rank.page)
+                if page.rank == number:
                     pages.append(page)
         return pages, len(ranks) - len(pages)
 

@@ -347,8 +347,8 @@ def write_request(path: Path, request: str) -> None:
         os.close(descriptor)
 
 
-def read_page(path: Path) -> RankPage:
-    """Read the rank page at ``path``.
+def read_page(path: Path, known: RankPage | None = None) -> RankPage:
+    """Read the rank page at ``path``. Steps are taken over from ``known``, an earlier copy, where it has them.
 
     Reads with one ``pread`` and not through a mapping, so that a file truncated by its owner cannot kill the reader.
     Raises PageError when there is no usable page: missing, truncated, foreign, of a newer major version, damaged.
@@ -359,7 +359,7 @@ def read_page(path: Path) -> RankPage:
         header = _parse_header(path, data)
         slot = _newest_slot(data)
         if slot is not None:
-            return _decode(data, header, slot)
+            return _decode(data, header, slot, known)
     raise PageError(f"{path}: no slot of the page is whole; its writer may have died while creating it")
 
 
@@ -402,9 +402,15 @@ def _newest_slot(data: bytes) -> tuple[int, ...] | None:
     return max(whole, default=None)
 
 
-def _decode_steps(data: bytes, count: int) -> tuple[tuple[StepRecord, ...], int]:
-    records, tokens = [], 0
-    for number in range(max(1, count - RING_STEPS + 1), count + 1):
+def _decode_steps(data: bytes, count: int, known: RankPage | None) -> tuple[tuple[StepRecord, ...], int]:
+    """The steps in the ring of a page with ``count`` steps, and the tokens of all steps; ``known`` is of that page."""
+    oldest = max(1, count - RING_STEPS + 1)
+    records: list[StepRecord] = []
+    decoded, tokens = 0, 0
+    if known is not None and oldest <= known.steps_reported <= count:
+        decoded, tokens = known.steps_reported, known.tokens
+        records += known.steps[oldest - decoded - 1 :]
+    for number in range(max(oldest, decoded + 1), count + 1):
         entry = _STEP.unpack_from(data, _RING_AT + (number - 1) % RING_STEPS * _STEP_STRIDE)
         if entry[0] != number or entry[-1] != number:
             continue  # overwritten by a newer step, or being written right now
@@ -414,7 +420,7 @@ def _decode_steps(data: bytes, count: int) -> tuple[tuple[StepRecord, ...], int]
     return tuple(records), tokens
 
 
-def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...]) -> RankPage:
+def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...], known: RankPage | None) -> RankPage:
     def number(index: int) -> int:
         return int(header[index])
 
@@ -422,13 +428,15 @@ def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...])
         return bytes(header[index]).rstrip(b"\0").decode(errors="replace")
 
     _, phase, state, since, count, committed, _ = slot
-    steps, tokens = _decode_steps(data, count)
+    writer = number(9), number(10), number(12) / 1e9
+    same_writer = known is not None and (known.pid, known.pid_start, known.created) == writer
+    steps, tokens = _decode_steps(data, count, known if same_writer else None)
     workers = (_WORKER.unpack_from(data, _WORKERS_AT + i * _WORKER.size) for i in range(MAX_WORKERS))
     request = min(_CONTROL.unpack_from(data, _CONTROL_AT)[0], len(REQUESTS) - 1)
     return RankPage(
         rank=number(4), local_rank=number(5), world_size=number(6), generation=number(7),
-        gpu=None if number(8) < 0 else number(8), pid=number(9), pid_start=number(10),
-        created_wall=number(11) / 1e9, created=number(12) / 1e9,
+        gpu=None if number(8) < 0 else number(8), pid=writer[0], pid_start=writer[1],
+        created_wall=number(11) / 1e9, created=writer[2],
         node=text(13), job=text(14), run=text(15),
         state=STATES[state], phase=PHASES[phase], phase_since=since / 1e9, steps_reported=count,
         committed_step=None if committed < 0 else committed, tokens=tokens, request=REQUESTS[request],

@@ -108,6 +108,38 @@ def test_ring_keeps_the_newest_steps(count: int, tokens: int) -> None:
     assert page.steps_reported == count
 
 
+@given(looks=st.lists(st.integers(0, RING_STEPS + 5), max_size=8), restarts=st.sets(st.integers(0, 7)))
+@settings(max_examples=25, deadline=None)
+def test_a_reader_that_knows_an_earlier_copy_sees_the_same(looks: list[int], restarts: set[int]) -> None:
+    """Steps taken over from it are those that would be decoded, whatever came between and whoever wrote the page."""
+    path = Path("/dev/shm") / f"opsd-test-{os.getpid()}.page"
+    try:
+        reporter, known = Reporter(path), None
+        for number, steps in enumerate(looks):
+            if number in restarts:
+                reporter = Reporter(path)
+            for _ in range(steps):
+                reporter.step(tokens=7)
+            page = read_page(path, known)
+            assert repr(page) == repr(read_page(path))
+            assert repr(page.steps) == repr(read_page(path).steps)
+            known = page
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_steps_known_already_are_not_made_again(path: Path) -> None:
+    """A reader that looks every second at a rank with slow steps pays for the new ones only."""
+    reporter = Reporter(path)
+    for _ in range(3):
+        reporter.step()
+    known = read_page(path)
+    reporter.step()
+    page = read_page(path, known)
+    assert [new is old for new, old in zip(page.steps, known.steps, strict=False)] == [True] * 3
+    assert len(page.steps) == 4
+
+
 def test_stop_request_reaches_the_rank(path: Path) -> None:
     """The launcher's request is visible to the rank and to readers."""
     reporter = Reporter(path)
