@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from collectors.base import Event, Metric, MetricKind, NoData, Reading, Sample
-from collectors.ib_link import LinkHistory, PortReading
+from collectors.ib_link import Happening, LinkHistory, PortReading
 from collectors.odometer import Odometer
 from collectors.pci import ADDRESS, bus_id
 
@@ -134,10 +134,48 @@ def _text(file: str | Path) -> str:
 
 def _names(folder: str | Path) -> list[str]:
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries)
+        return sorted(os.listdir(folder))
     except OSError:
         return []
+
+
+class _Port:
+    """What is remembered of a port from look to look. ``folder`` is ".../DEVICE/ports/PORT"."""
+
+    def __init__(self, folder: Path) -> None:
+        device = folder.parent.parent
+        parent = (device / "device").resolve().name
+        self.folder = folder
+        self.link_layer = _text(folder / "link_layer") or "unknown"
+        about = (
+            self.link_layer,
+            _text(device / "fw_ver"),
+            _text(device / "board_id"),
+            bus_id(parent) if re.fullmatch(ADDRESS, parent) else "",
+        )
+        self.link = LinkHistory()
+        self.labels = (device.name, folder.name)
+        self._info = Sample(INFO, 1, (*self.labels, *about))
+        self._odometer = Odometer()
+
+    def look(self, now: float) -> tuple[list[Sample], list[Happening]]:
+        """Read the port at the monotonic second ``now``."""
+        reading = read_port(self.folder)
+        totals = {name: self._odometer.add(name, raw, bits=FILES[name].bits) for name, raw in reading.counters.items()}
+        happened = self.link.update(reading, totals.get(_LINK_DOWNED), now)
+        return [self._info, *self._samples(reading, totals)], happened
+
+    def gone(self, now: float) -> tuple[list[Sample], list[Happening]]:
+        """Take in that the port is not there."""
+        return [Sample(STATE, 0, self.labels)], self.link.gone(now)
+
+    def _samples(self, reading: PortReading, totals: Mapping[str, int]) -> Iterator[Sample]:
+        for metric, value in ((STATE, reading.state), (PHYSICAL_STATE, reading.physical_state), (RATE, reading.rate)):
+            if value is not None:
+                yield Sample(metric, value, self.labels)
+        for name, total in totals.items():
+            metric, extra, scale, _ = FILES[name]
+            yield Sample(metric, total * scale, (*self.labels, *extra))
 
 
 class InfinibandCollector:
@@ -158,77 +196,32 @@ class InfinibandCollector:
         self._clock = clock
         self._wall = wall
         self._max_ports = max_ports
-        self._odometer = Odometer()
-        self._links: dict[Path, LinkHistory] = {}
-        self._infos: dict[Path, Sample] = {}
+        self._ports: dict[str, _Port] = {}
 
     def collect(self) -> Reading | NoData:
         """Read every port once. A port that was there before and is gone has the state 0."""
-        folders = self._folders()
-        if not folders and not self._links:
+        found = self._find()
+        for path in found:
+            if path not in self._ports and len(self._ports) < self._max_ports:
+                self._ports[path] = _Port(Path(path))
+        if not self._ports:
             return NoData("no InfiniBand, RoCE or EFA device on this node")
         now, wall = self._clock(), self._wall()
         samples: list[Sample] = []
         events: list[Event] = []
-        for folder in folders:
-            if folder not in self._links and len(self._links) < self._max_ports:
-                self._meet(folder)
-        for folder, link in self._links.items():
-            if folder in folders:
-                reading = read_port(folder)
-                totals = self._totals(folder, reading)
-                happenings = link.update(reading, totals.get(_LINK_DOWNED), now)
-                samples += self._samples(folder, reading, totals)
-            else:
-                happenings = link.gone(now)
-                samples.append(Sample(STATE, 0, _labels(folder)))
-            samples.append(Sample(FLAPS, link.flaps, _labels(folder)))
-            events += (self._event(folder, wall, *happening) for happening in happenings)
+        for path, port in self._ports.items():
+            read, happened = port.look(now) if path in found else port.gone(now)
+            samples += read
+            samples.append(Sample(FLAPS, port.link.flaps, port.labels))
+            events += (_event(port, wall, happening) for happening in happened)
         return Reading(tuple(samples), tuple(events))
 
-    def _folders(self) -> list[Path]:
-        devices = [self._root / name for name in _names(self._root)]
-        return [device / "ports" / port for device in devices for port in _names(device / "ports")]
-
-    def _meet(self, folder: Path) -> None:
-        device = folder.parent.parent
-        parent = (device / "device").resolve().name
-        about = (
-            _text(folder / "link_layer") or "unknown",
-            _text(device / "fw_ver"),
-            _text(device / "board_id"),
-            bus_id(parent) if re.fullmatch(ADDRESS, parent) else "",
-        )
-        self._links[folder] = LinkHistory()
-        self._infos[folder] = Sample(INFO, 1, (*_labels(folder), *about))
-
-    def _event(self, folder: Path, wall: float, kind: str, what: str, data: Mapping[str, object]) -> Event:
-        device, port = _labels(folder)
-        link_layer = self._infos[folder].labels[len(_PORT)]
-        return Event(
-            kind,
-            wall,
-            f"port {port} of {device} {what}",
-            {"device": device, "port": port, "link_layer": link_layer, **data},
-        )
-
-    def _totals(self, folder: Path, reading: PortReading) -> dict[str, int]:
-        return {
-            name: self._odometer.add((folder, name), raw, bits=FILES[name].bits)
-            for name, raw in reading.counters.items()
-        }
-
-    def _samples(self, folder: Path, reading: PortReading, totals: Mapping[str, int]) -> Iterator[Sample]:
-        labels = _labels(folder)
-        yield self._infos[folder]
-        for metric, value in ((STATE, reading.state), (PHYSICAL_STATE, reading.physical_state), (RATE, reading.rate)):
-            if value is not None:
-                yield Sample(metric, value, labels)
-        for name, total in totals.items():
-            metric, extra, scale, _ = FILES[name]
-            yield Sample(metric, total * scale, (*labels, *extra))
+    def _find(self) -> list[str]:
+        devices = [f"{self._root}/{name}/ports" for name in _names(self._root)]
+        return [f"{ports}/{port}" for ports in devices for port in _names(ports)]
 
 
-def _labels(folder: Path) -> tuple[str, str]:
-    """Device and port from ".../DEVICE/ports/PORT"."""
-    return folder.parent.parent.name, folder.name
+def _event(port: _Port, wall: float, happening: Happening) -> Event:
+    device, number = port.labels
+    data = {"device": device, "port": number, "link_layer": port.link_layer, **happening.data}
+    return Event(happening.kind, wall, f"port {number} of {device} {happening.what}", data)

@@ -1,9 +1,13 @@
-"""CPU, memory, series and scrape time of the agent, beside nvitop-exporter on the same simulated driver."""
+"""CPU, memory, series and scrape time of the agent, beside nvitop-exporter on the same simulated driver.
+
+The node is that of the field: eight H100 with 18 NVLinks each, eight InfiniBand ports, eight ranks in training.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import shutil
 import socket
@@ -19,10 +23,12 @@ from pathlib import Path
 
 import psutil
 
-from opsd.client import Reporter
+from opsd.bench.ports import Port
+from opsd.client import Reporter, process_start
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
 
-GPUS = 8
+GPUS = PORTS = RANKS = 8
+STEP_S = 0.25
 WARM_UP_S, MEASURED_S = 3, 30
 SCRAPES = 100
 """Scrapes behind the percentiles, done after the CPU time was measured."""
@@ -32,9 +38,8 @@ START_TIMEOUT_S = 20.0
 def run() -> dict[str, float | int | str]:
     """Both exporters, scraped once a second over the same 30 s. CPU in percent of one core.
 
-    The agent has every collector and runbook on, and eight training ranks to watch. ``ours_ready_s`` is the time from
-    the start of its process to the first scrape that has every series it will have. The scrape times are those of a
-    client in this process.
+    The agent has every collector and runbook on. ``ours_ready_s`` is the time from the start of its process to the
+    first scrape that has every series it will have. The scrape times are those of a client in this process.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
@@ -42,8 +47,10 @@ def run() -> dict[str, float | int | str]:
         gpus = stack.enter_context(SimulatedGpus.create(folder / "gpus.state", count=GPUS))
         for gpu in gpus:
             gpu.load(utilization=97, power_watts=650, memory_ratio=0.8)
+            gpu.nvlink_bytes_per_second, gpu.pcie_bytes_per_second = 200e9, 20e9
             gpu.set_processes([(os.getpid(), 60 << 30)])
-        stack.enter_context(_training(folder / "shm" / "bench"))
+        ports = [Port(folder / "infiniband" / f"mlx5_{index}") for index in range(PORTS)]
+        stack.enter_context(_training(folder / "shm" / "bench", ports))
         exporters = [stack.enter_context(_ours(folder, library, gpus.path))]
         if peer := shutil.which("nvitop-exporter", path=str(Path(sys.executable).parent)):
             exporters.append(stack.enter_context(_nvitop(peer, library, gpus.path)))
@@ -114,6 +121,7 @@ def _ours(folder: Path, library: Path, state: Path) -> Iterator[_Exporter]:
         "agent.state_dir": folder / "state",
         "nvml.library": library,
         "ranks.root": folder / "shm",
+        "infiniband.root": folder / "infiniband",
         "policy.mode": "act",
     }
     options = [f"--set={key}={value}" for key, value in settings.items()]
@@ -142,20 +150,31 @@ def _running(exporter: _Exporter) -> Iterator[_Exporter]:
 
 
 @contextlib.contextmanager
-def _training(folder: Path) -> Iterator[None]:
-    """Eight ranks of this process that complete four steps a second."""
+def _training(folder: Path, ports: Sequence[Port]) -> Iterator[None]:
+    """A run with eight ranks, all in this process, that complete four steps a second."""
     folder.mkdir(parents=True)
+    run = {
+        "run": "bench", "job": "1", "node": "bench", "state": "running", "generation": 1, "launcher_pid": os.getpid(),
+        "launcher_start": process_start(os.getpid()), "world_size": RANKS, "control": "", "folder": str(folder),
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(run))
     reporters = [
-        Reporter(folder / f"rank-{rank:04d}.page", rank=rank, world_size=GPUS, gpu=rank, run="bench")
-        for rank in range(GPUS)
+        Reporter(folder / f"rank-{rank:04d}.page", rank=rank, world_size=RANKS, gpu=rank, run="bench")
+        for rank in range(RANKS)
     ]
+    for reporter in reporters:
+        reporter.add_worker(os.getpid(), "data")
     stop = threading.Event()
 
     def train() -> None:
-        while not stop.wait(0.25):
+        while not stop.wait(STEP_S):
+            for port in ports:
+                port.carry(int(40e9 * STEP_S))
             for reporter in reporters:
-                with reporter.phase("forward"):
-                    reporter.step(tokens=4096, loss=2.0, grad_norm=1.0)
+                for phase in ("data", "forward", "backward", "collective", "optimizer"):
+                    with reporter.phase(phase):
+                        pass
+                reporter.step(tokens=4096, loss=2.0, grad_norm=1.0)
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
