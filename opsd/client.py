@@ -68,6 +68,9 @@ RING_STEPS = 64
 MAX_WORKERS = 8
 MAJOR, MINOR = 1, 0
 
+PERSIST = "persist"
+"""Role of a helper process that writes a staged checkpoint; the launcher lets it finish when its rank has died."""
+
 _MAGIC = b"OPSDRANK"
 _HEADER = struct.Struct("<8sHHIIIIIiQQQQ64s64s64s")
 _CRC = struct.Struct("<I")
@@ -254,7 +257,7 @@ class Reporter:
         self._publish()
 
     def add_worker(self, pid: int, role: str) -> None:
-        """Tell watchers about a helper process of this rank, for instance ("data", pid of the loader)."""
+        """Tell watchers about a helper process of this rank and its role: "data" for the loader, ``PERSIST`` …."""
         for index in range(MAX_WORKERS):
             at = _WORKERS_AT + index * _WORKER.size
             if _WORKER.unpack_from(self._page, at)[0] in (0, pid):

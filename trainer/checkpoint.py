@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from opsd.client import Reporter
+from opsd.client import PERSIST, Reporter
 from trainer.optimizer import Optimizer
 from trainer.parallel import Region, region_of
 from trainer.persist import Plan, hold_lock
@@ -154,7 +154,7 @@ class Saver:
         )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        self._reporter.add_worker(process.pid, "persist")
+        self._reporter.add_worker(process.pid, PERSIST)
         return process
 
     def _order(self, process: subprocess.Popen[bytes], order: dict[str, int | None]) -> None:

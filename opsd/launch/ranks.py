@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd.client import PageError, RankPage, read_page
+from opsd.client import PERSIST, PageError, RankPage, read_page
 from opsd.launch.environment import generation_environment
 from opsd.launch.error_file import read_error
 from opsd.launch.failure import RankError
@@ -74,6 +74,12 @@ class Generation:
     def running(self) -> list[Rank]:
         """The ranks that have not ended yet."""
         return [rank for rank in self.ranks if rank.exit is None]
+
+    @property
+    def saving(self) -> frozenset[int]:
+        """The processes that write staged checkpoints to disk, which may outlive their rank for that."""
+        pages = filter(None, (rank.page() for rank in self.ranks))
+        return frozenset(pid for page in pages for pid, role in page.workers if role == PERSIST)
 
 
 class RankStarter:

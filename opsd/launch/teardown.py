@@ -20,8 +20,8 @@ class Teardown:
 
     Ranks are killed at once: one that is blocked in a collective could not do anything useful with a SIGTERM. With
     ``gently``, for ranks that have all finished, what they have left running gets a SIGTERM first. ``protected``
-    says which processes below the launcher are none of the generation's. ``stuck`` is called with the culprits if
-    something cannot be killed.
+    says which processes below the launcher are none of the generation's. Those that are writing a staged checkpoint are
+    left to finish. ``stuck`` is called with the culprits if something cannot be killed.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class Teardown:
     ) -> None:
         self._generation = generation
         self._loop = loop
-        self._protected = protected
+        saving = generation.saving
+        self._protected = lambda pid: pid in saving or protected(pid)
         self._done = done
         self._stuck = stuck
         self._signal = signal.SIGTERM if gently else signal.SIGKILL

@@ -440,6 +440,26 @@ def test_children_that_outlive_a_rank_are_cleaned_up(tmp_path: Path, ending: str
         assert not any(alive(pid) for pid in pids)
 
 
+SAVES = """
+import os, subprocess, sys
+from opsd.client import PERSIST, Reporter
+reporter = Reporter.from_env()
+save = "import pathlib, sys, time; time.sleep(1.5); pathlib.Path(sys.argv[1]).write_text('saved')"
+child = subprocess.Popen([sys.executable, "-c", save, sys.argv[1]], start_new_session=True)
+reporter.add_worker(child.pid, PERSIST)
+reporter.step()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_checkpoint_being_written_outlives_its_rank(tmp_path: Path) -> None:
+    """The process that has the staged state in hand is left to finish when its rank is killed."""
+    target = tmp_path / "checkpoint"
+    with Launched(tmp_path, SAVES, "--max-restarts=0", args=(str(target),)) as launched:
+        assert launched.wait() == exitcodes.FAILED
+        launched.until(target.exists)
+
+
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     """A launcher that is killed leaves no rank behind, and the next one of the same run takes over and counts on."""
     with Launched(tmp_path, TRAIN + "train(10_000)", TWO) as launched:
