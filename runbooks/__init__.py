@@ -21,6 +21,7 @@ from runbooks import (
     rank_crash,
     rank_hang,
     storage_full,
+    storage_slow,
     straggler,
     throughput_drop,
 )
@@ -47,6 +48,7 @@ RUNBOOKS: tuple[Runbook, ...] = (
     loss_spike.RUNBOOK,
     gradient_explosion.RUNBOOK,
     checkpoint_stale.RUNBOOK,
+    storage_slow.RUNBOOK,
     storage_full.RUNBOOK,
     host_memory.RUNBOOK,
 )
