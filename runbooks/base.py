@@ -107,7 +107,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A finding with a history. Times are wall-clock seconds; ``actions`` is what was done or recommended so far."""
+    """A finding with a history. Times are wall-clock seconds; ``actions`` is what was done or recommended so far.
+
+    ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it was over and came
+    back, the last time at ``reopened_at``.
+    """
 
     id: str
     kind: str
@@ -129,6 +133,9 @@ class Incident:
     verdict: str = ""
     actions: tuple[Mapping[str, object], ...] = ()
     data: Mapping[str, object] = field(default_factory=dict)
+    cause: str | None = None
+    relapses: int = 0
+    reopened_at: float | None = None
 
 
 class Series(Protocol):
@@ -229,7 +236,8 @@ class Runbook:
     is not healthy). An incident opens once it was found for ``open_after_s`` and resolves once healed for
     ``clear_after_s``. ``verify_s`` is how long a remedy may take to show its effect before the next attempt or
     escalation; after ``max_attempts`` the incident escalates. ``needs`` are the collectors without which the
-    runbook is blind.
+    runbook is blind. What is found again within ``hold_s`` of its end is the same incident come back; None is what the
+    policy says, 0 is for events of which each stands for itself.
     """
 
     kind: str
@@ -243,3 +251,4 @@ class Runbook:
     clear_after_s: float = 5.0
     verify_s: float = 60.0
     max_attempts: int = 2
+    hold_s: float | None = None

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from collectors.base import Event
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import by_gpu, job_text
+from runbooks.gpus import by_gpu, driver_restarted, job_text
 from runbooks.runs import FRESH_S, REMEMBERED_S
-from runbooks.signals import integer, latest, number, text
+from runbooks.signals import integer, number, text
 from runbooks.xids import (
     AMBIGUOUS,
     DAY_S,
@@ -82,8 +82,7 @@ def _called_for(xids: Sequence[Event], asked: str | None) -> str:
 
 def _back(view: View, uuid: str, since: float) -> bool:
     """True if node, driver or GPU have started anew after the wall second ``since``, or the driver asks no longer."""
-    booted = latest(view, "opsd_host_boot_time_seconds")
-    if (booted is not None and booted > since) or any(e.at > since for e in view.events("gpu_driver_loaded", DAY_S)):
+    if driver_restarted(view, since):
         return True
     for metric, well in (("opsd_gpu_up", 1.0), (ASKED, 0.0)):
         series = by_gpu(view, metric).get(uuid)
@@ -236,4 +235,5 @@ RUNBOOK = Runbook(
     clear_after_s=10.0,
     verify_s=1800.0,
     max_attempts=1,
+    hold_s=0.0,
 )

@@ -136,4 +136,5 @@ RUNBOOK = Runbook(
     clear_after_s=10.0,
     verify_s=1800.0,
     max_attempts=1,
+    hold_s=0.0,
 )

@@ -14,6 +14,9 @@
 
 Resolved and escalated are final. An escalated incident stays current, and keeps the same trouble from opening another
 one, until it is healed: ``resolved_at`` then says when. A healed answer of None (not known) never counts as healed.
+
+An incident that was over and is found again within ``hold_s`` goes on as the same one, and is escalated the
+``max_relapses``-th time. A symptom whose cause is current is held: it neither ends nor escalates before its cause ends.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Rules:
     clear_after_s: float = 5.0
     verify_s: float = 60.0
     max_attempts: int = 2
+    hold_s: float = 0.0
+    max_relapses: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +80,26 @@ class Transition:
 class Observed:
     """What one tick says about current incidents, by incident id; an id that is missing is not known to be healed.
 
-    ``idle`` are open incidents whose runbook has nothing to do.
+    ``idle`` are open incidents whose runbook has nothing to do, ``held`` those whose cause is current.
     """
 
     findings: Sequence[Finding] = ()
     healed: Mapping[str, bool | None] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()
     outcomes: Sequence[Outcome] = ()
+    held: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """Current incidents by (kind, key), and since when and until when a finding has been seen that is not one yet."""
+    """Current incidents by (kind, key), and since when and until when a finding has been seen that is not one yet.
+
+    ``recent`` are the incidents that ended last and that may still come back.
+    """
 
     incidents: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
     pending: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    recent: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
 
 
 def is_current(incident: Incident) -> bool:
@@ -121,15 +131,17 @@ def reduce(
             current[name] = after
         else:
             ended.append(after)
-    pending = _waiting(book, found, now)
+    pending, recent = _waiting(book, found, now), _holding(book, rules, now)
     for name, finding in found.items():
-        if name in book.incidents:
+        rule = rules.get(finding.kind, Rules())
+        if name in book.incidents or now - pending[name][0] < rule.open_after_s:
             continue
-        if now - pending[name][0] >= rules.get(finding.kind, Rules()).open_after_s:
-            del pending[name]
-            current[name] = _open(finding, now)
-            transitions.append(_transition(None, current[name], now))
-    return Book(current, pending), tuple(ended), tuple(transitions)
+        del pending[name]
+        old = recent.pop(name, None)
+        current[name] = _open(finding, now) if old is None else _reopen(old, finding, rule, now)
+        transitions.append(_transition(None if old is None else old.state, current[name], now))
+    recent |= {(incident.kind, incident.key): incident for incident in ended}
+    return Book(current, pending, recent), tuple(ended), tuple(transitions)
 
 
 def started(incident: Incident, actions: Iterable[Mapping[str, object]], now: float) -> Incident:
@@ -169,10 +181,12 @@ def shifted(book: Book, seconds: float) -> Book:
             incident,
             healthy_since=None if incident.healthy_since is None else incident.healthy_since + seconds,
             acted_at=None if incident.acted_at is None else incident.acted_at + seconds,
+            reopened_at=None if incident.reopened_at is None else incident.reopened_at + seconds,
         )
         for name, incident in book.incidents.items()
     }
-    return Book(incidents, {name: (a + seconds, b + seconds) for name, (a, b) in book.pending.items()})
+    pending = {name: (a + seconds, b + seconds) for name, (a, b) in book.pending.items()}
+    return Book(incidents, pending, book.recent)
 
 
 def _same(action: Mapping[str, object]) -> tuple[object, ...]:
@@ -192,6 +206,33 @@ def _waiting(
         if name not in book.incidents:
             pending[name] = (pending[name][0] if name in pending else now, now)
     return pending
+
+
+def _holding(book: Book, rules: Mapping[str, Rules], now: float) -> dict[tuple[str, str], Incident]:
+    """The ended incidents that are still within their hold time."""
+    return {
+        name: incident
+        for name, incident in book.recent.items()
+        if incident.resolved_at is not None and now - incident.resolved_at < rules.get(name[0], Rules()).hold_s
+    }
+
+
+def _reopen(old: Incident, finding: Finding, rule: Rules, now: float) -> Incident:
+    """The incident ``old``, which is back. One that a person was called for stays with the person."""
+    relapses = old.relapses + 1
+    flapping = relapses >= rule.max_relapses
+    back = replace(
+        old,
+        state=State.ESCALATED if flapping or old.state is State.ESCALATED else State.OPEN,
+        verdict=f"came back within {rule.hold_s:.0f} s, {relapses} time{'s' * (relapses != 1)} so far",
+        relapses=relapses,
+        reopened_at=now,
+        last_seen_at=now,
+        healthy_since=None,
+        resolved_at=None,
+        cause=None,
+    )
+    return _merge(back, finding, now)
 
 
 def _open(finding: Finding, now: float) -> Incident:
@@ -274,6 +315,8 @@ def _judge(incident: Incident, observed: Observed, found: bool, rule: Rules, now
     healed = answer is True
     since = (incident.healthy_since if incident.healthy_since is not None else now) if healed else None
     incident = replace(incident, healthy_since=since) if since != incident.healthy_since else incident
+    if incident.id in observed.held:
+        return incident
     if since is not None and now - since >= rule.clear_after_s and not found and incident.state is not State.ACTING:
         return _end(incident, now)
     if answer is None and incident.state is not State.ACTING and now - incident.last_seen_at >= GIVE_UP_S:
@@ -281,7 +324,8 @@ def _judge(incident: Incident, observed: Observed, found: bool, rule: Rules, now
         return replace(incident, state=State.ESCALATED, resolved_at=now, verdict=verdict)
     if incident.state is State.VERIFYING and not healed:
         return _after_attempt(incident, rule, now)
-    idle_since = incident.opened_at if incident.acted_at is None else incident.acted_at
+    begun = [at for at in (incident.acted_at, incident.reopened_at) if at is not None]
+    idle_since = max(begun, default=incident.opened_at)
     if (
         incident.state is State.OPEN
         and incident.id in observed.idle

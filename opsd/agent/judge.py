@@ -14,14 +14,31 @@ from runbooks.base import Action, Finding, Incident, Runbook, View
 
 T = TypeVar("T")
 
+HOLD_S, MAX_RELAPSES = 300.0, 3
+
 
 class Judge:
-    """All runbooks. ``errors`` counts exceptions by kind."""
+    """All runbooks. ``errors`` counts exceptions by kind. For ``hold_s`` and ``max_relapses`` see ``incidents``."""
 
-    def __init__(self, runbooks: Sequence[Runbook], log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        runbooks: Sequence[Runbook],
+        log: FilteringBoundLogger,
+        *,
+        hold_s: float = HOLD_S,
+        max_relapses: int = MAX_RELAPSES,
+    ) -> None:
         self.runbooks = {runbook.kind: runbook for runbook in runbooks}
         self.rules = {
-            r.kind: Rules(r.open_after_s, r.clear_after_s, r.verify_s, r.max_attempts) for r in self.runbooks.values()
+            r.kind: Rules(
+                r.open_after_s,
+                r.clear_after_s,
+                r.verify_s,
+                r.max_attempts,
+                hold_s if r.hold_s is None else r.hold_s,
+                max_relapses,
+            )
+            for r in self.runbooks.values()
         }
         self.errors: Counter[str] = Counter()
         self._log = log

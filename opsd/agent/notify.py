@@ -62,7 +62,12 @@ class Announcer:
         threading.Thread(target=self._work, name="announce", daemon=True).start()
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
-        """Announce ``transition`` of ``incident`` if it is one that people want to hear of."""
+        """Announce ``transition`` of ``incident`` if it is one that people want to hear of.
+
+        Nobody is told of symptoms, nor each time that an incident which comes and goes is over once more.
+        """
+        if incident.cause is not None or (incident.relapses and transition.after is State.RESOLVED):
+            return
         if transition.before is not None and transition.after not in (State.ESCALATED, State.RESOLVED):
             return
         state = "opened" if transition.before is None else transition.after.value

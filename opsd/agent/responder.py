@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from structlog.typing import FilteringBoundLogger
 
-from opsd.agent import incidents
+from opsd.agent import correlate, incidents
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Outcome, Transition
 from opsd.agent.journal import Journal
@@ -51,7 +51,7 @@ class Responder:
         self.actions: Counter[tuple[str, str]] = Counter()
         memory = journal.open()
         loaded = {(i.kind, i.key): incidents.resumed(i, started_at) for i in memory.current}
-        self._book = incidents.Book(loaded)
+        self._book = incidents.Book(loaded, recent={(i.kind, i.key): i for i in reversed(memory.ended)})
         self.ended: deque[Incident] = deque(memory.ended, maxlen=MAX_ENDED)
         self._history = [*memory.actions]
         self._written: dict[str, tuple[Incident, float]] = {}
@@ -73,9 +73,12 @@ class Responder:
             findings=self._judge.findings(view),
             healed=self._judge.healed(self.current, view),
             idle=self._idle,
+            held=correlate.held(self.current),
             outcomes=self._outcomes(),
         )
         self._book, ended, transitions = incidents.reduce(self._book, observed, self._judge.rules, view.wall)
+        self._forget_returned()
+        self._correlate(view, ended)
         by_id = {incident.id: incident for incident in (*self.current, *ended)}
         for transition in transitions:
             self._tell(by_id[transition.incident], transition)
@@ -86,6 +89,25 @@ class Responder:
         self._act(view)
         for incident in self.current:
             self._record(incident, view.wall)
+
+    def _forget_returned(self) -> None:
+        """Take what has come back out of the ended ones."""
+        current = {incident.id for incident in self.current if incident.relapses}
+        if any(incident.id in current for incident in self.ended):
+            self.ended = deque((i for i in self.ended if i.id not in current), maxlen=MAX_ENDED)
+
+    def _correlate(self, view: View, ended: Sequence[Incident]) -> None:
+        """Find out which incidents are symptoms of which."""
+        if not self._book.incidents:
+            return
+        causes = correlate.correlate(self.current, (*ended, *self.ended), view.ranks, view.wall)
+        before, self._book = self._book, correlate.linked(self._book, causes)
+        for name, incident in self._book.incidents.items():
+            if incident.cause != before.incidents[name].cause:
+                said = f"a symptom of {incident.cause}" if incident.cause else "an incident of its own again"
+                self._log.warning("correlated", incident=incident.id, text=said)
+                state = incident.state
+                self._journal.transition(Transition(incident.id, incident.kind, state, state, view.wall, said))
 
     def _outcomes(self) -> list[Outcome]:
         verbs = {(i.id, n): str(a["verb"]) for i in self.current for n, a in enumerate(i.actions)}
@@ -100,7 +122,7 @@ class Responder:
 
     def _act(self, view: View) -> None:
         """Decide about every open incident and set in motion what the policy admits."""
-        waiting = [incident for incident in self.current if incident.state is State.OPEN]
+        waiting = [i for i in self.current if i.state is State.OPEN and i.cause is None]
         remedies = self._judge.remedies(waiting, view)
         self._idle = frozenset(name for name, actions in remedies.items() if not actions)
         self._history = [past for past in self._history if view.wall - past.at < KEEP_ACTIONS_S]
@@ -169,4 +191,7 @@ def _recorded(action: Action, outcome: str, detail: str, at: float) -> Mapping[s
 
 
 def _essence(incident: Incident) -> tuple[object, ...]:
-    return incident.state, incident.severity, incident.culprit, incident.attempts, incident.actions, incident.verdict
+    return (
+        incident.state, incident.severity, incident.culprit, incident.attempts, incident.actions, incident.verdict,
+        incident.cause, incident.relapses,
+    )  # fmt: skip

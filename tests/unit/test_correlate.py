@@ -1,0 +1,158 @@
+"""One fault is one incident: what is found because of it hangs below it, whatever comes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd.agent.correlate import LINKS, RELEASE_S, correlate, held, joint_gpu_seconds, linked
+from opsd.agent.incidents import Book
+from runbooks.base import Cost, Culprit, Incident
+from tests.fakes.facts import rank
+from tests.fakes.incidents import WALL, incident
+
+RANKS = [rank(number, run="smol") for number in range(4)]
+
+
+def of(kind: str, gpu: int | None = None, at: float = 0.0, **changes: object) -> Incident:
+    """An incident of the run "smol" on the node n01, about the rank of the same number as ``gpu``."""
+    culprit = Culprit("gpu", "n01", gpu, gpu)
+    fields = {"id": f"{kind}-{gpu}", "kind": kind, "key": str(gpu), "culprit": culprit, "data": {"run": "smol"}}
+    return incident(**{**fields, "opened_at": WALL + at, "last_seen_at": WALL + at, **changes})
+
+
+def causes(*current: Incident, ended: tuple[Incident, ...] = (), at: float = 0.0) -> dict[str, str | None]:
+    return correlate(current, ended, RANKS, WALL + at)
+
+
+THROTTLE = of("gpu_throttle", 2, data={"gpu": 2})
+STRAGGLER = of("straggler", 2, at=12)
+DROP = of("throughput_drop", at=20, culprit=Culprit("unknown", "n01"))
+
+
+def test_a_throttling_gpu_its_straggler_and_the_drop_are_one_incident() -> None:
+    """Both symptoms hang below the GPU, although one of them could be the symptom of the other."""
+    assert causes(DROP, STRAGGLER, THROTTLE) == {DROP.id: THROTTLE.id, STRAGGLER.id: THROTTLE.id, THROTTLE.id: None}
+
+
+def test_symptoms_are_adopted_by_a_root_that_turns_up_later() -> None:
+    """The drop hangs below the straggler until the reason of both is found, then both hang below that."""
+    first = causes(DROP, STRAGGLER)
+    assert first == {DROP.id: STRAGGLER.id, STRAGGLER.id: None}
+    late = replace(THROTTLE, opened_at=WALL + 50)
+    assert causes(replace(DROP, cause=STRAGGLER.id), STRAGGLER, late)[DROP.id] == THROTTLE.id
+
+
+@pytest.mark.parametrize(
+    "symptom",
+    [
+        of("straggler", 3, at=12),
+        of("straggler", 2, at=12, culprit=Culprit("rank", "n02", 2, 2)),
+        of("straggler", 2, at=-200),
+        replace(DROP, culprit=Culprit("data", "n01", detail="every loader")),
+        of("checkpoint_corrupt", 2, at=1),
+    ],
+    ids=["another GPU", "another node", "long before", "the data's fault", "not in the table"],
+)
+def test_what_has_nothing_to_do_with_it_stands_for_itself(symptom: Incident) -> None:
+    """A wrong link would hide an incident."""
+    assert causes(symptom, THROTTLE)[symptom.id] is None
+
+
+def test_a_crash_belongs_to_an_xid_of_the_same_minute_only() -> None:
+    """An Xid that came back counts from its last time."""
+    xid = of("gpu_xid", 1, data={"gpu": 1, "at": WALL})
+    crash = of("rank_crash", 1, at=30)
+    later = of("rank_crash", 1, at=90)
+    assert causes(crash, xid)[crash.id] == xid.id
+    assert causes(later, xid)[later.id] is None
+    again = replace(xid, data={"gpu": 1, "at": WALL + 85})
+    assert causes(later, again)[later.id] == xid.id
+
+
+def test_only_a_killed_rank_was_killed_for_memory() -> None:
+    """A rank that raised an exception while memory was short has its own reason."""
+    memory = of("host_memory", culprit=Culprit("node", "n01"), data={})
+    killed = of("rank_crash", 0, at=5, summary="rank 0 of smol ended with signal SIGKILL after step 7")
+    raised = replace(killed, summary="rank 0 of smol ended with exit code 1 after step 7")
+    assert causes(killed, memory)[killed.id] == memory.id
+    assert causes(raised, memory)[raised.id] is None
+
+
+def test_a_symptom_outlives_its_root_for_a_while_and_then_is_an_incident_of_its_own() -> None:
+    """Detectors look back over some time, so that the end of a root is seen late."""
+    over = replace(THROTTLE, resolved_at=WALL + 100)
+    symptom = replace(STRAGGLER, cause=over.id)
+    assert causes(symptom, ended=(over,), at=100 + RELEASE_S)[symptom.id] == over.id
+    assert causes(symptom, ended=(over,), at=101 + RELEASE_S)[symptom.id] is None
+
+
+def test_a_symptom_is_held_while_its_cause_is_current() -> None:
+    """It ends with its root or after it."""
+    symptom = replace(STRAGGLER, cause=THROTTLE.id)
+    assert held([symptom, THROTTLE]) == {symptom.id}
+    assert held([symptom]) == frozenset()
+
+
+def test_a_loss_that_two_incidents_report_is_counted_once() -> None:
+    """What happens at the same time is one loss, what happens one after the other adds up."""
+    throttle = replace(THROTTLE, last_seen_at=WALL + 100, cost=Cost(gpu_seconds=100.0))
+    same = replace(STRAGGLER, opened_at=WALL, last_seen_at=WALL + 100, cost=Cost(gpu_seconds=90.0))
+    after = replace(STRAGGLER, opened_at=WALL + 100, last_seen_at=WALL + 200, cost=Cost(gpu_seconds=30.0))
+    assert joint_gpu_seconds([throttle, same]) == pytest.approx(100)
+    assert joint_gpu_seconds([throttle, after]) == pytest.approx(130)
+
+
+KINDS = sorted({kind for link in LINKS for kind in (link.symptom, link.root)} | {"loss_nan"})
+incidents_of_a_node = st.lists(
+    st.builds(
+        of,
+        st.sampled_from(KINDS),
+        st.sampled_from([None, 0, 1]),
+        st.floats(0, 300),
+        resolved_at=st.one_of(st.none(), st.floats(300, 500).map(lambda s: WALL + s)),
+        summary=st.sampled_from(["ended with signal SIGKILL", "trouble"]),
+    ),
+    max_size=12,
+    unique_by=lambda i: i.id,
+)
+
+
+@given(incidents_of_a_node, st.randoms(use_true_random=False))
+def test_a_cause_is_never_a_symptom_and_the_order_does_not_matter(found: list[Incident], random) -> None:
+    """There are roots and their symptoms and nothing in between, and a second look changes nothing."""
+    current = [i for i in found if i.resolved_at is None]
+    ended = [i for i in found if i.resolved_at is not None]
+    links = correlate(current, ended, RANKS, WALL + 500)
+    kinds = {i.id: i.kind for i in found}
+    for symptom, cause in links.items():
+        assert cause is None or links.get(cause) is None
+        assert cause is None or kinds[symptom] != kinds[cause]
+    shuffled = random.sample(current, len(current))
+    assert correlate(shuffled, ended, RANKS, WALL + 500) == links
+    book = linked(Book({(i.kind, i.key): i for i in current}), links)
+    assert correlate(book.incidents.values(), ended, RANKS, WALL + 500) == links
+
+
+@given(incidents_of_a_node, st.lists(st.sampled_from([f"{k}-{g}" for k in KINDS for g in (None, 0, 1)]), max_size=12))
+def test_no_remembered_cause_however_absurd_makes_a_circle(found: list[Incident], claimed: list[str]) -> None:
+    """A journal of another release may say anything; every chain still ends at a root."""
+    current = [replace(i, resolved_at=None, cause=cause) for i, cause in zip(found, claimed, strict=False)]
+    links = correlate(current, (), RANKS, WALL + 500)
+    assert all(cause is None or links[cause] is None for cause in links.values())
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e4)), min_size=1, max_size=8))
+def test_the_joint_loss_lies_between_the_largest_and_the_sum(spans: list[tuple[float, float, float]]) -> None:
+    """Never less than the dearest incident, never more than all together."""
+    group = [
+        replace(THROTTLE, opened_at=start, last_seen_at=start + length, cost=Cost(gpu_seconds=lost))
+        for start, length, lost in spans
+    ]
+    losses = [lost for _, _, lost in spans]
+    joint = joint_gpu_seconds(group)
+    assert max(losses) <= joint * (1 + 1e-6) + 1e-6
+    assert joint <= sum(losses) * (1 + 1e-6) + 1e-6
