@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from collectors.base import Event, GpuFact, RankFact
 from runbooks.base import Culprit, Series, View
-from runbooks.signals import text, usual
+from runbooks.signals import latest, text, usual
 
 LOADED_PERCENT = 30.0
 LOAD_S = 6.0
@@ -65,6 +65,13 @@ def loaded(view: View) -> Callable[[str, RankFact | None], bool]:
         return rank is not None if percent is None else percent >= LOADED_PERCENT
 
     return judge
+
+
+def driver_restarted(view: View, since: float) -> bool:
+    """True if the node was booted or the driver loaded after the wall second ``since``."""
+    booted = latest(view, "opsd_host_boot_time_seconds")
+    loads = view.events("gpu_driver_loaded", view.wall - since)
+    return (booted is not None and booted > since) or any(event.at > since for event in loads)
 
 
 def job_text(rank: RankFact | None) -> str:

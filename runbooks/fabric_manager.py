@@ -1,0 +1,156 @@
+"""The NVLink fabric of the node does not work: every link down, CUDA refused for it, or a fatal error of a switch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from collectors.base import Event
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpus import driver_restarted
+from runbooks.runs import REMEMBERED_S, recovered, unsolved
+from runbooks.signals import integer, number, text
+
+UP = "opsd_gpu_nvlink_up"
+DOWN_S = 60.0
+"""After a boot, or a restart of the fabric manager, links may take this long."""
+
+PROOF_S = 60.0
+"""Several ranks that train this long after an error of a switch show that the fabric works."""
+
+_WITHOUT_FABRIC = re.compile(r"\b(PCIe|NVL)\b")
+"""Models whose links lead to a bridge that need not be there."""
+
+_NOT_READY = re.compile(r"system not yet initialized|SystemNotReady|error 802\b|fabric.?manager", re.IGNORECASE)
+"""What CUDA says on a node with NVSwitches whose fabric is not set up."""
+
+
+def _all_down(view: View) -> bool | None:
+    """True if every NVLink of the node has been down for a minute, None if that is not known or there is no fabric."""
+    links = view.select(UP)
+    if not links or not view.known("nvml") or any(link.last is None for link in links):
+        return None
+    if any(link.last for link in links):
+        return False
+    points = links[0].values(10 * DOWN_S)
+    up = [at for at, value in points if value]
+    if not up and any(_WITHOUT_FABRIC.search(gpu.model) for gpu in view.gpus):
+        return None
+    return view.now - max(up, default=points[0][0]) >= DOWN_S
+
+
+def _refused(view: View) -> Iterator[Event]:
+    """Ends of ranks whose error says that the fabric is not ready, and whose run has not got over it."""
+    for event in unsolved(view, "rank_exited"):
+        error = event.data.get("error")
+        said = text(error, "message") if isinstance(error, Mapping) else text(event.data, "log_tail")
+        if _NOT_READY.search(said):
+            yield event
+
+
+def _fatal(view: View) -> Iterator[Event]:
+    """Fatal errors of NVSwitches that nothing has followed which would have cured them."""
+    for event in view.events("sxid", REMEMBERED_S):
+        if text(event.data, "severity") == "fatal" and not _cured(view, event.at):
+            yield event
+
+
+def _cured(view: View, since: float) -> bool:
+    """True if node or driver have started anew after wall second ``since``, or several ranks still train well after."""
+    proven = view.wall - since - PROOF_S
+    trained = [rank for rank in view.ranks if rank.steps and view.now - rank.steps[-1].end < proven]
+    return driver_restarted(view, since) or len(trained) > 1
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    refused, fatal = list(_refused(view)), list(_fatal(view))
+    if _all_down(view) or refused or fatal:
+        yield _finding(view, refused, fatal)
+
+
+def _finding(view: View, refused: Sequence[Event], fatal: Sequence[Event]) -> Finding:
+    ranks = [rank for rank in view.ranks if rank.live]
+    facts = [Evidence("every NVLink of the node is down", "NVML", view.wall)] if _all_down(view) else []
+    facts += [Evidence(event.message, "kernel log", event.at) for event in fatal[-4:]]
+    facts += [Evidence(f"rank {text(e.data, 'rank')} ended: {_said(e)}", "launcher", e.at) for e in refused[-4:]]
+    what = facts[0].text
+    newest = refused[-1].data if refused else {}
+    return Finding(
+        kind="fabric_manager",
+        key=view.node,
+        severity=Severity.CRITICAL if ranks or refused else Severity.WARNING,
+        summary=f"the NVLink fabric of {view.node} does not work: {what}",
+        culprit=Culprit("node", view.node, detail="NVLink fabric"),
+        confidence=0.95 if len(facts) > 1 else 0.85,
+        evidence=tuple(facts),
+        cost=Cost(text=f"{ranks[0].world_size} GPUs cannot train together" if ranks else ""),
+        job=ranks[0].job if ranks else "",
+        data={
+            "at": fatal[-1].at if fatal else None,
+            "run": text(newest, "run"),
+            "generation": integer(newest, "generation"),
+        },
+    )
+
+
+def _said(event: Event) -> str:
+    error = event.data.get("error")
+    return text(error, "message") if isinstance(error, Mapping) else "the fabric is not ready"
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}: restart the fabric manager, or reset all GPUs and switches of the node together"
+    return (Action("notify", target=view.node, reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once links are up, the switch's error is cured, and the run that was refused trains."""
+    data = incident.data
+    down, fatal_at, run = _all_down(view), number(data, "at"), text(data, "run")
+    over = recovered(view, run, integer(data, "generation")) if run else True
+    if down or over is False or (fatal_at is not None and not _cured(view, fatal_at)):
+        return False
+    return None if down is None or over is None else True
+
+
+PAGE = Page.parse("""
+# The NVLink fabric does not work
+
+## Meaning
+On boards with NVSwitches a service, the fabric manager, connects the GPUs. One of these is true: every link of every
+GPU has been down for a minute; a rank ended because CUDA said "system not yet initialized" (error 802); a switch has
+reported a fatal error (SXid). Links that come up within a minute of a boot, and cards whose bridge is simply not
+there, are no incident.
+
+## Impact
+CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one GPU can run on the node.
+
+## Diagnosis
+1. `opsd incidents show ID`: links, the switch's message, or the rank's error.
+2. `journalctl -u nvidia-fabricmanager --since -1hour`: running? The same version as the driver? That is the usual
+   cause after an update.
+3. `nvidia-smi -q -i 0`: the section Fabric says completed, in progress, or what failed. `nvidia-smi nvlink -s`: links.
+4. `journalctl -k --since -1hour | grep -iE "SXid|NVSwitch"`: a fatal SXid names switch and link.
+
+## Mitigation
+- Versions differ: install the fabric manager of the driver's version, then restart both.
+- Service stopped: with no job on the node restart it, `systemctl restart nvidia-fabricmanager`.
+- Fatal SXid: drain (`scontrol update nodename=NODE state=drain reason="opsd: fabric_manager"`), and reboot: GPUs and
+  switches can only be reset together.
+- The same switch again: the vendor.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it once links are up and ranks train, or node or driver have started anew.
+- recommend, act: the same, and notifies. It restarts no services.
+""")
+
+RUNBOOK = Runbook(
+    kind="fabric_manager",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    clear_after_s=30.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)
