@@ -11,6 +11,7 @@ from rich.table import Table
 from collectors.base import Metric
 from opsd.agent import collectors
 from opsd.agent import metrics as own
+from opsd.agent.labels import LABELS
 from opsd.config import Settings
 
 
@@ -27,7 +28,7 @@ def catalogue() -> list[tuple[str, Metric]]:
 @click.option("--list", "_list", is_flag=True, help="List every metric (the default).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def metrics(_list: bool, as_json: bool) -> None:
-    """List every metric that the agent exports: name, type, labels, unit, help and source."""
+    """List every metric that the agent exports: name, type, labels, unit, help and source; then what labels hold."""
     if as_json:
         rows = [
             {"name": m.name, "type": m.kind, "labels": m.labels, "unit": m.unit, "help": m.help, "source": source}
@@ -35,11 +36,19 @@ def metrics(_list: bool, as_json: bool) -> None:
         ]
         click.echo(json.dumps(rows, indent=1))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("name", "type", "labels", "unit", "help", "source"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("name", "type", "source"))
+    table = _table("name", "type", "labels", "unit", "help", "source")
     for source, metric in catalogue():
         table.add_row(metric.name, metric.kind, ", ".join(metric.labels), metric.unit, metric.help, source)
-    console = Console()
+    labels = _table("label", "values")
+    for label, values in LABELS.items():
+        labels.add_row(label, values)
     # A list that goes into a pipe is for grep: one line a metric, however long.
-    Console(width=None if console.is_terminal else 400).print(table, highlight=False)
+    console = Console(width=None if Console().is_terminal else 400, highlight=False)
+    console.print(table, "", labels, sep="\n")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "type", "source", "label"))
+    return table

@@ -4,79 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from opsd import exitcodes
 from opsd.client import Reporter
-from opsd.simulated.gpus import STATE_ENV, NoCompilerError, SimulatedGpus, build
+from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
 from tests.fakes.clock import eventually
+from tests.fakes.process import Opsd
 
 pytestmark = pytest.mark.xdist_group("agent-process")
-
-
-class Opsd:
-    """Runs ``opsd`` in a folder of its own."""
-
-    def __init__(self, folder: Path, library: Path | None = None, gpus: SimulatedGpus | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.folder = folder
-        self.config = folder / "opsd.toml"
-        nvml = f'library = "{library}"' if library else "enabled = false"
-        self.config.write_text(f'[agent]\nlisten = "127.0.0.1:{self.port}"\n[nvml]\n{nvml}\n')
-        self.environment = {
-            **os.environ,
-            "OPSD_STATE_DIR": str(folder / "state"),
-            "OPSD_SHM": str(folder / "shm"),
-            **({STATE_ENV: str(gpus.path)} if gpus else {}),
-        }
-
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "opsd", *arguments],
-            env={**self.environment, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=60)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    @contextlib.contextmanager
-    def agent(self, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-        """A running agent that is ready."""
-        process = self.start("agent", "--config", str(self.config), *arguments, **environment)
-        try:
-            assert eventually(lambda: self.get("/readyz") is not None), "the agent did not become ready"
-            yield process
-        finally:
-            process.kill()
-            process.communicate()
-
-    def get(self, path: str) -> str | None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
-                return answer.read().decode()
-        except OSError:
-            return None
-
-    def shows(self, *lines: str) -> Callable[[], bool]:
-        """Whether all ``lines`` are among the metrics."""
-        return lambda: set(lines) <= set((self.get("/metrics") or "").splitlines())
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import exitcodes
+from opsd.agent.labels import LABELS
 from opsd.agent.metrics_cli import catalogue
 from opsd.cli import cli
 from opsd.runbook_cli import to_markdown
@@ -60,6 +61,14 @@ def test_the_list_of_metrics_has_every_column() -> None:
     assert all(
         any(line.startswith(row["name"]) and row["help"] in line for line in listed.splitlines()) for row in rows
     )
+
+
+def test_the_values_of_every_label_are_documented() -> None:
+    """What bounds the number of series, and nothing about labels that are gone."""
+    used = {label for _, metric in catalogue() for label in metric.labels}
+    assert set(LABELS) == used
+    listed = CliRunner().invoke(cli, ["metrics", "--list"]).output
+    assert all(f"{label} " in listed and values in listed for label, values in LABELS.items())
 
 
 @pytest.mark.parametrize("book", RUNBOOKS, ids=lambda book: book.kind)
