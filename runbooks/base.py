@@ -109,8 +109,8 @@ class Action:
 class Incident:
     """A finding with a history. Times are wall-clock seconds; ``actions`` is what was done or recommended so far.
 
-    ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it was over and came
-    back, the last time at ``reopened_at``.
+    ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it was over and
+    came back, the last time at ``reopened_at``.
     """
 
     id: str

@@ -11,15 +11,26 @@ from typing import Any
 
 from collectors.base import RankFact
 from opsd import __version__
+from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.gather import Source
+from opsd.agent.knowledge import Similar, nearest, statistics
 from opsd.agent.loop import Snapshot
 from opsd.agent.store import to_document
 from runbooks.base import Incident
 
 _PUBLIC = (
     "id", "kind", "key", "severity", "state", "summary", "culprit", "confidence", "evidence", "cost", "job",
-    "opened_at", "last_seen_at", "resolved_at", "attempts", "verdict", "actions",
+    "opened_at", "last_seen_at", "resolved_at", "attempts", "verdict", "actions", "cause", "relapses",
 )  # fmt: skip
+_BRIEF = ("id", "kind", "state", "severity", "summary", "culprit", "opened_at", "resolved_at")
+_GAUGES = {
+    "DCGM_FI_DEV_GPU_UTIL": "utilization_percent",
+    "DCGM_FI_DEV_GPU_TEMP": "temperature_celsius",
+    "DCGM_FI_DEV_POWER_USAGE": "power_watts",
+    "DCGM_FI_DEV_SM_CLOCK": "sm_clock_mhz",
+    "DCGM_FI_DEV_FB_USED": "memory_used_mib",
+}
+"""What the status says of each GPU: series -> name; null where a GPU does not have it."""
 
 
 def encode(value: object) -> bytes:
@@ -41,10 +52,22 @@ def _finite(value: object) -> object:
     return value
 
 
-def incident(incident: Incident) -> dict[str, Any]:
-    """One incident. Times are epoch seconds."""
+def incident(incident: Incident, symptoms: Sequence[Incident] = (), *, nested: bool = True) -> dict[str, Any]:
+    """One incident with its ``symptoms``, whole or (not ``nested``) in brief. Times are epoch seconds.
+
+    ``joint_gpu_seconds`` is what it costs together with them, nothing counted twice.
+    """
     document = to_document(incident)
-    return {name: document[name] for name in _PUBLIC}
+    return {
+        **{name: document[name] for name in _PUBLIC},
+        "symptoms": [_symptom(symptom, nested) for symptom in symptoms],
+        "joint_gpu_seconds": joint_gpu_seconds([incident, *symptoms]),
+    }
+
+
+def _symptom(symptom: Incident, nested: bool) -> dict[str, Any]:
+    whole = incident(symptom)
+    return whole if nested else {name: whole[name] for name in _BRIEF}
 
 
 def newest_first(snapshot: Snapshot) -> list[Incident]:
@@ -52,14 +75,42 @@ def newest_first(snapshot: Snapshot) -> list[Incident]:
     return sorted((*snapshot.incidents, *snapshot.ended), key=lambda i: i.opened_at, reverse=True)
 
 
-def incident_list(snapshot: Snapshot, states: Iterable[str] = (), limit: int | None = None) -> dict[str, Any]:
-    """``{"incidents": [...]}``, newest first; ``states`` leaves only those states, "current" all that are not over."""
-    wanted = set(states)
+def incident_list(
+    snapshot: Snapshot, states: Iterable[str] = (), limit: int | None = None, *, nested: bool = False
+) -> dict[str, Any]:
+    """``{"incidents": [...]}``, newest first; ``states`` leaves only those states, "current" all that are not over.
+
+    Symptoms are listed below their cause, in brief or (``nested``) whole.
+    """
+    wanted, known = set(states), newest_first(snapshot)
+    ids = {i.id for i in known}
     found = [
-        i for i in newest_first(snapshot)
-        if not wanted or i.state.value in wanted or ("current" in wanted and i.resolved_at is None)
+        i for i in known
+        if i.cause not in ids
+        and (not wanted or i.state.value in wanted or ("current" in wanted and i.resolved_at is None))
     ]  # fmt: skip
-    return {"incidents": [incident(i) for i in found[:limit]]}
+    return {"incidents": [incident(i, symptoms_of(i.id, known), nested=nested) for i in found[:limit]]}
+
+
+def incident_details(snapshot: Snapshot, found: Incident) -> dict[str, Any]:
+    """One incident with its symptoms, and the past incidents most like it."""
+    known = newest_first(snapshot)
+    return {**incident(found, symptoms_of(found.id, known)), "similar": [_similar(s) for s in nearest(found, known)]}
+
+
+def _similar(similar: Similar) -> dict[str, Any]:
+    whole = incident(similar.incident)
+    return {
+        **{name: whole[name] for name in (*_BRIEF, "verdict")},
+        "similarity": similar.similarity,
+        "done": list(similar.done),
+        "helped": similar.helped,
+    }
+
+
+def incident_statistics(snapshot: Snapshot) -> dict[str, Any]:
+    """``{"kinds": [...]}``: how incidents went, by kind."""
+    return {"kinds": [asdict(record) for record in statistics(newest_first(snapshot))]}
 
 
 def find(snapshot: Snapshot, id: str) -> Incident | None:
@@ -77,8 +128,8 @@ def status(snapshot: Snapshot, facts: Mapping[str, Any], now: float) -> dict[str
         "series": sum(len(samples) for samples in snapshot.samples),
         "collectors": [_collector(source, now) for source in snapshot.sources],
         "journal": {"up": not snapshot.journal_problem, "problem": snapshot.journal_problem},
-        "incidents": Counter(i.state.value for i in snapshot.incidents),
-        "gpus": [asdict(gpu) for gpu in snapshot.gpus],
+        "incidents": Counter(i.state.value for i in snapshot.incidents if i.cause is None),
+        "gpus": [{**asdict(gpu), **_gauges(snapshot, gpu.uuid)} for gpu in snapshot.gpus],
         "ranks": [_rank(rank, now) for rank in snapshot.ranks],
         "runs": [asdict(run) for run in snapshot.runs],
     }
@@ -94,6 +145,25 @@ def _collector(source: Source, now: float) -> dict[str, Any]:
         "last_success_age_s": None if source.succeeded_at is None else round(now - source.succeeded_at, 3),
         "series": len(source.reading.samples),
     }
+
+
+def _gauges(snapshot: Snapshot, uuid: str) -> dict[str, float | None]:
+    values = {
+        sample.metric.name: sample.value
+        for samples in snapshot.samples
+        for sample in samples
+        if sample.metric.name in _GAUGES and uuid in sample.labels
+    }
+    return {name: values.get(metric) for metric, name in _GAUGES.items()}
+
+
+def ranks(snapshot: Snapshot, job: str = "") -> dict[str, Any]:
+    """``{"ranks": [...]}``: all that the rank pages say, recent steps included; only those of ``job`` if it is given.
+
+    ``at`` is the monotonic second of the snapshot, which the times of ranks are measured against.
+    """
+    found = [rank for rank in snapshot.ranks if job in ("", rank.job, rank.run)]
+    return {"at": snapshot.at, "wall": snapshot.wall, "ranks": [asdict(rank) for rank in found]}
 
 
 def _rank(rank: RankFact, now: float) -> dict[str, Any]:

@@ -5,8 +5,10 @@
 ``/healthz``              200 while the loop ticks, 503 otherwise
 ``/readyz``               200 once the first collection is done and while the loop ticks
 ``/api/v1/status``        collectors, GPUs, ranks, runs, journal
-``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first
-``/api/v1/incidents/ID``  one incident
+``/api/v1/ranks``         what the rank pages say, recent steps included; ``?job=4242``
+``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: symptoms whole
+``/api/v1/incidents/ID``  one incident, its symptoms, and past ones like it
+``/api/v1/statistics``    how incidents went, by kind
 ========================= ==========================================================================
 
 A request has a thread to itself, of which there are few, and a few seconds to be read and answered: a scraper that
@@ -68,7 +70,9 @@ class App:
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/api/v1/status": self._status,
+            "/api/v1/ranks": self._ranks,
             "/api/v1/incidents": self._incidents,
+            "/api/v1/statistics": lambda _request: _json(api.incident_statistics(self._latest())),
         }
 
     def __call__(self, request: Request) -> Answer:
@@ -101,13 +105,18 @@ class App:
         text = request.query.get("limit", [str(DEFAULT_LIMIT)])[-1]
         if not text.isascii() or not text.isdigit() or len(text) > 9:
             return _problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
-        return _json(api.incident_list(self._latest(), request.query.get("state", ()), min(int(text), MAX_LIMIT)))
+        states, nested = request.query.get("state", ()), request.query.get("symptoms", ["0"])[-1] == "1"
+        return _json(api.incident_list(self._latest(), states, min(int(text), MAX_LIMIT), nested=nested))
+
+    def _ranks(self, request: Request) -> Answer:
+        return _json(api.ranks(self._latest(), request.query.get("job", [""])[-1]))
 
     def _incident(self, id: str) -> Answer:
-        found = api.find(self._latest(), id)
+        latest = self._latest()
+        found = api.find(latest, id)
         if found is None:
             return _problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
-        return _json(api.incident(found))
+        return _json(api.incident_details(latest, found))
 
     def _index(self, _request: Request) -> Answer:
         links = "".join(f'<li><a href="{path}">{path}</a></li>' for path in self._routes if path != "/")

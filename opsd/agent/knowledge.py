@@ -1,0 +1,128 @@
+"""What past incidents teach: which were like this one, what was done then, whether it helped; and how it went by kind.
+
+Everything is worked out from the incidents that the journal remembers, each time it is asked for. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from runbooks.base import Incident, State
+
+LIKE = 0.3
+"""Least similarity of an incident that is worth showing: the kind alone is not enough."""
+
+Signature = Mapping[str, float]
+"""Feature -> weight."""
+
+_KIND, _COMPONENT, _REASON, _PLACE = 2.0, 1.0, 1.5, 0.5
+_XID = re.compile(r"\bXid\D{0,12}?(\d{1,3})\b")
+_EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Interrupt)\b")
+_SIGNAL = re.compile(r"\bSIG[A-Z]{2,6}\b")
+_WORD = re.compile(r"[a-z][a-z_]{3,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Similar:
+    """A past incident: how like it is (0 to 1), the verbs carried out, and whether they helped (None: none were)."""
+
+    incident: Incident
+    similarity: float
+    done: tuple[str, ...]
+    helped: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """How incidents of one kind went. Seconds are medians; shares are of those that are over.
+
+    ``detect_s`` is from the oldest evidence to the opening, ``resolve_s`` from there to the end, None without any.
+    """
+
+    kind: str
+    count: int
+    detect_s: float | None
+    resolve_s: float | None
+    by_itself: float
+    by_action: float
+    escalated: float
+
+
+def signature(incident: Incident) -> Signature:
+    """What makes ``incident`` comparable: kind, component, GPU, and reasons (Xid, exception, signal, culprit's words).
+
+    Numbers that differ from one time to the next (steps, ranks, seconds) are not part of it.
+    """
+    said = " ".join([incident.summary, incident.culprit.detail, *(evidence.text for evidence in incident.evidence)])
+    features = {f"kind {incident.kind}": _KIND, f"component {incident.culprit.component}": _COMPONENT}
+    for name, pattern in (("xid", _XID), ("exception", _EXCEPTION), ("signal", _SIGNAL)):
+        features |= {f"{name} {found}": _REASON for found in pattern.findall(said)}
+    features |= {f"reason {word}": _REASON for word in _WORD.findall(incident.culprit.detail.lower())}
+    if incident.culprit.gpu is not None:
+        features[f"gpu {incident.culprit.gpu}"] = _PLACE
+    return features
+
+
+def similarity(one: Signature, other: Signature) -> float:
+    """Weighted Jaccard index: the weight of what they share by the weight of what either has. From 0 to 1."""
+    union = one.keys() | other.keys()
+    whole = math.fsum(max(one.get(name, 0.0), other.get(name, 0.0)) for name in union)
+    shared = math.fsum(min(one.get(name, 0.0), other.get(name, 0.0)) for name in union)
+    return shared / whole if whole else 0.0
+
+
+def nearest(incident: Incident, past: Iterable[Incident], limit: int = 3) -> list[Similar]:
+    """The past incidents most like ``incident``, best first, newest first among equals."""
+    own = signature(incident)
+    over = (other for other in past if other.resolved_at is not None and other.id != incident.id)
+    rated = [(similarity(own, signature(other)), other) for other in over]
+    best = sorted((pair for pair in rated if pair[0] >= LIKE), key=lambda p: (-p[0], -p[1].opened_at))
+    return [Similar(other, round(score, 3), _done(other), _helped(other)) for score, other in best[:limit]]
+
+
+def statistics(incidents: Iterable[Incident]) -> list[Record]:
+    """One record for each kind, the most frequent first. Symptoms are left out: they end when their cause does."""
+    kinds: defaultdict[str, list[Incident]] = defaultdict(list)
+    for incident in incidents:
+        if incident.cause is None:
+            kinds[incident.kind].append(incident)
+    return sorted((_record(kind, group) for kind, group in kinds.items()), key=lambda r: (-r.count, r.kind))
+
+
+def _record(kind: str, group: Sequence[Incident]) -> Record:
+    over = [incident for incident in group if incident.resolved_at is not None]
+
+    def share(number: int) -> float:
+        return number / len(over) if over else 0.0
+
+    escalated = sum(incident.state is State.ESCALATED for incident in over)
+    acted = sum(incident.state is State.RESOLVED and incident.attempts > 0 for incident in over)
+    return Record(
+        kind=kind,
+        count=len(group),
+        detect_s=_median(max(0.0, i.opened_at - min(e.at for e in i.evidence)) for i in group if i.evidence),
+        resolve_s=_median(i.resolved_at - i.opened_at for i in over if i.resolved_at is not None),
+        by_itself=share(len(over) - escalated - acted),
+        by_action=share(acted),
+        escalated=share(escalated),
+    )
+
+
+def _median(values: Iterator[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+def _done(incident: Incident) -> tuple[str, ...]:
+    carried_out = (str(action["verb"]) for action in incident.actions if action.get("outcome") == "ok")
+    return tuple(dict.fromkeys(carried_out))
+
+
+def _helped(incident: Incident) -> bool | None:
+    """True if it was over after an attempt, False if an attempt was made and it escalated all the same."""
+    return incident.state is State.RESOLVED if incident.attempts else None
