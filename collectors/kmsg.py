@@ -208,7 +208,8 @@ class KmsgCollector:
         return Event(what.kind, at, message, data)
 
     def _samples(self, log: KernelLog, position: Position) -> Iterator[Sample]:
-        yield from self._ledger.samples(self._pci_devices("driver/nvidia/gpus"))
+        self._ledger.expect(self._pci_devices("driver/nvidia/gpus"))
+        yield from self._ledger.samples()
         for pci in self._pci_devices("driver/nvidia-nvswitch/devices"):
             self._switch(pci)
         for pci, severities in self._sxids.items():

@@ -101,6 +101,7 @@ class NvmlCollector:
                 self._lost[index] = str(error)
         for index in self._known.keys() - range(driver.count):
             self._lost[index] = "the driver does not list it any more"
+        self._ledger.expect(identity.pci_bus_id for identity in self._known.values() if identity.uuid)
         if any(gpu.profiled for gpu in self._gpus.values()):
             self._sleep(gpm.MIN_INTERVAL_S)  # once, so that no series is missing from the first reading
         return driver
@@ -149,7 +150,7 @@ class NvmlCollector:
     def _state(self, driver: Driver) -> Iterator[Sample]:
         """What is known of every GPU, whether it answers or not."""
         if not self._ledger.kernel_log:
-            yield from self._ledger.samples(identity.pci_bus_id for identity in self._known.values() if identity.uuid)
+            yield from self._ledger.samples()
         yield Sample(series.DRIVER_RELOADS, self._reloads)
         for index, identity in self._known.items():
             yield Sample(series.UP, 0.0 if index in self._lost else 1.0, identity.labels(series.UP, self._hostname))

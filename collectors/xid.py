@@ -287,11 +287,15 @@ class XidLedger:
         """The code of the last Xid counted for the GPU, 0 if there was none."""
         return self._newest.get(pci, 0)
 
-    def samples(self, gpus: Iterable[str] = ()) -> Iterator[Sample]:
-        """``opsd_xid_total`` of every code for ``gpus`` and for every GPU that had an Xid."""
+    def expect(self, gpus: Iterable[str]) -> None:
+        """Have a series at 0 for each code of these GPUs, whichever source knows of them."""
         with self._lock:
             for pci in gpus:
                 self._gpu(pci)
+
+    def samples(self) -> Iterator[Sample]:
+        """``opsd_xid_total`` of every code for every GPU that is expected or had an Xid."""
+        with self._lock:
             snapshot = [(pci, code, count) for pci, counts in self._counts.items() for code, count in counts.items()]
         for pci, code, count in snapshot:
             yield Sample(TOTAL, count, (pci, code))

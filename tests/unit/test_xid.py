@@ -137,7 +137,8 @@ def test_event_says_what_is_known() -> None:
 
 
 def counts(ledger: XidLedger, *gpus: str) -> dict[tuple[str, ...], float]:
-    return {labels: value for _, value, labels in ledger.samples(gpus)}
+    ledger.expect(gpus)
+    return {labels: value for _, value, labels in ledger.samples()}
 
 
 def test_two_sources_of_one_xid_count_once() -> None:

@@ -1,0 +1,100 @@
+"""What a scrape of the real agent holds on a node with GPUs, RDMA ports and a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from opsd.agent.metrics_cli import catalogue
+from opsd.bench.ports import Port
+from opsd.client import Reporter, process_start
+from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from tests.fakes.clock import eventually
+from tests.fakes.process import Opsd
+
+pytestmark = pytest.mark.xdist_group("agent-process")
+
+GPUS = 2
+ELSEWHERE = {
+    "opsd_gpu_retired_pages", "opsd_gpu_retired_pages_pending", "opsd_gpu_fabric_problem",
+    "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "DCGM_FI_PROF_PIPE_FP32_ACTIVE", "DCGM_FI_PROF_PIPE_FP16_ACTIVE",
+}  # fmt: skip
+"""What the simulated H100 does not tell."""
+
+
+def start_run(folder: Path) -> list[Reporter]:
+    """A run of this process with two ranks that have trained a step and saved a checkpoint."""
+    folder.mkdir(parents=True)
+    run = {
+        "job": "4242", "node": "n", "state": "running", "generation": 1, "launcher_pid": os.getpid(),
+        "launcher_start": process_start(os.getpid()), "world_size": GPUS, "control": "", "folder": str(folder),
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(run))
+    pages = [folder / f"rank-{rank:04d}.page" for rank in range(GPUS)]
+    reporters = [Reporter(page, rank=rank, gpu=rank, job="4242", run="train") for rank, page in enumerate(pages)]
+    for reporter in reporters:
+        reporter.step(tokens=4096, loss=2.0, grad_norm=1.0)
+        reporter.checkpoint_committed(0)
+    return reporters
+
+
+@pytest.fixture(scope="module")
+def scrape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One scrape, in Prometheus' own format, of an agent that has looked several times."""
+    folder = tmp_path_factory.mktemp("node")
+    try:
+        library = build(folder)
+    except NoCompilerError as error:
+        pytest.skip(str(error))
+    Port(folder / "infiniband/mlx5_0")
+    reporters = start_run(folder / "shm" / "train")
+    with SimulatedGpus.create(folder / "gpus.state", count=GPUS) as gpus:
+        gpus[0].set_processes([(os.getpid(), 1 << 30)])
+        opsd = Opsd(folder, library, gpus)
+        options = [f"--set=infiniband.root={folder / 'infiniband'}", "--set=agent.interval_s=0.2"]
+        with opsd.agent(*options):
+            assert eventually(lambda: "\nopsd_agent_ticks_total 5" in (opsd.get("/metrics") or ""))
+            yield opsd.get("/metrics") or ""
+    assert reporters
+
+
+def test_every_series_is_in_the_catalogue(scrape: str) -> None:
+    """With the labels that `opsd metrics --list` names, and there is nothing else."""
+    known = {metric.name: set(metric.labels) for _, metric in catalogue()}
+    seen = {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(scrape)
+        for sample in family.samples
+    }
+    assert {name: labels for name, labels in seen.items() if known.get(name) != labels} == {}
+
+
+@pytest.mark.parametrize("source", ["agent", "nvml", "host", "infiniband", "ranks"])
+def test_every_metric_is_there_from_the_start(scrape: str, source: str) -> None:
+    """Counters too, at 0: one that appears with its first event makes increase() blind for that event."""
+    seen = {sample.name for family in text_string_to_metric_families(scrape) for sample in family.samples}
+    orphans = {"opsd_gpu_orphan_processes", "opsd_gpu_orphan_memory_bytes"}
+    pressure = {"opsd_host_pressure_seconds_total"}
+    missing = {metric.name for name, metric in catalogue() if source in name.split(", ")} - seen
+    assert missing - ELSEWHERE - orphans - pressure == set()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not installed")
+def test_promtool_finds_nothing_wrong(scrape: str) -> None:
+    """But for dcgm-exporter's label names and one of its metrics' names, which are what they are."""
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=scrape, capture_output=True, text=True, check=False
+    )
+    said = (checked.stdout + checked.stderr).splitlines()
+    theirs = (
+        "label names should be written in 'snake_case' not 'camelCase'",
+        "metric name should not include type 'counter'",
+    )
+    assert [line for line in said if not (line.startswith("DCGM_FI_") and line.endswith(theirs))] == []
