@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
-from pathlib import Path
+from typing import TextIO
 
 import click
 from rich.console import Console
 from rich.table import Table
+
+from opsd.simulated.library import NoCompilerError, SimulationError
 
 BENCHES = {
     "agent": "CPU, memory, series and scrape time of the agent beside nvitop-exporter",
@@ -25,17 +27,24 @@ def _print_names(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @click.command(epilog="Benchmarks: " + "; ".join(f"{name} ({text})" for name, text in BENCHES.items()))
 @click.argument("name", type=click.Choice(list(BENCHES)))
-@click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to FILE.")
+@click.option(
+    "--json",
+    "target",
+    type=click.File("w", encoding="utf-8", lazy=False),
+    help="Write the results to FILE, - for stdout.",
+)
 @click.option(
     "--names", is_flag=True, is_eager=True, expose_value=False, callback=_print_names, help="Print the names."
 )
-def bench(name: str, target: Path | None) -> None:
-    """Run the benchmark NAME.
+def bench(name: str, target: TextIO | None) -> None:
+    """Run the benchmark NAME and print what it measured.
 
-    Each module opsd.bench.NAME has ``run() -> dict``: flat, ``ours_*``, ``PEER_*``, ``ratio_*``; a peer that is
-    not installed is missing from the result.
+    The results are named ours_*, PEER_* and ratio_*; a peer that is not installed is missing from them.
     """
-    results: dict[str, float | int | str] = import_module(f"opsd.bench.{name}").run()
+    try:
+        results: dict[str, float | int | str] = import_module(f"opsd.bench.{name}").run()
+    except (NoCompilerError, SimulationError) as error:
+        raise click.ClickException(f"the benchmark needs simulated GPUs: {error}") from error
     table = Table(title=f"opsd bench {name}", title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")
@@ -43,4 +52,4 @@ def bench(name: str, target: Path | None) -> None:
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
     if target is not None:
-        target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        target.write(json.dumps(results, indent=1) + "\n")

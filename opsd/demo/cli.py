@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 import click
 from rich.console import Console
@@ -41,8 +42,8 @@ NEEDED = ("numpy", "safetensors", "tokenizers", "torch")
 @click.option(
     "--steps", type=click.IntRange(min=100), help="Length of the run; measured to last about 40 s if not given."
 )
-@click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to FILE.")
-def demo(folder: Path, steps: int | None, target: Path | None) -> None:
+@click.option("--json", "target", type=click.File("w", encoding="utf-8", lazy=False), help="Write the results to FILE.")
+def demo(folder: Path, steps: int | None, target: TextIO | None) -> None:
     """Train a small model on this machine, break it five ways, watch it recover.
 
     Exit code 0 only if every fault was detected, blamed on the right culprit and repaired, and every loss equals
@@ -78,7 +79,7 @@ class Demo:
         self.console = console
         self.began = time.time()
 
-    def play(self, steps: int | None, target: Path | None) -> bool:
+    def play(self, steps: int | None, target: TextIO | None) -> bool:
         """The whole demo; True if everything that was promised came true."""
         gpus = self._prepare()
         steps = steps or self._measured_steps()
@@ -170,7 +171,7 @@ class Demo:
             time.sleep(TICK_S)
 
     def _report(
-        self, director: Director, steps: int, gpus: demo_gpus.Gpus, false_alarms: list[str], target: Path | None
+        self, director: Director, steps: int, gpus: demo_gpus.Gpus, false_alarms: list[str], target: TextIO | None
     ) -> bool:
         scene, console = self.scene, self.console
         undisturbed = report.losses(scene.folder / "undisturbed" / "metrics.jsonl")
@@ -196,5 +197,5 @@ class Demo:
                 director.trials, equal=complete and not differing, steps=steps, ledger=ledger.as_dict(),
                 simulated=gpus.simulated is not None,
             )  # fmt: skip
-            target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            target.write(json.dumps(result, indent=1) + "\n")
         return passed
