@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from structlog.typing import FilteringBoundLogger
 
-from collectors.base import Collector, GpuFact, RankFact, RunFact, Sample
+from collectors.base import Collector, GpuFact, RankFact, Reading, RunFact, Sample
 from opsd.agent import metrics
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.journal import Journal
@@ -119,6 +119,7 @@ class Loop:
             if self._healths.get(source.name) is not source.health:
                 self._healths[source.name] = source.health
                 self._log.info("collector", collector=source.name, state=source.health.value, reason=source.reason)
+        self._window.add("agent", Reading(tuple(metrics.collector_samples(sources, self._wall_of_zero))))
 
     def _publish(self, sources: tuple[Source, ...], began: float) -> None:
         at = self._clock.monotonic()

@@ -197,6 +197,21 @@ def test_what_a_failed_collector_delivered_is_not_shown(tmp_path: Path) -> None:
     assert metrics["opsd_collector_up{source}"] == 0
 
 
+def test_runbooks_see_how_the_collectors_stand(tmp_path: Path) -> None:
+    """A driver that does not answer is found by the state of its collector, which itself delivers nothing."""
+
+    def detect(view: View):
+        if any(series.last for series in view.select("opsd_collector_state", collector="source", state="error")):
+            yield finding()
+
+    def answer() -> Reading:
+        raise OSError("no answer")
+
+    agent = Agent(tmp_path, [FakeCollector("source", answer)], [runbook(detect=detect, needs=())])
+    agent.tick(2)
+    assert [incident.kind for incident in agent.responder.current] == ["trouble"]
+
+
 def test_a_step_of_the_clock_opens_and_closes_nothing(tmp_path: Path, trouble: Trouble) -> None:
     """An hour forward or back: the incident goes on, and is still acted upon."""
     agent = trouble.agent(tmp_path, mode="recommend")

@@ -1,0 +1,126 @@
+"""The NVIDIA driver does not answer: a question to it does not return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from collectors.base import RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.blame import UNINTERRUPTIBLE
+from runbooks.signals import latest, text
+from runbooks.xids import ECHOES, code_of, gpu_at
+
+STATE = "opsd_collector_state"
+REMEMBERED_S = 600.0
+STANDS_STILL_S = 15.0
+
+
+def _hangs(view: View) -> bool | None:
+    """True if the NVML collector has not returned, None if it does not run at all."""
+    hung = latest(view, STATE, collector="nvml", state="hung")
+    return None if hung is None else bool(hung)
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    if _hangs(view):
+        yield _finding(view)
+
+
+def _stuck(view: View) -> list[RankFact]:
+    """Ranks that stand still, or wait in the kernel for something that cannot be interrupted."""
+    return [
+        rank
+        for rank in view.ranks
+        if rank.live and (rank.process == UNINTERRUPTIBLE or view.now - rank.changed > STANDS_STILL_S)
+    ]
+
+
+def _finding(view: View) -> Finding:
+    stuck = _stuck(view)
+    xids = [event for event in view.events("xid", REMEMBERED_S) if code_of(event) not in ECHOES]
+    tasks = view.events("hung_task", REMEMBERED_S)
+    in_kernel = [str(rank.rank) for rank in stuck if rank.process == UNINTERRUPTIBLE]
+    said = f"ranks {', '.join(in_kernel)} are in a system call that cannot be interrupted" if in_kernel else ""
+    standing = f"{len(stuck)} ranks here have stood still for {STANDS_STILL_S:.0f} s and more" if stuck else ""
+    facts = [Evidence("a question to the driver has not returned", "agent", view.wall)]
+    facts += [Evidence(event.message, "kernel log", event.at) for event in (*xids[-3:], *tasks[-3:])]
+    facts += [Evidence(fact, "rank pages", view.wall) for fact in (said, standing) if fact]
+    return Finding(
+        kind="driver_hang",
+        key=view.node,
+        severity=Severity.CRITICAL if stuck else Severity.WARNING,
+        summary=f"the NVIDIA driver of {view.node} does not answer",
+        culprit=_culprit(view, [text(event.data, "pci_bus_id") for event in xids]),
+        confidence=0.9 if xids or tasks or in_kernel else 0.7,
+        evidence=tuple(facts),
+        cost=_cost(stuck, view) if stuck else Cost(text="GPUs are not watched while it lasts"),
+        job=stuck[0].job if stuck else "",
+    )
+
+
+def _culprit(view: View, addresses: Sequence[str]) -> Culprit:
+    """The GPU, if all Xids of the last minutes are from one; otherwise the node."""
+    if len(set(addresses)) == 1 and (gpu := gpu_at(view, addresses[0])).index is not None:
+        rank = next((rank.rank for rank in view.ranks if rank.gpu == gpu.index and rank.live), None)
+        return Culprit("gpu", view.node, gpu.index, rank, "the driver waits for it")
+    return Culprit("node", view.node, detail="NVIDIA driver")
+
+
+def _cost(stuck: Sequence[RankFact], view: View) -> Cost:
+    world = max(rank.world_size for rank in stuck)
+    seconds = max(view.now - rank.changed for rank in stuck)
+    return Cost(1.0, seconds * world, f"{world} GPUs have stood still for {seconds:.0f} s", world)
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}: drain the node; if it does not come back by itself only a reboot helps"
+    return (Action("notify", target=view.node, reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the driver answers again. A collector that fails in another way says nothing about it."""
+    hangs = _hangs(view)
+    return False if hangs else True if view.known("nvml") else None
+
+
+PAGE = Page.parse("""
+# The NVIDIA driver hangs
+
+## Meaning
+The agent has asked the driver for the state of its GPUs, and the call has not returned for ten seconds. The agent
+goes on with everything else; of the GPUs it knows nothing in the meantime. Usually one GPU does not answer (Xid 119:
+its system processor) and the driver holds a lock while it waits for it.
+
+## Impact
+Ranks hang in the driver sooner or later, and cannot even be killed: a process in state D ends only when its call does.
+New programs hang at their first CUDA call, tools like nvidia-smi at once.
+
+## Diagnosis
+1. `opsd incidents show ID`: Xids of the last minutes, the GPU they name, ranks that stand still.
+2. `journalctl -k --since -1hour | grep -iE "NVRM|xid|blocked for more than"`: which GPU, which processes.
+3. `ps -eo pid,stat,wchan:32,comm | grep " D"`: who hangs in the driver. Do not start nvidia-smi, it will hang too.
+4. `cat /proc/PID/stack` of one of them as root: where in the driver.
+
+## Mitigation
+- `scontrol update nodename=NODE state=drain reason="opsd: driver_hang"`, and requeue the job elsewhere: `scontrol
+  requeue JOB`.
+- It does not come back within minutes: reboot, by the management controller if need be (`ipmitool chassis power
+  cycle`), as processes in state D hold up an orderly one.
+- Again on the same GPU: have it replaced. Again on many nodes: the driver's version.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once the driver answers.
+- recommend, act: the same, and notifies. The launcher treats ranks that hang as a hang, in every mode.
+""")
+
+RUNBOOK = Runbook(
+    kind="driver_hang",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    open_after_s=10.0,
+    clear_after_s=10.0,
+    verify_s=600.0,
+    max_attempts=1,
+)
