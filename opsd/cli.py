@@ -17,14 +17,14 @@ COMMANDS = {
     "config": ("opsd.config_cli:config", "Check, show or create the configuration file."),
     "dashboards": ("opsd.dashboards_cli:dashboards", "Build the Grafana boards, or check that they are current."),
     "demo": ("opsd.demo.cli:demo", "Train a small model, break it five ways, watch it recover."),
-    "incidents": ("opsd.agent.show_cli:incidents", "List the incidents of this node."),
+    "incidents": ("opsd.agent.incidents_cli:incidents", "List the incidents of this node, show one, sum them up."),
     "launch": ("opsd.launch.cli:launch", "Start and supervise the ranks of a job, where torchrun is used today."),
     "ledger": ("opsd.launch.ledger_cli:ledger", "Where the wall-clock time of a run went."),
     "metrics": ("opsd.agent.metrics_cli:metrics", "List every metric that the agent exports."),
     "preflight": ("opsd.preflight.cli:preflight", "Check that this node is fit for a run."),
     "runbook": ("opsd.runbook_cli:runbook", "List the runbooks or show one."),
     "slurm": ("opsd.slurm.cli:slurm", "What opsd may do with Slurm on this machine."),
-    "status": ("opsd.agent.show_cli:status", "What the agent of this node sees right now."),
+    "status": ("opsd.agent.status_cli:status", "What the agent of this node sees right now."),
 }
 
 

@@ -19,11 +19,11 @@ from opsd.agent import server as module
 from opsd.agent.loop import Snapshot
 from opsd.agent.server import App, Server
 from opsd.cli import cli
-from runbooks.base import Cost
+from runbooks.base import Cost, State
 from tests.fakes.agent import SILENT, Agent, runbook
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
-from tests.fakes.incidents import finding
+from tests.fakes.incidents import finding, incident
 
 HOSTILE = "list[/0] [red]x\x1b[2J"
 FACTS = {"node": "node", "mode": "act", "started_at": 1.0}
@@ -214,3 +214,24 @@ def test_the_command_line_prints_what_users_wrote_without_obeying_it(site: Site)
         assert result.exit_code == 0
         assert HOSTILE.replace("\x1b", " ") in result.output
     assert "source" in CliRunner().invoke(cli, ["status", url], env={"COLUMNS": "300"}).output
+
+
+def test_the_commands_show_symptoms_similar_incidents_and_sums(tmp_path: Path) -> None:
+    """A root with its symptom, a past incident like it, and the sums by kind reach the terminal."""
+    root = incident("root", opened_at=2.0)
+    symptom = incident("symptom", kind="straggler", summary="rank 2 is slow", cause="root", opened_at=3.0)
+    past = incident("past", opened_at=1.0, resolved_at=2.0, state=State.RESOLVED, attempts=1)
+    snapshot = Snapshot(1, 0.0, 0.0, incidents=(root, symptom), ended=(past,))
+    site = Site(Agent(tmp_path, [], []), latest=lambda: snapshot)
+    url = f"--url=http://{site.server.address}"
+
+    def opsd(*arguments: str) -> str:
+        return CliRunner().invoke(cli, [*arguments, url], env={"COLUMNS": "300"}).output
+
+    assert "symptom: rank 2 is slow" in opsd("incidents")
+    shown = opsd("incidents", "show", "root")
+    assert "rank 2 is slow  (symptom)" in shown
+    assert "100% alike: GPU 0 is in trouble; done: kill_process, it helped  (past)" in shown
+    assert "cause      root" in opsd("incidents", "show", "symptom")
+    assert "trouble 2 0.0 s 1.0 s 0% 100% 0%" in " ".join(opsd("incidents", "stats").split())
+    site.server.close()

@@ -1,0 +1,136 @@
+"""``opsd incidents``: what has happened on a node, for people and for scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from opsd.agent.ask import agent_options, clock_time, get, plain_table, printable
+from runbooks.base import Culprit
+
+_INCIDENTS = {"resolved": "green", "escalated": "bold red"}
+
+
+class _ListByDefault(click.Group):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_ListByDefault)
+def incidents() -> None:
+    """List the incidents of this node (the default), show one, or sum them up."""
+
+
+@incidents.command("list")
+@agent_options
+@click.option("--state", "states", multiple=True, help="Only this state; current: all that are not over. Repeatable.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="At most this many.")
+def list_incidents(url: str | None, file: Path | None, as_json: bool, states: tuple[str, ...], limit: int) -> None:
+    """List incidents, newest first."""
+    answer = get(url, file, "/api/v1/incidents", state=list(states), limit=limit)
+    if as_json:
+        click.echo(json.dumps(answer, indent=1))
+        return
+    console = Console(highlight=False)
+    if not answer["incidents"]:
+        console.print("no incidents")
+        return
+    for incident in printable(answer["incidents"]):
+        state = f"[{_INCIDENTS.get(incident['state'], 'yellow')}]{incident['state']:<9}[/]"
+        opened, severity = clock_time(incident["opened_at"]), incident["severity"]
+        console.print(f"{opened}  {state}  {severity:<8}  {incident['summary']}", soft_wrap=True)
+        console.print(f"    [dim]{_culprit(incident['culprit'])}, {incident['id']}[/dim]", soft_wrap=True)
+        for symptom in incident["symptoms"]:
+            console.print(f"    [dim]symptom: {symptom['summary']}, {symptom['id']}[/dim]", soft_wrap=True)
+
+
+@incidents.command("show")
+@click.argument("id")
+@agent_options
+def show_incident(id: str, url: str | None, file: Path | None, as_json: bool) -> None:
+    """Everything about the incident ID."""
+    answer = get(url, file, f"/api/v1/incidents/{id}")
+    if as_json:
+        click.echo(json.dumps(answer, indent=1))
+    else:
+        Console(highlight=False).print(*_incident_lines(printable(answer)), sep="\n", soft_wrap=True)
+
+
+@incidents.command()
+@agent_options
+def stats(url: str | None, file: Path | None, as_json: bool) -> None:
+    """Sum up the incidents by kind.
+
+    Detection is from the oldest evidence to the opening, resolution from there to the end; both are medians.
+    """
+    answer = get(url, file, "/api/v1/statistics")
+    if as_json:
+        click.echo(json.dumps(answer, indent=1))
+        return
+    console = Console(highlight=False)
+    if not answer["kinds"]:
+        console.print("no incidents")
+        return
+    table = plain_table("kind", "count", "detected in", "resolved in", "by itself", "by action", "escalated")
+    for r in printable(answer["kinds"]):
+        shares = (f"{r[name]:.0%}" for name in ("by_itself", "by_action", "escalated"))
+        table.add_row(r["kind"], str(r["count"]), _seconds(r["detect_s"]), _seconds(r["resolve_s"]), *shares)
+    console.print(table)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
+    cost = incident["cost"]
+    hours = (incident["joint_gpu_seconds"] or 0.0) / 3600
+    relapses = incident["relapses"]
+    lines = [
+        incident["id"],
+        f"  {incident['summary']}",
+        f"  state      {incident['state']}{': ' + incident['verdict'] if incident['verdict'] else ''}",
+        f"  severity   {incident['severity']}",
+        f"  culprit    {_culprit(incident['culprit'])}, confidence {incident['confidence']:.0%}",
+        f"  opened     {clock_time(incident['opened_at'])}",
+        *([f"  over       {clock_time(incident['resolved_at'])}"] if incident["resolved_at"] else []),
+        f"  cost       {hours:.2f} GPU-hours{': ' + cost['text'] if cost['text'] else ''}",
+        *([f"  came back  {relapses} time{'s' * (relapses != 1)}"] if relapses else []),
+        *([f"  job        {incident['job']}"] if incident["job"] else []),
+        *([f"  cause      {incident['cause']}"] if incident["cause"] else []),
+        "  evidence",
+        *(f"    {clock_time(e['at'])}  {e['text']}  ({e['source']})" for e in incident["evidence"]),
+    ]
+    if incident["actions"]:
+        lines.append("  actions")
+        lines += [_action_line(action) for action in incident["actions"]]
+    for name, line in (("symptoms", _symptom_line), ("similar", _similar_line)):
+        lines += [f"  {name}", *map(line, incident[name])] if incident[name] else []
+    return [*lines, f"  runbook    opsd runbook show {incident['kind']}"]
+
+
+def _action_line(action: Mapping[str, Any]) -> str:
+    detail = f": {action['detail']}" if action["detail"] else ""
+    return f"    {clock_time(action['at'])}  {action['verb']} {action['target']}  {action['outcome']}{detail}"
+
+
+def _symptom_line(symptom: Mapping[str, Any]) -> str:
+    return f"    {clock_time(symptom['opened_at'])}  {symptom['summary']}  ({symptom['id']})"
+
+
+def _similar_line(past: Mapping[str, Any]) -> str:
+    done = ", ".join(past["done"]) or "nothing"
+    outcome = {True: "it helped", False: "it did not help", None: "no attempt was made"}[past["helped"]]
+    when = clock_time(past["opened_at"])
+    return f"    {when}  {past['similarity']:.0%} alike: {past['summary']}; done: {done}, {outcome}  ({past['id']})"
+
+
+def _culprit(culprit: Mapping[str, Any]) -> str:
+    return str(Culprit(**culprit))
