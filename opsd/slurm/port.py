@@ -141,7 +141,7 @@ class Slurm(Protocol):
         ...
 
     def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
-        """The nodes with these names, or all nodes. Unknown names are left out."""
+        """The nodes with these names, or all. Left out are unknown names and, as in sinfo, nodes in no partition."""
         ...
 
     def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:

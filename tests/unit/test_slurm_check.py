@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from opsd import exitcodes
 from opsd.slurm.advice import advise
 from opsd.slurm.check import check
 from opsd.slurm.port import Node, SlurmMissing, SlurmUnavailable, Version
@@ -110,3 +116,19 @@ def test_without_slurm_one_sentence_says_why(error: SlurmUnavailable | SlurmMiss
     report = check(slurm, "n1")
     assert not report.usable
     assert [fact.text for fact in report.facts] == [str(error)]
+
+
+def test_the_command_on_a_machine_without_slurm(tmp_path: Path) -> None:
+    """One sentence and exit code 1, never a traceback; a wrong option is exit code 2."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "opsd", "slurm", "check", *options]
+        return subprocess.run(argv, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False)
+
+    text, as_json, wrong = run(), run("--json"), run("--deadline=-1")
+    assert text.returncode == exitcodes.FAILED
+    assert "scontrol cannot be run (No such file or directory): install Slurm's client commands" in text.stdout
+    assert text.stderr == ""
+    assert json.loads(as_json.stdout)["usable"] is False
+    assert wrong.returncode == exitcodes.USAGE
+    assert "Traceback" not in wrong.stderr

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.port import SlurmRejected
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
 
 
@@ -24,10 +26,18 @@ def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with all nodes idle; what a test left behind on it is cleaned up after it."""
     yield running_cluster
     slurm = CommandSlurm(runner_on(running_cluster.controller))
+    wait_until(lambda: _clean(slurm), "all nodes idle again")
+
+
+def _clean(slurm: CommandSlurm) -> bool:
+    """Cancel, delete and resume what there is; True once nothing is left to do."""
     for reservation in slurm.reservations():
         slurm.unreserve(reservation.name)
     for job in slurm.jobs():
         slurm.cancel(job.id)
-    if held := [node.name for node in slurm.nodes() if node.state == "down" or "drain" in node.flags]:
-        slurm.update_nodes(held, "resume")
-    wait_until(lambda: all(node.state == "idle" and node.usable for node in slurm.nodes()), "all nodes idle again")
+    nodes = slurm.nodes()
+    if held := [node.name for node in nodes if node.state == "down" or "drain" in node.flags]:
+        # A node may come back by itself in between, and then there is nothing to resume.
+        with suppress(SlurmRejected):
+            slurm.update_nodes(held, "resume")
+    return all(node.state == "idle" and node.usable for node in nodes)

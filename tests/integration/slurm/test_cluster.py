@@ -114,6 +114,7 @@ def test_a_host_comes_back_after_power_loss(own_cluster: Cluster) -> None:
     wait_until(lambda: slurm.nodes(["n1"])[0].usable, "the node is usable again")
 
 
+@pytest.mark.slow
 def test_a_partition_splits_and_heals(own_cluster: Cluster) -> None:
     """Hosts on the same side reach each other, the others not; a cut cable isolates one host."""
     n1, n2, n3 = own_cluster.nodes.values()
@@ -156,6 +157,7 @@ def test_each_host_has_a_disk_that_can_be_filled(own_cluster: Cluster) -> None:
     assert (own_cluster.shared / "note").read_text() == "hello\n"
 
 
+@pytest.mark.slow
 def test_jobs_survive_a_restart_of_the_controller(own_cluster: Cluster) -> None:
     """The controller recovers its state; the job does not notice."""
     slurm = CommandSlurm(runner_on(own_cluster.controller))
