@@ -79,16 +79,21 @@ def unsolved(view: View, kind: str) -> Iterator[Event]:
 
 
 def downtime(view: View, event: Event, last_step_at: float) -> Cost:
-    """What a stop of the whole job has cost: every GPU of it from the last step before to the first one after."""
-    run = text(event.data, "run")
-    back = resumed_event(view, run, integer(event.data, "generation"))
+    """What a stop of the whole job has cost: every GPU of it from the last step before to the first one after.
+
+    A run that its launcher has given up costs no more from then on.
+    """
+    run, generation = text(event.data, "run"), integer(event.data, "generation")
+    back = resumed_event(view, run, generation)
+    ends = run_events(view, "finished", run)
+    over = back or next((end for end in ends if integer(end.data, "generation") >= generation), None)
     world = world_size(view, run)
-    seconds = max(0.0, (back.at if back else view.wall) - last_step_at)
+    seconds = max(0.0, (over.at if over else view.wall) - last_step_at)
     lost = integer(back.data, "lost_steps", 0) if back else 0
     gpu_seconds = seconds * world + lost * step_seconds(ranks_of(view, run)) * world
     steps = f", {counted(lost, 'step')} to do again" if lost else ""
     return Cost(
-        throughput_ratio=0.0 if back else 1.0,
+        throughput_ratio=0.0 if over else 1.0,
         gpu_seconds=gpu_seconds,
         text=f"{counted(world, 'GPU')} stood still for {seconds:.1f} s{steps}",
     )
@@ -98,6 +103,7 @@ def world_size(view: View, run: str) -> int:
     """Ranks of the whole job, at least 1."""
     fact = run_of(view, run)
     sizes = [rank.world_size for rank in ranks_of(view, run)] + ([fact.world_size] if fact else [])
+    sizes += [integer(start.data, "world_size", 1) for start in run_events(view, "generation_started", run)]
     return max(sizes, default=1)
 
 
