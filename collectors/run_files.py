@@ -12,6 +12,7 @@ RUN_STATES: Final = ("running", "restarting", "stopping", "finished", "failed")
 EVENTS: Final = frozenset((
     "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "requeued", "finished",
     "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
+    "tp_shards_equal", "replicas_differ", "evaluation",
 ))  # fmt: skip
 """Events passed on under their own name. Any other becomes a ``rank_event``: a user's file must not be able to speak
 for the hardware."""

@@ -12,15 +12,15 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
+from opsd.agent.policy_settings import PolicySettings
 from opsd.preflight.settings import PreflightSettings
 from runbooks import RUNBOOKS
-
-Mode = Literal["observe", "recommend", "act"]
 
 SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
 
@@ -135,6 +135,13 @@ class NvmeSettings(_Section):
     interval_s: float = Field(default=60.0, ge=0, le=86_400, description="Seconds between two such questions.")
 
 
+class SlurmSettings(_Section):
+    """What Slurm thinks of this node."""
+
+    enabled: bool = Field(default=True, description="Ask Slurm for the state of this node and the jobs on it.")
+    interval_s: float = Field(default=20.0, ge=1, le=3600, description="Seconds between two such questions.")
+
+
 class RanksSettings(_Section):
     """Training ranks on this node, through their rank pages."""
 
@@ -143,32 +150,6 @@ class RanksSettings(_Section):
         default=Path("/dev/shm/opsd"),  # noqa: S108
         description="Folder in shared memory with one folder per run; OPSD_SHM wins.",
     )
-
-
-class PolicySettings(_Section):
-    """What opsd may do by itself."""
-
-    mode: Mode = Field(
-        default="observe",
-        description="observe: only tell; recommend: say what it would do; act: do it.",
-    )
-    runbooks: Mapping[str, Mode] = Field(
-        default_factory=dict,
-        examples=[{"gpu_throttle": "recommend"}],
-        description="Another mode for single runbooks; names are those of `opsd runbook list`.",
-    )
-    cooldown_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="Seconds before the same kind of incident may be acted on again at the same target.",
-    )
-    max_actions_per_hour: int = Field(
-        default=12, ge=0, description="Beyond this many actions in an hour opsd only recommends."
-    )
-
-    def mode_of(self, kind: str) -> Mode:
-        """The mode that applies to incidents of ``kind``."""
-        return self.runbooks.get(kind, self.mode)
 
 
 class NotifySettings(_Section):
@@ -192,6 +173,7 @@ class Settings(_Section):
     storage: StorageSettings = StorageSettings()
     storage_net: StorageNetSettings = StorageNetSettings()
     nvme: NvmeSettings = NvmeSettings()
+    slurm: SlurmSettings = SlurmSettings()
     ranks: RanksSettings = RanksSettings()
     policy: PolicySettings = PolicySettings()
     notify: NotifySettings = NotifySettings()
@@ -270,11 +252,9 @@ def _validate(data: Mapping[str, Any], where: str) -> Settings:
     except ValidationError as error:
         raise ConfigError(where + _sentence(error)) from error
     kinds = [runbook.kind for runbook in RUNBOOKS]
-    for kind in settings.policy.runbooks:
+    for key, kind in settings.policy.named_kinds():
         if kind not in kinds:
-            raise ConfigError(
-                f"{where}unknown runbook policy.runbooks.{kind}{_suggest(kind, kinds, 'policy.runbooks.')}"
-            )
+            raise ConfigError(f"{where}unknown runbook {key}.{kind}{_suggest(kind, kinds, f'{key}.')}")
     return settings
 
 
@@ -343,6 +323,10 @@ def _literal(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, BaseModel):
+        return _literal(value.model_dump(exclude_defaults=True))
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + " }" if value else "{}"
     if isinstance(value, tuple):

@@ -18,6 +18,7 @@ from runbooks import (
     loss_nan,
     loss_spike,
     nic_degrading,
+    node_unreachable,
     nvlink_errors,
     pcie_degraded,
     rank_crash,
@@ -26,11 +27,13 @@ from runbooks import (
     storage_slow,
     straggler,
     throughput_drop,
+    zombie_gpu_process,
 )
 from runbooks.base import Runbook
 
 RUNBOOKS: tuple[Runbook, ...] = (
     rank_crash.RUNBOOK,
+    node_unreachable.RUNBOOK,
     rank_hang.RUNBOOK,
     dataloader_stall.RUNBOOK,
     checkpoint_corrupt.RUNBOOK,
@@ -39,6 +42,7 @@ RUNBOOKS: tuple[Runbook, ...] = (
     gpu_xid.RUNBOOK,
     gpu_throttle.RUNBOOK,
     fan_failing.RUNBOOK,
+    zombie_gpu_process.RUNBOOK,
     gpu_ecc.RUNBOOK,
     gpu_row_remap.RUNBOOK,
     nvlink_errors.RUNBOOK,

@@ -14,10 +14,13 @@ from collectors.nvme import NvmeCollector
 from collectors.nvml import NvmlCollector
 from collectors.processes import process_letter, sees_all_processes
 from collectors.ranks import RanksCollector
+from collectors.slurm import SlurmCollector
 from collectors.storage import StorageCollector, StorageNetCollector
 from collectors.xid import XidLedger
 from opsd import client
 from opsd.config import Settings
+from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.watch import NodeWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,11 @@ def _nvml(parts: Parts) -> Collector:
     )
 
 
+def _slurm(parts: Parts) -> Collector:
+    node = parts.settings.agent.node
+    return SlurmCollector(NodeWatch(CommandSlurm(), node, period_s=parts.settings.slurm.interval_s), node)
+
+
 COLLECTORS: tuple[tuple[str, Factory], ...] = (
     ("nvml", _nvml),
     ("kmsg", lambda p: KmsgCollector(p.state and p.state / "kmsg.json", ledger=p.xids)),
@@ -59,6 +67,7 @@ COLLECTORS: tuple[tuple[str, Factory], ...] = (
     ("storage", lambda p: StorageCollector(paths=p.paths)),
     ("storage_net", lambda p: StorageNetCollector(interval_s=p.settings.storage_net.interval_s)),
     ("nvme", lambda p: NvmeCollector(interval_s=p.settings.nvme.interval_s)),
+    ("slurm", _slurm),
     ("ranks", lambda p: p.ranks),
 )
 """Section of the settings whose ``enabled`` decides, and how the collector is made."""

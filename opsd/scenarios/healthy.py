@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collectors import host as host_collector
 from collectors import infiniband, storage_series
 from collectors import nvml_series as nvml
+from collectors import slurm as slurm_collector
 from collectors.base import Metric
 from collectors.throttle import REASONS
 from opsd.scenarios.signals import Signal
@@ -26,6 +27,8 @@ def gpu(loaded: bool) -> Iterator[Course]:
     yield nvml.GPU_TEMP, (), Signal(64 if loaded else 32, noise=0.6)
     yield nvml.MEMORY_TEMP, (), Signal(72 if loaded else 35, noise=0.6)
     yield nvml.POWER_USAGE, (), Signal(692 if loaded else 71, noise=4)
+    yield nvml.PROCESSES, (), Signal(0)
+    yield nvml.FB_USED, (), Signal(600)
     yield nvml.SM_CLOCK, (), Signal(1755 if loaded else 345, noise=8)
     yield nvml.MEM_CLOCK, (), Signal(2619)
     yield nvml.POWER_LIMIT, (), Signal(700)
@@ -106,3 +109,15 @@ def storage() -> Iterator[Course]:
     yield storage_series.REFAULTS, (), Signal(1e6, rate=20)
     yield storage_series.RECLAIMED, (), Signal(1e6, rate=500)
     yield storage_series.MAJOR_FAULTS, (), Signal(1e5, rate=1)
+
+
+def slurm(job: str) -> Iterator[Course]:
+    """The series of a node that Slurm has given to ``job``."""
+    yield slurm_collector.UP, (), Signal(1)
+    yield slurm_collector.AGE, (), Signal(10)
+    for state in slurm_collector.STATES:
+        yield slurm_collector.STATE, (state,), Signal(state == "allocated")
+    for flag in slurm_collector.FLAGS:
+        yield slurm_collector.FLAG, (flag,), Signal(0)
+    yield slurm_collector.JOBS, (), Signal(1)
+    yield slurm_collector.JOB, (job, "user", "gpu", "running"), Signal(1)

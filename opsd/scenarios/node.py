@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collectors import host, infiniband, kmsg, storage
 from collectors import nvml_series as nvml
 from collectors import ranks as ranks_collector
+from collectors import slurm as slurm_collector
 from collectors.base import GpuFact, Metric, NoData, Reading, Sample
 from opsd.agent.gather import Health
 from opsd.agent.metrics import COLLECTOR_STATE
@@ -32,8 +33,11 @@ COLLECTORS = {
     "infiniband": infiniband.METRICS,
     "storage": storage.StorageCollector.metrics,
     "storage_net": storage.StorageNetCollector.metrics,
+    "slurm": slurm_collector.METRICS,
     "ranks": ranks_collector.METRICS,
 }
+_RANK_USES = {nvml.PROCESSES.name: 1.0, nvml.FB_USED.name: 70_000.0}
+"""Processes, and MiB of memory."""
 _ALIVE_WHEN_LOST = (nvml.UP, nvml.XID_ERRORS)
 _SELECTOR = re.compile(r"(\w+)(?:\{(.*)\})?")
 
@@ -55,7 +59,12 @@ class SimulatedNode:
             for metric, extra, signal in healthy.gpu(loaded=identity.index < scenario.job.ranks):
                 labels = identity.labels(metric, NODE, *extra)
                 self._series.setdefault(metric.name, {})[labels] = signal
-        for metric, labels, signal in (*healthy.host(), *healthy.fabric(scenario.gpus), *healthy.storage()):
+        for metric, labels, signal in (
+            *healthy.host(),
+            *healthy.fabric(scenario.gpus),
+            *healthy.storage(),
+            *healthy.slurm(scenario.job.job),
+        ):
             self._series.setdefault(metric.name, {})[labels] = signal
         settings = scenario.job
         warm_s = settings.setup_s + settings.first_step_s + settings.warm_steps * settings.step_s
@@ -130,7 +139,12 @@ class SimulatedNode:
                     if metric in _ALIVE_WHEN_LOST:
                         yield Sample(metric, 0.0 if metric is nvml.UP else signal.exact(self.now), labels)
                 elif (value := signal.read(self.now, self._rng)) is not None:
-                    yield Sample(metric, value, labels)
+                    yield Sample(metric, value + self._used_by_rank(metric, labels), labels)
+
+    def _used_by_rank(self, metric: Metric, labels: tuple[str, ...]) -> float:
+        """What the rank on a GPU adds to this series of it while its process lives."""
+        use = _RANK_USES.get(metric.name, 0.0)
+        return use and use * sum(str(rank.number) == labels[0] and rank.process is not None for rank in self.job.ranks)
 
     def _rank_samples(self) -> Iterator[Sample]:
         for rank in self.job.ranks:

@@ -1,0 +1,167 @@
+"""A node is gone: the run's launcher on a peer has lost it, or Slurm no longer reaches the one this agent runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from collectors.base import Event
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
+from runbooks.signals import counted, integer, latest, number, text
+
+STATE, FLAG, REASON = "opsd_slurm_node_state", "opsd_slurm_node_flag", "opsd_slurm_node_reason_info"
+
+SILENT = "not responding"
+"""The reason that slurmctld itself gives a node that it sets down after SlurmdTimeout (slurm.conf); any other reason
+comes from a person, a health check or a reboot, and is no question of reach."""
+
+
+PAST_S, HOLD_S = 600.0, 45.0
+"""Slurm must say so for this long: two of its answers and more. One lost ping to slurmd sets the flag, too."""
+
+
+def _from_launcher(view: View) -> Iterator[Finding]:
+    """One incident for one generation of a run, however many nodes it has lost at once."""
+    lost: dict[tuple[str, int], list[Event]] = {}
+    for event in unsolved(view, "node_lost"):
+        lost.setdefault((text(event.data, "run"), integer(event.data, "generation")), []).append(event)
+    for (run, generation), events in lost.items():
+        yield _lost(view, run, generation, events)
+
+
+def _lost(view: View, run: str, generation: int, events: Sequence[Event]) -> Finding:
+    first, nodes = events[0], sorted({text(event.data, "lost") or "a node" for event in events})
+    names, began = ", ".join(nodes), first.at - (number(first.data, "silent_s") or 0.0)
+    culprit = Culprit("node", nodes[0])
+    if len(nodes) > 1:
+        culprit = Culprit("network", detail=f"{names} at once: look at what they share, a switch, a rack or power")
+    return Finding(
+        kind="node_unreachable",
+        key=f"{run}/generation {generation}",
+        severity=Severity.CRITICAL,
+        summary=f"{run} has lost {names}",
+        culprit=culprit,
+        confidence=0.9 if len(nodes) == 1 else 0.95,
+        evidence=tuple(evidence for event in events for evidence in quoted(event, "launcher", _sentence(event))),
+        cost=downtime(view, first, last_step_at(first.data, began)),
+        job=job_of(view, run),
+        data={"run": run, "generation": generation, "nodes": nodes},
+    )
+
+
+def _sentence(event: Event) -> str:
+    silent, why = number(event.data, "silent_s"), text(event.data, "reason")
+    heard = f" for {silent:.1f} s" if silent is not None else ""
+    return f"nothing heard of {text(event.data, 'lost') or 'a node'}{heard}" + (f": {why}" if why else "")
+
+
+def _unreached(view: View) -> bool | None:
+    """Whether Slurm cannot reach this node; None while Slurm does not answer."""
+    down, silent = latest(view, STATE, state="down"), latest(view, FLAG, flag="not_responding")
+    if down is None or silent is None:
+        return None
+    return bool(silent) or (bool(down) and SILENT in _reason(view).lower())
+
+
+def _since(view: View) -> float:
+    """For how many seconds without a break Slurm has had the node as down or silent."""
+    bad: dict[float, bool] = {}
+    for series in (*view.select(STATE, state="down"), *view.select(FLAG, flag="not_responding")):
+        for at, value in series.values(PAST_S):
+            bad[at] = bad.get(at, False) or value > 0
+    reached = max((at for at, down in bad.items() if not down), default=0.0)
+    return view.now - min((at for at, down in bad.items() if down and at > reached), default=view.now)
+
+
+def _reason(view: View) -> str:
+    return next((series.labels["reason"] for series in view.select(REASON) if series.last is not None), "")
+
+
+def _from_slurm(view: View) -> Iterator[Finding]:
+    if not _unreached(view) or _since(view) < HOLD_S:
+        return
+    ranks = [rank for rank in view.ranks if rank.live]
+    down = bool(latest(view, STATE, state="down"))
+    reason = _reason(view)
+    facts = [
+        f"Slurm has this node as {'down' if down else 'not responding'}" + (f": {reason}" if reason else ""),
+        f"opsd runs on it, and so {'do' if len(ranks) != 1 else 'does'} {counted(len(ranks), 'rank')}",
+    ]
+    costs = "Slurm ends the node's jobs after SlurmdTimeout, 300 s unless slurm.conf says otherwise"
+    if down:
+        costs = "Slurm has given its jobs up: what they compute here is for nothing"
+    yield Finding(
+        kind="node_unreachable",
+        key=view.node,
+        severity=Severity.CRITICAL if down and ranks else Severity.WARNING,
+        summary=f"Slurm cannot reach {view.node}, which is up",
+        culprit=Culprit("node", view.node, detail="slurmd, or the management network"),
+        confidence=0.8,
+        evidence=tuple(Evidence(fact, "Slurm", view.wall) for fact in facts),
+        cost=Cost(text=costs if ranks else "no rank runs here; the node is missing from the cluster"),
+        job=ranks[0].job if ranks else "",
+    )
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    yield from _from_launcher(view)
+    yield from _from_slurm(view)
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=text(incident.data, "run") or view.node, reason=incident.summary),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the run trains without the lost node, or Slurm reaches this one again."""
+    run = text(incident.data, "run")
+    if run:
+        return recovered(view, run, integer(incident.data, "generation"))
+    unreached = _unreached(view)
+    return None if unreached is None else not unreached
+
+
+PAGE = Page.parse("""
+# A node cannot be reached
+
+## Meaning
+Either the launcher of a run has heard nothing more of one of its nodes: no peer can tell a dead node from a dead
+network, so the incident says only who is silent, and for how long. Or Slurm cannot reach the node on which this agent
+runs, so that node is up and its slurmd or the management network is not. A node that is drained, rebooted or set down
+by somebody is not unreachable.
+
+## Impact
+A synchronous job stands still until it is started again without the node. If only Slurm cannot reach it, the job goes
+on, until Slurm gives it up after SlurmdTimeout (300 s by default).
+
+## Diagnosis
+1. `opsd incidents show ID`: which node, who misses it, for how long.
+2. `scontrol show node NODE`: state, reason, `LastBusyTime`, `BootTime`; `scontrol ping` for the controller.
+3. Over the management board: `ipmitool -I lanplus -H BMC chassis power status`, `ipmitool -I lanplus -H BMC sel list`
+   (power, watchdog, uncorrectable errors), and its serial console for a kernel panic.
+4. Reachable by ssh: `journalctl -u slurmd --since -30min`, `journalctl -k --since -30min`, `df -h /var`.
+5. Several nodes at once: what do they share? Switch, rack, power feed, file server.
+
+## Mitigation
+- Dead: restart the job on another node first, then `ipmitool -I lanplus -H BMC chassis power cycle`. Preflight it
+  before it gets work again: `opsd preflight --help`.
+- slurmd only: start it again on the node; running jobs survive that. Then `scontrol update nodename=NODE
+  state=resume`.
+- Keep it out until the cause is known: `scontrol update nodename=NODE state=drain reason="opsd: node_unreachable"`.
+
+## What opsd does by itself
+The launcher restarts a run without the lost node, or with a spare in its place, in every mode.
+- observe: opens the incident, resolves it once the run trains again or Slurm reaches the node.
+- recommend, act: the same, and notifies. It does not cut the power of a node that may only be silent.
+""")
+
+RUNBOOK = Runbook(
+    kind="node_unreachable",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    clear_after_s=10.0,
+    verify_s=900.0,
+    max_attempts=1,
+)
