@@ -1,0 +1,165 @@
+"""Something holds a GPU that should be free: a process of an ended run, memory without a process, a stranger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from collectors.base import GpuFact, RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpus import by_gpu, newest
+from runbooks.runs import run_of
+from runbooks.signals import text
+
+PROCESSES, USED = "opsd_gpu_processes", "DCGM_FI_DEV_FB_USED"
+
+LEAST_MIB = 2048.0
+"""Device memory in use that a driver without clients does not explain."""
+
+ALONE_S = 60.0
+"""Memory that no process holds is released within seconds after the last one has ended."""
+
+DEAD = (None, "Z", "X")
+ENDED = ("finished", "failed")
+
+
+def _counted(processes: float) -> str:
+    return "1 process" if processes == 1 else f"{processes:.0f} processes"
+
+
+def _works(rank: RankFact) -> bool:
+    return rank.live and rank.process not in DEAD
+
+
+def _ended(view: View, rank: RankFact) -> bool:
+    """True if the run of a rank that is gone has ended; a launcher that still lives may be starting it anew."""
+    run = run_of(view, rank.run)
+    return run is None or not run.alive or run.state in ENDED
+
+
+def _left_behind(view: View, gpu: GpuFact, processes: float) -> str:
+    """Processes on a GPU whose run has ended."""
+    gone = [rank for rank in view.ranks if rank.gpu == gpu.index]
+    if not gone or any(_works(rank) or not _ended(view, rank) for rank in gone):
+        return ""
+    rank = max(gone, key=lambda rank: rank.generation)
+    state = f"; rank {rank.rank} (pid {rank.pid}) is in state {rank.process}" if rank.process else ""
+    return f"{_counted(processes)} left on it although run {rank.run} has ended{state}"
+
+
+def _strangers(view: View, extra: Mapping[int, float], gpu: GpuFact) -> str:
+    """Processes besides those of the ranks, more than on the other GPUs of the run."""
+    others = [count for index, count in extra.items() if index != gpu.index]
+    more = extra.get(gpu.index, 0.0) - (median(others) if others else 0.0)
+    return f"{_counted(more)} on it besides those of the run" if more >= 1 else ""
+
+
+def _ownerless(view: View, gpu: GpuFact, used: float) -> str:
+    """Memory in use for a while without any process that holds it."""
+    memory, processes = by_gpu(view, USED).get(gpu.uuid), by_gpu(view, PROCESSES).get(gpu.uuid)
+    if used < LEAST_MIB or not memory or not processes:
+        return ""
+    held = [value >= LEAST_MIB for _, value in memory[0].values(ALONE_S)]
+    alone = [value == 0 for _, value in processes[0].values(ALONE_S)]
+    enough = len(held) >= 0.9 * ALONE_S and len(alone) >= 0.9 * ALONE_S
+    return f"{used / 1024:.1f} GiB of its memory in use by no process" if enough and all(held) and all(alone) else ""
+
+
+def _held(view: View) -> dict[str, tuple[GpuFact, str]]:
+    """The GPUs that something holds, by UUID, and what it is."""
+    processes, used = newest(view, PROCESSES), newest(view, USED)
+    working = {gpu.index: sum(_works(rank) for rank in view.ranks if rank.gpu == gpu.index) for gpu in view.gpus}
+    counts = {gpu.index: processes[gpu.uuid] for gpu in view.gpus if gpu.uuid in processes}
+    extra = {index: count - working[index] for index, count in counts.items() if working[index]}
+    found = {}
+    for gpu in view.gpus:
+        count = counts.get(gpu.index)
+        if count is None:
+            continue
+        what = _ownerless(view, gpu, used.get(gpu.uuid, 0.0)) if not count else ""
+        what = what or (_strangers(view, extra, gpu) if working[gpu.index] else "")
+        what = what or (_left_behind(view, gpu, count) if count and not working[gpu.index] else "")
+        if what:
+            found[gpu.uuid] = gpu, what
+    return found
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    used = newest(view, USED)
+    for uuid, (gpu, what) in _held(view).items():
+        yield _finding(view, gpu, what, used.get(uuid))
+
+
+def _finding(view: View, gpu: GpuFact, what: str, used: float | None) -> Finding:
+    memory = f"{used / 1024:.1f} GiB of GPU {gpu.index} are in use" if used is not None else ""
+    return Finding(
+        kind="zombie_gpu_process",
+        key=gpu.uuid,
+        severity=Severity.WARNING,
+        summary=f"GPU {gpu.index} of {view.node}: {what}",
+        culprit=Culprit("gpu", view.node, gpu.index, detail=what),
+        confidence=0.85,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in (f"GPU {gpu.index}: {what}", memory) if fact),
+        cost=Cost(text="the next rank on this GPU may run out of memory, or shares it with a stranger"),
+        data={"uuid": gpu.uuid},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: end what holds it, or reset the GPU"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once only ranks use the GPU. What a run has left behind counts even after its pages are forgotten."""
+    uuid = text(incident.data, "uuid")
+    count, used = newest(view, PROCESSES).get(uuid), newest(view, USED).get(uuid)
+    gpu = next((gpu for gpu in view.gpus if gpu.uuid == uuid), None)
+    if count is None or used is None or gpu is None:
+        return None
+    working = any(_works(rank) for rank in view.ranks if rank.gpu == gpu.index)
+    return uuid not in _held(view) if working else count == 0 and used < LEAST_MIB
+
+
+PAGE = Page.parse("""
+# A process holds a GPU that should be free
+
+## Meaning
+One of these has been so for half a minute: a run has ended but processes are left on its GPU; memory of a GPU is in
+use although no process holds it; beside the ranks of a run a further process uses one of its GPUs, and not the
+others. GPUs that no run under opsd has used are nobody's business here.
+
+## Impact
+The next job on the node dies with "out of memory" while it loads, or trains slower beside a stranger. A process that
+cannot be ended points to a driver that hangs.
+
+## Diagnosis
+1. `opsd incidents show ID`: which GPU, how much memory, and whose process it was.
+2. `nvidia-smi --query-compute-apps=pid,used_memory,gpu_uuid --format=csv`: pids. None listed, memory in use: a
+   process in another container or one that is half dead: `fuser -v /dev/nvidia2` for GPU 2.
+3. `ps -o pid,ppid,stat,user,lstart,cmd -p PID`: state Z has been ended and waits for its parent, D hangs in the
+   driver and cannot be ended.
+4. `squeue -w NODE`: is it a job that may use this node? An epilog that did not clean up?
+
+## Mitigation
+- A process of an ended run: `kill -KILL PID`. State Z: end its parent.
+- State D, or memory without a process: drain (`scontrol update nodename=NODE state=drain reason="opsd:
+  zombie_gpu_process"`), then `nvidia-smi -r -i GPU`, or reboot.
+- A stranger: its owner, and constrain devices in Slurm (`ConstrainDevices=yes`), so that it cannot happen again.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once the GPU is free or only used by ranks.
+- recommend, act: the same, and notifies. It ends no process that it cannot tell the owner of.
+""")
+
+RUNBOOK = Runbook(
+    kind="zombie_gpu_process",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    open_after_s=30.0,
+    clear_after_s=10.0,
+    verify_s=900.0,
+    max_attempts=1,
+)
