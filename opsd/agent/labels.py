@@ -1,4 +1,4 @@
-"""What the values of each label are, and what bounds their number: no label takes what users or hardware make up."""
+"""What the values of each label are, and what bounds their number: no label takes whatever users make up."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ LABELS: Final[Mapping[str, str]] = {
     "error": "errors that RDMA drivers count, 27 known",
     "event": "congestion notifications that RDMA drivers count, 4 known",
     "firmware_version": "one per device",
+    "flag": "flags that Slurm gives a node, 7 known",
     "fstype": "one per mount",
     "gpu": "GPUs of the node by index",
-    "job_id": "one per rank",
+    "job_id": "one per rank; jobs on the node, 64 at most",
     "kind": "kinds of runbooks; kinds of kernel messages; some and full for pressure",
     "limit": "warning, critical",
     "link": "NVLinks of a GPU, 18 on an H100",
@@ -37,12 +38,14 @@ LABELS: Final[Mapping[str, str]] = {
     "options": "one per mount",
     "outcome": "ok, failed, recommended, refused",
     "pci_bus_id": "one per GPU and RDMA device; 16 NVSwitches at most; 32 GPUs with Xids at most, and other",
+    "partition": "one per job",
     "phase": "phases of a rank page",
     "port": "ports of an RDMA device",
     "problem": "problems of the NVLink fabric, 5 known",
     "python": "one",
     "rank": "ranks on the node, 256 of a run at most",
-    "reason": "6 reasons for throttling; 3 for lost kernel messages",
+    "reason": "6 reasons for throttling; 3 for lost kernel messages; Slurm's reason for the node, one at a time",
+    "reason_by": "one at a time",
     "resource": "cpu, memory, io",
     "run": "runs on the node, 64 at most",
     "sensor": "temperature sensors of an NVMe drive, 9 at most",
@@ -50,9 +53,10 @@ LABELS: Final[Mapping[str, str]] = {
     "severity": "severities of incidents; severities of SXids",
     "simulated": "yes, no",
     "source": "one per mount",
-    "state": "states of a collector, of an incident, of a run, of processes",
+    "state": "states of a collector, of an incident, of a run, of processes, of Slurm's node and jobs",
     "threshold": "shutdown, slowdown, gpu_max, memory_max",
     "type": "corrected, uncorrected for ECC; types of NVLink errors",
+    "user": "one per job",
     "vbios_version": "one per GPU",
     "verb": "actions of the agent",
     "version": "one",
