@@ -23,7 +23,7 @@ from opsd.agent.incidents import Outcome
 from opsd.client import PageError, RankPage, process_state, read_page
 from runbooks.base import Action
 
-VERBS = ("kill_process", "set_power_limit", "restart_generation", "notify")
+VERBS = ("kill_process", "set_power_limit", "restart_generation", "drain_node", "notify")
 
 CONTROL_TIMEOUT_S = 5.0
 MAX_ANSWER = 65_536
@@ -42,6 +42,13 @@ class PowerLimiter(Protocol):
 
     def __call__(self, gpu: int, watts: float) -> None:
         """Set GPU ``gpu`` to ``watts``. Raises an exception whose text says why if that is not possible."""
+
+
+class Drainer(Protocol):
+    """Takes a node out of the scheduler's hands."""
+
+    def __call__(self, node: str, reason: str) -> str:
+        """Let ``node`` finish its jobs and take no new ones; what was done. Raises ActionError if that may not be."""
 
 
 class Notifier(Protocol):
@@ -63,6 +70,7 @@ class Executor:
         shm: Path,
         notify: Notifier,
         set_power_limit: PowerLimiter | None = None,
+        drain_node: Drainer | None = None,
         before_acting: Callable[[], object] = lambda: None,
         deadline_s: float = ACTION_DEADLINE_S,
     ) -> None:
@@ -70,12 +78,14 @@ class Executor:
         self._shm = shm
         self._notify = notify
         self._power = set_power_limit
+        self._drain = drain_node
         self._before_acting = before_acting
         self._deadline_s = deadline_s
         self._verbs: Mapping[str, Callable[[Action], str]] = {
             "kill_process": self._kill_process,
             "set_power_limit": self._set_power_limit,
             "restart_generation": self._restart_generation,
+            "drain_node": self._drain_node,
             "notify": self._tell,
         }
 
@@ -139,6 +149,11 @@ class Executor:
         if answer.get("ok") is not True:
             raise ActionError(f"the launcher refused: {answer.get('error') or answer}")
         return "the launcher restarts the generation"
+
+    def _drain_node(self, action: Action) -> str:
+        if self._drain is None:
+            raise ActionError("opsd is not allowed to drain nodes; policy.drain allows it")
+        return self._drain(_name(action, "node"), " ".join(action.reason.split()))
 
     def _tell(self, action: Action) -> str:
         text = str(action.args.get("text") or action.reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from queue import Full, Queue
 
 from structlog.typing import FilteringBoundLogger
@@ -53,11 +53,18 @@ class Announcer:
     """Tells people about incidents that were opened, escalated or resolved, without ever keeping the loop waiting.
 
     A notifier that is slow or down delays later announcements; beyond ``MAX_WAITING`` they are dropped, as the journal
-    and the metrics have them all.
+    and the metrics have them all. ``muted`` says why nobody is to be told of a kind at an epoch second, "" if they are.
     """
 
-    def __init__(self, notify: Notifier, node: str, log: FilteringBoundLogger) -> None:
-        self._notify, self._node, self._log = notify, node, log
+    def __init__(
+        self,
+        notify: Notifier,
+        node: str,
+        log: FilteringBoundLogger,
+        *,
+        muted: Callable[[str, float], str] = lambda _kind, _wall: "",
+    ) -> None:
+        self._notify, self._node, self._log, self._muted = notify, node, log, muted
         self._waiting: Queue[tuple[str, dict[str, object]]] = Queue(MAX_WAITING)
         threading.Thread(target=self._work, name="announce", daemon=True).start()
 
@@ -67,6 +74,8 @@ class Announcer:
         Nobody is told of symptoms, nor each time that an incident which comes and goes is over once more.
         """
         if incident.cause is not None or (incident.relapses and transition.after is State.RESOLVED):
+            return
+        if self._muted(incident.kind, transition.at):
             return
         if transition.before is not None and transition.after not in (State.ESCALATED, State.RESOLVED):
             return

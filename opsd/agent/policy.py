@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from opsd.agent.quiet import Quiet, quiet
 from runbooks.base import Action, Incident
 
 HOUR_S = 3600.0
@@ -23,10 +24,20 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What holds for all runbooks."""
+    """What limits actions. ``cooldowns`` has the kinds of incident whose cool-down differs from ``cooldown_s``."""
 
     cooldown_s: float = 60.0
     max_actions_per_hour: int = 12
+    cooldowns: Mapping[str, float] = field(default_factory=dict)
+    maintenance: tuple[Quiet, ...] = ()
+    mute: tuple[Quiet, ...] = ()
+
+    def muted(self, kind: str, wall: float) -> str:
+        """Why nobody is to be told of incidents of ``kind`` at the epoch second ``wall``, "" if people are."""
+        for name, spans in (("maintenance", self.maintenance), ("muted", self.mute)):
+            if span := quiet(spans, kind, wall):
+                return f"{name}: {span.reason}" if span.reason else name
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +71,29 @@ def decide(
     """Decide about ``actions``, which form one attempt. Times are epoch seconds, ``started_at`` that of the agent.
 
     In mode observe nothing is decided on at all. An attempt is all or nothing: if one of its actions is refused the
-    others are as well, so that no half of a remedy is carried out.
+    others are as well, so that no half of a remedy is carried out; a notification that is muted is no such part.
     """
     if mode == "observe":
         return ()
+    muted = limits.muted(incident.kind, now)
+    silent = [action for action in actions if muted and action.verb in HARMLESS]
+    actions = [action for action in actions if action not in silent]
+    decided = _decide(incident, actions, mode, history, limits, started_at, now)
+    return (*decided, *(Decision(action, Verdict.REFUSE, muted) for action in silent))
+
+
+def _decide(
+    incident: Incident,
+    actions: Sequence[Action],
+    mode: str,
+    history: Sequence[Past],
+    limits: Limits,
+    started_at: float,
+    now: float,
+) -> tuple[Decision, ...]:
     checks: tuple[Callable[[Action], str], ...] = (
         lambda _action: _stale(incident, started_at),
+        lambda _action: _in_maintenance(incident.kind, limits, now),
         lambda action: _cooling(incident.kind, action, history, limits, now),
         lambda _action: _too_many(actions, history, limits, now),
     )
@@ -90,11 +118,16 @@ def _stale(incident: Incident, started_at: float) -> str:
     return "its evidence is older than this agent's start" if newest < started_at else ""
 
 
+def _in_maintenance(kind: str, limits: Limits, now: float) -> str:
+    return limits.muted(kind, now) if quiet(limits.maintenance, kind, now) else ""
+
+
 def _cooling(kind: str, action: Action, history: Sequence[Past], limits: Limits, now: float) -> str:
     if action.verb in HARMLESS:
         return ""
-    recent = any(p.kind == kind and p.target == action.target and now - p.at < limits.cooldown_s for p in history)
-    return f"acted on {action.target} for {kind} less than {limits.cooldown_s:g} s ago" if recent else ""
+    cooldown_s = limits.cooldowns.get(kind, limits.cooldown_s)
+    recent = any(p.kind == kind and p.target == action.target and now - p.at < cooldown_s for p in history)
+    return f"acted on {action.target} for {kind} less than {cooldown_s:g} s ago" if recent else ""
 
 
 def _too_many(actions: Sequence[Action], history: Sequence[Past], limits: Limits, now: float) -> str:

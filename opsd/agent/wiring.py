@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 from structlog.typing import FilteringBoundLogger
 
 from collectors.nvml import PowerControl
 from opsd.agent import collectors
 from opsd.agent.actions import Executor, Notifier
+from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
-from opsd.agent.policy import Limits
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
 from opsd.config import Settings
+from opsd.slurm.connect import choose
 from runbooks import RUNBOOKS
 
 
@@ -32,6 +34,12 @@ def build_journal(settings: Settings, log: FilteringBoundLogger) -> Journal:
     return Journal(settings.agent.state_dir, say)
 
 
+def _drainer(settings: Settings) -> SlurmDrainer:
+    """Drains this node through the Slurm of this machine, which is looked for when it is needed."""
+    slurm = cache(lambda: choose().slurm)
+    return SlurmDrainer(slurm, settings.agent.node, settings.policy.max_drained_share)
+
+
 def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) -> Loop:
     """The loop with everything connected to it; nothing has been collected yet."""
     agent, policy, webhook = settings.agent, settings.policy, settings.notify.webhook
@@ -40,18 +48,20 @@ def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) 
         shm=settings.ranks.root,
         notify=notifier,
         set_power_limit=PowerControl(settings.nvml.library).set_power_limit if settings.nvml.enabled else None,
+        drain_node=_drainer(settings) if policy.drain else None,
         before_acting=lambda: journal.flush(1.0),
     )
-    judge = Judge(RUNBOOKS, log)
+    judge = Judge(RUNBOOKS, log, hold_s=policy.hold_s, max_relapses=policy.max_relapses)
+    limits = policy.limits()
     responder = Responder(
         judge,
         executor,
         journal,
         log,
         mode_of=policy.mode_of,
-        limits=Limits(policy.cooldown_s, policy.max_actions_per_hour),
+        limits=limits,
         started_at=time.time(),
-        listeners=[Announcer(notifier, agent.node, log)] if webhook else [],
+        listeners=[Announcer(notifier, agent.node, log, muted=limits.muted)] if webhook else [],
     )
     return Loop(
         Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s),

@@ -1,0 +1,132 @@
+"""The ``[policy]`` section of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+
+from opsd.agent.policy import Limits
+from opsd.agent.quiet import Quiet, parse_weekly
+
+Mode = Literal["observe", "recommend", "act"]
+
+
+def _is_weekly(text: str) -> str:
+    parse_weekly(text)
+    return text
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class QuietTime(_Part):
+    """One span: ``start`` and ``end``, or ``weekly``."""
+
+    start: AwareDatetime | None = None
+    end: AwareDatetime | None = None
+    weekly: Annotated[str, AfterValidator(_is_weekly)] | None = None
+    kinds: tuple[str, ...] = Field(default=(), strict=False)
+    reason: str = ""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        once = self.start is not None and self.end is not None
+        if once == (self.weekly is not None) or (self.weekly and (self.start or self.end)):
+            raise ValueError("should have either start and end, or weekly")
+        if self.start is not None and self.end is not None and self.end <= self.start:
+            raise ValueError("should end after its start")
+        return self
+
+    def quiet(self) -> Quiet:
+        """The span as the policy takes it."""
+        if self.weekly is not None:
+            return Quiet(self.kinds, self.reason, weekly=parse_weekly(self.weekly))
+        assert self.start is not None and self.end is not None
+        return Quiet(self.kinds, self.reason, self.start.timestamp(), self.end.timestamp())
+
+
+class Override(_Part):
+    """What differs for one runbook."""
+
+    mode: Mode | None = None
+    cooldown_s: float | None = Field(default=None, ge=0)
+
+
+class PolicySettings(_Part):
+    """What opsd may do by itself."""
+
+    mode: Mode = Field(
+        default="observe",
+        description="observe: only tell; recommend: say what it would do; act: do it.",
+    )
+    runbooks: Mapping[str, Mode | Override] = Field(
+        default_factory=dict,
+        examples=[{"gpu_throttle": "recommend", "rank_hang": {"mode": "act", "cooldown_s": 300.0}}],
+        description="Another mode or cool-down for single runbooks; names are those of `opsd runbook list`.",
+    )
+    cooldown_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds before the same kind of incident may be acted on again at the same target.",
+    )
+    max_actions_per_hour: int = Field(
+        default=12, ge=0, description="Beyond this many actions in an hour opsd only recommends."
+    )
+    hold_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="An incident that is over and comes back within this many seconds goes on as the same one.",
+    )
+    max_relapses: int = Field(default=3, ge=1, description="An incident that comes back this often is escalated.")
+    maintenance: tuple[QuietTime, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[({"weekly": "tue 08:00 - tue 10:00", "reason": "service"},)],
+        description="Times at which opsd does nothing and tells nobody: start and end, or weekly (UTC); for kinds.",
+    )
+    mute: tuple[QuietTime, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[({"weekly": "sat 00:00 - mon 06:00", "kinds": ("fan_failing",), "reason": "weekend"},)],
+        description="Times at which opsd tells nobody, and does what it may.",
+    )
+    drain: bool = Field(
+        default=False, description="Let opsd drain its own node in Slurm where a runbook asks for it (mode act)."
+    )
+    max_drained_share: float = Field(
+        default=0.05,
+        gt=0,
+        le=1,
+        description="Share of the cluster's nodes that opsd may hold drained or down at once; one node always.",
+    )
+
+    def mode_of(self, kind: str) -> Mode:
+        """The mode that applies to incidents of ``kind``."""
+        override = self.runbooks.get(kind)
+        return (override.mode if isinstance(override, Override) else override) or self.mode
+
+    def limits(self) -> Limits:
+        """What the policy's function needs to know."""
+        cooldowns = {
+            kind: override.cooldown_s
+            for kind, override in self.runbooks.items()
+            if isinstance(override, Override) and override.cooldown_s is not None
+        }
+        return Limits(
+            self.cooldown_s, self.max_actions_per_hour, cooldowns, _spans(self.maintenance), _spans(self.mute)
+        )
+
+    def named_kinds(self) -> Sequence[tuple[str, str]]:
+        """Where a kind of incident is named, and which: (key of the file, kind)."""
+        spans = (("maintenance", self.maintenance), ("mute", self.mute))
+        return [
+            *(("policy.runbooks", kind) for kind in self.runbooks),
+            *((f"policy.{name}.kinds", kind) for name, times in spans for time in times for kind in time.kinds),
+        ]
+
+
+def _spans(times: Iterable[QuietTime]) -> tuple[Quiet, ...]:
+    return tuple(time.quiet() for time in times)

@@ -1,0 +1,123 @@
+"""Draining this node: within the cluster's budget, by its own name only, and never blindly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd.agent.actions import ActionError, Executor
+from opsd.agent.drainer import SlurmDrainer
+from opsd.slurm.budget import allowance, held, surplus, why_not
+from opsd.slurm.port import Node, SlurmUnavailable
+from runbooks.base import Action
+from tests.fakes.slurm import FakeSlurm
+
+DRAIN = frozenset({"drain"})
+
+
+def ours(name: str, at: float = 1.0) -> Node:
+    return Node(name, "idle", DRAIN, "opsd: GPU 2 is lost", "root", at)
+
+
+def cluster(*nodes: Node, idle: int = 40) -> FakeSlurm:
+    return FakeSlurm([*nodes, *(Node(f"n{number:02d}", "allocated") for number in range(idle))])
+
+
+def drainer(slurm: FakeSlurm, node: str = "n07", share: float = 0.05) -> SlurmDrainer:
+    return SlurmDrainer(lambda: slurm, node, share)
+
+
+def test_a_node_is_drained_with_opsds_reason() -> None:
+    """The reason tells whose it is."""
+    slurm = cluster()
+    assert drainer(slurm)("n07", "GPU 2 is lost") == "drained n07"
+    assert slurm.updates == [(("n07",), "drain", "opsd: GPU 2 is lost")]
+
+
+def test_a_second_time_changes_nothing() -> None:
+    """The first reason is kept, and the node it holds already does not count against it."""
+    slurm = cluster(ours("x1"))
+    drain = drainer(slurm)
+    drain("n07", "GPU 2 is lost")
+    assert drain("n07", "again") == "n07 was drained by opsd already"
+    assert len(slurm.updates) == 1
+
+
+def test_the_budget_is_the_clusters() -> None:
+    """Two of 42 nodes at 5 %; nodes that other people hold do not count."""
+    others = Node("x3", "down", DRAIN, "replace the fan", "alice", 1.0)
+    with pytest.raises(ActionError, match=r"opsd holds 2 of 43 nodes already \(x1, x2\); 2 may be held at once"):
+        drainer(cluster(ours("x1"), ours("x2"), others))("n07", "GPU 2 is lost")
+    assert drainer(cluster(ours("x1"), others))("n07", "GPU 2 is lost") == "drained n07"
+
+
+def test_somebody_elses_node_is_left_alone() -> None:
+    """Whoever drained it decides."""
+    slurm = cluster(Node("n99", "idle", DRAIN, "mine", "alice"))
+    with pytest.raises(ActionError, match="out of service by alice"):
+        drainer(slurm, "n99")("n99", "GPU 2 is lost")
+    assert slurm.updates == []
+
+
+def test_without_an_answer_of_slurm_nothing_is_done() -> None:
+    """How many nodes are held is not known then."""
+    slurm = cluster()
+    slurm.error = SlurmUnavailable("scontrol has not answered within 5 s")
+    with pytest.raises(ActionError, match="Slurm: scontrol has not answered"):
+        drainer(slurm)("n07", "GPU 2 is lost")
+
+
+class Raced(FakeSlurm):
+    """Another agent drains a node between our look at the cluster and our update."""
+
+    def update_nodes(self, names, update, reason="") -> None:
+        if not self.updates:
+            self.by_name["a0"] = ours("a0", at=0.5)
+        super().update_nodes(names, update, reason)
+
+
+def test_of_two_agents_that_drain_at_once_one_gives_back() -> None:
+    """The budget holds although nobody coordinates."""
+    slurm = Raced([Node("a0", "idle"), *(Node(f"n{number:02d}", "idle") for number in range(9))])
+    with pytest.raises(ActionError, match="at the same time"):
+        drainer(slurm)("n07", "GPU 2 is lost")
+    assert [update for _, update, _ in slurm.updates] == ["drain", "resume"]
+    assert [node.name for node in held(slurm.nodes())] == ["a0"]
+
+
+def test_an_agent_drains_its_own_node_only(tmp_path) -> None:
+    """Whatever an action names; and nothing at all unless that was allowed."""
+    slurm = cluster()
+    action = Action("drain_node", "n08", {"node": "n08"}, "GPU 2 is lost")
+    executor = Executor(shm=tmp_path, notify=lambda _text, _fields: None, drain_node=drainer(slurm))
+    assert executor.perform(action) == (False, "this agent drains n07 only, not n08")
+    forbidden = Executor(shm=tmp_path, notify=lambda _text, _fields: None)
+    ok, why = forbidden.perform(action)
+    assert (ok, "policy.drain" in why, slurm.updates) == (False, True, [])
+
+
+names = st.integers(0, 30).map(lambda n: f"n{n}")
+nodes = st.lists(
+    st.builds(
+        Node,
+        names,
+        st.sampled_from(["idle", "allocated", "down"]),
+        st.sampled_from([DRAIN, frozenset()]),
+        st.sampled_from(["", "opsd: x", "bad disk"]),
+        st.just("root"),
+        st.one_of(st.none(), st.floats(0, 10)),
+    ),
+    min_size=1,
+    unique_by=lambda n: n.name,
+)
+
+
+@given(nodes, names, st.floats(0.001, 1))
+def test_the_budget_is_never_exceeded(cluster_nodes: list[Node], name: str, share: float) -> None:
+    """What may be drained fits in; what is surplus is exactly what does not."""
+    ours, limit = held(cluster_nodes), allowance(cluster_nodes, share)
+    if not why_not(cluster_nodes, name, share) and name not in {node.name for node in ours}:
+        assert len(ours) + 1 <= limit
+    beyond = [node for node in ours if surplus(cluster_nodes, node.name, share)]
+    assert len(beyond) == max(0, len(ours) - limit)
