@@ -27,6 +27,7 @@ from runbooks import (
     storage_slow,
     straggler,
     throughput_drop,
+    tp_seed,
     zombie_gpu_process,
 )
 from runbooks.base import Runbook
@@ -37,6 +38,7 @@ RUNBOOKS: tuple[Runbook, ...] = (
     rank_hang.RUNBOOK,
     dataloader_stall.RUNBOOK,
     checkpoint_corrupt.RUNBOOK,
+    tp_seed.RUNBOOK,
     gpu_lost.RUNBOOK,
     driver_hang.RUNBOOK,
     gpu_xid.RUNBOOK,

@@ -1,0 +1,116 @@
+"""Tensor-parallel shards of a run are copies of each other: its ranks have drawn their weights from one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from collectors.base import Event
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import job_of, recovered, unsolved, world_size
+from runbooks.signals import counted, integer, text
+
+NAMED = 3
+"""Tensors that the evidence names; the first ones say which layers it is."""
+
+
+def _items(data: Mapping[str, object], key: str) -> tuple[object, ...]:
+    value = data.get(key)
+    return tuple(value) if isinstance(value, list | tuple) else ()
+
+
+def _groups(events: Sequence[Event]) -> dict[tuple[int, ...], set[str]]:
+    """Tensors whose shards are equal, by the ranks that hold these shards. Each rank of a group may tell of it."""
+    found: dict[tuple[int, ...], set[str]] = {}
+    for event in events:
+        ranks = tuple(sorted({rank for rank in _items(event.data, "ranks") if isinstance(rank, int)}))
+        tensors = {str(tensor) for tensor in _items(event.data, "tensors")}
+        if len(ranks) > 1 and tensors:
+            found.setdefault(ranks, set()).update(tensors)
+    return found
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    told: dict[tuple[str, int], list[Event]] = {}
+    for event in unsolved(view, "tp_shards_equal"):
+        told.setdefault((text(event.data, "run"), integer(event.data, "generation")), []).append(event)
+    for (run, generation), events in told.items():
+        if groups := _groups(events):
+            yield _finding(view, run, generation, groups, events[0].at)
+
+
+def _finding(view: View, run: str, generation: int, groups: Mapping[tuple[int, ...], set[str]], at: float) -> Finding:
+    tensors, width = set[str]().union(*groups.values()), max(map(len, groups))
+    return Finding(
+        kind="tp_seed",
+        key=run,
+        severity=Severity.CRITICAL,
+        summary=f"the tensor-parallel shards of {counted(len(tensors), 'tensor')} of {run} are copies of each other",
+        culprit=Culprit("user code", view.node, detail="one seed for every tensor-parallel rank"),
+        confidence=0.95,
+        evidence=tuple(Evidence(_sentence(ranks, names), "rank events", at) for ranks, names in sorted(groups.items())),
+        cost=Cost(
+            text=f"what {counted(world_size(view, run), 'GPU')} train from here on has to be trained again: of "
+            f"{width} shards {width - 1} begin as copies"
+        ),
+        job=job_of(view, run),
+        data={"run": run, "generation": generation},
+    )
+
+
+def _sentence(ranks: Sequence[int], names: set[str]) -> str:
+    shown, more = ", ".join(sorted(names)[:NAMED]), len(names) - NAMED
+    rest = f" and {more} more" if more > 0 else ""
+    return f"ranks {', '.join(map(str, ranks))} hold the same bits as their shards of {shown}{rest}"
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}; stop the run: {incident.cost.text}"
+    return (Action("notify", target=text(incident.data, "run"), reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once a later generation, whose audit has found nothing, trains, or the run has ended in good order."""
+    return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
+
+
+PAGE = Page.parse("""
+# Tensor-parallel shards are copies
+
+## Meaning
+A weight that is split over tensor-parallel ranks has the same bits on several of them. The trainer compares
+checksums of its shards at every start, of tensors that are initialised at random only, so that ones and zeros do not
+count. Nearly always each rank has set the same seed and drawn "its" shard from it; sometimes a checkpoint was loaded
+with one rank's file for all.
+
+## Impact
+Copies get the same gradients where their inputs are the same, so that the model learns as if it were narrower. Nothing
+crashes and the loss falls; it falls more slowly than it should. SmolLM3 was restarted after a trillion tokens for it.
+
+## Diagnosis
+1. `opsd incidents show ID`: which tensors, which ranks.
+2. All tensors that are split: the seed. `grep -rn manual_seed SOURCE`: it has to differ between tensor-parallel ranks
+   and be the same between data-parallel ones, or the whole tensor is drawn and then split.
+3. Only some: how these are made. An initialisation after the split, a layer that was added later.
+4. From the first step or since a resume? `opsd checkpoint list FOLDER`: audit the checkpoint that was loaded.
+
+## Mitigation
+- Stop the run now; every further step is trained for nothing.
+- Draw each tensor whole and split it afterwards, or seed with the tensor-parallel rank; start again from step 0.
+- Going on from a checkpoint with copies does not help: they stay alike. Compare with a one-rank run at equal tokens.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once a later start of the run trains without the finding.
+- recommend, act: the same, and notifies. It does not stop a run for it: that is for its owners to decide.
+""")
+
+RUNBOOK = Runbook(
+    kind="tp_seed",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    clear_after_s=10.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)
