@@ -11,6 +11,7 @@ Start the reader (the agent, nvitop) with ``OPSD_SIMULATED_NVML`` naming the sta
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 import os
@@ -230,7 +231,7 @@ class SimulatedGpu:
         self._raw.recovery_action = action
 
     def set_fabric(self, *, state: int = 3, status: int = 0, health: int = 0) -> None:
-        """Set the GPU's place in the NVLink fabric: 0 none, 1 not started, 2 in progress, 3 registered; NVML's codes."""
+        """Set the GPU's place in the NVLink fabric: 0 none, 1 not started, 2 in progress, 3 registered."""
         self._raw.fabric_state, self._raw.fabric_status, self._raw.fabric_health = state, status, health
 
     def set_processes(self, processes: Iterable[tuple[int, int]]) -> None:
@@ -241,6 +242,13 @@ class SimulatedGpu:
         entries += [(0, 0)] * (PROCESSES - len(entries))
         for slot, (pid, memory) in enumerate(entries):
             self._raw.process_pid[slot], self._raw.process_memory[slot] = pid, memory
+
+    def replace(self, board: int) -> None:
+        """Put another board into the slot: idle, without errors, and with the UUID of this number."""
+        bus_id = self._raw.bus_id
+        ctypes.memset(ctypes.addressof(self._raw), 0, ctypes.sizeof(self._raw))
+        _make_idle(self._raw, board)
+        self._raw.bus_id = bus_id
 
     def raise_xid(self, code: int) -> None:
         """Deliver an Xid to every process that has registered for the GPU's events."""

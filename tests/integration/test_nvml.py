@@ -171,6 +171,21 @@ def test_a_gpu_lost_before_the_start_is_found_after_its_reset(
     assert samples(collector.collect())["opsd_gpu_up", "5", gpus[5].uuid] == 1
 
 
+def test_a_gpu_that_is_replaced_while_running_is_another_one(
+    gpus: SimulatedGpus, process: DriverProcess, library: str
+) -> None:
+    """Its slot has the new board's series, and none of the old one's stay behind."""
+    collector = process.NvmlCollector(library, reopen_s=0.0)
+    collector.collect()
+    old, gpus[4].lost = gpus[4].uuid, True
+    collector.collect()
+    gpus[4].replace(board=12)
+    reading = collector.collect()
+    assert facts(reading)[4].uuid == gpus[4].uuid != old
+    assert facts(reading)[4].lost is None
+    assert not [key for key in samples(reading) if old in key]
+
+
 def test_a_call_that_hangs_holds_up_its_collector_only_as_long_as_it_hangs(gpus: SimulatedGpus, collector: Any) -> None:
     """The agent runs collectors in threads of their own; afterwards everything is there again."""
     collector.collect()
