@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from opsd.scenarios.model import ScenarioError
 from opsd.simulated.library import NoCompilerError, SimulationError
 
 BENCHES = {
     "agent": "CPU, memory, series and scrape time of the agent beside nvitop-exporter",
     "client": "cost of a rank-page update",
+    "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
 }
 
@@ -23,6 +26,15 @@ def _print_names(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
         click.echo("\n".join(BENCHES))
         ctx.exit()
+
+
+def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every value with its name; a value that is itself a table has a row for each of its own."""
+    for key, value in results.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key} {name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
 
 
 @click.command(epilog="Benchmarks: " + "; ".join(f"{name} ({text})" for name, text in BENCHES.items()))
@@ -42,13 +54,15 @@ def bench(name: str, target: TextIO | None) -> None:
     The results are named ours_*, PEER_* and ratio_*; a peer that is not installed is missing from them.
     """
     try:
-        results: dict[str, float | int | str] = import_module(f"opsd.bench.{name}").run()
+        results: dict[str, Any] = import_module(f"opsd.bench.{name}").run()
+    except ScenarioError as error:
+        raise click.ClickException(str(error)) from error
     except (NoCompilerError, SimulationError) as error:
         raise click.ClickException(f"the benchmark needs simulated GPUs: {error}") from error
     table = Table(title=f"opsd bench {name}", title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")
-    for key, value in results.items():
+    for key, value in _rows(results):
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
     if target is not None:

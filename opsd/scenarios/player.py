@@ -52,9 +52,9 @@ class _Hands(Executor):
 
 
 class _Player:
-    def __init__(self, scenario: Scenario, mode: Mode) -> None:
+    def __init__(self, scenario: Scenario, mode: Mode, look_s: float) -> None:
         self.played = Played(mode)
-        self._scenario = scenario
+        self._scenario, self._look_s = scenario, look_s
         self._node = SimulatedNode(scenario)
         self._order = itertools.count()
         self._due = [(second, next(self._order), change) for second, change in scenario.moments()]
@@ -71,9 +71,9 @@ class _Player:
     def play(self) -> Played:
         with tempfile.TemporaryDirectory(prefix="opsd-scenario-") as folder:
             journal = Journal(Path(folder), lambda _problem: None)
-            window, responder = Window(NODE), self._responder(journal)
-            for tick in range(int(self._scenario.duration) + 1):
-                stepped = self._go_to(float(tick))
+            window, responder = Window(NODE, interval_s=self._look_s), self._responder(journal)
+            for look in range(int(self._scenario.duration / self._look_s) + 1):
+                stepped = self._go_to(look * self._look_s)
                 if stepped:
                     responder.clock_stepped(stepped)
                 self._look(window)
@@ -129,6 +129,9 @@ class _Player:
         return stepped
 
 
-def play(scenario: Scenario, mode: Mode) -> Played:
-    """Play ``scenario`` once, in real code and virtual time. Raises ScenarioError for a series that does not exist."""
-    return _Player(scenario, mode).play()
+def play(scenario: Scenario, mode: Mode, look_s: float = 1.0) -> Played:
+    """Play ``scenario`` once, in real code and virtual time; the agent looks every ``look_s`` seconds.
+
+    Raises ScenarioError for a series that does not exist.
+    """
+    return _Player(scenario, mode, look_s).play()

@@ -1,0 +1,98 @@
+"""How well the agent finds what is wrong: every scenario of the tests, and three days in which nothing is.
+
+Each scenario is played once through the agent's own window, runbooks and policy under a virtual clock, in mode act
+where it is written for that mode. The healthy time is ``NODES`` simulated nodes with ``HOURS`` each, all with noise of
+their own, evaluation pauses, checkpoints, a hiccup of the data loader now and then and a planned restart. There the
+agent looks every ``LOOK_S`` seconds instead of every second, which is as seldom as the runbooks can still compare with
+the last ten minutes; what a healthy run shows between two looks is therefore not part of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from opsd.scenarios.model import Scenario, ScenarioError, files, load
+from opsd.scenarios.player import play
+from opsd.scenarios.verdict import Verdict, judge
+
+SCENARIOS = Path(__file__).parents[2] / "tests" / "scenarios"
+NODES, HOURS = 12, 6.0
+LOOK_S = 5.0
+HOUR_S = 3600.0
+
+
+def run() -> dict[str, Any]:
+    """``precision, recall, culprit_accuracy, scenarios, latency_s`` (kind -> median), and false alarms in 72 hours.
+
+    Raises ScenarioError where opsd was installed without its tests.
+    """
+    found = list(files(SCENARIOS))
+    if not found:
+        raise ScenarioError(f"{SCENARIOS}: no scenarios; run `opsd bench detect` in a clone of opsd")
+    return {
+        **score(_verdict(load(path)) for path in found),
+        "healthy_hours": NODES * HOURS,
+        "healthy_look_s": LOOK_S,
+        "healthy_false_alarms": sum(len(false_alarms(seed, HOURS)) for seed in range(NODES)),
+    }
+
+
+def score(verdicts: Iterable[Verdict]) -> dict[str, Any]:
+    """What verdicts amount to. Without any incident expected or found, precision, recall and accuracy are 1.
+
+    ``flawed`` are scenarios in which anything at all was not as expected: too late, the wrong action or severity.
+    """
+    known = list(verdicts)
+    hits = [hit for verdict in known for hit in verdict.hits]
+    missed = sum(len(verdict.missed) for verdict in known)
+    alarms = sum(len(verdict.false_alarms) for verdict in known)
+    latencies: defaultdict[str, list[float]] = defaultdict(list)
+    for hit in hits:
+        latencies[hit.kind].append(hit.latency_s)
+    return {
+        "scenarios": len(known),
+        "precision": _share(len(hits), len(hits) + alarms),
+        "recall": _share(len(hits), len(hits) + missed),
+        "culprit_accuracy": _share(sum(hit.culprit_right for hit in hits), len(hits)),
+        "flawed": sum(bool(verdict.problems) for verdict in known),
+        "latency_s": {kind: median(seconds) for kind, seconds in sorted(latencies.items())},
+        "worst_latency_s": {kind: max(seconds) for kind, seconds in sorted(latencies.items())},
+    }
+
+
+def false_alarms(seed: int, hours: float, look_s: float = LOOK_S) -> list[str]:
+    """The kinds of incident that open on a healthy node in ``hours``; ``seed`` decides about its noise."""
+    return sorted(
+        incident.kind for incident in play(healthy_node(seed, hours), "act", look_s=look_s).incidents.values()
+    )
+
+
+def healthy_node(seed: int, hours: float) -> Scenario:
+    """A node with two GPUs and a job of two ranks that trains for ``hours`` without a fault."""
+    seconds = hours * HOUR_S
+    changes = [
+        {"t": 600, "every": 1800, "times": max(1, int(seconds / 1800)), "pause": {"evaluation": 20.0}},
+        {
+            "t": 1000 + 100 * seed,
+            "every": 2000,
+            "times": max(1, int(seconds / 2000)),
+            "ranks": (1,),
+            "pause": {"data": 1.5},
+        },
+        {"t": seconds / 2, "restart": "a new release of the training code"},
+    ]
+    node = {"title": "nothing is wrong", "duration": seconds, "gpus": 2, "seed": seed, "job": {"ranks": 2}}
+    return Scenario.model_validate({**node, "at": changes})
+
+
+def _verdict(scenario: Scenario) -> Verdict:
+    mode = "act" if "act" in scenario.played_in else scenario.played_in[0]
+    return judge(scenario, play(scenario, mode))
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0

@@ -1,0 +1,28 @@
+"""The detection benchmark: its shares count what they say, and a healthy node is healthy."""
+
+from __future__ import annotations
+
+import pytest
+
+from opsd.bench.detect import false_alarms, score
+from opsd.scenarios.verdict import Hit, Verdict
+
+
+def test_shares_are_of_incidents_and_not_of_scenarios() -> None:
+    """Three found of four, one false alarm, one wrong culprit."""
+    verdicts = [
+        Verdict((Hit("gpu_xid", 1.0, True), Hit("gpu_xid", 4.0, False)), ("gpu_lost",), (), ("late",)),
+        Verdict((Hit("straggler", 30.0, True),), (), ("loss_spike",), ("false alarm",)),
+        Verdict((), (), (), ()),
+    ]
+    result = score(verdicts)
+    assert (result["precision"], result["recall"]) == (0.75, 0.75)
+    assert result["culprit_accuracy"] == pytest.approx(2 / 3)
+    assert (result["scenarios"], result["flawed"]) == (3, 2)
+    assert result["latency_s"] == {"gpu_xid": 2.5, "straggler": 30.0}
+    assert result["worst_latency_s"]["gpu_xid"] == 4.0
+
+
+def test_a_quarter_of_an_hour_without_a_fault_has_no_incident() -> None:
+    """With an evaluation and a planned restart in it."""
+    assert false_alarms(seed=1, hours=0.25) == []
