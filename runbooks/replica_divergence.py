@@ -1,0 +1,208 @@
+"""State that must be equal on all replicas of a run differs: silent corruption, and which rank is in the minority."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from collectors.base import Event
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.gpus import xids_of
+from runbooks.runs import (
+    job_of,
+    rank_of,
+    ranks_of,
+    recovered,
+    run_of,
+    step_seconds,
+    supervised,
+    unsolved,
+    world_size,
+)
+from runbooks.signals import counted, integer, number, text
+
+NAMED = 4
+"""Tensors that the evidence names."""
+
+ECC_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """What one comparison found. ``minority`` are the ranks beside the majority, empty if there is no majority."""
+
+    step: int
+    tensor: str
+    checksums: Mapping[int, str]
+    agreed: int | None
+    at: float
+
+    @property
+    def minority(self) -> frozenset[int]:
+        (common, count), *_ = Counter(self.checksums.values()).most_common(1)
+        if 2 * count <= len(self.checksums):
+            return frozenset()
+        return frozenset(rank for rank, checksum in self.checksums.items() if checksum != common)
+
+    def __str__(self) -> str:
+        groups: dict[str, list[int]] = {}
+        for rank, checksum in sorted(self.checksums.items()):
+            groups.setdefault(checksum, []).append(rank)
+        said = "; ".join(f"{checksum} on {_named(ranks)}" for checksum, ranks in groups.items())
+        return f"{self.tensor} after step {self.step}: {said}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}"
+
+
+def _difference(event: Event) -> _Difference | None:
+    """What ``event`` says, None unless it has at least two checksums that differ."""
+    data = event.data
+    ranks, checksums = data.get("ranks"), data.get("checksums")
+    if not isinstance(ranks, list | tuple) or not isinstance(checksums, list | tuple) or len(ranks) != len(checksums):
+        return None
+    by_rank = {
+        rank: str(checksum)[:64] for rank, checksum in zip(ranks, checksums, strict=True) if isinstance(rank, int)
+    }
+    if len(set(by_rank.values())) < 2:
+        return None
+    agreed = number(data, "agreed")
+    name = text(data, "tensor") or "a tensor"
+    return _Difference(integer(data, "step"), name, by_rank, None if agreed is None else int(agreed), event.at)
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    told: dict[tuple[str, int], list[_Difference]] = {}
+    for event in unsolved(view, "replicas_differ"):
+        if difference := _difference(event):
+            told.setdefault((text(event.data, "run"), integer(event.data, "generation")), []).append(difference)
+    for (run, generation), differences in told.items():
+        yield _finding(view, run, generation, differences)
+
+
+def _suspects(differences: Sequence[_Difference]) -> list[int]:
+    """The ranks that are in the minority most often; a tensor that went wrong first spoils others later."""
+    votes = Counter(rank for difference in differences for rank in difference.minority)
+    most = max(votes.values(), default=0)
+    return sorted(rank for rank, count in votes.items() if count == most)
+
+
+def _culprit(view: View, run: str, suspects: Sequence[int]) -> tuple[Culprit, float]:
+    if not suspects:
+        return Culprit("unknown", view.node, detail="no checksum has a majority"), 0.3
+    if len(suspects) > 1:
+        return Culprit("unknown", view.node, detail=f"{_named(suspects)} differ from the majority"), 0.4
+    rank = rank_of(view, run, suspects[0])
+    if rank is None:
+        return Culprit("rank", rank=suspects[0], detail="on another node"), 0.8
+    return Culprit("gpu", view.node, rank.gpu, rank.rank, "computed or stored something wrong"), 0.8
+
+
+def _finding(view: View, run: str, generation: int, differences: Sequence[_Difference]) -> Finding:
+    first = min(differences, key=lambda difference: difference.step)
+    culprit, confidence = _culprit(view, run, _suspects(differences))
+    tensors = sorted({difference.tensor for difference in differences})
+    agreed = first.agreed if first.agreed is not None else -1
+    since = f"equal at step {agreed}" if agreed >= 0 else "never compared equal before"
+    gpu = next((gpu for gpu in view.gpus if gpu.index == culprit.gpu), None)
+    xids = [event.message for event in xids_of(view, gpu, ECC_S)] if gpu is not None else []
+    world = world_size(view, run)
+    lost = max(0, first.step - agreed)
+    facts = [*map(str, differences[:NAMED]), f"{first.tensor} was {since}", *xids[:2]]
+    return Finding(
+        kind="replica_divergence",
+        key=run,
+        severity=Severity.CRITICAL,
+        summary=f"the replicas of {run} differ in {_counted(tensors)} after step {first.step}",
+        culprit=culprit,
+        confidence=confidence,
+        evidence=tuple(Evidence(fact, "rank events", first.at) for fact in facts),
+        cost=Cost(
+            gpu_seconds=lost * step_seconds(ranks_of(view, run)) * world,
+            text=f"{counted(lost, 'step')} on {counted(world, 'GPU')} to do again, and all from here on",
+        ),
+        job=job_of(view, run),
+        data={"run": run, "generation": generation, "step": first.step, "agreed": agreed},
+    )
+
+
+def _counted(tensors: Sequence[str]) -> str:
+    return tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {counted(len(tensors) - 1, 'other tensor')}"
+
+
+def _committed(view: View, run: str) -> int:
+    """Step of the checkpoint that a restart would load, -1 if there is none."""
+    return max((r.committed_step for r in ranks_of(view, run) if r.committed_step is not None), default=-1)
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    """Go back only to a checkpoint from when the replicas were proved equal: one of them wrote it."""
+    data, why = incident.data, incident.summary
+    run, supervisor = text(data, "run"), run_of(view, text(data, "run"))
+    committed = _committed(view, run)
+    safe = 0 <= committed <= integer(data, "agreed")
+    if safe and supervisor is not None and supervised(view, run):
+        args: dict[str, object] = {"control": supervisor.control, "reason": why}
+        return (
+            Action("restart_generation", target=run, args=args, reason=f"{why}; back to step {committed}"),
+            Action("notify", target=run, reason=f"{why}; test the node of {incident.culprit}"),
+        )
+    advice = "no opsd launcher is there to restart it"
+    if not safe:
+        advice = "the newest checkpoint may be spoilt; go back to one from before the last equal comparison"
+    return (Action("notify", target=run, reason=f"{why}; {incident.culprit}; {advice}"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once a later generation, which loads the same state on all replicas, trains, or the run has ended."""
+    return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
+
+
+PAGE = Page.parse("""
+# Replicas have diverged
+
+## Meaning
+Weights or optimizer state that data-parallel replicas hold in common have different checksums. All replicas apply the
+same gradients in the same order, so that nothing but a wrong computation, a wrong bit in memory or a program that does
+something else on one rank can make them differ. No ECC error and no Xid need to go with it: that is what makes the
+corruption silent. The rank whose checksum is in the minority is the suspect; with two replicas there is no majority.
+
+## Impact
+Every all-reduce mixes the wrong values into all replicas. What was trained since the last comparison that was equal
+has to be trained again; a checkpoint written since then may hold the wrong replica.
+
+## Diagnosis
+1. `opsd incidents show ID`: tensor, step, checksum of each rank, who is in the minority, when they were last equal.
+2. Is it one rank, and one tensor or all? One tensor on one rank: its GPU. Many ranks in groups: the program (a seed, a
+   branch on the rank, a collective left out), or a kernel that is not deterministic where it has to be.
+3. The suspect's GPU: `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`, `journalctl -k --since -1hour | grep -i xid`. No error
+   there does not acquit it.
+4. `opsd preflight --help`: the burn-in compares results bit by bit, which is what finds such a GPU.
+
+## Mitigation
+- Go back to a checkpoint from a step at which they were equal: `opsd checkpoint list FOLDER`.
+- Take the suspect's node out and test it: `scontrol update nodename=NODE state=drain reason="opsd:
+  replica_divergence"`.
+- The same tensor again on other hardware: it is the program.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once a later start of the run trains.
+- recommend: names the restart if the newest checkpoint is from a step at which the replicas were equal; notifies.
+- act: carries out that restart and notifies. With a newer checkpoint it only notifies: that one may hold the wrong
+  values. It does not take the node out by itself.
+""")
+
+RUNBOOK = Runbook(
+    kind="replica_divergence",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    clear_after_s=10.0,
+    verify_s=900.0,
+    max_attempts=1,
+)
