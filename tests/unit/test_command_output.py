@@ -1,7 +1,10 @@
-"""Where long commands write their results is looked at before they begin."""
+"""What commands print, where they write it, and what the shell completes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,3 +21,13 @@ def test_a_result_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path,
     assert result.exit_code == exitcodes.USAGE
     assert "No such file or directory" in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("shell", "current"), [("bash", "2"), ("zsh", "2"), ("fish", "--max-re")])
+def test_completion_is_printed_and_completes(shell: str, current: str) -> None:
+    """The script calls back with the words so far, and what it is told then are subcommands and flags."""
+    assert "_OPSD_COMPLETE" in CliRunner().invoke(cli, ["completion", shell]).output
+    environment = {"_OPSD_COMPLETE": f"{shell}_complete", "COMP_WORDS": "opsd launch --max-re", "COMP_CWORD": current}
+    command = [sys.executable, "-m", "opsd"]
+    answer = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert "--max-restarts" in answer.stdout
