@@ -1,0 +1,150 @@
+"""Checkpoints of a run are no longer evaluated although they used to be: nobody would see that the model is bad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from collectors.base import Event, RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from runbooks.signals import integer, text
+
+HISTORY_S = 7 * 86_400.0
+LEAST_EVALUATIONS = 2
+"""One evaluation may have been asked for by hand; a run that has had two is evaluated as it goes."""
+
+FACTOR, LEAST_BACKLOG = 2.0, 3
+"""An evaluation is missing if more checkpoints wait for one than this, and than twice as many as usually do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Backlog:
+    """Checkpoints that wait for an evaluation. ``usual`` is how many did when an evaluation came in."""
+
+    evaluated: int
+    waiting: int
+    usual: float
+    failed: int
+
+    @property
+    def late(self) -> bool:
+        """True if more wait than the usual course of things explains."""
+        return self.waiting > max(LEAST_BACKLOG, FACTOR * self.usual)
+
+
+def _has_results(event: Event) -> bool:
+    results = event.data.get("results")
+    return isinstance(results, Mapping) and bool(results)
+
+
+def _waiting(commits: Sequence[Event], evaluated: int, until: float) -> int:
+    """How many checkpoints later than the one of step ``evaluated`` existed at the second ``until``."""
+    steps = {integer(event.data, "step") for event in commits if event.at <= until}
+    return sum(step > evaluated for step in steps)
+
+
+def _backlog(view: View, run: str) -> _Backlog | None:
+    """What waits for an evaluation, None for a run that is not evaluated."""
+    commits = run_events(view, "checkpoint_committed", run, HISTORY_S)
+    told = run_events(view, "evaluation", run, HISTORY_S)
+    evaluations = [event for event in told if _has_results(event)]
+    if len({integer(event.data, "step") for event in evaluations}) < LEAST_EVALUATIONS:
+        return None
+    evaluated, usual = -1, list[int]()
+    for event in evaluations:
+        if integer(event.data, "step") > evaluated:
+            usual.append(_waiting(commits, evaluated, event.at))
+            evaluated = integer(event.data, "step")
+    failed = sum(integer(event.data, "step") > evaluated for event in told if not _has_results(event))
+    return _Backlog(evaluated, _waiting(commits, evaluated, view.wall), median(usual), failed)
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for leader in leaders(view):
+        backlog = _backlog(view, leader.run) if leader.live else None
+        if backlog is not None and backlog.late:
+            yield _finding(view, leader, backlog)
+
+
+def _finding(view: View, leader: RankFact, backlog: _Backlog) -> Finding:
+    behind = max(0, leader.steps[-1].step - backlog.evaluated)
+    hours = behind * step_seconds([leader]) * leader.world_size / 3600
+    facts = [
+        f"{backlog.waiting} checkpoints wait for an evaluation, usual are {backlog.usual:.0f}",
+        f"the newest results are those of step {backlog.evaluated}, step {leader.steps[-1].step} is done",
+        f"{backlog.failed} evaluations since then had no results" if backlog.failed else "",
+    ]
+    culprit = Culprit("unknown", detail="whatever starts or runs the evaluations")
+    if backlog.failed:
+        culprit = Culprit("user code", detail="evaluations run and have no results")
+    return Finding(
+        kind="eval_missing",
+        key=leader.run,
+        severity=Severity.WARNING,
+        summary=f"{leader.run} has {backlog.waiting} checkpoints without an evaluation",
+        culprit=culprit,
+        confidence=0.8 if backlog.failed else 0.4,
+        evidence=tuple(Evidence(fact, "events of the run", view.wall) for fact in facts if fact),
+        cost=Cost(text=f"{hours:.1f} GPU-hours of training that nobody has judged"),
+        job=leader.job,
+        data={"run": leader.run, "generation": leader.generation, "evaluated": backlog.evaluated},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}; {incident.cost.text}"
+    return (Action("notify", target=text(incident.data, "run"), reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once a later checkpoint has results, or the run has ended in good order."""
+    run = text(incident.data, "run")
+    backlog = _backlog(view, run)
+    if backlog is not None and backlog.evaluated > integer(incident.data, "evaluated"):
+        return True
+    over = recovered(view, run, integer(incident.data, "generation"))
+    return False if over and any(rank.live for rank in ranks_of(view, run)) else over
+
+
+PAGE = Page.parse("""
+# Evaluations are missing
+
+## Meaning
+The run has been evaluated at its checkpoints before, and now more than three of them, and more than twice as many as
+usual, are later than the newest results. An evaluation counts once it has results: jobs that start and fail do not.
+A run that is not evaluated, or was once by hand, is left alone.
+
+## Impact
+None on the training. A model that gets worse, or does not get better, is noticed that much later: SmolLM3's
+tensor-parallel fault was found by comparing evaluations with an older run's, after a trillion tokens.
+
+## Diagnosis
+1. `opsd incidents show ID`: newest step with results, checkpoints that wait, evaluations that had none.
+2. Do the jobs wait? `squeue --user USER --name NAME --start`: no idle node, a reservation, a limit of the account.
+3. Did they fail? `sacct --user USER --starttime now-1day --format jobid,jobname,state,exitcode,elapsed`, then the log
+   of the newest.
+4. Is nothing submitted at all? The hook that queues evaluations, and its last lines in the log of rank 0.
+5. `opsd checkpoint list FOLDER`: are the checkpoints there that it would read?
+
+## Mitigation
+- Evaluate the newest checkpoint by hand first; it says most about the model.
+- Keep those that wait: retention must not remove a checkpoint before it has been evaluated.
+- No node free: spares may run evaluations, they give way within seconds.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once a later checkpoint has results.
+- recommend, act: the same, and notifies. It does not submit evaluations by itself.
+""")
+
+RUNBOOK = Runbook(
+    kind="eval_missing",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    verify_s=3600.0,
+    max_attempts=1,
+)
