@@ -3,6 +3,7 @@
 from runbooks import (
     checkpoint_corrupt,
     checkpoint_stale,
+    clock_skew,
     dataloader_stall,
     driver_hang,
     eval_missing,
@@ -65,5 +66,6 @@ RUNBOOKS: tuple[Runbook, ...] = (
     storage_slow.RUNBOOK,
     storage_full.RUNBOOK,
     host_memory.RUNBOOK,
+    clock_skew.RUNBOOK,
 )
 """Every runbook of opsd, in the order in which they are asked."""

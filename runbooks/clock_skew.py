@@ -1,0 +1,107 @@
+"""The node's wall clock was stepped, or runs away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+
+BOOTED = "opsd_host_boot_time_seconds"
+"""The kernel reckons it from the wall clock, so that it moves by as much as that is stepped."""
+
+WINDOW_S, STEADY_S = 600.0, 300.0
+STEP_S = 3.0
+"""The kernel tells whole seconds; a clock that is kept right is moved by milliseconds."""
+
+CREDENTIAL_S = 300.0
+"""MUNGE refuses credentials whose time differs by more (munged(8)): Slurm then does not talk to the node."""
+
+
+def _moved(view: View, seconds: float) -> float | None:
+    """Seconds by which the clock was moved within ``seconds``, None if that is not known."""
+    series = view.select(BOOTED)
+    if not series or series[0].last is None:
+        return None
+    return series[0].last - median(value for _, value in series[0].values(seconds))
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    moved = _moved(view, WINDOW_S)
+    if moved is not None and abs(moved) >= STEP_S:
+        yield _finding(view, moved)
+
+
+def _finding(view: View, moved: float) -> Finding:
+    ranks = [rank for rank in view.ranks if rank.live]
+    how = f"{abs(moved):.0f} s {'forward' if moved > 0 else 'back'}"
+    refused = f"more than the {CREDENTIAL_S:.0f} s that MUNGE tolerates" if abs(moved) > CREDENTIAL_S else ""
+    fact = f"the wall clock went {how} against the monotonic one within ten minutes"
+    return Finding(
+        kind="clock_skew",
+        key=view.node,
+        severity=Severity.WARNING,
+        summary=f"the clock of {view.node} was moved {how}",
+        culprit=Culprit("node", view.node, detail="wall clock"),
+        confidence=0.95,
+        evidence=tuple(Evidence(text, "host", view.wall) for text in (fact, refused) if text),
+        cost=Cost(text="nothing itself; Slurm and logs that are compared with other nodes may suffer" if ranks else ""),
+        job=ranks[0].job if ranks else "",
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=view.node, reason=f"{incident.summary}: see which of both times was right"),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the clock has been steady for five minutes; whether it is right only others can tell."""
+    series = view.select(BOOTED)
+    if not series or series[0].last is None:
+        return None
+    points = series[0].values(STEADY_S)
+    values = [value for _, value in points]
+    return points[-1][0] - points[0][0] >= 0.9 * STEADY_S and max(values) - min(values) < STEP_S
+
+
+PAGE = Page.parse("""
+# The clock was moved
+
+## Meaning
+The node's wall clock went at least 3 s forward or back against the clock that counts from boot. Somebody set it, or
+time synchronisation found it wrong and stepped it. Before or after that step it is wrong: the incident does not know
+which. An offset that was there all along is not seen here, nor one of less than seconds.
+
+## Impact
+Training does not care, nor do opsd's own times. Slurm and everything else that signs with MUNGE stop talking to the
+node beyond five minutes; certificates, file times and `make` misbehave; logs of several nodes no longer line up.
+
+## Diagnosis
+1. `opsd incidents show ID`: by how much, and which way.
+2. `chronyc tracking` and `chronyc sources -v`: synchronised now? With which source, and how far off was it?
+3. `journalctl --since -1hour -u chronyd -u systemd-timesyncd -u ntpd`: the step, and why.
+4. `journalctl -k --since -1day | grep -iE "clocksource|tsc"`: a clock source that the kernel has given up.
+5. Many nodes at once: the time server.
+
+## Mitigation
+- Right now: nothing else to do, the incident ends by itself.
+- Wrong now: `chronyc makestep`, and find out who set it.
+- It runs away again: the board's clock or battery; drain (`scontrol update nodename=NODE state=drain reason="opsd:
+  clock_skew"`).
+
+## What opsd does by itself
+- observe: opens the incident; resolves it once the clock has been steady for five minutes.
+- recommend, act: the same, and notifies. It never sets a clock.
+""")
+
+RUNBOOK = Runbook(
+    kind="clock_skew",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("host",),
+    open_after_s=2.0,
+    verify_s=1800.0,
+    max_attempts=1,
+)
