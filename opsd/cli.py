@@ -17,6 +17,10 @@ COMMANDS = {
     "config": ("opsd.config_cli:config", "Check, show or create the configuration file."),
     "dashboards": ("opsd.dashboards_cli:dashboards", "Build the Grafana boards, or check that they are current."),
     "demo": ("opsd.demo.cli:demo", "Train a small model, break it five ways, watch it recover."),
+    "diagnose": (
+        "opsd.agent.diagnose_cli:command",
+        "Why a run stands still or trains slowly: data, network or kernels.",
+    ),
     "incidents": ("opsd.agent.incidents_cli:incidents", "List the incidents of this node, show one, sum them up."),
     "launch": ("opsd.launch.cli:launch", "Start and supervise the ranks of a job, where torchrun is used today."),
     "ledger": ("opsd.launch.ledger_cli:ledger", "Where the wall-clock time of a run went."),
