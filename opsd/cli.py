@@ -29,6 +29,7 @@ COMMANDS = {
     "runbook": ("opsd.runbook_cli:runbook", "List the runbooks or show one."),
     "slurm": ("opsd.slurm.cli:slurm", "What opsd may do with Slurm on this machine."),
     "status": ("opsd.agent.status_cli:status", "What the agent of this node sees right now."),
+    "top": ("opsd.agent.top_cli:top", "Watch the GPUs, ranks and incidents of this node live."),
 }
 
 

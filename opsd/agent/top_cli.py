@@ -1,0 +1,178 @@
+"""``opsd top``: the node live, GPUs, ranks and incidents, until q or Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from opsd import exitcodes
+from opsd.agent.ask import Agent, NoAgent, Refused, fail, plain_table, printable
+
+_PHASES = {
+    "data": "yellow",
+    "forward": "green",
+    "backward": "green",
+    "optimizer": "green",
+    "collective": "cyan",
+    "checkpoint": "magenta",
+    "evaluation": "blue",
+}
+_SEVERITIES = {"critical": "bold red", "warning": "yellow", "info": "dim"}
+MAX_INCIDENTS = 8
+
+
+@click.command()
+@click.option("--url", help="Where the agent listens, for instance http://node-17:9477.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Take the address from FILE.")
+@click.option(
+    "--interval", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between looks."
+)
+@click.option("--once", is_flag=True, help="Print one look and end.")
+def top(url: str | None, file: Path | None, interval: float, once: bool) -> int:
+    """Watch the GPUs, ranks and incidents of a node live; q or Ctrl-C ends it.
+
+    Ends with 1 if no agent answers at the start; one that is away for a while later is waited for.
+    """
+    agent, console = Agent(url, file), Console(highlight=False)
+    try:
+        view = look(agent)
+    except (NoAgent, Refused) as error:
+        fail(str(error))
+    if once or not console.is_terminal:
+        console.print(view)
+        return exitcodes.OK
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        keys() as quit_within,
+        Live(view, console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while not quit_within(interval):
+            try:
+                view = look(agent)
+                live.update(view, refresh=True)
+            except (NoAgent, Refused) as error:
+                live.update(Group(Text(str(error), style="red"), view), refresh=True)
+    return exitcodes.OK
+
+
+def look(agent: Agent) -> RenderableType:
+    """What the node looks like now. Raises NoAgent and Refused."""
+    status = agent.get("/api/v1/status")
+    incidents = agent.get("/api/v1/incidents", state="current", limit=MAX_INCIDENTS)["incidents"]
+    return screen(printable(status), [printable(incident) for incident in incidents], time.time())
+
+
+def screen(status: Mapping[str, Any], incidents: list[Mapping[str, Any]], wall: float) -> RenderableType:
+    """The whole picture; all texts in ``status`` and ``incidents`` are fit for the terminal already."""
+    title = f"[bold]{status['node']}[/bold]  opsd {status['version']}, mode {status['mode']}"
+    age = status["tick_age_s"]
+    late = f"  [red]the agent has not ticked for {age:.0f} s[/red]" if age > 5 else ""
+    parts: list[RenderableType] = [
+        Text.from_markup(f"{title}, {time.strftime('%H:%M:%S', time.localtime(wall))}{late}")
+    ]
+    for table in (_gpus(status), _ranks(status)):
+        if table.row_count:
+            parts += [Text(), table]
+    return Group(*parts, Text(), _incidents(incidents, wall))
+
+
+def _gpus(status: Mapping[str, Any]) -> Table:
+    table = plain_table("GPU", "use", "", "temperature", "power", "SM clock", "memory", "")
+    for gpu in status["gpus"]:
+        use = gpu["utilization_percent"]
+        table.add_row(
+            str(gpu["index"]),
+            _bar(use),
+            _value(use, "%"),
+            _value(gpu["temperature_celsius"], " °C"),
+            _value(gpu["power_watts"], " W"),
+            _value(gpu["sm_clock_mhz"], " MHz"),
+            _value(gpu["memory_used_mib"], " MiB"),
+            f"[red]lost: {gpu['lost']}[/red]" if gpu["lost"] else "[yellow]simulated[/yellow]" * gpu["simulated"],
+        )
+    return table
+
+
+def _ranks(status: Mapping[str, Any]) -> Table:
+    table = plain_table("rank", "run", "GPU", "phase", "for", "step", "step time", "")
+    for rank in status["ranks"]:
+        table.add_row(
+            str(rank["rank"]),
+            rank["run"],
+            _value(rank["gpu"], ""),
+            f"[{_PHASES.get(rank['phase'], 'default')}]{rank['phase']}[/]",
+            f"{rank['phase_s']:.1f} s",
+            _value(rank["step"], ""),
+            "-" if rank["step_s"] is None else f"{rank['step_s']:.3f} s",
+            "" if rank["live"] else "[red]not running[/red]",
+        )
+    return table
+
+
+def _incidents(incidents: list[Mapping[str, Any]], wall: float) -> RenderableType:
+    if not incidents:
+        return Text("no incidents", style="green")
+    table = plain_table("incident", "state", "since", "symptoms")
+    for incident in incidents:
+        table.add_row(
+            f"[{_SEVERITIES[incident['severity']]}]{incident['summary']}[/]",
+            incident["state"],
+            f"{max(0.0, wall - incident['opened_at']):.0f} s",
+            str(len(incident["symptoms"]) or ""),
+        )
+    return table
+
+
+def _bar(percent: float | None, width: int = 20) -> str:
+    full = round(width * min(max(percent or 0.0, 0.0), 100.0) / 100)
+    return f"[green]{'█' * full}[/green][dim]{'░' * (width - full)}[/dim]"
+
+
+def _value(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.0f}{unit}"
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], bool]]:
+    """A function that waits for some seconds and says whether q was pressed meanwhile.
+
+    The terminal gives keys at once and unseen inside the block, and is as it was before afterwards.
+    """
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield lambda seconds: _quit_pressed(descriptor, seconds)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _quit_pressed(descriptor: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        ready, _, _ = select.select([descriptor], [], [], left)
+        if ready and os.read(descriptor, 1) in (b"q", b"Q", b""):
+            return True
+    return False
