@@ -18,6 +18,7 @@ BENCHES = {
     "agent": "CPU, memory, series and scrape time of the agent beside nvitop-exporter",
     "client": "cost of a rank-page update",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
+    "recovery": "steps lost when a rank is killed and on SIGTERM",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
 }
 
