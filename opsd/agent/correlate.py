@@ -14,7 +14,7 @@ from typing import Literal
 
 from collectors.base import RankFact
 from opsd.agent.incidents import Book
-from runbooks.base import Cost, Incident
+from runbooks.base import Cost, Incident, Severity
 
 LEAD_S = 60.0
 """A root may be found this much later than its symptom: detectors differ in how long they look."""
@@ -152,7 +152,7 @@ def _parent(
 
 def _fits(symptom: Incident, root: Incident, link: Link) -> bool:
     """True if the two lie close enough in time."""
-    if link.root == "host_memory" and KILLED_FOR_MEMORY not in symptom.summary:
+    if link.root == "host_memory" and (KILLED_FOR_MEMORY not in symptom.summary or root.severity != Severity.CRITICAL):
         return False
     if link.by == "gpu" and symptom.culprit.component == "data":
         return False
@@ -170,7 +170,10 @@ def _distance(symptom: Incident, root: Incident, link: Link) -> float:
 
 
 def _places(incident: Incident, ranks: Sequence[RankFact]) -> Mapping[Common, set[Place]]:
-    """What ``incident`` concerns: its GPUs, ranks, runs and node, each as tuples that can be compared."""
+    """What ``incident`` concerns: its GPUs, ranks, runs and node, each as tuples that can be compared.
+
+    A rank of another generation is another one: what made it hang ended with it.
+    """
     culprit, data = incident.culprit, incident.data
     named, gpu = data.get("run"), culprit.gpu if culprit.gpu is not None else data.get("gpu")
     own = [
@@ -184,7 +187,7 @@ def _places(incident: Incident, ranks: Sequence[RankFact]) -> Mapping[Common, se
     gpus = {gpu} if gpu is not None else {rank.gpu for rank in own if rank.gpu is not None}
     return {
         "gpu": {(culprit.node, gpu) for gpu in gpus},
-        "rank": {(run, number) for run in runs for number in numbers},
+        "rank": {(run, number, data.get("generation")) for run in runs for number in numbers},
         "run": {(run,) for run in runs},
         "node": {(culprit.node,)},
     }

@@ -64,12 +64,12 @@ class Eyes:
     def look(self, wall: float) -> Snapshot:
         """What there is to see now; parts that cannot be read are absent."""
         self._tail()
-        incidents = self._get("/api/v1/incidents")
+        incidents = self._get("/api/v1/incidents?symptoms=1")
         return Snapshot(
             wall=wall,
             pages=tuple(_pages(self.folder)),
             events=self._seen,
-            incidents=None if incidents is None else json.loads(incidents)["incidents"],
+            incidents=None if incidents is None else _with_symptoms(json.loads(incidents)["incidents"]),
             gpus=parse_gpus(self._get("/metrics")),
             standby=self._standby(),
         )
@@ -97,6 +97,11 @@ class Eyes:
                 return str(answer.read().decode())
         except (urllib.error.URLError, OSError):
             return None
+
+
+def _with_symptoms(incidents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Each incident followed by its symptoms: a fault of the demo may be found as the symptom of another trouble."""
+    return [found for incident in incidents for found in (incident, *incident["symptoms"])]
 
 
 def _pages(folder: Path) -> list[RankPage]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opsd.agent.correlate import LINKS, RELEASE_S, correlate, held, joint_gpu_seconds, linked
 from opsd.agent.incidents import Book
-from runbooks.base import Cost, Culprit, Incident
+from runbooks.base import Cost, Culprit, Incident, Severity
 from tests.fakes.facts import rank
 from tests.fakes.incidents import WALL, incident
 
@@ -73,13 +73,23 @@ def test_a_crash_belongs_to_an_xid_of_the_same_minute_only() -> None:
     assert causes(later, again)[later.id] == xid.id
 
 
+def test_a_stall_explains_a_hang_of_its_own_generation_only() -> None:
+    """What held the ranks up before a restart does not hold them up after it."""
+    stall = of("dataloader_stall", 1, data={"run": "smol", "generation": 1})
+    hang = of("rank_hang", 1, at=8, data={"run": "smol", "generation": 1})
+    restarted = replace(hang, data={"run": "smol", "generation": 2})
+    assert causes(hang, stall)[hang.id] == stall.id
+    assert causes(restarted, stall)[hang.id] is None
+
+
 def test_only_a_killed_rank_was_killed_for_memory() -> None:
     """A rank that raised an exception while memory was short has its own reason."""
-    memory = of("host_memory", culprit=Culprit("node", "n01"), data={})
+    memory = of("host_memory", culprit=Culprit("node", "n01"), data={}, severity=Severity.CRITICAL)
     killed = of("rank_crash", 0, at=5, summary="rank 0 of smol ended with signal SIGKILL after step 7")
     raised = replace(killed, summary="rank 0 of smol ended with exit code 1 after step 7")
     assert causes(killed, memory)[killed.id] == memory.id
     assert causes(raised, memory)[raised.id] is None
+    assert causes(killed, replace(memory, severity=Severity.WARNING))[killed.id] is None
 
 
 def test_a_symptom_outlives_its_root_for_a_while_and_then_is_an_incident_of_its_own() -> None:
