@@ -18,6 +18,9 @@ SLOW_PHASES = ("setup", "other", "checkpoint", "evaluation")
 SLOW_PHASE_LIMIT_S = 900.0
 """Phases without a past to learn from: reading a checkpoint over a slow network once took hours and then recovered."""
 
+NOBODY = 0.2
+"""The confidence with which a rank is named when none stands out."""
+
 SETTLED_STEPS = 3
 """The first steps compile and autotune; a rank that has not completed this many has the limit of a slow phase."""
 
@@ -25,6 +28,12 @@ SETTLED_STEPS = 3
 def waits_for_data(states: Sequence[RankState], culprit: int) -> bool:
     """True if the culprit is in good health and waits for its data: that is a ``dataloader_stall``."""
     return any(s.rank == culprit and s.phase == "data" and s.process not in STOPPED for s in states)
+
+
+def waits_for_others(states: Sequence[RankState]) -> bool:
+    """True if all ranks here wait in a collective and none of them holds it up: that is a ``collective_hang``."""
+    waiting = bool(states) and all(state.phase == "collective" for state in states)
+    return waiting and blame(states).confidence <= NOBODY
 
 
 def reported_states(event: Event) -> list[RankState]:
@@ -47,7 +56,7 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
     data = event.data
     run, rank, generation = text(data, "run"), number(data, "rank"), integer(data, "generation")
     states = reported_states(event)
-    if rank is not None and waits_for_data(states, int(rank)):
+    if waits_for_others(states) if rank is None else waits_for_data(states, int(rank)):
         return None
     stuck, reason, stacks = number(data, "stuck_s") or 0.0, text(data, "reason"), text(data, "stacks")
     sentences = data.get("evidence")
@@ -91,7 +100,8 @@ def state_of(rank: RankFact, now: float) -> RankState:
     return RankState(rank.rank, rank.phase, now - rank.changed, rank.process, last_step(rank))
 
 
-def _limit(rank: RankFact) -> float:
+def limit_of(rank: RankFact) -> float:
+    """Seconds that the rank may stand still in its phase, by its own past."""
     if rank.phase in SLOW_PHASES or len(rank.steps) < SETTLED_STEPS:
         return SLOW_PHASE_LIMIT_S
     return max(FLOOR_S, FACTOR * max(step.duration_s for step in rank.steps))
@@ -105,8 +115,8 @@ def _from_pages(view: View, run: str) -> Finding | None:
         return None
     verdict = blame(states)
     culprit = next(rank for rank in ranks if rank.rank == verdict.rank)
-    stuck, limit = view.now - culprit.changed, _limit(culprit)
-    if stuck < limit or waits_for_data(states, culprit.rank):
+    stuck, limit = view.now - culprit.changed, limit_of(culprit)
+    if stuck < limit or waits_for_data(states, culprit.rank) or waits_for_others(states):
         return None
     world = culprit.world_size
     return Finding(
@@ -157,7 +167,7 @@ PAGE = Page.parse("""
 All processes of the job are there but none makes progress: one rank has not moved for far longer than its own past
 explains, and the others wait for it. Named is the rank that is stopped, a zombie or stuck in the kernel; if there is
 none, the one with the lowest step, then the one that is not yet in the collective that the others are in, then the
-one that changed first.
+one that changed first. If all ranks here wait in a collective, none of them is to blame: that is `collective_hang`.
 
 ## Impact
 Every GPU of the job waits. Lost are that time and, after the restart, the steps since the last checkpoint.
@@ -166,9 +176,7 @@ Every GPU of the job waits. Lost are that time and, after the restart, the steps
 1. `opsd incidents show ID`: every rank's phase, process state and step, and the file with all stacks.
 2. Process state T: somebody sent SIGSTOP (a debugger, a suspended job). `kill -CONT PID` lets it go on.
 3. Process state D: a hung driver or file server. `cat /proc/PID/wchan`, `journalctl -k --since -30min`.
-4. All ranks in `collective` (low confidence): the network or another node. `nvidia-smi nvlink -s`, `ibstat`, and the
-   same incident on the other nodes of the job.
-5. A live look: `py-spy dump --native --pid PID` on the rank named and on one that waits.
+4. A live look: `py-spy dump --native --pid PID` on the rank named and on one that waits.
 
 ## Mitigation
 - Nothing, if the incident resolved: the launcher has restarted the generation.

@@ -63,7 +63,7 @@ class SimulatedJob:
         taken, self._events = tuple(self._events), []
         return taken
 
-    def emit(self, kind: str, at: float, **fields: object) -> None:
+    def emit(self, kind: str, at: float, /, **fields: object) -> None:
         """Something for the run's event stream at monotonic second ``at``."""
         data = {"run": self.settings.run, "node": self._node, "generation": self.generation, **fields}
         self._events.append(Event(kind, self._wall(at), f"{kind} of {self.settings.run}", data))

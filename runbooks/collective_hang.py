@@ -1,0 +1,174 @@
+"""Every rank of this node waits in a collective that does not end: the network, or a rank of another node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from collectors.base import Event
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
+from runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
+from runbooks.signals import counted, integer, number, text
+
+NAMES_EARLY_S = 30.0
+"""NCCL may have told of the trouble this long before the ranks were found to stand still."""
+
+SILENT = ("incomplete", "dead")
+BEHIND = ("mismatch", "error")
+"""What NCCL's RAS says of ranks: they do not answer; or they answer, and are behind the others or report an error."""
+
+
+def _from_launcher(event: Event, view: View) -> Finding | None:
+    data = event.data
+    if number(data, "rank") is not None or not waits_for_others(reported_states(event)):
+        return None
+    run, generation, stuck = text(data, "run"), integer(data, "generation"), number(data, "stuck_s") or 0.0
+    stacks = text(data, "stacks")
+    said = f"all ranks here have waited in a collective for {stuck:.1f} s; the limit is {text(data, 'limit_s')} s"
+    return Finding(
+        kind="collective_hang",
+        key=f"{run}/generation {generation}",
+        severity=Severity.CRITICAL,
+        summary=f"{run} hangs in a collective, and no rank of {view.node} holds it up",
+        culprit=Culprit("unknown", view.node, detail="the network or a rank of another node"),
+        confidence=0.3,
+        evidence=quoted(event, "launcher", said, f"stacks of all ranks: {stacks}" if stacks else ""),
+        cost=downtime(view, event, event.at - stuck),
+        job=job_of(view, run),
+        data={"run": run, "generation": generation, "since": event.at - stuck},
+    )
+
+
+def _from_pages(view: View, run: str) -> Finding | None:
+    """The hang of a run that no launcher watches: all ranks here wait for longer than their past allows."""
+    ranks = [rank for rank in ranks_of(view, run) if rank.live]
+    if not waits_for_others([state_of(rank, view.now) for rank in ranks]):
+        return None
+    longest = min(ranks, key=lambda rank: rank.changed)
+    stuck = view.now - longest.changed
+    if stuck < limit_of(longest):
+        return None
+    world = longest.world_size
+    said = f"all {len(ranks)} ranks here wait in a collective; their past allows {limit_of(longest):.0f} s"
+    return Finding(
+        kind="collective_hang",
+        key=f"{run}/generation {longest.generation}",
+        severity=Severity.CRITICAL,
+        summary=f"{run} hangs in a collective, and no rank of {view.node} holds it up",
+        culprit=Culprit("unknown", view.node, detail="the network or a rank of another node"),
+        confidence=0.3,
+        evidence=(Evidence(said, "rank pages", view.wall),),
+        cost=Cost(1.0, stuck * world, f"{counted(world, 'GPU')} stood still for {stuck:.0f} s", world),
+        job=longest.job,
+        data={
+            "run": run,
+            "rank": longest.rank,
+            "generation": longest.generation,
+            "step": last_step(longest),
+            "since": view.wall - stuck,
+        },
+    )
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    found = [_from_launcher(event, view) for event in unsolved(view, "hang_detected")]
+    if view.known("ranks"):
+        found += [_from_pages(view, run) for run in sorted({r.run for r in view.ranks}) if not supervised(view, run)]
+    return (finding for finding in found if finding is not None)
+
+
+def _diagnose(finding: Finding, view: View) -> Finding:
+    """Who is missing, by PyTorch's flight recorder, else by NCCL's RAS; what NCCL wrote into the logs is added."""
+    run, since = text(finding.data, "run"), (number(finding.data, "since") or view.wall) - NAMES_EARLY_S
+    back = view.wall - since
+    records = [e for e in view.events("nccl_flight_recorder", back) if text(e.data, "run") == run]
+    problems = [e for e in view.events("nccl_ras", back) if text(e.data, "kind") in (*SILENT, *BEHIND)]
+    logs = [e for e in view.events("nccl_log", back) if text(e.data, "run") == run and e.data.get("kind") != "warning"]
+    told = [(e, source) for events, source in ((records, "flight recorder"), (problems, "NCCL RAS")) for e in events]
+    named = [(_recorded(records[-1], run, view), 0.85)] if records else [(_by_ras(e, view), 0.7) for e in problems]
+    found = next(((culprit, sure) for culprit, sure in named if culprit is not None), None)
+    evidence = [Evidence(event.message, source, event.at) for event, source in told[-4:]]
+    evidence += [Evidence(event.message, "rank log", event.at) for event in logs[-2:]]
+    finding = replace(finding, evidence=(*finding.evidence, *evidence))
+    return finding if found is None else replace(finding, culprit=found[0], confidence=found[1])
+
+
+def _recorded(event: Event, run: str, view: View) -> Culprit:
+    """The rank that did not come to the collective, or the network if all have come."""
+    listed = event.data.get("culprits")
+    ranks = [int(rank) for rank in listed if isinstance(rank, int)] if isinstance(listed, list | tuple) else []
+    what = f"{text(event.data, 'operation')} {text(event.data, 'sequence')} of group {text(event.data, 'group')}"
+    if not ranks:
+        return Culprit("network", view.node, detail=f"every rank has come to {what}")
+    page = rank_of(view, run, ranks[0])
+    others = f", nor did {counted(len(ranks) - 1, 'other')}" if len(ranks) > 1 else ""
+    node, gpu = (view.node, page.gpu) if page is not None else (None, None)
+    return Culprit("rank", node, gpu, ranks[0], f"did not come to {what}{others}")
+
+
+def _by_ras(event: Event, view: View) -> Culprit | None:
+    """The process that RAS names first, by its node and GPU; its number counts within a communicator only."""
+    listed = event.data.get("ranks")
+    first = listed[0] if isinstance(listed, list | tuple) and listed else None
+    if not isinstance(first, Mapping) or not text(first, "host"):
+        return None
+    pid, gpu = integer(first, "pid"), integer(first, "gpu")
+    rank = next((page.rank for page in view.ranks if page.pid == pid and text(first, "host") == view.node), None)
+    return Culprit(
+        "rank", text(first, "host"), gpu if gpu >= 0 else None, rank, f"pid {pid}: {text(event.data, 'text')}"
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    run = text(incident.data, "run")
+    if supervised(view, run):
+        return ()
+    return (Action("notify", target=run, reason=f"{incident.summary}; no opsd launcher is there to restart it"),)
+
+
+PAGE = Page.parse("""
+# A collective hangs
+
+## Meaning
+All ranks of this node have done the same steps and wait in the same collective, in good health, for far longer than
+their past explains. What they wait for is not here: the network, or a rank of another node. A rank of this node that
+stands out is `rank_hang` instead. Where PyTorch's flight recorder has left dumps, or NCCL's RAS service answers, the
+rank that did not come is named; if every rank has come, it is the network.
+
+## Impact
+Every GPU of the job waits. NCCL's watchdog ends the job after ten minutes, the launcher restarts it before.
+
+## Diagnosis
+1. `opsd incidents show ID`: who is named and by whom, the operation, the stacks.
+2. The same incident on other nodes of the job: the one that has a `rank_hang` or a GPU incident instead has the cause.
+3. `printf "CLIENT PROTOCOL 2\\nVERBOSE STATUS\\n" | nc localhost 28028` on the node of rank 0: RAS names ranks that lag
+   or are silent. It has also said OK in a real hang.
+4. Everybody has come: `ibstat`, `nvidia-smi nvlink -s`, and `journalctl -k --since -30min | grep -iE "mlx5|NVRM|xid"`
+   on all nodes of the job.
+5. A different order of collectives on some ranks is a fault of the program: the sequence numbers and operations in
+   the stacks differ.
+
+## Mitigation
+- Nothing, if the incident resolved: the launcher has restarted the generation.
+- A rank named twice: drain its node, `scontrol update nodename=NODE state=drain reason="opsd: collective_hang"`, and
+  `scontrol requeue JOB`.
+- No launcher: `scontrol requeue JOB`, or end the named rank so that the others notice.
+
+## What opsd does by itself
+Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
+- observe: opens the incident, and resolves it once a step is completed.
+- recommend, act: the same. A run without a launcher has nothing that could restart it, so that people are notified.
+""")
+
+RUNBOOK = Runbook(
+    kind="collective_hang",
+    page=PAGE,
+    detect=_detect,
+    diagnose=_diagnose,
+    remedy=_remedy,
+    healed=moved_on,
+    needs=("ranks",),
+    verify_s=180.0,
+    max_attempts=1,
+)
