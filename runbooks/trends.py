@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-from runbooks.base import Series
+from runbooks.base import Series, View
 from runbooks.signals import spread
 
 Point = tuple[float, float]
+
+WINDOW_S = 600.0
 
 SURE = 4.0
 """A rise is a trend if it is this many times what the points scatter around it."""
@@ -42,6 +44,30 @@ def blocks(points: Iterable[Point], length: float) -> dict[int, float]:
     for x, value in points:
         found.setdefault(int(x // length), []).append(value)
     return {number: median(values) for number, values in found.items()}
+
+
+def by_step(view: View, metric: str, run: str, rank: int, **labels: str) -> list[Point]:
+    """(step, value) of a rank's series over the window, since the rank last went back to an earlier step."""
+    own = {"run": run, "rank": str(rank)}
+    numbers, series = view.select("opsd_rank_step", **own), view.select(metric, **own, **labels)
+    if not numbers or not series:
+        return []
+    steps, found = dict(numbers[0].values(WINDOW_S)), list[Point]()
+    for at, value in series[0].values(WINDOW_S):
+        step = steps.get(at)
+        if step is None or (found and step == found[-1][0]):
+            continue
+        if found and step < found[-1][0]:
+            found.clear()
+        found.append((step, value))
+    return found
+
+
+def condensed(points: Sequence[Point], count: int) -> list[Point]:
+    """Medians of ``points`` in groups of equal size, ``count`` to twice as many, or all points if there are fewer."""
+    size = max(1, len(points) // count)
+    groups = (points[first : first + size] for first in range(0, len(points) - size + 1, size))
+    return [(median(x for x, _ in group), median(y for _, y in group)) for group in groups]
 
 
 def slope(points: Sequence[Point]) -> float:

@@ -267,6 +267,8 @@ class SimulatedJob:
 def _apply(rank: SimulatedRank, change: Change, at: float) -> None:
     if change.slow is not None:
         rank.slow = dict(change.slow)
+    if change.creep is not None:
+        rank.creep, rank.creep_from = dict(change.creep), rank.next_step
     if change.worker is not None:
         rank.worker = change.worker
     if change.pause is not None:

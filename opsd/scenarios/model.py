@@ -93,6 +93,7 @@ class Change(_Part):
     process: str | None = Field(None, description="State letter of the process: T, Z, D stop it, S and R let it go on.")
     stall: str | None = Field(None, description="The phase that the rank does not leave again; empty: go on.")
     slow: dict[str, float] | None = Field(None, description="Phase -> factor on its duration.")
+    creep: dict[str, float] | None = Field(None, description="Phase -> what each further step adds to that factor.")
     worker: str | None = Field(None, description="State letter of the loader process; empty: there is none.")
     pause: dict[str, float] | None = Field(None, description="Phase -> seconds, once, at the next step boundary.")
     crash: Crash | None = None
@@ -159,6 +160,7 @@ class Expectation(_Part):
     actions: tuple[str, ...] = Field((), description="Verbs carried out in mode act, in their order.")
     state: dict[Mode, Literal["open", "acting", "verifying", "resolved", "escalated"]] = Field(default_factory=dict)
     evidence: tuple[str, ...] = Field((), description="Texts that the evidence, summary or cost must contain.")
+    symptoms: tuple[str, ...] = Field((), description="Kinds that must hang below this incident, and may open before it.")
 
 
 class Scenario(_Part):

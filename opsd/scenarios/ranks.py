@@ -38,6 +38,8 @@ class SimulatedRank:
     worker: str = "S"
     stalls: set[str] = field(default_factory=set)
     slow: dict[str, float] = field(default_factory=dict)
+    creep: dict[str, float] = field(default_factory=dict)
+    creep_from: int = 0
     pauses: deque[tuple[str, float]] = field(default_factory=deque)
     first_step_s: float = 0.0
     loss: Signal | None = None
@@ -59,7 +61,8 @@ class SimulatedRank:
         """How long ``phase`` takes this time."""
         step_s = self.step_s + (self.first_step_s if self.reported == 0 else 0.0)
         noise = max(0.5, self.rng.gauss(1.0, JITTER))
-        return SHARE[phase] * step_s * noise * self.slow.get(phase, 1.0)
+        factor = self.slow.get(phase, 1.0) + self.creep.get(phase, 0.0) * (self.next_step - self.creep_from)
+        return SHARE[phase] * step_s * noise * factor
 
     def complete(self, at: float, *, tokens: int, loss: float, grad_norm: float) -> None:
         """Finish the step at second ``at``; the next one begins."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runbooks.trends import blocks, due, slope, thirds, trend
+from runbooks.trends import blocks, by_step, condensed, due, slope, thirds, trend
 
 steps = st.floats(-1e3, 1e3, allow_nan=False)
 
@@ -70,3 +70,44 @@ def test_a_look_is_due_once_in_ten_seconds_however_the_ticks_lie(interval, phase
 def test_thirds_show_the_course():
     """First, middle and last third by their medians."""
     assert thirds([1, 1, 9, 2, 2, 2, 3, 3, 3]) == (1, 2, 3)
+
+
+@dataclass
+class Values:
+    """A series by its samples."""
+
+    samples: list[tuple[float, float]]
+
+    def values(self, seconds):
+        return self.samples
+
+
+@dataclass
+class TwoSeries:
+    """A view of a rank's steps and losses, second by second."""
+
+    steps: list[float]
+    losses: list[float]
+
+    def select(self, metric, **labels):
+        assert labels == {"run": "smol", "rank": "0"}
+        return [Values(list(enumerate(self.steps if metric == "opsd_rank_step" else self.losses)))]
+
+
+def test_a_step_that_is_seen_twice_counts_once():
+    """Slow steps are sampled many times; that gives them no weight."""
+    view = TwoSeries([7, 7, 7, 8, 9], [2.5, 2.5, 2.5, 2.4, 2.3])
+    assert by_step(view, "opsd_rank_loss", "smol", 0) == [(7, 2.5), (8, 2.4), (9, 2.3)]
+
+
+def test_what_a_rank_does_again_replaces_what_it_did():
+    """After a restart the course begins with the step that the rank went back to."""
+    view = TwoSeries([7, 8, 9, 5, 6], [2.5, 2.4, 9.9, 2.6, 2.5])
+    assert by_step(view, "opsd_rank_loss", "smol", 0) == [(5, 2.6), (6, 2.5)]
+
+
+@given(st.lists(st.tuples(steps, steps)), st.integers(1, 30))
+def test_points_are_condensed_to_the_wanted_number_of_groups(points, count):
+    """Many points become few, few stay as they are."""
+    found = condensed(points, count)
+    assert len(found) == len(points) if len(points) < 2 * count else count <= len(found) < 2 * count

@@ -1,0 +1,159 @@
+"""The loss of a run rises slowly and steadily, without a jump: it diverges, most often because of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from collectors.base import RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import leaders, rank_of, ranks_of, recovered
+from runbooks.signals import counted, integer, number, text
+from runbooks.trends import Trend, by_step, condensed, due, thirds, trend
+
+LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"
+LOOK_EVERY_S = 10.0
+BLOCKS, LEAST_POINTS = 24, 120
+SETTLED_STEPS = 100
+"""Warm-up of the learning rate makes the loss go up and down; it says nothing yet."""
+
+RISE = 0.02
+"""A rise counts from this share of the loss on, within the window."""
+
+STEADY = 5.0
+"""Each half of the window has at least this fraction, one in five, of the rise: a jump or a new data stage has not."""
+
+OVER = 0.5
+"""The share of the rise that may be left when it counts as over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rise:
+    """Losses at the beginning and now, over ``steps`` steps; ``norms`` are gradient norms then and now."""
+
+    before: float
+    now: float
+    steps: int
+    line: Trend
+    norms: tuple[float, float] | None
+
+
+def _rise(view: View, leader: RankFact) -> _Rise | None:
+    """How the loss has risen, None if it has not or too little is known."""
+    points = by_step(view, LOSS, leader.run, leader.rank)
+    if len(points) < LEAST_POINTS or leader.steps_reported < SETTLED_STEPS:
+        return None
+    course = condensed(points, BLOCKS)
+    line, half = trend(course), len(course) // 2
+    losses = [loss for _, loss in course]
+    before, _, now = thirds(losses)
+    halves = (trend(course[:half]), trend(course[-half:]))
+    steady = min(part.rise for part in halves) >= line.rise / STEADY
+    if line.rise < RISE * abs(before) or not line.sure or not steady:
+        return None
+    if min(now, losses[-1]) < before + OVER * (now - before):
+        return None
+    return _Rise(before, now, int(course[-1][0] - course[0][0]), line, _norms(view, leader))
+
+
+def _norms(view: View, leader: RankFact) -> tuple[float, float] | None:
+    norms = [norm for _, norm in by_step(view, NORM, leader.run, leader.rank)]
+    if len(norms) < LEAST_POINTS:
+        return None
+    before, _, now = thirds(norms)
+    return before, now
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    series = view.select(LOSS)
+    if not series or not due(series[0], LOOK_EVERY_S):
+        return
+    for leader in leaders(view):
+        rise = _rise(view, leader) if leader.live else None
+        if rise is not None:
+            yield _finding(view, leader, rise)
+
+
+def _finding(view: View, leader: RankFact, rise: _Rise) -> Finding:
+    facts = [
+        f"the loss went from {rise.before:.4g} to {rise.now:.4g} in {rise.steps} steps, "
+        f"{rise.line.slope * 1000:+.3g} in a thousand, scatter {rise.line.noise:.2g}",
+        f"gradient norm {rise.norms[0]:.3g} at first, {rise.norms[1]:.3g} now" if rise.norms else "",
+    ]
+    return Finding(
+        kind="loss_rising",
+        key=leader.run,
+        severity=Severity.WARNING,
+        summary=f"the loss of {leader.run} rises steadily, from {rise.before:.3g} to {rise.now:.3g}",
+        culprit=Culprit("user code", detail="most likely the learning rate"),
+        confidence=0.5,
+        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
+        cost=Cost(text=f"if it goes on, {counted(rise.steps, 'step')} and more on {leader.world_size} GPUs"),
+        job=leader.job,
+        data={
+            "run": leader.run,
+            "rank": leader.rank,
+            "generation": leader.generation,
+            "limit": rise.before + OVER * (rise.now - rise.before),
+        },
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=text(incident.data, "run"), reason=incident.summary),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once half of the rise is gone, or a later generation trains, or the run has ended in good order."""
+    data = incident.data
+    run, limit = text(data, "run"), number(data, "limit")
+    over = recovered(view, run, integer(data, "generation"))
+    leader = rank_of(view, run, integer(data, "rank"))
+    if over is not False or leader is None or limit is None or not any(rank.live for rank in ranks_of(view, run)):
+        return over
+    losses = [step.loss for step in leader.steps]
+    return bool(losses) and median(losses) < limit
+
+
+PAGE = Page.parse("""
+# The loss rises slowly
+
+## Meaning
+Over minutes, the whole window at most, the loss has risen by at least 2 % of itself: steadily, in both halves of that
+time, and clearly more than it scatters. A jump is a spike; a new data stage is a jump that stays. In its first hundred
+steps a run is left alone.
+
+## Impact
+A run that diverges slowly loses all steps since the rise began, and the longer nobody looks the further back is the
+checkpoint that is still good.
+
+## Diagnosis
+1. `opsd incidents show ID`: losses, pace, gradient norm at first and now.
+2. The norm grows with it: unstable training. Where is the learning rate in its schedule? End of the warm-up, a
+   schedule that was made for another number of steps, a resume that began it anew.
+3. The norm stays: the data. Has the mixture moved to harder or other sources? Compare the loss per source, or on a
+   fixed evaluation set: `opsd checkpoint list FOLDER` has what can be evaluated.
+4. The run's own numbers: `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step.
+
+## Mitigation
+- Learning rate: go back to the checkpoint before the rise and go on with a lower one, or a longer warm-up.
+- Data: nothing, if an evaluation on a fixed set still improves.
+- Attention or output logits that grow: z-loss, QK-norm, weight decay on the right tensors.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once half of the rise is gone.
+- recommend, act: the same, and notifies. Learning rates are for people to change.
+""")
+
+RUNBOOK = Runbook(
+    kind="loss_rising",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    clear_after_s=30.0,
+    verify_s=3600.0,
+    max_attempts=1,
+)
