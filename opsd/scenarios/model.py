@@ -160,7 +160,7 @@ class Expectation(_Part):
     actions: tuple[str, ...] = Field((), description="Verbs carried out in mode act, in their order.")
     state: dict[Mode, Literal["open", "acting", "verifying", "resolved", "escalated"]] = Field(default_factory=dict)
     evidence: tuple[str, ...] = Field((), description="Texts that the evidence, summary or cost must contain.")
-    symptoms: tuple[str, ...] = Field((), description="Kinds that must hang below this incident, and may open before it.")
+    symptoms: tuple[str, ...] = Field((), description="Kinds that must hang below this one, and may open before it.")
 
 
 class Scenario(_Part):

@@ -41,6 +41,10 @@ def judge(scenario: Scenario, played: Played) -> Verdict:
             problems.append(f"{wanted.kind} was not found")
             continue
         unclaimed.remove(found)
+        symptoms = [i for i in unclaimed if i.cause == found.id and i.kind in wanted.symptoms]
+        unclaimed = [incident for incident in unclaimed if incident not in symptoms]
+        lacking = set(wanted.symptoms) - {symptom.kind for symptom in symptoms}
+        problems += [f"{wanted.kind} has no symptom {kind}" for kind in sorted(lacking)]
         latency = played.opened[found.id] - scenario.fault_at(wanted)
         hits.append(Hit(wanted.kind, latency, _culprit_right(wanted, found)))
         problems += _problems(wanted, found, latency, played)
