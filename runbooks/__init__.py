@@ -2,6 +2,7 @@
 
 from runbooks import (
     checkpoint_corrupt,
+    checkpoint_slow,
     checkpoint_stale,
     clock_skew,
     collective_hang,
@@ -67,6 +68,7 @@ RUNBOOKS: tuple[Runbook, ...] = (
     loss_spike.RUNBOOK,
     loss_rising.RUNBOOK,
     gradient_explosion.RUNBOOK,
+    checkpoint_slow.RUNBOOK,
     checkpoint_stale.RUNBOOK,
     eval_missing.RUNBOOK,
     storage_slow.RUNBOOK,

@@ -13,8 +13,6 @@ from opsd.scenarios.model import Change, Crash, Hang, Job
 from opsd.scenarios.ranks import NEVER, ORDER, SHARE, SimulatedRank
 from opsd.scenarios.signals import Signal
 
-COMMIT_S = 1.0
-"""A checkpoint is durable this long after the training went on."""
 NOTICED_S = 0.02
 TOKENS = 16_384
 
@@ -114,7 +112,7 @@ class SimulatedJob:
             rank.pauses.append(("checkpoint", self.settings.checkpoint_s))
             if rank is self.ranks[0]:
                 step = rank.next_step - 1
-                self._later(at + self.settings.checkpoint_s + COMMIT_S, lambda t: self._commit(step, t))
+                self._later(at + self.settings.checkpoint_s + self.settings.commit_s, lambda t: self._commit(step, t))
         rank.begin_next(at)
 
     def _commit(self, step: int, at: float) -> None:

@@ -146,6 +146,9 @@ class Job(_Part):
     restart_s: float = 2.0
     checkpoint_every: int = 50
     checkpoint_s: float = 0.3
+    commit_s: float = Field(
+        default=1.0, description="A checkpoint is durable this long after the training has gone on."
+    )
     loss: float = 2.5
 
 

@@ -1,0 +1,177 @@
+"""Checkpoints hold the training up for longer than they used to, or become durable more slowly than they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+
+from collectors.base import RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import leaders, ranks_of, recovered, run_events
+from runbooks.signals import counted, integer, number, text
+
+PHASE = "checkpoint"
+PAST_S = 600.0
+FACTOR = 3.0
+FLOOR_S, UNKNOWN_S = 20.0, 120.0
+"""A checkpoint holds the training up for too long beyond three times the longest of the last ten minutes and this; the
+second number is for a run that has not made any in that time."""
+
+NOTICEABLE_S = 0.05
+SLOWER_S, LEAST_STALLS = 2.0, 4
+"""Checkpoints have become slower if the last two took three times as long as those before, and this much longer."""
+
+HISTORY_S, LEAST_COMMITS = 86_400.0, 3
+KEEPS_UP = 0.9
+"""A save that takes this share of the time between two checkpoints is about to fall behind."""
+
+
+def _stalls(view: View, rank: RankFact) -> list[float]:
+    """Seconds for which each checkpoint of the last minutes has held the rank up, oldest first."""
+    series = view.select("opsd_rank_phase_seconds_total", run=rank.run, rank=str(rank.rank), phase=PHASE)
+    points = series[0].values(PAST_S) if series else ()
+    return [after - before for (_, before), (_, after) in pairwise(points) if after - before > NOTICEABLE_S]
+
+
+def _stuck(view: View, run: str) -> list[RankFact]:
+    """The ranks that stand in a checkpoint for too long right now."""
+    ranks = [rank for rank in ranks_of(view, run) if rank.live and rank.phase == PHASE]
+    return [rank for rank in ranks if view.now - rank.phase_since > _limit(view, rank)]
+
+
+def _limit(view: View, rank: RankFact) -> float:
+    past = _stalls(view, rank)
+    return max(FLOOR_S, FACTOR * max(past)) if past else UNKNOWN_S
+
+
+def _slower(stalls: Sequence[float]) -> tuple[float, float] | None:
+    """(seconds now, seconds before) if the last two checkpoints were slower than those before them."""
+    if len(stalls) < LEAST_STALLS:
+        return None
+    before, now = median(stalls[:-2]), min(stalls[-2:])
+    return (now, before) if now >= FACTOR * before and now - before >= SLOWER_S else None
+
+
+def _behind(view: View, leader: RankFact) -> tuple[float, float] | None:
+    """(seconds until durable, seconds between two checkpoints) if saving hardly keeps up."""
+    commits = run_events(view, "checkpoint_committed", leader.run, HISTORY_S)
+    if len(commits) < LEAST_COMMITS:
+        return None
+    interval = median(after.at - before.at for before, after in pairwise(commits))
+    newest = commits[-1]
+    made = next((step.end for step in leader.steps if step.step == integer(newest.data, "step")), None)
+    lag = newest.at - (view.wall - (view.now - made)) if made is not None else 0.0
+    return (lag, interval) if 0 < KEEPS_UP * interval < lag else None
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for leader in leaders(view):
+        if not leader.live:
+            continue
+        stuck = _stuck(view, leader.run)
+        if stuck:
+            yield _standing(view, leader, stuck)
+        elif slower := _slower(_stalls(view, leader)):
+            now, before = slower
+            said = f"each of the last two checkpoints held the training up for {now:.1f} s, {before:.1f} s before"
+            finding = _finding(view, leader, said, Culprit("storage", view.node), Severity.WARNING)
+            yield replace(finding, data={**finding.data, "before": before})
+        elif behind := _behind(view, leader):
+            lag, interval = behind
+            said = f"the last checkpoint was durable after {lag:.0f} s, there are {interval:.0f} s between two"
+            yield _finding(view, leader, said, Culprit("storage", view.node), Severity.WARNING)
+
+
+def _standing(view: View, leader: RankFact, stuck: Sequence[RankFact]) -> Finding:
+    """All ranks here save, or the others wait for the few that still do."""
+    first = min(stuck, key=lambda rank: rank.phase_since)
+    seconds = view.now - first.phase_since
+    ranks = [rank for rank in ranks_of(view, leader.run) if rank.live]
+    few = 2 * len([rank for rank in ranks if rank.phase == PHASE]) < len(ranks)
+    culprit = Culprit("storage", view.node, first.gpu if few else None, first.rank if few else None)
+    who = f"rank {first.rank}" if few else f"{counted(len(stuck), 'rank')} here"
+    said = f"{who} in a checkpoint for longer than {_limit(view, first):.0f} s"
+    world = leader.world_size
+    cost = Cost(1.0, seconds * world, f"{counted(world, 'GPU')} have waited for {seconds:.0f} s", world)
+    return _finding(view, leader, said, culprit, Severity.CRITICAL, cost)
+
+
+def _finding(
+    view: View, leader: RankFact, said: str, culprit: Culprit, severity: Severity, cost: Cost | None = None
+) -> Finding:
+    return Finding(
+        kind="checkpoint_slow",
+        key=leader.run,
+        severity=severity,
+        summary=f"checkpoints of {leader.run} are slow: {said}",
+        culprit=culprit,
+        confidence=0.8 if severity is Severity.CRITICAL else 0.7,
+        evidence=(Evidence(said, "rank pages", view.wall),),
+        cost=cost or Cost(),
+        job=leader.job,
+        data={"run": leader.run, "generation": leader.generation},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}; look at what checkpoints are written to"
+    return (Action("notify", target=text(incident.data, "run"), reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once no rank stands in a checkpoint and the last one was about as fast as before, or the run ended well."""
+    run = text(incident.data, "run")
+    leader = next((rank for rank in leaders(view) if rank.run == run and rank.live), None)
+    if leader is None:
+        return True if recovered(view, run, integer(incident.data, "generation")) else None
+    if any(rank.live and rank.phase == PHASE for rank in ranks_of(view, run)):
+        return False
+    stalls, before = _stalls(view, leader), number(incident.data, "before")
+    if before is not None and (not stalls or stalls[-1] >= 2 * before + NOTICEABLE_S):
+        return False if stalls else None
+    return _slower(stalls) is None and _behind(view, leader) is None
+
+
+PAGE = Page.parse("""
+# Checkpoints are slow
+
+## Meaning
+One of these: ranks stand in a checkpoint for more than three times as long as in the ten minutes before, and at least
+20 s (two minutes for the first one seen); the last two checkpoints held the training up three times longer than those
+before; or a checkpoint becomes durable about as slowly as the next one is made, so that saving falls behind.
+
+## Impact
+While ranks stand in a checkpoint every GPU of the job waits. Slow saving in the background costs nothing until a
+failure, which then loses more steps; it also slows the training by the memory and disk it uses.
+
+## Diagnosis
+1. `opsd incidents show ID`: which of the three, the seconds now and before, and whether one rank holds the others up.
+2. `iostat -x 1 5`: the disk that checkpoints go to: `w_await`, `%util`. A drive that is nearly full or hot writes
+   slowly: `smartctl -a /dev/nvme0`, `df -h FOLDER`.
+3. Network storage: `findmnt -T FOLDER`, `journalctl -k --since -1hour | grep -iE "nfs|lustre"`, and whether all nodes
+   of the job write at the same moment.
+4. One rank only: `py-spy dump --pid PID`, and `cat /proc/PID/io` twice: does it write at all?
+5. `opsd checkpoint list FOLDER`: sizes; a checkpoint that has grown is not slow.
+
+## Mitigation
+- Write to local NVMe or memory first, and upload from there in the background.
+- Fewer checkpoints for now: the cost of one is a stall, the cost of none is every step since the last.
+- The disk: swap the node out, `scontrol update nodename=NODE state=drain reason="opsd: checkpoint_slow"`.
+
+## What opsd does by itself
+- observe: opens the incident with its cost, resolves it once a checkpoint was as fast as before.
+- recommend, act: the same, and notifies. It does not interrupt a save: one that is slow often gets through.
+""")
+
+RUNBOOK = Runbook(
+    kind="checkpoint_slow",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    verify_s=1800.0,
+    max_attempts=1,
+)
