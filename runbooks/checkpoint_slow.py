@@ -62,8 +62,12 @@ def _behind(view: View, leader: RankFact) -> tuple[float, float] | None:
     interval = median(after.at - before.at for before, after in pairwise(commits))
     newest = commits[-1]
     made = next((step.end for step in leader.steps if step.step == integer(newest.data, "step")), None)
-    lag = newest.at - (view.wall - (view.now - made)) if made is not None else 0.0
-    return (lag, interval) if 0 < KEEPS_UP * interval < lag else None
+    if made is None:
+        return None
+    ago = view.now - made
+    lag = newest.at - view.wall + ago
+    # More than the time since the step was done can only be a wall clock that has been stepped in between.
+    return (lag, interval) if 0 < KEEPS_UP * interval < lag <= ago else None
 
 
 def _detect(view: View) -> Iterator[Finding]:

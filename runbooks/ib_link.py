@@ -48,9 +48,9 @@ def _down(view: View) -> Iterator[_Fault]:
     states, models = by_port(view, STATE), boards(view)
     hold = DOWN_S if dependent(view) else UNUSED_S
     for port, series in states.items():
-        points = series.values(PAST_S)
         if series.last is None or series.last == ACTIVE:
             continue
+        points = series.values(PAST_S)
         lost = max((at for at, state in points if state == ACTIVE), default=None)
         alike = [s.last == ACTIVE for p, s in states.items() if models.get(p) == models.get(port)]
         never = lost is None and sum(alike) > len(alike) / 2 and view.now - points[0][0] >= NEVER_UP_S
