@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from opsd import __version__
-from opsd.preflight.base import Check, Context, Verdict
+from opsd.preflight.base import Check, Context, Outcome, Verdict
 from opsd.preflight.judge import Yardsticks, judge
 from opsd.preflight.report import Report, Result
 from opsd.preflight.supervise import Answer, supervise
@@ -122,7 +122,6 @@ async def _run_check(job: Job, check: Check, listener: Listener) -> Result:
             log=log,
             progress=lambda share, subject: listener.progress(check, share, subject),
         )
-    took = time.monotonic() - clock
     result = Result(
         check.name,
         check.title,
@@ -130,19 +129,22 @@ async def _run_check(job: Job, check: Check, listener: Listener) -> Result:
         check.name in job.optional,
         answer.reason,
         started=started,
-        seconds=took,
+        seconds=time.monotonic() - clock,
         runbook=check.runbook,
         log=str(log) if log.exists() and log.stat().st_size else "",
     )
-    if answer.outcome is None:
-        return result
-    judgement = judge(check, answer.outcome, started, job.yardsticks(check))
+    return result if answer.outcome is None else judged(result, check, answer.outcome, job.yardsticks(check))
+
+
+def judged(result: Result, check: Check, outcome: Outcome, yardsticks: Yardsticks) -> Result:
+    """``result`` with the verdict on ``outcome``."""
+    judgement = judge(check, outcome, result.started, yardsticks)
     return replace(
         result,
         verdict=judgement.verdict,
         values=judgement.values,
         findings=judgement.findings,
-        facts=answer.outcome.facts,
+        facts=outcome.facts,
     )
 
 

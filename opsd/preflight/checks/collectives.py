@@ -1,0 +1,44 @@
+"""Collectives between the GPUs of this node over NCCL: NVLink, NVSwitch and NVLink SHARP where there is any."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from opsd.preflight import gpus
+from opsd.preflight.base import Check, Context, NotApplicableError, Outcome, Progress
+from opsd.preflight.network import plan
+from opsd.preflight.network.rendezvous import Place
+from opsd.preflight.network.team import Team, leading
+
+
+def run(context: Context, progress: Progress) -> Outcome:
+    """All collectives over one process per GPU; two on the processor if the context asks for that."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    on_gpus = context.device == "cuda"
+    processes = len(gpus.torch_devices(context)) if on_gpus else 2
+    if processes < 2:
+        raise NotApplicableError("a single GPU has no peers")
+    how = plan.effort("quick" if context.profile == "quick" else "standard", gpus=on_gpus)
+    team = Team(Place((context.node,), 0, "127.0.0.1", _free_port()), processes, "nccl" if on_gpus else "gloo", 60.0)
+    with leading(team, how.deadline_s) as head:
+        head.gather(team.join_s)
+        return plan.collectives(head, [0], processes, how, lambda what: progress(0.5, what))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+CHECK = Check(
+    name="collectives",
+    title="Collectives between the GPUs of the node",
+    run=run,
+    seconds={"quick": 20, "standard": 120, "burn-in": 120, "spare": 120},
+    measures=plan.COLLECTIVES.measures,
+    needs=frozenset({"gpu", "exclusive"}),
+    advice="480 GB/s of all-reduce bus bandwidth is normal for 8 H100 with NVLS, 367 without; check fabric manager",
+    runbook="nvlink_errors",
+)
