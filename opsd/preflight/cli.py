@@ -22,6 +22,7 @@ from opsd.preflight.engine import SelectionError
 from opsd.preflight.files import write_text
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError
+from opsd.preflight.network.cli import exit_code, network
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.simulate_cli import simulate
 from opsd.preflight.trends import render
@@ -81,13 +82,6 @@ def preflight(
     except (SelectionError, FleetError) as error:
         raise BadConfig(str(error)) from error
     return exit_code(report)
-
-
-def exit_code(report: Report) -> int:
-    """The documented exit code of a report."""
-    if report.interrupted:
-        return exitcodes.INTERRUPTED
-    return exitcodes.OK if report.passed else exitcodes.FAILED
 
 
 @preflight.command(name="list")
@@ -162,3 +156,4 @@ def _read_all(paths: Iterable[Path]) -> Iterable[Report]:
 
 
 preflight.add_command(simulate)
+preflight.add_command(network)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from opsd.preflight.grouptest import Level
+
 Kind = Literal["node", "link", "path", "uplink", "switch", "group", "passing", "everything"]
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One test of the search and what came of it. ``expected`` is what a healthy group of that size reaches."""
+    """One test of the search: what it ``found``, None if it did not finish, and what a healthy group reaches."""
 
     round: int
     purpose: str
     members: tuple[str, ...]
     passed: bool
-    bandwidth: float | None
-    tail: float | None
-    expected: float | None
+    found: Level | None
+    expected: Level | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Culprit:
                 return f"something that {', '.join(self.parts)} share: a switch, a power supply"
             case "passing":
                 return f"something between {', '.join(self.parts)} that comes and goes"
-        return "everything: not even one pair of nodes is healthy"
+        return "everything"
 
 
 @dataclass(frozen=True, slots=True)

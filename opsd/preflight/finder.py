@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Final
 
 from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
@@ -31,10 +30,10 @@ from opsd.preflight.grouptest import (
     Tolerance,
     disjoint,
     halves,
+    level,
     partition,
     side_by_side,
 )
-from opsd.preflight.stats import nearest_rank
 
 _SAMPLES: Final = 4
 _MAX_LINKS: Final = 4
@@ -109,10 +108,8 @@ class _Finder:
         groups = partition(self.nodes, self.switch_of)
         while True:
             answers = yield [GroupTest(group, "screen") for group in groups]
-            medians = [median(answer.samples) for answer in answers if answer.samples]
-            if medians:
-                # The upper quartile is healthy as long as a quarter of the groups is.
-                self.baseline.healthy = {max(map(len, groups)): nearest_rank(medians, 0.75)}
+            self.baseline.healthy.clear()
+            self.baseline.learn(max(map(len, groups)), answers)
             passed = [self.baseline.passes(len(g), answer) for g, answer in zip(groups, answers, strict=True)]
             if any(passed) or max(map(len, groups)) <= 3:
                 break
@@ -125,9 +122,7 @@ class _Finder:
         spread = self.good[:: max(1, len(self.good) // (2 * _CONTROLS))]
         pairs = [*zip(spread[0::2], spread[1::2], strict=False)][:_CONTROLS]
         answers = yield [GroupTest(pair, "control") for pair in pairs]
-        medians = [median(answer.samples) for answer in answers if answer.samples]
-        if medians:
-            self.baseline.healthy[2] = max(medians)
+        self.baseline.learn(2, answers, share=1.0)
 
     def bisect(self, group: Sequence[str]) -> Search[list[Culprit]]:
         """The suspects of a group that failed."""
@@ -252,10 +247,8 @@ class _Finder:
     def evidence(self, number: int, test: GroupTest, answer: Answer) -> Evidence:
         """The record of one test, judged by all that is known at the end."""
         size = len(test.members)
-        tail = nearest_rank(answer.samples, 0.1) if answer.samples else None
-        middle = median(answer.samples) if answer.samples else None
-        expected = self.baseline.expected(size) or None
-        return Evidence(number, test.purpose, test.members, self.baseline.passes(size, answer), middle, tail, expected)
+        passed, found, expected = self.baseline.passes(size, answer), level(answer), self.baseline.expected(size)
+        return Evidence(number, test.purpose, test.members, passed, found, expected)
 
     def rotated(self, pool: Sequence[str]) -> list[str]:
         """``pool`` from another place each time, so that no known-good node has to serve in every test."""

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from opsd.preflight.stats import nearest_rank
 
@@ -35,7 +35,7 @@ Search = Generator[Sequence[GroupTest], Sequence[Answer], T]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """A test fails below these shares of what healthy groups reach: its median, and its 10th percentile (flaky nodes).
+    """A test fails below these shares of what healthy groups reach, in its median or in its tail (flaky nodes).
 
     ``floor`` is an absolute bound in bytes per second on top.
     """
@@ -45,30 +45,53 @@ class Tolerance:
     floor: float = 0.0
 
 
+class Level(NamedTuple):
+    """A test in two numbers, in bytes per second: the median of its iterations, and what all but a tenth exceed."""
+
+    median: float
+    tail: float
+
+
+def level(answer: Answer) -> Level | None:
+    """The level that a test reached, None if it did not finish. A single hiccup in ten iterations does not show."""
+    if not answer.samples:
+        return None
+    return Level(median(answer.samples), sorted(answer.samples)[len(answer.samples) // 10])
+
+
 @dataclass(slots=True)
 class Baseline:
-    """What healthy groups reach, by group size, in bytes per second, and how far a test may stay below it."""
+    """What healthy groups reach, by group size, and how far a test may stay below it."""
 
     tolerance: Tolerance
-    healthy: dict[int, float] = field(default_factory=dict)
+    healthy: dict[int, Level] = field(default_factory=dict)
+
+    def learn(self, size: int, answers: Sequence[Answer], share: float = 0.75) -> None:
+        """Take the upper quartile (or another ``share``) of ``answers``: healthy if a quarter of the groups is."""
+        levels = [found for answer in answers if (found := level(answer)) is not None]
+        if levels:
+            medians, tails = zip(*levels, strict=True)
+            self.healthy[size] = Level(nearest_rank(medians, share), nearest_rank(tails, share))
 
     def passes(self, size: int, answer: Answer) -> bool:
         """Whether a test of ``size`` nodes finished and none of its pairs was slow, nor slow now and then."""
-        if not answer.samples:
+        found = level(answer)
+        if found is None:
             return False
-        expected = self.expected(size)
-        middle, tail = median(answer.samples), nearest_rank(answer.samples, 0.1)
-        slow = middle < max(self.tolerance.median * expected, self.tolerance.floor)
-        return not slow and tail >= self.tolerance.tail * expected
+        expected = self.expected(size) or Level(0.0, 0.0)
+        # Where healthy groups scatter widely, a median within their scatter is no sign of a fault.
+        bound = min(self.tolerance.median * expected.median, expected.tail)
+        return found.median >= max(bound, self.tolerance.floor) and found.tail >= self.tolerance.tail * expected.tail
 
-    def expected(self, size: int) -> float:
+    def expected(self, size: int) -> Level | None:
         """What a healthy group of ``size`` reaches: interpolated in log(size) between the sizes that were measured."""
         known = sorted(self.healthy.items())
-        if not known:
-            return 0.0
         for (small, fast), (large, slow) in pairwise(known):
             if small <= size <= large:
-                return fast + (slow - fast) * math.log(size / small) / math.log(large / small)
+                weight = math.log(size / small) / math.log(large / small)
+                return Level(*(a + (b - a) * weight for a, b in zip(fast, slow, strict=True)))
+        if not known:
+            return None
         return known[0][1] if size < known[0][0] else known[-1][1]
 
 
@@ -126,7 +149,8 @@ def partition(nodes: Sequence[str], switch_of: Mapping[str, str]) -> list[tuple[
             groups[-1] += chunk
         else:
             groups.append(chunk)
-    return groups
+    # One group has no other to be compared with.
+    return groups if len(groups) > 1 or len(nodes) < 4 or not switch_of else partition(nodes, {})
 
 
 def _even_chunks(members: Sequence[str], size: int) -> list[tuple[str, ...]]:

@@ -1,0 +1,115 @@
+"""``opsd preflight network``: the same command on every node, for instance under srun."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from opsd import exitcodes
+from opsd.config import Settings
+from opsd.config_cli import BadConfig
+from opsd.preflight import view
+from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks
+from opsd.preflight.history import History
+from opsd.preflight.network.lead import Interrupted, Order, label_of, lead
+from opsd.preflight.network.plan import effort
+from opsd.preflight.network.rendezvous import RendezvousError, place, read_switches, use_interface
+from opsd.preflight.network.team import Team, leading, take_part
+from opsd.preflight.report import Report
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--hosts", default="", metavar="HOSTLIST", help="All nodes, e.g. n[01-04]; by default those of the job.")
+@click.option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
+@click.option("--rendezvous", default="", metavar="HOST[:PORT]", help="Where they meet; by default the first node.")
+@click.option("--profile", type=click.Choice(["quick", "standard"]), default="quick", show_default=True)
+@click.option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default Slurm's.")
+@click.option("--search", "only_search", is_flag=True, help="Only search for bad nodes and links.")
+@click.option("--join-timeout", default=120.0, show_default=True, metavar="SECONDS", help="How long to wait for nodes.")
+@click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")
+@click.option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML.")
+@click.option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown.")
+@click.option("--textfile", "textfile_file", type=_FILE, help="Write it for node_exporter's textfile collector.")
+@click.pass_obj
+def network(
+    settings: Settings,
+    /,
+    hosts: str,
+    node: int | None,
+    rendezvous: str,
+    profile: str,
+    topology: Path | None,
+    only_search: bool,
+    join_timeout: float,
+    **files: Path | None,
+) -> int:
+    """Measure the network between nodes and search it for what is bad.
+
+    Run it on every node at once; the first one shows the report:
+
+        srun --ntasks-per-node=1 opsd preflight network
+
+    Exits with 0 if all is well, 1 if not, 2 for a wrong command line, 3 if interrupted.
+    """
+    # Waiting for an order wakes up once a second, which torch's store would tell of each time.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    gpus = _gpus()
+    try:
+        here, switch_of = place(hosts, node, rendezvous), read_switches(topology)
+    except RendezvousError as error:
+        raise BadConfig(str(error)) from error
+    use_interface(here.host)
+    team = Team(here, max(1, gpus), "nccl" if gpus else "gloo", join_timeout)
+    order = Order(profile, effort(profile, gpus=gpus > 0), switch_of, only_search)
+    try:
+        if here.node != 0:
+            take_part(team)
+            return exitcodes.OK
+        return _lead(team, order, settings, {form: path for form in FORMATS if (path := files[f"{form}_file"])})
+    except RuntimeError as error:
+        click.echo(f"opsd: {here.host}:{here.port}: {str(error).partition(chr(10))[0]}", err=True)
+        return exitcodes.FAILED
+
+
+def _gpus() -> int:
+    try:
+        import torch
+    except ImportError:
+        raise BadConfig("the network check needs torch; pip install 'opsd[train]'") from None
+    return torch.cuda.device_count()
+
+
+def _lead(team: Team, order: Order, settings: Settings, targets: dict[str, Path]) -> int:
+    console = Console(stderr=any(str(path) == "-" for path in targets.values()))
+    history = History(settings.agent.state_dir / HISTORY)
+    label = label_of(team)
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _frame: stop.append(received))
+
+    with leading(team, order.effort.deadline_s) as head, console.status("") as status:
+
+        def say(what: str) -> None:
+            if stop:
+                raise Interrupted
+            status.update(what)
+
+        report = lead(
+            team, head, order, lambda c: yardsticks(c, label, settings.preflight, history, None, console), say
+        )
+    view.show(report, console)
+    keep(report, targets, history, console)
+    return exit_code(report)
+
+
+def exit_code(report: Report) -> int:
+    """The documented exit code of a report."""
+    if report.interrupted:
+        return exitcodes.INTERRUPTED
+    return exitcodes.OK if report.passed else exitcodes.FAILED

@@ -1,0 +1,103 @@
+"""What the head of a network check does from beginning to end; the outcome is a report like any other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from opsd import __version__
+from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict
+from opsd.preflight.engine import judged
+from opsd.preflight.judge import Yardsticks
+from opsd.preflight.network import plan
+from opsd.preflight.network.head import Head
+from opsd.preflight.network.plan import COLLECTIVES, PATTERNS, SEARCH, Effort, no_function
+from opsd.preflight.network.spec import Joined
+from opsd.preflight.network.team import Team
+from opsd.preflight.report import Report, Result
+from opsd.slurm.hostlist import compress
+
+JOIN = Check(
+    name="network_join",
+    title="Nodes that take part",
+    run=no_function,
+    seconds={},
+    measures=(Measure("joined", "", "number of nodes"),),
+    needs=frozenset({"network"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to do: how thoroughly, on which switches the nodes are, and whether only to search."""
+
+    profile: str
+    effort: Effort
+    switch_of: Mapping[str, str]
+    only_search: bool = False
+
+
+class Interrupted(Exception):
+    """The user wants it to end; raised by what is told of the progress."""
+
+
+def lead(
+    team: Team, head: Head, order: Order, yardsticks: Callable[[Check], Yardsticks], say: Callable[[str], None]
+) -> Report:
+    """Wait for the nodes, measure, search. Nodes that never join are a failure and are left out of the rest."""
+    started = time.time()
+    results: list[Result] = []
+    interrupted = False
+    try:
+        for check, began, outcome in _steps(team, head, order, say):
+            empty = Result(check.name, check.title, Verdict.PASS, started=began, seconds=time.time() - began)
+            results.append(judged(empty, check, outcome, yardsticks(check)))
+    except Interrupted:
+        interrupted = True
+    return Report(label_of(team), order.profile, __version__, started, time.time(), tuple(results), interrupted)
+
+
+def label_of(team: Team) -> str:
+    """What the report and its history go by: speeds compare between jobs of as many nodes, whichever they are."""
+    count = len(team.place.names)
+    return f"network of {count} node{'s' if count > 1 else ''}"
+
+
+def _steps(team: Team, head: Head, order: Order, say: Callable[[str], None]) -> Iterator[tuple[Check, float, Outcome]]:
+    began = time.time()
+    say("waiting for nodes")
+    joined = head.gather(team.join_s)
+    yield JOIN, began, attendance(team, joined)
+    nodes = sorted(joined)
+    if not order.only_search and (len(nodes) > 1 or team.processes > 1):
+        began = time.time()
+        ranks = len(nodes) * team.processes
+        yield COLLECTIVES, began, plan.collectives(head, nodes, ranks, order.effort, say)
+    if len(nodes) > 1:
+        if not order.only_search:
+            began = time.time()
+            yield PATTERNS, began, plan.patterns(head, nodes, order.effort, say)
+        began = time.time()
+        names = {node: joined[node].name for node in nodes}
+        diagnosis = plan.search(head, names, order.switch_of, order.effort, say)
+        used = (Measurement("tests", diagnosis.tests), Measurement("rounds", diagnosis.rounds))
+        yield SEARCH, began, Outcome(used, tuple(plan.findings(diagnosis)), plan.protocol(diagnosis))
+
+
+def attendance(team: Team, joined: Mapping[int, Joined]) -> Outcome:
+    """Who never came, and who came with another version or number of processes."""
+    names = team.place.names
+    findings = []
+    if absent := [names[node] for node in range(len(names)) if node not in joined]:
+        summary = f"{compress(absent)} never joined within {team.join_s:.0f} s"
+        advice = "check that the node is up, that the command runs there and that it reaches the first node's port"
+        findings.append(Finding(Verdict.FAIL, summary, advice, compress(absent)))
+    for member in joined.values():
+        if member.version != __version__:
+            summary = f"{member.name} runs opsd {member.version}, the first node {__version__}"
+            findings.append(Finding(Verdict.FAIL, summary, "install the same release everywhere", member.name))
+        if member.processes != team.processes:
+            summary = f"{member.name} came with {member.processes} GPUs, the first node with {team.processes}"
+            findings.append(Finding(Verdict.FAIL, summary, "a GPU is missing on one of them", member.name))
+    return Outcome((Measurement("joined", len(joined)),), tuple(findings), {"nodes": compress(names)})

@@ -1,0 +1,143 @@
+"""Measures one spec inside an initialised process group. The only module here that calls torch.distributed.
+
+A node has one process per GPU, or one. Ranks count the nodes of the group first and the local processes second, so that
+processes with the same local number, those on the same rail, exchange with each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from opsd.preflight.network import patterns
+from opsd.preflight.network.patterns import Pair
+from opsd.preflight.network.spec import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+_PERMUTATIONS: Final = 4
+_OVERHEAD_S: Final = 1e-4
+"""What the barrier before an iteration costs, roughly."""
+_MOST_ITERATIONS: Final = 1000
+
+
+def seconds(spec: Spec, rank: int, world: int, device: torch.device) -> list[float]:
+    """Seconds of every iteration: of the collective, or of this rank's slowest exchange. Raises RuntimeError."""
+    if spec.pattern == "collective":
+        step = collective(spec.name, spec.size, rank, world, device)
+    else:
+        local = world // len(spec.members)
+        step = exchange(_rounds(spec), rank // local, rank % local, local, spec.size, device)
+    step()
+    took = agreed(step() + _OVERHEAD_S, device)
+    iterations = min(_MOST_ITERATIONS, max(spec.iterations, int(spec.seconds / took)))
+    return [step() for _ in range(iterations)]
+
+
+def agreed(value: float, device: torch.device) -> float:
+    """The largest ``value`` of any rank."""
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest.item())
+
+
+def _rounds(spec: Spec) -> list[list[Pair]]:
+    n = len(spec.members)
+    match spec.pattern:
+        case "ring":
+            return patterns.ring(n)
+        case "permutations":
+            return patterns.permutations(n, _PERMUTATIONS, Random(spec.test))
+        case "incast":
+            return patterns.incast(n)
+    return patterns.circle(n)
+
+
+def exchange(
+    rounds: Sequence[Sequence[Pair]], node: int, rail: int, local: int, size: int, device: torch.device
+) -> Callable[[], float]:
+    """A step that goes through ``rounds`` and returns the seconds of this rank's slowest round.
+
+    In rounds of disjoint pairs both partners send and receive; otherwise the first of a pair sends to the second.
+    """
+    import torch
+    import torch.distributed as dist
+
+    senders = max((sum(1 for _, to in pairs if to == node) for pairs in rounds), default=0)
+    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
+    incoming = [torch.empty_like(outgoing) for _ in range(max(1, senders))]
+
+    def operations(pairs: Sequence[Pair]) -> list[dist.P2POp]:
+        both_ways = len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
+        sends = [to for one, to in pairs if one == node] + [one for one, to in pairs if both_ways and to == node]
+        receives = [one for one, to in pairs if to == node] + [to for one, to in pairs if both_ways and one == node]
+        peers = zip(receives, incoming, strict=False)
+        return [
+            *(dist.P2POp(dist.isend, outgoing, to * local + rail) for to in sends),
+            *(dist.P2POp(dist.irecv, buffer, one * local + rail) for one, buffer in peers),
+        ]
+
+    plan = [operations(pairs) for pairs in rounds]
+
+    def step() -> float:
+        slowest = 0.0
+        for wanted in plan:
+            dist.barrier()
+            began = time.perf_counter()
+            for request in dist.batch_isend_irecv(wanted) if wanted else ():
+                request.wait()
+            _finish(device)
+            slowest = max(slowest, time.perf_counter() - began if wanted else 0.0)
+        return slowest
+
+    return step
+
+
+def collective(name: str, size: int, rank: int, world: int, device: torch.device) -> Callable[[], float]:
+    """A step that runs the collective over ``size`` bytes in total and returns its seconds."""
+    import torch
+    import torch.distributed as dist
+
+    each = max(1, size // 4 // world)
+    whole = torch.ones(each * world, dtype=torch.float32, device=device)
+    part = torch.ones(each, dtype=torch.float32, device=device)
+    other = torch.empty_like(whole)
+
+    def send_recv() -> None:
+        kind, peer = (dist.isend, (rank + 1) % world), (dist.irecv, (rank - 1) % world)
+        for request in dist.batch_isend_irecv(
+            [dist.P2POp(kind[0], whole, kind[1]), dist.P2POp(peer[0], other, peer[1])]
+        ):
+            request.wait()
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "send_recv": send_recv,
+    }
+    call = calls[name]
+
+    def step() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        _finish(device)
+        return time.perf_counter() - began
+
+    return step
+
+
+def _finish(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

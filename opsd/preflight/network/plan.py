@@ -1,0 +1,187 @@
+"""What a network check measures: collectives over all nodes, patterns, and the search for what is bad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict
+from opsd.preflight.diagnosis import Diagnosis, Evidence
+from opsd.preflight.finder import find
+from opsd.preflight.grouptest import Answer, GroupTest, Tolerance
+from opsd.preflight.network.bandwidth import FACTORS, Timing, sizes
+from opsd.preflight.network.head import Head, Measured, Wanted
+from opsd.preflight.network.spec import Pattern
+from opsd.preflight.units import quantity
+from opsd.slurm.hostlist import compress
+
+_PATTERNS: Final[Mapping[Pattern, str]] = {
+    "ring": "ring neighbours",
+    "pairs": "all pairs",
+    "permutations": "random permutations",
+    "incast": "all to one",
+}
+_LATENCY_SIZE: Final = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How thorough: sizes of collectives and of a message in patterns and search, in bytes; iterations and seconds."""
+
+    sizes: Sequence[int]
+    message: int
+    iterations: int
+    seconds: float
+    deadline_s: float
+
+
+def effort(profile: str, *, gpus: bool) -> Effort:
+    """The effort of a profile. Without GPUs messages are small: TCP moves a hundredth of what NVLink does."""
+    if profile == "quick":
+        return Effort(sizes(1 << 10, 64 << 20 if gpus else 1 << 20, 64), 64 << 20 if gpus else 1 << 20, 10, 0.5, 30.0)
+    top = 8 << 30 if gpus else 64 << 20
+    return Effort(sizes(1 << 10, top), 256 << 20 if gpus else 4 << 20, 40, 3.0, 300.0)
+
+
+def no_function(context: object, progress: object) -> Outcome:
+    """Network checks are run by the head of the check, not by the engine."""
+    raise NotImplementedError
+
+
+COLLECTIVES: Final = Check(
+    name="network_collectives",
+    title="Collectives over all nodes",
+    run=no_function,
+    seconds={},
+    measures=(
+        *(
+            Measure(f"{name}_busbw", "bytes_per_second", f"{name} bus bandwidth", "higher", noise=0.10, required=False)
+            for name in FACTORS
+        ),
+        Measure("latency", "seconds", f"latency at {_LATENCY_SIZE} bytes", "lower", noise=0.5, required=False),
+        Measure("latency_p99", "seconds", f"p99 latency at {_LATENCY_SIZE} bytes", "lower", noise=1.0, required=False),
+    ),
+    needs=frozenset({"network", "exclusive"}),
+    advice="the search below says which node or link it is",
+)
+PATTERNS: Final = Check(
+    name="network_patterns",
+    title="Patterns of messages between nodes",
+    run=no_function,
+    seconds={},
+    measures=(Measure("bandwidth", "bytes_per_second", "slowest exchange", "higher", noise=0.10),),
+    needs=frozenset({"network", "exclusive"}),
+)
+SEARCH: Final = Check(
+    name="network_search",
+    title="Search for bad nodes and links",
+    run=no_function,
+    seconds={},
+    measures=(Measure("tests", "", "number of group tests"), Measure("rounds", "", "number of rounds")),
+    needs=frozenset({"network", "exclusive"}),
+)
+
+
+def collectives(head: Head, nodes: Sequence[int], ranks: int, how: Effort, say: Callable[[str], None]) -> Outcome:
+    """Every collective at every size over all ``nodes`` with ``ranks`` processes in total."""
+    measurements: list[Measurement] = []
+    findings: list[Finding] = []
+    for name in FACTORS:
+        for size in how.sizes:
+            say(f"{name} {quantity(size, 'bytes')}")
+            (measured,) = head.measure([Wanted(tuple(nodes), "collective", size, how.iterations, how.seconds, name)])
+            if not measured.seconds:
+                findings.append(Finding(Verdict.FAIL, f"{name} of {quantity(size, 'bytes')} failed: {measured.error}"))
+                break
+            timing = Timing(name, size, ranks, measured.seconds)
+            where = f"{quantity(size, 'bytes')} on {len(nodes)} nodes"
+            measurements.append(Measurement(f"{name}_busbw", timing.busbw, where))
+            if size == _LATENCY_SIZE:
+                measurements.append(Measurement("latency", timing.latency, f"{name} on {len(nodes)} nodes"))
+                measurements.append(Measurement("latency_p99", timing.p99, f"{name} on {len(nodes)} nodes"))
+    return Outcome(tuple(measurements), tuple(findings))
+
+
+def patterns(head: Head, nodes: Sequence[int], how: Effort, say: Callable[[str], None]) -> Outcome:
+    """Bandwidth of the slowest exchange in each pattern."""
+    measurements: list[Measurement] = []
+    findings: list[Finding] = []
+    for pattern, text in _PATTERNS.items():
+        say(text)
+        (measured,) = head.measure([Wanted(tuple(nodes), pattern, how.message, how.iterations, how.seconds)])
+        if measured.seconds:
+            rate = how.message / median(measured.seconds)
+            measurements.append(Measurement("bandwidth", rate, f"{text} on {len(nodes)} nodes"))
+        else:
+            findings.append(Finding(Verdict.FAIL, f"{text} failed: {measured.error}"))
+    return Outcome(tuple(measurements), tuple(findings))
+
+
+def search(
+    head: Head,
+    names: Mapping[int, str],
+    switch_of: Mapping[str, str],
+    how: Effort,
+    say: Callable[[str], None],
+    tolerance: Tolerance | None = None,
+) -> Diagnosis:
+    """Run the finder on the nodes ``names`` (number to name). Fewer than two nodes have nothing to search."""
+    number = {name: node for node, name in names.items()}
+    finder = find([names[node] for node in sorted(names)], switch_of, tolerance)
+    tests = next(finder)
+    while True:
+        say(f"{len(tests)} tests, {tests[0].purpose}")
+        wanted = [_wanted(test, number, how) for test in tests]
+        measured = head.measure(wanted)
+        try:
+            tests = finder.send([_answer(entry, how.message) for entry in measured])
+        except StopIteration as end:
+            diagnosis: Diagnosis = end.value
+            return diagnosis
+
+
+def _wanted(test: GroupTest, number: Mapping[str, int], how: Effort) -> Wanted:
+    return Wanted(tuple(number[name] for name in test.members), "pairs", how.message, how.iterations, how.seconds)
+
+
+def _answer(measured: Measured, message: int) -> Answer:
+    return Answer(tuple(message / seconds for seconds in measured.seconds))
+
+
+def findings(diagnosis: Diagnosis) -> Iterator[Finding]:
+    """The culprits with the tests that convict them; what was suspected; what failed and could not be explained."""
+    for culprit in diagnosis.culprits:
+        involved = [e for e in diagnosis.evidence if not e.passed and {*culprit.parts} & {*e.members}]
+        if culprit.kind == "everything":
+            advice = "check that the nodes reach each other at all: addresses, firewall, subnet manager"
+            yield Finding(Verdict.FAIL, "not even one pair of nodes passes", advice)
+            continue
+        advice = "drain what it names and check cables, transceivers and clocks there"
+        text = "; ".join(evidence(entry) for entry in involved[-2:])
+        yield Finding(Verdict.FAIL, f"{culprit} is bad{': ' + text if text else ''}", advice, ", ".join(culprit.parts))
+    if diagnosis.suspected:
+        summary = f"a test of {compress(diagnosis.suspected)} failed once and passed when repeated"
+        yield Finding(Verdict.WARN, summary, "repeat with more iterations: `opsd preflight network --profile standard`")
+    elif not diagnosis.culprits and not diagnosis.clean:
+        advice = "repeat with more iterations: `opsd preflight network --profile standard`"
+        yield Finding(Verdict.WARN, "a test failed that could not be repeated or explained", advice)
+
+
+def protocol(diagnosis: Diagnosis) -> dict[str, str]:
+    """Every test of the search and what came of it, to be kept with the report."""
+    return {
+        f"test {number}, round {e.round}, {e.purpose}": f"{'passed' if e.passed else 'FAILED'}: {evidence(e)}"
+        for number, e in enumerate(diagnosis.evidence, start=1)
+    }
+
+
+def evidence(entry: Evidence) -> str:
+    """One test as a phrase: "n1 with n2 reached 12.3 GB/s of 42 GB/s"."""
+    who = " with ".join(entry.members) if len(entry.members) == 2 else compress(entry.members)
+    if entry.found is None:
+        return f"{who} did not finish"
+    measure, expected = entry.found.median, entry.expected.median if entry.expected else None
+    of = f" of {quantity(expected, 'bytes_per_second')}" if expected else ""
+    return f"{who} reached {quantity(measure, 'bytes_per_second')}{of}"

@@ -1,0 +1,101 @@
+"""Where the nodes of a network check meet: names, numbers, addresses, interfaces, switches."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from opsd.slurm.hostlist import HostlistError, expand
+
+PORT: Final = 29_555
+_LEAF: Final = re.compile(r"^\s*SwitchName=(\S+)\s.*?Nodes=(\S+)", re.IGNORECASE | re.MULTILINE)
+
+
+class RendezvousError(Exception):
+    """What is said about nodes or addresses makes no sense; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This node's place among ``names``; the store is on node 0, at ``host`` and ``port``."""
+
+    names: tuple[str, ...]
+    node: int
+    host: str
+    port: int
+
+
+def place(hosts: str, node: int | None, rendezvous: str, environment: Mapping[str, str] = os.environ) -> Place:
+    """Where this node stands, from the options, else from Slurm's environment. Raises RendezvousError.
+
+    Without either it is one node on the loopback interface.
+    """
+    hostlist = hosts or environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    try:
+        names = expand(hostlist) if hostlist else (os.uname().nodename,)
+    except HostlistError as error:
+        raise RendezvousError(str(error)) from error
+    if len({*names}) != len(names):
+        raise RendezvousError(f"{hostlist} names a node twice")
+    number = int(environment.get("SLURM_NODEID", "0")) if node is None else node
+    if not 0 <= number < len(names):
+        raise RendezvousError(f"node number {number} is not among the {len(names)} nodes of {hostlist}, 0 is the first")
+    first = names[0] if hostlist else "127.0.0.1"
+    host, _, port = (rendezvous or first).partition(":")
+    if port and not port.isdecimal():
+        raise RendezvousError(f"{rendezvous} is no address; write host:port")
+    # Jobs on the same node must not meet each other's stores.
+    default = PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000
+    return Place(names, number, host, int(port or default))
+
+
+def interface_towards(host: str) -> str:
+    """Name of the interface through which ``host`` is reached, "" if that cannot be told."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            mine = probe.getsockname()[0]
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == mine for entry in addresses):
+            return name
+    return ""
+
+
+def use_interface(host: str) -> None:
+    """Make gloo and NCCL's bootstrap use the interface towards ``host``, unless the environment already says which."""
+    if name := interface_towards(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def switches(text: str) -> dict[str, str]:
+    """Node to leaf switch, from Slurm's topology.conf. Raises RendezvousError."""
+    plain = "\n".join(line.partition("#")[0] for line in text.splitlines())
+    try:
+        return {node: switch for switch, nodes in _LEAF.findall(plain) for node in expand(nodes)}
+    except HostlistError as error:
+        raise RendezvousError(f"the topology cannot be read: {error}") from error
+
+
+def read_switches(path: Path | None) -> dict[str, str]:
+    """Node to leaf switch from the file ``path``, or from where Slurm keeps it; none if there is no such file.
+
+    Raises RendezvousError if the file that was named cannot be read.
+    """
+    default = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("topology.conf")
+    try:
+        return switches((path or default).read_text(encoding="utf-8"))
+    except OSError as error:
+        if path is None:
+            return {}
+        raise RendezvousError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,176 @@
+"""Formulas, schedules and addresses of the network check; what the head makes of what nodes say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd import __version__
+from opsd.preflight.base import Verdict
+from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
+from opsd.preflight.grouptest import Level
+from opsd.preflight.network import patterns, plan
+from opsd.preflight.network.bandwidth import Timing, busbw, sizes
+from opsd.preflight.network.head import slowest
+from opsd.preflight.network.lead import attendance
+from opsd.preflight.network.rendezvous import Place, RendezvousError, interface_towards, place, read_switches, switches
+from opsd.preflight.network.spec import Done, Joined
+from opsd.preflight.network.team import Team
+
+RANKS = st.integers(2, 60)
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [
+        ("all_reduce", 2 * 7 / 8),
+        ("all_gather", 7 / 8),
+        ("reduce_scatter", 7 / 8),
+        ("all_to_all", 7 / 8),
+        ("broadcast", 1.0),
+        ("send_recv", 1.0),
+    ],
+)
+def test_bus_bandwidth_has_the_factors_of_nccl_tests(collective: str, factor: float):
+    """8 GB in 0.1 s among 8 ranks."""
+    assert busbw(collective, 8_000_000_000, 0.1, 8) == pytest.approx(80e9 * factor)
+
+
+def test_a_timing_says_median_and_tail():
+    """One slow iteration in ten moves the p99 and not the bandwidth."""
+    timing = Timing("all_reduce", 1_000_000, 2, (0.1,) * 9 + (1.0,))
+    assert (timing.latency, timing.p99) == (0.1, 1.0)
+    assert timing.algbw == timing.busbw == pytest.approx(1e7)
+
+
+def test_sizes_go_from_a_kilobyte_to_eight_gigabytes():
+    """Each eight times the one before, the largest one among them."""
+    assert sizes()[0] == 1 << 10
+    assert sizes()[-1] == 8 << 30
+    assert sizes(10, 10) == [10]
+
+
+@given(RANKS)
+def test_the_circle_method_lets_everybody_meet_everybody_once(n: int):
+    """n-1 rounds of disjoint pairs for an even n, n rounds for an odd one, every pair exactly once."""
+    rounds = patterns.circle(n)
+    assert len(rounds) == (n - 1 if n % 2 == 0 else n)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len({*ranks}) == n - n % 2
+    assert Counter(pair for pairs in rounds for pair in pairs) == {(a, b): 1 for b in range(n) for a in range(b)}
+
+
+@given(RANKS, st.integers(0, 5), st.integers())
+def test_in_a_permutation_everybody_sends_to_one_other_and_receives_from_one(n: int, count: int, seed: int):
+    """Nobody sends to himself."""
+    for pairs in patterns.permutations(n, count, Random(seed)):
+        assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == [*range(n)]
+        assert all(a != b for a, b in pairs)
+
+
+@given(RANKS)
+def test_ring_and_incast(n: int):
+    """Everybody sends to the next one; everybody sends to the first one."""
+    assert [b for _, b in patterns.ring(n)[0]] == [*range(1, n), 0]
+    assert {b for _, b in patterns.incast(n)[0]} == {0}
+    assert len(patterns.incast(n)[0]) == n - 1
+
+
+SLURM = {"SLURM_JOB_NODELIST": "n[001-004]", "SLURM_NODEID": "2", "SLURM_JOB_ID": "4242"}
+
+
+def test_a_job_of_slurm_needs_no_options():
+    """Names, number and meeting place come from the environment; jobs on one node do not share a port."""
+    assert place("", None, "", SLURM) == Place(("n001", "n002", "n003", "n004"), 2, "n001", 29_797)
+    assert place("", None, "10.0.0.1:4000", SLURM).host == "10.0.0.1"
+
+
+def test_without_slurm_it_is_one_node_on_the_loopback_interface():
+    """A laptop listens to nobody else."""
+    here = place("", None, "", {})
+    assert (len(here.names), here.node, here.host) == (1, 0, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node", "rendezvous", "sentence"),
+    [
+        ("n[01-", 0, "", "brackets do not match"),
+        ("n[4-1]", 0, "", "runs backwards"),
+        ("n1,n1", 0, "", "names a node twice"),
+        ("n[1-4]", 4, "", "node number 4 is not among the 4 nodes"),
+        ("n[1-4]", 0, "n1:http", "no address; write host:port"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_sentence(hosts: str, node: int, rendezvous: str, sentence: str):
+    """Hostlists, numbers, addresses."""
+    with pytest.raises(RendezvousError, match=sentence.replace("[", r"\[")):
+        place(hosts, node, rendezvous, {})
+
+
+def test_the_interface_towards_this_machine_is_the_loopback():
+    """Gloo must not guess by the host's name; what cannot be resolved has none."""
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no.such.host.invalid") == ""
+
+
+def test_leaf_switches_come_from_slurms_topology(tmp_path: Path):
+    """Comments and the upper levels of the tree are left out."""
+    text = """
+    # two leaves
+    SwitchName=leaf1 Nodes=n[1-2]
+    SwitchName=leaf2 LinkSpeed=400 Nodes=n3,n4   # not n5
+    SwitchName=spine Switches=leaf[1-2]
+    """
+    assert switches(text) == {"n1": "leaf1", "n2": "leaf1", "n3": "leaf2", "n4": "leaf2"}
+    with pytest.raises(RendezvousError, match="cannot be read"):
+        read_switches(tmp_path / "topology.conf")
+
+
+def test_an_iteration_is_as_slow_as_its_slowest_node():
+    """And a test is as good as its worst node."""
+    assert slowest({0: Done(1, 0, (1.0, 2.0)), 1: Done(1, 1, (3.0, 1.0))}).seconds == (3.0, 2.0)
+    failed = slowest({0: Done(1, 0, (1.0,)), 1: Done(1, 1, error="connection reset")})
+    assert (failed.seconds, failed.error) == ((), "node 1: connection reset")
+
+
+def test_nodes_that_never_join_or_differ_are_named():
+    """Absent, with another release, with a GPU too few."""
+    team = Team(Place(tuple(f"n{i}" for i in range(5)), 0, "n0", 1), processes=8, join_s=9.0)
+    members = {
+        0: Joined(0, "n0", 8, __version__),
+        3: Joined(3, "n3", 7, __version__),
+        4: Joined(4, "n4", 8, "0.0.1"),
+    }
+    found = [(finding.verdict, finding.summary) for finding in attendance(team, members).findings]
+    assert found == [
+        (Verdict.FAIL, "n[1-2] never joined within 9 s"),
+        (Verdict.FAIL, "n3 came with 7 GPUs, the first node with 8"),
+        (Verdict.FAIL, f"n4 runs opsd 0.0.1, the first node {__version__}"),
+    ]
+
+
+def test_a_culprit_is_told_with_the_tests_that_convict_it():
+    """Numbers of the last failing tests it took part in, and every test in the protocol."""
+    evidence = (
+        Evidence(0, "screen", ("n0", "n1"), True, Level(42e9, 41e9), Level(42e9, 41e9)),
+        Evidence(0, "screen", ("n2", "n3"), False, Level(30e9, 29e9), Level(42e9, 41e9)),
+        Evidence(1, "confirm", ("n2", "n0"), False, None, Level(42e9, 41e9)),
+    )
+    diagnosis = Diagnosis((Culprit("node", ("n2",)),), (), 3, 2, evidence)
+    (finding,) = plan.findings(diagnosis)
+    assert finding.verdict is Verdict.FAIL
+    assert finding.summary == "node n2 is bad: n2 with n3 reached 30 GB/s of 42 GB/s; n2 with n0 did not finish"
+    assert [*plan.protocol(diagnosis).values()][-1] == "FAILED: n2 with n0 did not finish"
+
+
+def test_a_failure_that_nobody_can_explain_is_still_told():
+    """One failing test, no culprit: a warning, not silence."""
+    evidence = (Evidence(0, "all", ("n0", "n1"), False, None, None),)
+    (finding,) = plan.findings(Diagnosis((), (), 1, 1, evidence))
+    assert finding.verdict is Verdict.WARN
