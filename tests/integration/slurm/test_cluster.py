@@ -38,7 +38,8 @@ def reaches(host: Host, other: str) -> bool:
 def traces() -> set[str]:
     """Network interfaces, mounts, folders and processes that a cluster could leave behind."""
     links = {path.name for path in Path("/sys/class/net").iterdir()}
-    mounts = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    mounted = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    mounts = {path for path in mounted if "opsd-slurm-" in path}  # other tests mount disks of their own meanwhile
     folders = {path.name for path in Path(tempfile.gettempdir()).glob("opsd-slurm-*")}
     return links | mounts | folders | set(_spaces_of_descendants())
 
