@@ -1,0 +1,165 @@
+"""The loss of a run fell and has stopped falling, although by its own course it should go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from collectors.base import RankFact
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.runs import leaders, rank_of, ranks_of, recovered
+from runbooks.signals import counted, integer, number, text
+from runbooks.trends import SURE, by_step, condensed, due, thirds, trend
+
+LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"
+LOOK_EVERY_S = 10.0
+BLOCKS, LEAST_POINTS = 24, 180
+SETTLED_STEPS = 100
+
+LEAST_FALL = 0.01
+"""The loss must have fallen by this share of itself in the first half of the window to have a course at all."""
+
+FLAT = 0.15
+"""A plateau has at most this share of the change that was to be expected. Measured over the logarithm of the step: the
+loss is close to a power law of the training done (Kaplan et al. 2020, Hoffmann et al. 2022), so that a healthy course
+keeps most of its slope there while it flattens over the steps."""
+
+FALLS_AGAIN = 0.25
+"""Share of the missing fall by which the loss has to be below the plateau for it to be over."""
+
+VANISHED = 0.1
+"""A gradient norm this far below the earlier one means that nothing is learnt, whatever the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plateau:
+    """The level of the plateau, the fall that was expected and the one that came, over ``steps`` steps."""
+
+    level: float
+    expected: float
+    came: float
+    steps: int
+    vanished: bool
+
+
+def _plateau(view: View, leader: RankFact) -> _Plateau | None:
+    """The plateau that the loss is on, None if it falls, never fell, or scatters too much to tell."""
+    points = by_step(view, LOSS, leader.run, leader.rank)
+    if len(points) < LEAST_POINTS or leader.steps_reported < SETTLED_STEPS:
+        return None
+    course = [(math.log(step + 1), loss) for step, loss in condensed(points, BLOCKS)]
+    half = len(course) // 2
+    early, late = trend(course[:half]), trend(course[-half:])
+    expected, came = -early.slope * (course[-1][0] - course[-half][0]), -late.rise
+    level = median(loss for _, loss in course[-half:])
+    fell = early.sure and -early.rise >= LEAST_FALL * abs(level)
+    if not fell or expected <= SURE * max(early.noise, late.noise) or abs(came) > FLAT * expected:
+        return None
+    return _Plateau(level, expected, came, len(points) // 2, _vanished(view, leader))
+
+
+def _vanished(view: View, leader: RankFact) -> bool:
+    norms = [norm for _, norm in by_step(view, NORM, leader.run, leader.rank)]
+    if len(norms) < LEAST_POINTS:
+        return False
+    before, _, now = thirds(norms)
+    return now < VANISHED * before
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    series = view.select(LOSS)
+    if not series or not due(series[0], LOOK_EVERY_S):
+        return
+    for leader in leaders(view):
+        plateau = _plateau(view, leader) if leader.live else None
+        if plateau is not None:
+            yield _finding(view, leader, plateau)
+
+
+def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
+    facts = [
+        f"in the last {plateau.steps} steps the loss fell by {plateau.came:.3g}; by its course before, "
+        f"{plateau.expected:.3g} were to be expected",
+        "the gradient norm has fallen below a tenth of what it was" if plateau.vanished else "",
+    ]
+    detail = "the gradient has vanished" if plateau.vanished else "the schedule, or the data"
+    return Finding(
+        kind="loss_plateau",
+        key=leader.run,
+        severity=Severity.WARNING,
+        summary=f"the loss of {leader.run} has stopped falling at {plateau.level:.3g}",
+        culprit=Culprit("user code", detail=detail),
+        confidence=0.7 if plateau.vanished else 0.4,
+        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
+        cost=Cost(text=f"{counted(plateau.steps, 'step')} so far that have taught the model next to nothing"),
+        job=leader.job,
+        data={
+            "run": leader.run,
+            "rank": leader.rank,
+            "generation": leader.generation,
+            "limit": plateau.level - FALLS_AGAIN * plateau.expected,
+        },
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    return (Action("notify", target=text(incident.data, "run"), reason=incident.summary),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once the loss is clearly below the plateau, or a later generation trains, or the run has ended."""
+    data = incident.data
+    run, limit = text(data, "run"), number(data, "limit")
+    over = recovered(view, run, integer(data, "generation"))
+    leader = rank_of(view, run, integer(data, "rank"))
+    if over is not False or leader is None or limit is None or not any(rank.live for rank in ranks_of(view, run)):
+        return over
+    losses = [step.loss for step in leader.steps]
+    return bool(losses) and median(losses) < limit
+
+
+PAGE = Page.parse("""
+# The loss no longer falls
+
+## Meaning
+In the first half of the window the loss fell clearly; in the second half it has done at most 15 % of what its own
+course promised. The course is taken over the logarithm of the step, in which a healthy loss is close to a straight
+line. The window is ten minutes: a plateau is seen where ten minutes of training are a good part of the run. Late in a
+long run they are not, and nothing is said; there the curve of evaluations is the judge.
+
+## Impact
+Nothing is broken. The steps cost as much as ever and the model learns next to nothing in them.
+
+## Diagnosis
+1. `opsd incidents show ID`: the fall that was expected and the one that came, the gradient norm.
+2. `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step. A learning rate near its end, or
+   near zero by mistake: the schedule was made for fewer steps, or began anew at a resume.
+3. The norm has vanished: dead activations, a loss scale that underflows, parameters that are not in the optimizer.
+4. Norm and learning rate are as before: the data. The same batches again (an epoch that repeats without a shuffle, a
+   loader that has gone back), or a source that is as predictable as it gets.
+5. `opsd checkpoint list FOLDER`: evaluate the newest one on a fixed set and compare with that before the plateau.
+
+## Mitigation
+- Schedule: go back to the checkpoint before the plateau with the right number of steps.
+- Data: check the order of samples first, then the mixture.
+- It may be what the model can do. A smaller learning rate for some hundred steps tells: if the loss drops at once, the
+  rate was too high for going on.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once the loss falls again.
+- recommend, act: the same, and notifies. Schedules and data are for people to change.
+""")
+
+RUNBOOK = Runbook(
+    kind="loss_plateau",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("ranks",),
+    clear_after_s=30.0,
+    verify_s=3600.0,
+    max_attempts=1,
+)
