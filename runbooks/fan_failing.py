@@ -14,18 +14,22 @@ from runbooks.trends import Trend, blocks, due, thirds, trend
 TEMPERATURE, POWER = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
 MARGIN = "opsd_gpu_temperature_margin_celsius"
 
-WINDOW_S, BLOCK_S, LEAST_BLOCKS = 600.0, 20.0, 6
+WINDOW_S, BLOCK_S, LEAST_BLOCKS = 600.0, 20.0, 8
 LOOK_EVERY_S = 10.0
-THINNING = 4
-"""One sample in four is enough for the median of a block."""
+THINNING = 2
+"""One sample in two is enough for the median of a block."""
 
 CELSIUS_PER_WATT = 0.05
 """About 35 K above the inlet air at 700 W: an air-cooled H100. Corrects for the rest of differences in power."""
 
-LOADED_W = 200.0
-SAME_POWER, SAME_CELSIUS = 0.15, 2.0
-"""Blocks are compared with the newest one only if power, and the peers' temperature, were the same: while a job warms
-its GPUs up, the hotter ones move away from the others without any fault."""
+LOADED_W, PEER_SHARE = 200.0, 0.6
+"""A GPU that draws less is idle; a peer draws at least this share of what the GPU itself does."""
+
+SAME_POWER, SAME_CELSIUS = 0.05, 2.0
+SETTLED_BLOCKS = 4
+"""Blocks are compared with the newest one only if power, and the peers' temperature, were the same, and had been for a
+while: temperature follows power by a minute, and while a job warms its GPUs up the hotter ones leave the others behind
+without any fault."""
 
 LEAST_PEERS = 2
 RISE_CELSIUS = 4.0
@@ -35,8 +39,9 @@ HORIZON_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Medians over some seconds: of one GPU, and of its peers."""
+    """Medians over some seconds: of one GPU, and of its peers, which are the GPUs at about its power."""
 
+    peers: frozenset[str]
     celsius: float
     watts: float
     peers_celsius: float
@@ -50,7 +55,8 @@ class _Block:
     def like(self, other: _Block) -> bool:
         """True if both show the same load and the same surroundings."""
         return (
-            abs(self.watts - other.watts) <= SAME_POWER * other.watts
+            self.peers == other.peers
+            and abs(self.watts - other.watts) <= SAME_POWER * other.watts
             and abs(self.peers_watts - other.peers_watts) <= SAME_POWER * other.peers_watts
             and abs(self.peers_celsius - other.peers_celsius) <= SAME_CELSIUS
         )
@@ -69,43 +75,52 @@ class _Rising:
 
 
 def _medians(view: View, metric: str) -> dict[str, dict[int, float]]:
-    return {
-        uuid: blocks(series[0].values(WINDOW_S)[::THINNING], BLOCK_S) for uuid, series in by_gpu(view, metric).items()
-    }
+    """Block medians of each GPU, without the block that is not complete yet."""
+    now = int(view.now // BLOCK_S)
+    medians = {u: blocks(series[0].values(WINDOW_S)[::THINNING], BLOCK_S) for u, series in by_gpu(view, metric).items()}
+    return {uuid: {number: value for number, value in of.items() if number < now} for uuid, of in medians.items()}
 
 
 def _offsets(view: View) -> dict[str, dict[int, float]]:
     """Degrees by which each GPU under load is hotter than its peers at the same power, block by block."""
     celsius, watts = _medians(view, TEMPERATURE), _medians(view, POWER)
+    latest = max((number for numbers in celsius.values() for number in numbers), default=0)
     found = {}
     for uuid in celsius.keys() & watts.keys():
-        mine = {}
-        for number in sorted(celsius[uuid].keys() & watts[uuid].keys()):
-            block = _block(uuid, number, celsius, watts)
-            if block is not None:
-                mine[number] = block
-        if mine:
-            last = mine[max(mine)]
-            found[uuid] = {number: block.offset for number, block in mine.items() if block.like(last)}
+        numbers = sorted(celsius[uuid].keys() & watts[uuid].keys())
+        mine = {number: block for number in numbers if (block := _block(uuid, number, celsius, watts)) is not None}
+        if latest in mine:
+            found[uuid] = {number: block.offset for number, block in _settled(mine)}
     return found
+
+
+def _settled(blocks: Mapping[int, _Block]) -> Iterator[tuple[int, _Block]]:
+    """The blocks that are like the newest one and follow on several such, by their numbers."""
+    alike = 0
+    for number, block in blocks.items():
+        alike = (alike + 1 if number - 1 in blocks else 1) if block.like(blocks[max(blocks)]) else 0
+        if alike > SETTLED_BLOCKS:
+            yield number, block
 
 
 def _block(
     uuid: str, number: int, celsius: Mapping[str, Mapping[int, float]], watts: Mapping[str, Mapping[int, float]]
 ) -> _Block | None:
     """One GPU beside its peers under load, None if it or too few of them are."""
+    own = watts[uuid][number]
     peers = [
-        (celsius[peer][number], power[number])
+        peer
         for peer, power in watts.items()
-        if peer != uuid and power.get(number, 0.0) >= LOADED_W and number in celsius.get(peer, {})
+        if peer != uuid and power.get(number, 0.0) >= PEER_SHARE * own and number in celsius.get(peer, {})
     ]
-    if watts[uuid][number] < LOADED_W or len(peers) < LEAST_PEERS:
+    if own < LOADED_W or len(peers) < LEAST_PEERS:
         return None
     return _Block(
+        frozenset(peers),
         celsius[uuid][number],
-        watts[uuid][number],
-        median(temperature for temperature, _ in peers),
-        median(power for _, power in peers),
+        own,
+        median(celsius[peer][number] for peer in peers),
+        median(watts[peer][number] for peer in peers),
     )
 
 
