@@ -174,6 +174,10 @@ class Run:
         """Where a rank's output goes."""
         return self.folder / f"rank-{rank:04d}.log"
 
+    def printed(self) -> str:
+        """What the ranks that came to print anything have printed."""
+        return "".join(log.read_text() for log in sorted(self.folder.glob("rank-*.log")))
+
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
