@@ -111,7 +111,10 @@ class RankFact:
 
 @dataclass(frozen=True, slots=True)
 class RunFact:
-    """A run supervised by ``opsd launch`` on this node, from its ``run.json``. ``control`` is the launcher's socket."""
+    """A run supervised by ``opsd launch`` on this node, from its ``run.json``. ``control`` is the launcher's socket.
+
+    ``logs`` has one folder of rank logs per generation.
+    """
 
     run: str
     job: str
@@ -123,6 +126,7 @@ class RunFact:
     world_size: int
     control: str
     folder: str
+    logs: str
 
 
 Fact = GpuFact | RankFact | RunFact

@@ -1,7 +1,8 @@
 """What the files of one run tell about NCCL: the logs of its ranks on this node, and flight recorder dumps.
 
-The folders belong to the run's user while the agent may be root. ``run.json`` names the run folder; it is used only if
-the same user owns it, and nothing in it is reached through a symbolic link. ``tail`` says how files are read.
+The folders belong to the run's user while the agent may be root. ``run.json`` names the folders of the run and of its
+logs; they are used only if the same user owns them, and nothing in them is reached through a symbolic link. ``tail``
+says how files are read.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class NcclRun:
         with _opened(Path(run.folder)) as folder:
             if folder is None or os.fstat(folder).st_uid != owner:
                 return Reading((Sample(LOGS, 0, (self._run,)),))
-            messages, followed = self._read_logs(folder, run.generation, ranks, skip_old)
+            messages, followed = self._read_logs(Path(run.logs), owner, run.generation, ranks, skip_old)
             events = [self._event(rank, message, wall) for rank, message in messages[:MAX_EVENTS]]
             if self.leads:
                 events += self._dumps.read(folder, run, wall, skip_old)
@@ -77,7 +78,7 @@ class NcclRun:
         return Reading(tuple(samples), tuple(events))
 
     def _read_logs(
-        self, folder: int, generation: int, ranks: list[int], skip_old: bool
+        self, folder: Path, owner: int, generation: int, ranks: list[int], skip_old: bool
     ) -> tuple[list[tuple[int, LogMessage]], int]:
         """New messages of this generation and of what the one before has still written; how many logs are followed."""
         wanted = {(number, rank) for number in (generation - 1, generation) for rank in ranks}
@@ -85,8 +86,8 @@ class NcclRun:
         messages: list[tuple[int, LogMessage]] = []
         followed = 0
         for number in (generation - 1, generation):
-            with _opened(Path("logs"), folder) as logs, _opened(Path(f"gen-{number:04d}"), logs) as place:
-                if place is None:
+            with _opened(folder) as logs, _opened(Path(f"gen-{number:04d}"), logs) as place:
+                if place is None or os.fstat(place).st_uid != owner:
                     continue
                 for rank in ranks:
                     lines = self._read_log(place, number, rank, skip_old)

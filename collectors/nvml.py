@@ -25,7 +25,7 @@ class NvmlCollector:
     opened anew at the next collection, and one with a lost GPU every ``reopen_s``: a GPU that was reset is back then.
     ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event. ``process_letter``
     looks up the state of a process, None gone; without it nothing is said about dead ones. ``profiling`` also reads
-    what the GPUs' units do.
+    what the GPUs' units do, except while ``profiled_elsewhere`` says that something else on the node does.
     """
 
     name = "nvml"
@@ -42,6 +42,7 @@ class NvmlCollector:
         xids: XidLedger | None = None,
         process_letter: Callable[[int], str | None] | None = None,
         profiling: bool = True,
+        profiled_elsewhere: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._library = library
@@ -57,6 +58,8 @@ class NvmlCollector:
         self._ledger = xids or XidLedger()
         self._process_letter = process_letter
         self._profiling = profiling
+        self._profiled_elsewhere = profiled_elsewhere
+        self._profiles = False
         self._sleep = sleep
         self._orphans: dict[int, tuple[int, ...]] = {}
         self._reloads = 0
@@ -68,6 +71,8 @@ class NvmlCollector:
             self._close()
         try:
             driver = self._driver or self._open()
+            if self._profiles != self._may_profile():
+                self._profile(self._clock())
             now = self._clock()
             samples = [sample for index in sorted(self._known) for sample in self._read(index, now)]
         except NoDriverError as error:
@@ -92,8 +97,6 @@ class NvmlCollector:
             try:
                 gpu = self._gpus[index] = Gpu(driver, index, self._hostname)
                 self._known[index] = gpu.identity
-                if self._profiling:
-                    gpu.profile(self._clock())
             except (NoDriverError, SessionOverError):
                 raise
             except NvmlError as error:
@@ -102,9 +105,27 @@ class NvmlCollector:
         for index in self._known.keys() - range(driver.count):
             self._lost[index] = "the driver does not list it any more"
         self._ledger.expect(identity.pci_bus_id for identity in self._known.values() if identity.uuid)
+        self._profiles = False
+        return driver
+
+    def _may_profile(self) -> bool:
+        return self._profiling and not self._profiled_elsewhere()
+
+    def _profile(self, now: float) -> None:
+        """Begin or cease to read what the units do."""
+        self._profiles = not self._profiles
+        for index, gpu in self._gpus.items():
+            if not self._profiles:
+                gpu.close()
+                continue
+            try:
+                gpu.profile(now)
+            except (NoDriverError, SessionOverError):
+                raise
+            except NvmlError as error:
+                self._lost[index] = str(error)
         if any(gpu.profiled for gpu in self._gpus.values()):
             self._sleep(gpm.MIN_INTERVAL_S)  # once, so that no series is missing from the first reading
-        return driver
 
     def _close(self) -> None:
         for gpu in self._gpus.values():

@@ -49,7 +49,8 @@ def parse_run(content: bytes, run: str, alive: Callable[[int, int], bool]) -> Ru
             alive=alive(pid, _count(raw["launcher_start"])),
             world_size=_count(raw["world_size"]),
             control=str(raw["control"])[:4096],
-            folder=str(raw["folder"])[:4096],
+            folder=(folder := str(raw["folder"])[:4096]),
+            logs=str(raw.get("logs", f"{folder}/logs"))[:4096],
         )
     except (ValueError, KeyError, TypeError):
         return None

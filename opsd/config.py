@@ -45,6 +45,12 @@ def _is_address(text: str) -> str:
 AnyPath = Annotated[Path, Field(strict=False)]
 
 
+def _is_local_url(text: str) -> str:
+    if not re.fullmatch(r"http://(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d{1,5})?/[^\s?#]*", text):
+        raise ValueError("should be http:// on this node, for instance http://localhost:9400/metrics")
+    return text
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -152,6 +158,34 @@ class RanksSettings(_Section):
     )
 
 
+class DcgmSettings(_Section):
+    """GPUs through dcgm-exporter, where it runs on the node."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Take from dcgm-exporter what it has, and do not ask the driver for the same again.",
+    )
+    url: Annotated[str, AfterValidator(_is_local_url)] = Field(
+        default="http://localhost:9400/metrics", description="Where dcgm-exporter answers on this node."
+    )
+    interval_s: float = Field(default=5.0, ge=0, le=3600, description="Seconds between two such questions.")
+
+
+class NcclSettings(_Section):
+    """NCCL of the runs on this node."""
+
+    enabled: bool = Field(
+        default=True, description="Ask NCCL's RAS service, and follow rank logs and flight recorder dumps."
+    )
+    ras: tuple[Annotated[str, AfterValidator(_is_address)], ...] = Field(
+        default=("127.0.0.1:28028", "[::1]:28028"),
+        min_length=1,
+        strict=False,
+        description="Addresses where RAS may listen; NCCL_RAS_ADDR of the runs.",
+    )
+    interval_s: float = Field(default=10.0, ge=1, le=3600, description="Seconds between two questions to RAS.")
+
+
 class NotifySettings(_Section):
     """Telling people."""
 
@@ -175,6 +209,8 @@ class Settings(_Section):
     nvme: NvmeSettings = NvmeSettings()
     slurm: SlurmSettings = SlurmSettings()
     ranks: RanksSettings = RanksSettings()
+    dcgm: DcgmSettings = DcgmSettings()
+    nccl: NcclSettings = NcclSettings()
     policy: PolicySettings = PolicySettings()
     notify: NotifySettings = NotifySettings()
     preflight: PreflightSettings = PreflightSettings()

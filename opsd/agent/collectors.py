@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from collectors import gpm
 from collectors.base import Collector
+from collectors.dcgm import DcgmCollector, Yielding
 from collectors.host import HostCollector
 from collectors.infiniband import InfinibandCollector
 from collectors.kmsg import KmsgCollector
+from collectors.nccl import NcclCollector
 from collectors.nvme import NvmeCollector
 from collectors.nvml import NvmlCollector
 from collectors.processes import process_letter, sees_all_processes
@@ -22,17 +25,21 @@ from opsd.config import Settings
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.watch import NodeWatch
 
+PROFILING = frozenset(metric.name for metric in gpm.METRICS)
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What collectors are made from. ``state`` is where they may keep what outlives the agent, None for nowhere.
 
-    Sources of Xids share the ledger, which tells each Xid once. The collector of ranks knows where runs write.
+    Sources of Xids share the ledger, which tells each Xid once. The collector of ranks knows where runs write, the one
+    of dcgm-exporter what the driver need not be asked as well.
     """
 
     settings: Settings
     state: Path | None
     ranks: RanksCollector[client.RankPage]
+    dcgm: DcgmCollector
     xids: XidLedger = field(default_factory=XidLedger)
 
     def paths(self) -> Iterable[str]:
@@ -44,14 +51,16 @@ Factory = Callable[[Parts], Collector]
 
 
 def _nvml(parts: Parts) -> Collector:
-    settings = parts.settings
-    return NvmlCollector(
+    settings, dcgm = parts.settings, parts.dcgm
+    collector = NvmlCollector(
         settings.nvml.library,
         hostname=settings.agent.node,
         xids=parts.xids,
         process_letter=process_letter if sees_all_processes() else None,
         profiling=settings.nvml.profiling,
+        profiled_elsewhere=lambda: not PROFILING.isdisjoint(dcgm.covered),
     )
+    return Yielding(collector, lambda: dcgm.covered) if settings.dcgm.enabled else collector
 
 
 def _slurm(parts: Parts) -> Collector:
@@ -59,7 +68,14 @@ def _slurm(parts: Parts) -> Collector:
     return SlurmCollector(NodeWatch(CommandSlurm(), node, period_s=parts.settings.slurm.interval_s), node)
 
 
+def _nccl(parts: Parts) -> Collector:
+    settings = parts.settings.nccl
+    hosts = [(host.strip("[]"), int(port)) for host, _, port in (ras.rpartition(":") for ras in settings.ras)]
+    return NcclCollector(parts.settings.ranks.root, addresses=hosts, ras_period_s=settings.interval_s)
+
+
 COLLECTORS: tuple[tuple[str, Factory], ...] = (
+    ("dcgm", lambda p: p.dcgm),
     ("nvml", _nvml),
     ("kmsg", lambda p: KmsgCollector(p.state and p.state / "kmsg.json", ledger=p.xids)),
     ("host", lambda p: HostCollector(mounts=p.settings.host.mounts)),
@@ -69,11 +85,13 @@ COLLECTORS: tuple[tuple[str, Factory], ...] = (
     ("nvme", lambda p: NvmeCollector(interval_s=p.settings.nvme.interval_s)),
     ("slurm", _slurm),
     ("ranks", lambda p: p.ranks),
+    ("nccl", _nccl),
 )
 """Section of the settings whose ``enabled`` decides, and how the collector is made."""
 
 
 def build(settings: Settings, state: Path | None = None) -> list[Collector]:
     """The collectors that are enabled; ``state`` as in ``Parts``."""
-    parts = Parts(settings, state, RanksCollector(settings.ranks.root, client))
+    dcgm = DcgmCollector(settings.dcgm.url, period_s=settings.dcgm.interval_s)
+    parts = Parts(settings, state, RanksCollector(settings.ranks.root, client), dcgm)
     return [make(parts) for section, make in COLLECTORS if getattr(settings, section).enabled]

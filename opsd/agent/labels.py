@@ -25,7 +25,7 @@ LABELS: Final[Mapping[str, str]] = {
     "fstype": "one per mount",
     "gpu": "GPUs of the node by index",
     "job_id": "one per rank; jobs on the node, 64 at most",
-    "kind": "kinds of runbooks; kinds of kernel messages; some and full for pressure",
+    "kind": "kinds of runbooks; kinds of kernel messages; of NCCL's messages and problems; some and full for pressure",
     "limit": "warning, critical",
     "link": "NVLinks of a GPU, 18 on an H100",
     "link_layer": "one per RDMA port",

@@ -170,7 +170,7 @@ FAULTS = (
     Fault("stop_rank", "rank 1 stopped (SIGSTOP)", "rank_hang", _stop_rank, _resumed),
     Fault(
         "stall_dataloader",
-        "data worker of rank 0 stopped",
+        "data worker stopped",
         "dataloader_stall",
         _stall_loader,
         _stepping_again,
@@ -178,7 +178,7 @@ FAULTS = (
     ),
     Fault(
         "corrupt_checkpoint",
-        "checkpoint damaged, rank 0 killed",
+        "checkpoint damaged, rank killed",
         "checkpoint_corrupt",
         _corrupt_and_crash,
         _resumed,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from opsd.demo.faults import Trial
@@ -59,9 +60,15 @@ def as_json(
 
 def faults_table(trials: Sequence[Trial]) -> Table:
     """One row a fault: what was done to the run and what became of it."""
-    table = Table(title="Faults", title_justify="left")
-    for column in ("fault", "detected after", "recovered after", "steps lost", "culprit named", "runbook"):
-        table.add_column(column, justify="right" if column in ("detected after", "recovered after") else "left")
+    table = Table(title="Faults: seconds from injection, steps lost", title_justify="left", box=box.SIMPLE_HEAD)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("fault")
+    for column in ("detected", "recovered", "lost"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("culprit named", no_wrap=True, overflow="ellipsis")
+    table.add_column(
+        "runbook", no_wrap=True, min_width=max(len(trial.fault.runbook) for trial in trials) if trials else 7
+    )
     for trial in trials:
         table.add_row(
             trial.fault.title,

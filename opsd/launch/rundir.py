@@ -37,6 +37,7 @@ class RunState(TypedDict):
     world_size: int
     control: str
     folder: str
+    logs: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,4 +372,5 @@ class Supervisor:
             world_size=self._settings.local_size,
             control=str(self._folders.control),
             folder=str(self._folders.folder.resolve()),
+            logs=str(self._folders.logs.resolve()),
         )

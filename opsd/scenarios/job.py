@@ -53,7 +53,8 @@ class SimulatedJob:
                 alive=self.alive,
                 world_size=self.world_size,
                 control=f"/dev/shm/opsd/{self.settings.run}/control.sock",  # noqa: S108
-                folder=f"/home/user/.local/state/opsd/runs/{self.settings.run}",
+                folder=(folder := f"/home/user/.local/state/opsd/runs/{self.settings.run}"),
+                logs=f"{folder}/logs",
             )
 
     def take_events(self) -> tuple[Event, ...]:

@@ -6,6 +6,7 @@ import ctypes.util
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -535,3 +536,23 @@ def test_the_peer_of_the_benchmark_runs_on_the_same_gpus(gpus: SimulatedGpus, li
     shown = [line.split() for line in result.stdout.splitlines()]
     assert ["gpu_utilization_Percentage", "5", "93.0"] in shown
     assert len([name for name, *_ in shown if name == "gpu_nvlink_tx_throughput_MiBps"]) == 8 * 18
+
+
+def test_what_the_units_do_is_not_read_while_something_else_reads_it(gpus: SimulatedGpus, library: str) -> None:
+    """DCGM's profiling comes first; once it is gone the driver is asked again."""
+    assert gpus[0].profiling
+    script = f"""
+        from collectors.nvml import NvmlCollector
+        elsewhere = [False, True, False]
+        collector = NvmlCollector({library!r}, profiled_elsewhere=lambda: elsewhere[0])
+        shown = []
+        while elsewhere:
+            reading = collector.collect()
+            shown.append(any(sample.metric.name.startswith("DCGM_FI_PROF") for sample in reading.samples))
+            elsewhere.pop(0)
+        print(shown)
+    """
+    environment = {**os.environ, "OPSD_SIMULATED_NVML": str(gpus.path)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[True, False, True]\n", done.stderr

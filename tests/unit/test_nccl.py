@@ -162,6 +162,18 @@ def test_the_run_folder_of_somebody_else_is_not_read(node: Node, tmp_path: Path)
         assert reading.events == ()
 
 
+def test_logs_are_followed_where_the_launcher_put_them(node: Node, tmp_path: Path) -> None:
+    """``opsd launch --log-dir`` puts them outside the run folder."""
+    elsewhere = tmp_path / "elsewhere"
+    node.logs.parent.rename(elsewhere)
+    run = json.loads((node.memory / "run.json").read_text())
+    (node.memory / "run.json").write_text(json.dumps({**run, "logs": str(elsewhere)}))
+    node.collect()
+    node.logs = elsewhere / node.logs.name
+    node.log(0, WARN)
+    assert [event.kind for event in node.collect().events] == ["nccl_log"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="changing the owner of a folder needs root")
 def test_a_run_folder_of_another_user_is_not_read(node: Node) -> None:
     """A user cannot have the agent read another user's logs."""
