@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -56,7 +57,6 @@ def top(url: str | None, file: Path | None, interval: float, once: bool) -> int:
         console.print(view)
         return exitcodes.OK
     with (
-        contextlib.suppress(KeyboardInterrupt),
         keys() as quit_within,
         Live(view, console=console, screen=True, auto_refresh=False) as live,
     ):
@@ -148,31 +148,34 @@ def _value(value: float | None, unit: str) -> str:
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits for some seconds and says whether q was pressed meanwhile.
+    """A function that waits for some seconds and says whether q or Ctrl-C was pressed meanwhile.
 
-    The terminal gives keys at once and unseen inside the block, and is as it was before afterwards.
+    Ctrl-C interrupts nothing else inside the block: what it takes to give the screen back is always done. The terminal
+    gives keys at once and unseen, and is as it was before afterwards.
     """
-    if not sys.stdin.isatty():
-        yield _sleep
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
+    interrupted, tell = os.pipe()
+    handler = signal.signal(signal.SIGINT, lambda *_: os.write(tell, b"q"))
     try:
-        tty.setcbreak(descriptor)
-        yield lambda seconds: _quit_pressed(descriptor, seconds)
+        if not sys.stdin.isatty():
+            yield lambda seconds: _quit_pressed([interrupted], seconds)
+            return
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        try:
+            tty.setcbreak(terminal)
+            yield lambda seconds: _quit_pressed([interrupted, terminal], seconds)
+        finally:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGINT, handler)
+        os.close(interrupted)
+        os.close(tell)
 
 
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
-
-def _quit_pressed(descriptor: int, seconds: float) -> bool:
+def _quit_pressed(descriptors: list[int], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select([descriptor], [], [], left)
-        if ready and os.read(descriptor, 1) in (b"q", b"Q", b""):
-            return True
+        for ready in select.select(descriptors, [], [], left)[0]:
+            if os.read(ready, 1) in (b"q", b"Q", b""):
+                return True
     return False

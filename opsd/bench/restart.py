@@ -25,7 +25,8 @@ from opsd.client import process_start
 TRIALS = 5
 STEADY_STEPS = 20
 RANKS = 2
-LIMIT_S = 120.0
+LIMIT_S = 45.0
+PEER_ATTEMPTS = 3
 
 SCRIPT = '''
 """Data-parallel training in miniature: a matrix, its gradient, one all-reduce a step; every step is written down."""
@@ -72,11 +73,13 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
     """Alternate ours and torchrun over ``trials`` kills each; then one stopped rank.
 
     ``ours_restart`` is with standby interpreters ready, as a run has them most of the time; ``at_once_again`` is a
-    second kill right after that, with new ones still on their way. Times in seconds. Raises BenchError.
+    second kill right after that, with new ones still on their way. ``torchrun_failed`` counts restarts that torchrun
+    did not bring to an end; they are done again and not timed. Times in seconds. Raises BenchError.
     """
     if find_spec("torch") is None:
         raise BenchError("the script of this benchmark needs torch: pip install 'opsd[train]'")
     ours, noticed, cold, peer, memory = [], [], [], [], []
+    failed = 0
     with tempfile.TemporaryDirectory(prefix="opsd-bench-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
@@ -89,10 +92,9 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
                 noticed.append(job.event("rank_exited")["t"] - killed)
                 killed, first = job.kill_and_wait()
                 cold.append(first - killed)
-            with _torchrun(folder / f"torchrun-{number}") as job:
-                job.steady()
-                killed, first = job.kill_and_wait()
-                peer.append(first - killed)
+            seconds, failures = _peer_restart(folder / f"torchrun-{number}")
+            peer.append(seconds)
+            failed += failures
         with _opsd(folder / "hang") as job:
             named, limit = job.stop_and_wait()
     return {
@@ -100,6 +102,7 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
         "ours_restart_max_s": max(ours),
         "torchrun_restart_p50_s": statistics.median(peer),
         "torchrun_restart_max_s": max(peer),
+        "torchrun_failed": failed,
         "ratio_restart": statistics.median(ours) / statistics.median(peer),
         "ours_restart_at_once_again_p50_s": statistics.median(cold),
         "ours_noticed_p50_s": statistics.median(noticed),
@@ -109,6 +112,19 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
         "ours_rss_mib": max(memory),
         "trials": trials,
     }
+
+
+def _peer_restart(folder: Path) -> tuple[float, int]:
+    """Seconds that torchrun took, and how often it failed before. Raises BenchError if it fails every time."""
+    for attempt in range(PEER_ATTEMPTS):
+        try:
+            with _torchrun(folder.with_name(f"{folder.name}-{attempt}")) as job:
+                job.steady()
+                killed, first = job.kill_and_wait()
+                return first - killed, attempt
+        except BenchError as error:
+            problem = error
+    raise problem
 
 
 class Job:

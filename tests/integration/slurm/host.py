@@ -115,7 +115,7 @@ class Host:
 
     def power_off(self) -> None:
         """Lose power: nobody hears of it, neither by a FIN nor by a reset."""
-        self.unplug()
+        self._network.configure(f"link delete {self._port}")
         self._spaces.kill()
 
     def power_on(self) -> None:
