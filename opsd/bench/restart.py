@@ -12,18 +12,19 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import psutil
 
 from opsd.agent.actions import ask_launcher
 from opsd.client import process_start
 
 TRIALS = 5
-STEADY_STEPS = 20
+STEADY_STEPS = 100
 RANKS = 2
 LIMIT_S = 45.0
 PEER_ATTEMPTS = 3
@@ -206,13 +207,17 @@ class Job:
         raise BenchError("the launcher has no resident memory; is it gone?")
 
     def close(self) -> None:
-        """End the job and its ranks."""
+        """End the job and its ranks, also where the launcher does not see to them any more."""
+        ranks = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
 
     def _until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_S
