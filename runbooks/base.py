@@ -237,7 +237,8 @@ class Runbook:
     ``clear_after_s``. ``verify_s`` is how long a remedy may take to show its effect before the next attempt or
     escalation; after ``max_attempts`` the incident escalates. ``needs`` are the collectors without which the
     runbook is blind. What is found again within ``hold_s`` of its end is the same incident come back; None is what the
-    policy says, 0 is for events of which each stands for itself.
+    policy says, 0 is for events of which each stands for itself. A detector that is dear looks only every
+    ``look_every_s``; what it found stands meanwhile.
     """
 
     kind: str
@@ -252,3 +253,4 @@ class Runbook:
     verify_s: float = 60.0
     max_attempts: int = 2
     hold_s: float | None = None
+    look_every_s: float = 0.0

@@ -131,6 +131,7 @@ RUNBOOK = Runbook(
     healed=_healed,
     needs=("nvml",),
     open_after_s=10.0,
+    look_every_s=2.0,
     verify_s=1800.0,
     max_attempts=1,
 )

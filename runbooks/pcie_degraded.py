@@ -134,6 +134,7 @@ RUNBOOK = Runbook(
     healed=_healed,
     needs=("nvml",),
     open_after_s=10.0,
+    look_every_s=2.0,
     clear_after_s=60.0,
     verify_s=3600.0,
     max_attempts=1,

@@ -211,6 +211,7 @@ RUNBOOK = Runbook(
     healed=_healed,
     needs=("ranks",),
     open_after_s=10.0,
+    look_every_s=5.0,
     clear_after_s=20.0,
     verify_s=600.0,
     max_attempts=1,

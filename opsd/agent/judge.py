@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
-
-from structlog.typing import FilteringBoundLogger
+from typing import TYPE_CHECKING, TypeVar
 
 from opsd.agent.incidents import Rules
 from runbooks.base import Action, Finding, Incident, Runbook, View
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 T = TypeVar("T")
 
@@ -42,6 +44,7 @@ class Judge:
         }
         self.errors: Counter[str] = Counter()
         self._log = log
+        self._looked: dict[str, tuple[float, tuple[Finding, ...]]] = {}
 
     def findings(self, view: View) -> list[Finding]:
         """What all runbooks that are not blind find in this tick, diagnosed."""
@@ -51,8 +54,14 @@ class Judge:
 
         found: list[Finding] = []
         for runbook in self.runbooks.values():
-            if sees(runbook, view):
-                found += self._try(runbook, partial(ask, runbook), ())
+            if not sees(runbook, view):
+                self._looked.pop(runbook.kind, None)
+                continue
+            at, last = self._looked.get(runbook.kind, (-math.inf, ()))
+            if view.now - at >= runbook.look_every_s:
+                at, last = view.now, self._try(runbook, partial(ask, runbook), ())
+                self._looked[runbook.kind] = at, last
+            found += last
         return found
 
     def healed(self, incidents: Iterable[Incident], view: View) -> dict[str, bool | None]:

@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-from structlog.typing import FilteringBoundLogger
+from typing import TYPE_CHECKING
 
 from collectors.base import Collector, GpuFact, RankFact, Reading, RunFact, Sample
 from opsd.agent import metrics
@@ -17,6 +16,9 @@ from opsd.agent.judge import Judge
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
 from runbooks.base import Incident
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 PATIENCE = 0.5
 """Share of a tick that the loop waits for collectors; what comes later is taken in by the next tick."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import TypeVar
 
 from collectors.base import Metric, Sample
 from opsd import __version__
 from opsd.agent.actions import VERBS
 from opsd.agent.gather import Health, Source
 from runbooks.base import Incident, Severity, State
+
+K = TypeVar("K")
 
 BUILD = Metric("opsd_build_info", "Release of the agent.", "info", labels=("version", "python"))
 COLLECTOR_STATE = Metric(
@@ -77,23 +82,47 @@ def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterato
 
 def runbook_samples(
     kinds: Iterable[str], incidents: Iterable[Incident], opened: Mapping[str, int], errors: Mapping[str, int]
-) -> Iterator[Sample]:
+) -> tuple[Sample, ...]:
     """Incidents that are not over, those opened, and failures of runbooks, zeros included."""
-    current = Counter((i.kind, i.severity, i.state) for i in incidents)
+    current = Counter((incident.kind, incident.severity, incident.state) for incident in incidents)
+    return _runbook_samples(tuple(kinds), _frozen(current), _frozen(opened), _frozen(errors))
+
+
+@lru_cache(maxsize=1)
+def _runbook_samples(
+    kinds: tuple[str, ...],
+    incidents: frozenset[tuple[tuple[str, Severity, State], int]],
+    opened: frozenset[tuple[str, int]],
+    errors: frozenset[tuple[str, int]],
+) -> tuple[Sample, ...]:
+    """Made anew only when something has changed, which in most ticks is not so."""
+    number, begun, failed = dict(incidents), dict(opened), dict(errors)
+    samples = [
+        Sample(INCIDENTS, float(number.get((kind, severity, state), 0)), (kind, severity.value, state.value))
+        for kind in kinds
+        for severity in Severity
+        for state in CURRENT_STATES
+    ]
     for kind in kinds:
-        for severity in Severity:
-            for state in CURRENT_STATES:
-                number = float(current[kind, severity, state])
-                yield Sample(INCIDENTS, number, (kind, severity.value, state.value))
-        yield Sample(OPENED, float(opened.get(kind, 0)), (kind,))
-        yield Sample(RUNBOOK_ERRORS, float(errors.get(kind, 0)), (kind,))
+        samples.append(Sample(OPENED, float(begun.get(kind, 0)), (kind,)))
+        samples.append(Sample(RUNBOOK_ERRORS, float(failed.get(kind, 0)), (kind,)))
+    return tuple(samples)
 
 
-def action_samples(actions: Mapping[tuple[str, str], int]) -> Iterator[Sample]:
+def action_samples(actions: Mapping[tuple[str, str], int]) -> tuple[Sample, ...]:
     """Actions by verb and outcome, zeros included."""
-    for verb in VERBS:
-        for outcome in OUTCOMES:
-            yield Sample(ACTIONS, float(actions.get((verb, outcome), 0)), (verb, outcome))
+    return _action_samples(_frozen(actions))
+
+
+@lru_cache(maxsize=1)
+def _action_samples(actions: frozenset[tuple[tuple[str, str], int]]) -> tuple[Sample, ...]:
+    number = dict(actions)
+    pairs = product(VERBS, OUTCOMES)
+    return tuple(Sample(ACTIONS, float(number.get(pair, 0)), pair) for pair in pairs)
+
+
+def _frozen(counts: Mapping[K, int]) -> frozenset[tuple[K, int]]:
+    return frozenset(counts.items())
 
 
 def loop_samples(ticks: int, missed: int, tick_s: float, series: int, refused: int) -> Iterator[Sample]:

@@ -6,12 +6,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from queue import Full, Queue
-
-from structlog.typing import FilteringBoundLogger
+from typing import TYPE_CHECKING
 
 from opsd.agent.actions import ActionError, Notifier
 from opsd.agent.incidents import Transition
 from runbooks.base import Incident, State
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 WEBHOOK_TIMEOUT_S = 5.0
 MAX_WAITING = 100

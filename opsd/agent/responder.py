@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-
-from structlog.typing import FilteringBoundLogger
+from typing import TYPE_CHECKING
 
 from opsd.agent import correlate, incidents
 from opsd.agent.actions import Executor
@@ -19,6 +18,9 @@ from opsd.agent.judge import Judge
 from opsd.agent.policy import Decision, Limits, Past, Verdict, decide
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
 from runbooks.base import Action, Incident, State, View
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 REWRITE_S = 30.0
 """An incident that only goes on is written to the journal this often."""

@@ -25,15 +25,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
-
-from structlog.typing import FilteringBoundLogger
 
 from opsd import __version__
 from opsd.agent import api
 from opsd.agent.exposition import Exposition
 from opsd.agent.loop import Snapshot
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 MAX_CONNECTIONS = 16
 CONNECTION_S = 5.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cache
-
-from structlog.typing import FilteringBoundLogger
+from typing import TYPE_CHECKING
 
 from collectors.nvml import PowerControl
 from opsd.agent import collectors
@@ -20,6 +19,9 @@ from opsd.agent.window import Window
 from opsd.config import Settings
 from opsd.slurm.connect import choose
 from runbooks import RUNBOOKS
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 
 def build_journal(settings: Settings, log: FilteringBoundLogger) -> Journal:
