@@ -179,7 +179,10 @@ class _Port:
 
 
 class InfinibandCollector:
-    """The RDMA ports below ``root``, ``max_ports`` at most. ``clock`` is monotonic, ``wall`` since the epoch."""
+    """The RDMA ports below ``root``, ``max_ports`` at most. ``clock`` is monotonic, ``wall`` since the epoch.
+
+    The firmware of the adapter answers for each of some fifty files a port, so not every second by default.
+    """
 
     name = "infiniband"
     metrics = METRICS
@@ -191,7 +194,9 @@ class InfinibandCollector:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         max_ports: int = 64,
+        interval_s: float = 2.0,
     ) -> None:
+        self.interval_s = interval_s
         self._root = root
         self._clock = clock
         self._wall = wall

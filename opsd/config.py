@@ -117,6 +117,7 @@ class InfinibandSettings(_Section):
 
     enabled: bool = Field(default=True, description="Collect the state and the counters of RDMA ports.")
     root: AnyPath = Field(default=Path("/sys/class/infiniband"), description="Folder with one folder per RDMA device.")
+    interval_s: float = Field(default=2.0, ge=0, le=3600, description="Seconds between two looks at the ports.")
 
 
 class StorageSettings(_Section):

@@ -68,6 +68,11 @@ def _slurm(parts: Parts) -> Collector:
     return SlurmCollector(NodeWatch(CommandSlurm(), node, period_s=parts.settings.slurm.interval_s), node)
 
 
+def _infiniband(parts: Parts) -> Collector:
+    settings = parts.settings.infiniband
+    return InfinibandCollector(settings.root, interval_s=settings.interval_s)
+
+
 def _nccl(parts: Parts) -> Collector:
     settings = parts.settings.nccl
     hosts = [(host.strip("[]"), int(port)) for host, _, port in (ras.rpartition(":") for ras in settings.ras)]
@@ -79,7 +84,10 @@ COLLECTORS: tuple[tuple[str, Factory], ...] = (
     ("nvml", _nvml),
     ("kmsg", lambda p: KmsgCollector(p.state and p.state / "kmsg.json", ledger=p.xids)),
     ("host", lambda p: HostCollector(mounts=p.settings.host.mounts)),
-    ("infiniband", lambda p: InfinibandCollector(p.settings.infiniband.root)),
+    (
+        "infiniband",
+        lambda p: InfinibandCollector(p.settings.infiniband.root, interval_s=p.settings.infiniband.interval_s),
+    ),
     ("storage", lambda p: StorageCollector(paths=p.paths)),
     ("storage_net", lambda p: StorageNetCollector(interval_s=p.settings.storage_net.interval_s)),
     ("nvme", lambda p: NvmeCollector(interval_s=p.settings.nvme.interval_s)),

@@ -77,6 +77,7 @@ class Loop:
         self._gatherer = Gatherer(collectors, deadline_s=deadline_s, clock=clock.monotonic)
         self._healths: dict[str, Health] = {}
         self._wall_of_zero = clock.wall() - clock.monotonic()
+        self._collectors: tuple[Sample, ...] = ()
         self._ticks = self._missed = 0
         self.snapshot = Snapshot(-1, clock.monotonic(), clock.wall())
 
@@ -121,7 +122,8 @@ class Loop:
             if self._healths.get(source.name) is not source.health:
                 self._healths[source.name] = source.health
                 self._log.info("collector", collector=source.name, state=source.health.value, reason=source.reason)
-        self._window.add("agent", Reading(tuple(metrics.collector_samples(sources, self._wall_of_zero))))
+        self._collectors = tuple(metrics.collector_samples(sources, self._wall_of_zero))
+        self._window.add("agent", Reading(self._collectors))
 
     def _publish(self, sources: tuple[Source, ...], began: float) -> None:
         at = self._clock.monotonic()
@@ -130,7 +132,7 @@ class Loop:
             at=at,
             wall=self._window.wall,
             sources=tuple(replace(source) for source in sources),
-            samples=(tuple(self._own(sources, at - began)), *(source.reading.samples for source in sources)),
+            samples=(tuple(self._own(at - began)), *(source.reading.samples for source in sources)),
             incidents=self._responder.current,
             ended=tuple(self._responder.ended),
             gpus=self._window.gpus,
@@ -139,10 +141,10 @@ class Loop:
             journal_problem=self._journal.problem,
         )
 
-    def _own(self, sources: Sequence[Source], tick_s: float) -> Iterator[Sample]:
+    def _own(self, tick_s: float) -> Iterator[Sample]:
         responder, journal = self._responder, self._journal
         yield from metrics.loop_samples(self._ticks, self._missed, tick_s, len(self._window), self._window.refused)
-        yield from metrics.collector_samples(sources, self._wall_of_zero)
+        yield from self._collectors
         yield from metrics.journal_samples(journal.problem, journal.backlog, journal.lost)
         yield from metrics.runbook_samples(
             self._judge.runbooks, responder.current, responder.opened, self._judge.errors

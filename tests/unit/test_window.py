@@ -136,10 +136,10 @@ def test_facts_outlive_a_missing_tick_but_not_a_failure() -> None:
     window.add("nvml", Reading(facts=(gpu,)))
     assert window.known("nvml")
     window.begin(2.0, 2.0)
-    assert window.gpus == [gpu]
+    assert list(window.gpus) == [gpu]
     assert not window.known("nvml")
     window.forget("nvml")
-    assert window.gpus == []
+    assert not window.gpus
 
 
 def test_series_beyond_the_limit_are_left_out_and_counted() -> None:
