@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -44,6 +45,25 @@ def run() -> dict[str, float | int | str]:
     first scrape that has all series but those of disks that have yet to do something. The scrape times are those of a
     client in this process.
     """
+    with node() as place, ExitStack() as stack:
+        exporters = [stack.enter_context(ours(place))]
+        if peer := shutil.which("nvitop-exporter", path=str(Path(sys.executable).parent)):
+            exporters.append(stack.enter_context(_nvitop(peer, place)))
+        return _measure(exporters)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The simulated node: ``folder`` has its ports and its run, ``library`` its driver, ``state`` its GPUs."""
+
+    folder: Path
+    library: Path
+    state: Path
+
+
+@contextlib.contextmanager
+def node() -> Iterator[Node]:
+    """A node in training, until the end of the block."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         library = build(folder)
@@ -54,13 +74,10 @@ def run() -> dict[str, float | int | str]:
             gpu.set_processes([(os.getpid(), 60 << 30)])
         ports = [Port(folder / "infiniband" / f"mlx5_{index}") for index in range(PORTS)]
         stack.enter_context(_training(folder / "shm" / "bench", ports))
-        exporters = [stack.enter_context(_ours(folder, library, gpus.path))]
-        if peer := shutil.which("nvitop-exporter", path=str(Path(sys.executable).parent)):
-            exporters.append(stack.enter_context(_nvitop(peer, library, gpus.path)))
-        return _measure(exporters)
+        yield Node(folder, library, gpus.path)
 
 
-class _Exporter:
+class Exporter:
     """A running exporter: its process, its port, how long it took until all its series were there."""
 
     def __init__(self, name: str, command: Sequence[str], port: int, environment: dict[str, str]) -> None:
@@ -118,12 +135,13 @@ class _Exporter:
 
 
 @contextlib.contextmanager
-def _ours(folder: Path, library: Path, state: Path) -> Iterator[_Exporter]:
-    port = _free_port()
+def ours(place: Node) -> Iterator[Exporter]:
+    """The agent on that node, once it has all its series."""
+    folder, port = place.folder, _free_port()
     settings = {
         "agent.listen": f"127.0.0.1:{port}",
         "agent.state_dir": folder / "state",
-        "nvml.library": library,
+        "nvml.library": place.library,
         "ranks.root": folder / "shm",
         "infiniband.root": folder / "infiniband",
         "policy.mode": "act",
@@ -132,20 +150,20 @@ def _ours(folder: Path, library: Path, state: Path) -> Iterator[_Exporter]:
     empty = folder / "opsd.toml"
     empty.touch()
     command = [sys.executable, "-m", "opsd", "agent", f"--config={empty}", *options]
-    with _running(_Exporter("ours", command, port, {STATE_ENV: str(state)})) as exporter:
+    with _running(Exporter("ours", command, port, {STATE_ENV: str(place.state)})) as exporter:
         yield exporter
 
 
 @contextlib.contextmanager
-def _nvitop(program: str, library: Path, state: Path) -> Iterator[_Exporter]:
+def _nvitop(program: str, place: Node) -> Iterator[Exporter]:
     port = _free_port()
-    environment = {STATE_ENV: str(state), "LD_LIBRARY_PATH": str(library.parent)}
-    with _running(_Exporter("nvitop", [program, f"--port={port}", "--interval=1"], port, environment)) as exporter:
+    environment = {STATE_ENV: str(place.state), "LD_LIBRARY_PATH": str(place.library.parent)}
+    with _running(Exporter("nvitop", [program, f"--port={port}", "--interval=1"], port, environment)) as exporter:
         yield exporter
 
 
 @contextlib.contextmanager
-def _running(exporter: _Exporter) -> Iterator[_Exporter]:
+def _running(exporter: Exporter) -> Iterator[Exporter]:
     try:
         exporter.wait()
         yield exporter
@@ -189,7 +207,7 @@ def _training(folder: Path, ports: Sequence[Port]) -> Iterator[None]:
         thread.join()
 
 
-def _measure(exporters: Sequence[_Exporter]) -> dict[str, float | int | str]:
+def _measure(exporters: Sequence[Exporter]) -> dict[str, float | int | str]:
     _scrape_each_second(exporters, WARM_UP_S)
     before, began = [exporter.cpu_s() for exporter in exporters], time.monotonic()
     _scrape_each_second(exporters, MEASURED_S)
@@ -211,7 +229,7 @@ def _measure(exporters: Sequence[_Exporter]) -> dict[str, float | int | str]:
     return results
 
 
-def _scrape_each_second(exporters: Sequence[_Exporter], seconds: int) -> None:
+def _scrape_each_second(exporters: Sequence[Exporter], seconds: int) -> None:
     origin = time.monotonic()
     for second in range(1, seconds + 1):
         for exporter in exporters:

@@ -20,12 +20,15 @@ BENCHES = {
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
     "recovery": "steps lost when a rank is killed and on SIGTERM",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
+    "soak": "memory and CPU of the agent over an hour",
 }
+LONG = ("soak",)
+"""Left out of ``--names``, and so of ``make bench``."""
 
 
 def _print_names(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
-        click.echo("\n".join(BENCHES))
+        click.echo("\n".join(name for name in BENCHES if name not in LONG))
         ctx.exit()
 
 
@@ -47,7 +50,12 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     help="Write the results to FILE, - for stdout.",
 )
 @click.option(
-    "--names", is_flag=True, is_eager=True, expose_value=False, callback=_print_names, help="Print the names."
+    "--names",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_names,
+    help="Print the names of those that take minutes.",
 )
 def bench(name: str, target: TextIO | None) -> None:
     """Run the benchmark NAME and print what it measured.
