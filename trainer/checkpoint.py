@@ -95,8 +95,11 @@ class Saver:
         """Whether a checkpoint of this rank is on its way to the disk."""
         return self._step is not None
 
-    def save(self, step: int, sample: int) -> None:
-        """Copy the state after ``step`` into the shared memory and have it persisted."""
+    def save(self, step: int, sample: int, digest: str) -> None:
+        """Copy the state after ``step`` into the shared memory and have it persisted.
+
+        ``sample`` and ``digest`` go into the manifest: the place in the data, and what the state belongs to.
+        """
         assert not self.busy
         began = time.perf_counter()
         with self._reporter.phase("checkpoint"):
@@ -106,7 +109,7 @@ class Saver:
         self._step = step
         if self._process is None:
             self._process = self._start()
-        self._order(self._process, {"save": step, "sample": sample})
+        self._order(self._process, {"save": step, "sample": sample, "digest": digest})
 
     def poll(self) -> None:
         """Take notice of what the persist process has done; never waits."""
@@ -157,7 +160,7 @@ class Saver:
         self._reporter.add_worker(process.pid, PERSIST)
         return process
 
-    def _order(self, process: subprocess.Popen[bytes], order: dict[str, int | None]) -> None:
+    def _order(self, process: subprocess.Popen[bytes], order: dict[str, int | str | None]) -> None:
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has died; poll finds out
             process.stdin.write(json.dumps(order).encode() + b"\n")

@@ -12,13 +12,26 @@ import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Strict,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails
 
+from trainer.data.mixture import Mixture, MixtureError, Stage
+
 PRESETS = Path(__file__).parent / "configs"
+MIXTURES = PRESETS / "mixtures"
 
 
 class ConfigError(ValueError):
@@ -65,10 +78,31 @@ class ModelSettings(_Section):
         return self.width // self.heads
 
 
+_Steps = Annotated[tuple[PositiveInt, PositiveInt], Strict(False)]
+
+
+class StageSettings(_Section):
+    """From step ``start`` on, counted from 1, sources are mixed by these ``weights``, which sum to 1."""
+
+    start: PositiveInt
+    weights: dict[str, NonNegativeFloat]
+
+
 class DataSettings(_Section):
     """Which token shards, in which order. ``batch`` is the global batch in sequences, the same for every world size."""
 
     shards: str = ""
+    """Folder of the corpus; with stages, the folder in which each source has a corpus of its name."""
+    fallback: str = ""
+    """The same on slower storage, used file by file where ``shards`` (on the node, for instance) has none."""
+    tokenizer: str = ""
+    """A tokenizer.json that the shards must have been made with; empty does not compare."""
+    mixture: str = ""
+    """A TOML file with ``[[stages]]``, or the name of a preset (smollm3); empty for the stages given here."""
+    stages: Annotated[tuple[StageSettings, ...], Strict(False)] = ()
+    skip: Annotated[tuple[_Steps, ...], Strict(False)] = ()
+    """Pairs of steps, first and last: the batches of these steps are left out and the next ones take their place,
+    for instance after a loss spike. Each pair counts steps with the pairs before it applied."""
     sequence: PositiveInt
     batch: PositiveInt
     micro_batch: PositiveInt
@@ -76,6 +110,34 @@ class DataSettings(_Section):
     """Micro-batches that the data worker keeps ready."""
     verify: Literal["checksum", "size"] = "checksum"
     """What is compared with the index at start; ``size`` for corpora too large to be read through."""
+
+    def problem(self, steps: int) -> str | None:
+        """What is wrong with the order of the data for a run of so many ``steps``, in one sentence."""
+        starts = [stage.start for stage in self.stages]
+        if starts and (starts[0] != 1 or starts != sorted(set(starts))):
+            return f"data.stages start at steps {starts}; the first starts at 1, each later one after it"
+        if starts and starts[-1] > steps:
+            return f"data.stages: a stage starts at step {starts[-1]}, and the run ends at run.steps {steps}"
+        for number, stage in enumerate(self.stages, 1):
+            if strange := next((name for name in stage.weights if name in ("", "..") or "/" in name), None):
+                return f"data.stages: {strange!r} is not the name of a folder in data.shards"
+            try:
+                Stage(0, stage.weights).shares()
+            except MixtureError as error:
+                return f"data.stages: stage {number}, from step {stage.start}: {error}"
+        if list(self.skip) != sorted(self.skip) or any(last < first for first, last in self.skip):
+            return "data.skip needs pairs of a first and a last step, in ascending order"
+        return None
+
+    def position(self, step: int) -> int:
+        """How many samples a run trains on before ``step``."""
+        return (step - 1) * self.batch
+
+    def mix(self, sizes: Mapping[str, int], seed: int) -> Mixture:
+        """The order of the samples over ``sizes``, the number of sequences of each source; "." is the only corpus."""
+        stages = [Stage(self.position(stage.start), stage.weights) for stage in self.stages]
+        skips = [(self.position(first), self.position(last + 1) - self.position(first)) for first, last in self.skip]
+        return Mixture(stages or [Stage(0, {".": 1.0})], sizes, seed, skips)
 
 
 class OptimizerSettings(_Section):
@@ -133,38 +195,33 @@ class Config(_Section):
             return "schedule needs warmup <= decay_start < decay_end"
         if not data.shards:
             return "data.shards is not set: make shards with `python -m trainer.data` and pass --set data.shards=FOLDER"
-        return None
+        return data.problem(self.run.steps)
 
-    def digest(self, shards: str) -> str:
-        """Identifies what a training state belongs to: the model and the order of the samples in ``shards``.
+    def digest(self, mixture: Mixture, shards: Mapping[str, str], position: int) -> str:
+        """Identifies what the state after ``position`` samples belongs to: the model and these samples in their order.
 
-        Settings that may change in the middle of a run (length, batch, learning rate) are left out, and so are those
-        at their default, lest a setting that a later release adds orphan the checkpoints of this one.
+        ``shards`` identifies the corpus of each source. Settings that may change in the middle of a run (length, batch,
+        learning rate, stages to come) are left out, and so are those at their default, lest a setting that a
+        later release adds orphan the checkpoints of this one.
         """
+        order = mixture.identity(position)
         identity = {
             "model": self.model.model_dump(exclude={"dtype"}, exclude_defaults=True),
             "seed": self.run.seed,
             "sequence": self.data.sequence,
-            "shards": shards,
+            "order": asdict(order),
+            "shards": {name: shards[name] for name in order.sources},
         }
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def load(source: str, overrides: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """Read ``source``, a TOML file or the name of a preset, and apply overrides. Raises ConfigError."""
-    path = Path(source)
-    if path.suffix != ".toml":
-        path = PRESETS / f"{source}.toml"
-        if not path.is_file():
-            presets = ", ".join(sorted(preset.stem for preset in PRESETS.glob("*.toml")))
-            raise ConfigError(f"{source!r} is neither a .toml file nor a preset ({presets})")
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path} cannot be read: {reason}") from error
+    path = _find(source, PRESETS)
+    raw = _read(path)
     for override in overrides:
         _apply(raw, override)
+    _resolve_mixture(raw, path)
     raw.setdefault("run", {}).setdefault("folder", environ.get("OPSD_RUN_DIR") or f"runs/{path.stem}")
     try:
         config = Config.model_validate(raw)
@@ -173,6 +230,37 @@ def load(source: str, overrides: Iterable[str] = (), environ: Mapping[str, str] 
     if problem := config.problem():
         raise ConfigError(f"{path}: {problem}")
     return config
+
+
+def _find(source: str, presets: Path) -> Path:
+    path = Path(source)
+    if path.suffix != ".toml":
+        path = presets / f"{source}.toml"
+        if not path.is_file():
+            names = ", ".join(sorted(preset.stem for preset in presets.glob("*.toml")))
+            raise ConfigError(f"{source!r} is neither a .toml file nor a preset ({names})")
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
+
+
+def _resolve_mixture(raw: dict[str, Any], path: Path) -> None:
+    """Put the stages of the file that ``data.mixture`` names in their place."""
+    data = raw.get("data", {})
+    if not (isinstance(data, dict) and isinstance(mixture := data.get("mixture"), str) and mixture):
+        return
+    if data.get("stages"):
+        raise ConfigError(f"{path}: data.mixture and data.stages are both given; remove one")
+    source = mixture if not mixture.endswith(".toml") else str(path.parent / mixture)
+    data["stages"] = _read(_find(source, MIXTURES)).get("stages", [])
+    if not data["stages"]:
+        raise ConfigError(f"{path}: data.mixture {mixture!r} has no [[stages]]")
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -2,8 +2,8 @@
 
 It takes orders, one JSON object a line, on standard input and answers on standard output::
 
-    {"save": STEP, "sample": SAMPLE}  ->  {"state": "committed"} | {"state": "failed", "why": ...}
-    {"abandon": STEP}                 ->  {"state": "abandoned"}
+    {"save": STEP, "sample": SAMPLE, "digest": DIGEST}  ->  {"state": "committed"} | {"state": "failed", "why": ...}
+    {"abandon": STEP}                                   ->  {"state": "abandoned"}
 
 What happens when ranks die. The staged copy is complete, so the process finishes the checkpoint it has in hand and then
 ends; ending is bounded, see ``LIMIT_S``. A rank locks its byte of the file ``.saving`` and shares the lock with its
@@ -25,9 +25,11 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -55,7 +57,6 @@ class Plan:
     world: int
     attempt: str
     layout: dict[str, int]
-    config_digest: str
     run: str
     keep: int
     memory: int = -1
@@ -76,7 +77,7 @@ class Orders:
         self._rest = b""
         self.closed = False
 
-    def next(self, timeout_s: float | None = None) -> dict[str, int] | None:
+    def next(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next order; None when there is none within ``timeout_s`` or the other side has gone."""
         if not self._lines and not self.closed and select.select([self._descriptor], [], [], timeout_s)[0]:
             received = os.read(self._descriptor, 1 << 16)
@@ -86,7 +87,7 @@ class Orders:
             *lines, self._rest = (self._rest + received).split(b"\n")
             self._lines += lines
         if self._lines:
-            order: dict[str, int] = json.loads(self._lines.pop(0))
+            order: dict[str, Any] = json.loads(self._lines.pop(0))
             return order
         if self.closed and timeout_s:
             time.sleep(timeout_s)
@@ -102,7 +103,7 @@ def main() -> None:
         while not orders.closed:
             order = orders.next()
             if order and "save" in order:
-                answer = _save(plan, memory, order["save"], order["sample"], orders)
+                answer = _save(plan, memory, order, orders)
                 with suppress(BrokenPipeError):
                     os.write(1, json.dumps(answer).encode() + b"\n")
                 if plan.rank == 0 and answer["state"] == "committed":
@@ -130,8 +131,8 @@ def _locked(locks: int, start: int, length: int) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def _save(plan: Plan, memory: mmap.mmap, step: int, sample: int, orders: Orders) -> dict[str, str]:
-    folder = folder_of(Path(plan.root), step)
+def _save(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any], orders: Orders) -> dict[str, str]:
+    folder = folder_of(Path(plan.root), order["save"])
     part = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ def _save(plan: Plan, memory: mmap.mmap, step: int, sample: int, orders: Orders)
         if plan.rank == 0:
             files = _gather(folder, plan, orders)
             manifest = Manifest(
-                step, sample, plan.layout, plan.config_digest, files, tier="local", created=time.time(), run=plan.run
+                order["save"], order["sample"], plan.layout, order["digest"], files, "local", time.time(), plan.run
             )
             commit(folder, manifest)
         else:

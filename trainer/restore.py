@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -36,13 +36,14 @@ class RestoreError(Exception):
 
 
 def restore(
-    root: Path, state: State, world: World, config_digest: str, reporter: Reporter, *, fresh: bool = False
+    root: Path, state: State, world: World, digest: Callable[[int], str], reporter: Reporter, *, fresh: bool = False
 ) -> Manifest | None:
     """Fill ``state`` from the newest checkpoint under ``root`` that verifies. None if the run begins at step 0.
 
     All ranks call it together and load the same step: the first rank proposes, the ranks share the verification, a
-    damaged checkpoint is set aside and the next older one is proposed. Raises ConfigError if the checkpoint belongs to
-    other settings, and RestoreError, unless ``fresh``, if there were checkpoints and none of them is whole.
+    damaged checkpoint is set aside and the next older one is proposed. ``digest`` says what a state after so many
+    samples belongs to. Raises ConfigError if the checkpoint belongs to something else, and RestoreError, unless
+    ``fresh``, if there were checkpoints and none of them is whole.
     """
     began = time.monotonic()
     if world.rank == 0:
@@ -57,9 +58,9 @@ def restore(
             )
         return None
     folder = folder_of(root, manifest.step)
-    if manifest.config_digest != config_digest:
+    if manifest.config_digest != digest(manifest.sample):
         raise ConfigError(
-            f"{folder} was made with another model, seed, sequence length or corpus; "
+            f"{folder} was made with another model, seed, sequence length, corpus or order of the data so far; "
             "use the settings that the run was started with, or another run folder"
         )
     load(folder, manifest, state, world.rank)

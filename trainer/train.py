@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from opsd.client import Reporter
 from trainer.checkpoint import Saver, training_state
 from trainer.config import Config, ConfigError
 from trainer.data.loader import Loader
-from trainer.data.shards import DataError, Index, read_index, verify
+from trainer.data.sources import Source, open_sources, sizes
 from trainer.metrics import MetricsLog
 from trainer.model import Decoder
 from trainer.optimizer import Optimizer
@@ -43,23 +44,24 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     can put right.
     """
     reporter = Reporter.from_env()
-    index = open_corpus(config)
+    sources = open_corpora(config)
     world = join(config.run)
     micro_steps = accumulation(config, world.size)
-    loader = Loader(config, index, world, reporter)
+    loader = Loader(config, sources, world, reporter)
     model = build(config, world)
     optimizer = Optimizer(model, config.optimizer)
     state = training_state(model, optimizer)
 
     folder = Path(config.run.folder)
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    digest = config.digest(index.digest)
+    mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
+    digest = partial(config.digest, mixture, {name: source.index.digest for name, source in sources.items()})
     manifest = restore(folder / CHECKPOINTS, state, world, digest, reporter, fresh=fresh)
     optimizer.set_updates(state["updates"].local.item())
     step, sample = (manifest.step, manifest.sample) if manifest else (0, 0)
     loader.begin(sample)
 
-    saver = Saver(persist_plan(config, world, digest), state, reporter, committed=step)
+    saver = Saver(persist_plan(config, world), state, reporter, committed=step)
     size = sum(parameter.numel() for parameter in model.parameters())
     metrics = MetricsLog(folder / METRICS, config, size, world.size) if world.rank == 0 else None
     due = stop = False
@@ -82,7 +84,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
             saver.abandon()
         due = due or step % config.checkpoint.every == 0
         if due and not busy:
-            saver.save(step, sample)
+            saver.save(step, sample, digest(sample))
             due = False
         tokens = config.data.batch * config.data.sequence
         reporter.step(tokens=tokens // world.size, loss=loss, grad_norm=norm, step=step)
@@ -93,21 +95,16 @@ def train(config: Config, *, fresh: bool = False) -> bool:
             )  # fmt: skip
     loader.close()
     with reporter.phase("checkpoint"):
-        saved = finish(saver, world, step, sample)
+        saved = finish(saver, world, step, sample, digest(sample))
     reporter.close()
     dist.destroy_process_group()
     return saved
 
 
-def open_corpus(config: Config) -> Index:
-    """The index of the run's shards; each local rank has compared its part of the files with it. Raises DataError."""
-    folder = Path(config.data.shards)
-    index = read_index(folder)
+def open_corpora(config: Config) -> dict[str, Source]:
+    """The run's corpora; each local rank has compared its part of the files with the indexes. Raises DataError."""
     part, parts = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    verify(folder, index, content=config.data.verify == "checksum", part=part, parts=parts)
-    if index.vocab > config.model.vocab:
-        raise DataError(f"{folder} has {index.vocab} token ids, model.vocab is {config.model.vocab}")
-    return index
+    return open_sources(config.data, config.model.vocab, part=part, parts=parts)
 
 
 def accumulation(config: Config, ranks: int) -> int:
@@ -136,19 +133,19 @@ def gradients(model: Decoder, loader: Loader, micro_steps: int, z_loss: float, r
     return total
 
 
-def persist_plan(config: Config, world: World, digest: str) -> Plan:
+def persist_plan(config: Config, world: World) -> Plan:
     """What the persist processes of this start of the run need to know."""
     attempt = world.from_first(secrets.randbits(32))
     return Plan(
         root=str(Path(config.run.folder) / CHECKPOINTS), rank=world.rank, world=world.size, attempt=f"{attempt:08x}",
-        layout=world.layout, config_digest=digest, run=os.environ.get("OPSD_RUN", ""), keep=config.checkpoint.keep,
+        layout=world.layout, run=os.environ.get("OPSD_RUN", ""), keep=config.checkpoint.keep,
     )  # fmt: skip
 
 
-def finish(saver: Saver, world: World, step: int, sample: int) -> bool:
+def finish(saver: Saver, world: World, step: int, sample: int, digest: str) -> bool:
     """See the checkpoint of the last ``step`` through on all ranks; False if that failed."""
     if not settle(saver, world, step):
-        saver.save(step, sample)
+        saver.save(step, sample, digest)
     saved = settle(saver, world, step)
     saver.close()
     return saved

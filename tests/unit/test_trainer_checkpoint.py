@@ -157,7 +157,7 @@ class Persister:
         mmap.mmap(memory, len(content))[:] = content
         self.locks = hold_lock(root, rank)
         layout = {"dp": world}
-        plan = Plan(str(root), rank, world, attempt, layout, "digest", "run", 2, memory, len(content), self.locks)
+        plan = Plan(str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
             stdin=subprocess.PIPE,
@@ -170,7 +170,7 @@ class Persister:
 
     def order(self, **order: int) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.write(json.dumps({"digest": "d", **order}).encode() + b"\n")
 
     def answer(self) -> dict[str, str]:
         assert self.process.stdout is not None

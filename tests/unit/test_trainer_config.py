@@ -95,12 +95,56 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 def test_digest_covers_what_the_state_depends_on(tiny: Config) -> None:
     """Another model, seed, sequence length or corpus is another run; another length or learning rate is not."""
 
-    def digest(*overrides: str, shards: str = "a") -> str:
-        return load("tiny", [SHARDS, *overrides], {}).digest(shards)
+    def digest(*overrides: str, shards: str = "a", position: int = 4) -> str:
+        config = load("tiny", [SHARDS, *overrides], {})
+        names = {name for stage in config.data.stages for name in stage.weights} or {"."}
+        mixture = config.data.mix(dict.fromkeys(names, 9), config.run.seed)
+        return config.digest(mixture, dict.fromkeys(names, shards), position)
 
-    same = tiny.digest("a")
+    same = digest()
     assert digest("run.steps=999", "optimizer.lr=1", "data.batch=8", "run.folder=/x", "model.dtype=bfloat16") == same
-    assert digest("model.nope_every=4", "model.document_mask=true") == same
-    for change in ("model.layers=5", "model.nope_every=2", "run.seed=2", "data.sequence=128"):
+    assert digest("model.nope_every=4", "model.document_mask=true", "data.skip=[[2, 3]]") == same
+    for change in ("model.layers=5", "model.nope_every=2", "run.seed=2", "data.sequence=128", "data.skip=[[1, 1]]"):
         assert digest(change) != same
     assert digest(shards="b") != same
+
+
+FIRST = "{start = 1, weights = {web = 0.5, code = 0.5}}"
+LATER = "{start = 100, weights = {math = 1.0}}"
+
+
+def test_stages_to_come_may_change() -> None:
+    """The state of a run belongs to the stages that have begun, so a later one may be added on the way."""
+
+    def digest(stages: str, position: int) -> str:
+        config = load("tiny", [SHARDS, f"data.stages=[{stages}]"], {})
+        names = {name for stage in config.data.stages for name in stage.weights}
+        return config.digest(config.data.mix(dict.fromkeys(names, 9), 1), {name: name for name in names}, position)
+
+    assert digest(FIRST, 40) == digest(f"{FIRST}, {LATER}", 40)
+    assert digest(FIRST, 400) != digest(f"{FIRST}, {LATER}", 400)
+
+
+def test_a_preset_mixture_is_read() -> None:
+    """data.mixture names a preset or a file whose stages become those of the run."""
+    config = load("smollm3-3b", [SHARDS, "data.mixture=smollm3"], {})
+    assert [len(stage.weights) for stage in config.data.stages] == [41, 46, 56]
+    assert config.data.stages[1].start == 3_450_001
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.mixture=smollm3"], "a stage starts at step 4198001, and the run ends at run.steps 250"),
+        (["data.stages=[{start = 1, weights = {web = 0.7, code = 0.4}}]"], "from step 1: the weights sum to 1.1"),
+        ([f"data.stages=[{LATER}]"], "the first starts at 1"),
+        ([f"data.stages=[{FIRST}, {FIRST}]"], "each later one after it"),
+        (['data.stages=[{start = 1, weights = {"../web" = 1.0}}]'], "'../web' is not the name of a folder"),
+        (["data.skip=[[5, 3]]"], "pairs of a first and a last step"),
+        (["data.mixture=none"], "neither a .toml file nor a preset (smollm3)"),
+        (["data.mixture=smollm3", f"data.stages=[{FIRST}]"], "both given"),
+    ],
+)
+def test_bad_mixtures_are_refused(overrides: list[str], expected: str) -> None:
+    """Weights, stages and skips that cannot be followed are refused before anything starts."""
+    assert expected in refusal("tiny", *overrides)

@@ -1,4 +1,4 @@
-"""The order of the samples."""
+"""Keyed permutations: the building stone of the order of the samples."""
 
 from __future__ import annotations
 
@@ -7,66 +7,70 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.order import permute, sequences
+from trainer.data.order import permute
 
-SIZES = st.integers(1, 3000)
-SEEDS = st.integers(0, 2**63)
+KEYS = st.integers(0, 2**64 - 1)
 
 
 def u64(values: object) -> np.ndarray:
     return np.array(values, dtype=np.uint64)
 
 
-@given(size=SIZES, seed=SEEDS, epoch=st.integers(0, 1000))
-def test_an_epoch_is_a_bijection(size: int, seed: int, epoch: int) -> None:
-    """Every epoch visits every sequence exactly once."""
-    samples = u64(range(epoch * size, (epoch + 1) * size))
-    assert np.array_equal(np.sort(sequences(samples, size, seed)), np.arange(size))
+def permuted(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    return permute(index, np.full(index.shape, size, np.uint64), np.full(index.shape, key, np.uint64))
 
 
-@given(size=SIZES, seed=SEEDS, start=st.integers(0, 10**13), world=st.integers(1, 16), batch=st.integers(1, 4))
-def test_world_size_does_not_change_the_order(size: int, seed: int, start: int, world: int, batch: int) -> None:
-    """Ranks that read alternate micro-batches together read what one rank reads."""
-    steps = 3
-    alone = sequences(u64(range(start, start + steps * world * batch)), size, seed)
-    parts = [
-        sequences(u64([start + (step * world + rank) * batch + row for row in range(batch)]), size, seed)
-        for step in range(steps)
-        for rank in range(world)
-    ]
-    assert np.array_equal(np.concatenate(parts), alone)
+@given(size=st.integers(1, 3000), key=KEYS)
+def test_it_is_a_bijection(size: int, key: int) -> None:
+    """Every element of the range is hit exactly once."""
+    assert np.array_equal(np.sort(permuted(u64(range(size)), size, key)), np.arange(size))
 
 
-@given(size=SIZES, seed=SEEDS, sample=st.integers(0, 10**13))
-def test_a_sample_does_not_depend_on_its_batch(size: int, seed: int, sample: int) -> None:
-    """A sample is the same one read alone or among others, so a run can begin anywhere."""
-    alone = sequences(u64([sample]), size, seed)[0]
-    assert sequences(u64(range(sample, sample + 5)), size, seed)[0] == alone
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 0.999), KEYS), min_size=1, max_size=20))
+def test_elements_do_not_depend_on_each_other(elements: list[tuple[int, float, int]]) -> None:
+    """With ranges and keys of their own, elements come out together as they do alone."""
+    size, key = u64([size for size, _, _ in elements]), u64([key for _, _, key in elements])
+    index = u64([int(size * at) for size, at, _ in elements])
+    together = permute(index, size, key)
+    alone = [permute(index[i : i + 1], size[i : i + 1], key[i : i + 1])[0] for i in range(len(elements))]
+    assert np.array_equal(together, alone)
 
 
 @settings(max_examples=20)
-@given(size=st.integers(2, 2**62), key=SEEDS)
+@given(size=st.integers(2, 2**62), key=KEYS)
 def test_huge_ranges_stay_inside(size: int, key: int) -> None:
     """Corpora far beyond memory are permuted into their own range, without collisions."""
     index = u64(np.linspace(0, size - 1, min(size, 200), dtype=np.uint64))
     index = np.unique(np.minimum(index, np.uint64(size - 1)))
-    placed = permute(index, size, np.full(index.shape, key, dtype=np.uint64))
+    placed = permuted(index, size, key)
     assert placed.max() < size
     assert np.unique(placed).size == index.size
 
 
-def test_epochs_and_seeds_differ() -> None:
-    """Each epoch and each seed has an order of its own, and none is the order of the files."""
+def test_keys_differ() -> None:
+    """Neighbouring keys give unrelated orders, and none is the order of the numbers."""
     size = 1000
-    orders = [sequences(u64(range(e * size, (e + 1) * size)), size, seed) for seed in (0, 1) for e in (0, 1)]
-    orders.append(np.arange(size, dtype=np.uint64))
+    orders = [permuted(u64(range(size)), size, key) for key in range(4)] + [np.arange(size, dtype=np.uint64)]
     for i, one in enumerate(orders):
         for other in orders[:i]:
             assert np.count_nonzero(one == other) < 20
 
 
-def test_neighbours_are_scattered() -> None:
-    """Consecutive samples lie far apart: their mean distance is that of a random order, a third of the corpus."""
-    size = 100_000
-    order = sequences(u64(range(size)), size, 3).astype(np.int64)
+@pytest.mark.parametrize("size", [100_000, 65_536, 99_991])
+def test_neighbours_are_scattered(size: int) -> None:
+    """Consecutive elements lie as far apart as in a random order: a third of the range in the mean."""
+    order = permuted(u64(range(size)), size, 3).astype(np.int64)
     assert np.abs(np.diff(order)).mean() == pytest.approx(size / 3, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [5, 12, 30])
+def test_small_ranges_are_random_too(size: int) -> None:
+    """Over many keys every element goes to every place about equally often."""
+    keys = u64(range(4000)).repeat(size) * np.uint64(0x9E3779B97F4A7C15)
+    index = np.tile(u64(range(size)), 4000)
+    placed = permute(index, np.full(index.shape, size, np.uint64), keys)
+    counts = np.zeros((size, size))
+    np.add.at(counts, (index, placed), 1)
+    assert counts.min() > 4000 / size * 0.6
+    assert counts.max() < 4000 / size * 1.4

@@ -9,16 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from opsd.client import Reporter
 from trainer.config import Config
-from trainer.data.shards import DataError, Index, sequence_counts
+from trainer.data.shards import DataError
+from trainer.data.sources import Source, sizes
 from trainer.data.worker import SAMPLE_BYTES, Plan, slot_views
 from trainer.parallel import World
 
@@ -43,14 +44,15 @@ class Loader:
     given up.
     """
 
-    def __init__(self, config: Config, index: Index, world: World, reporter: Reporter) -> None:
+    def __init__(self, config: Config, sources: Mapping[str, Source], world: World, reporter: Reporter) -> None:
         data = config.data
-        if not sum(sequence_counts(index, data.sequence)):
-            raise DataError(f"{data.shards} has fewer tokens than one sequence of {data.sequence}")
+        mixture = data.mix(sizes(sources, data.sequence), config.run.seed)
         self.device = world.device
         self._reporter = reporter
         self._plan = Plan(
-            shards=str(Path(data.shards).resolve()),
+            sources={name: (str(s.folder), str(s.fallback or "")) for name, s in sources.items()},
+            stages=[(stage.start, stage.weights) for stage in mixture.stages],
+            skips=mixture.skips,
             seed=config.run.seed,
             length=data.sequence,
             rows=data.micro_batch,

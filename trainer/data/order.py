@@ -1,8 +1,7 @@
-"""The order of the samples: a keyed permutation, evaluated at any point in constant time and memory.
+"""The order of the samples: keyed permutations, evaluated at any point in constant time and memory.
 
-A run's place in its data is one integer, the global sample index. Sample ``k`` of a corpus of ``n`` sequences is
-sequence ``permutation(k mod n)`` of epoch ``k div n``, and each epoch has a permutation of its own. Nothing is
-stored, and the order does not depend on how many ranks read it.
+Nothing is stored, and any place can be asked for. All functions work on whole arrays, each element with a range and a
+key of its own, so that the samples of a batch cost what one costs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ U64 = npt.NDArray[np.uint64]
 
 ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
-_WORD = (1 << 64) - 1
+_HALF = np.uint64(32)
 
 
 def mix(x: U64) -> U64:
@@ -24,31 +23,35 @@ def mix(x: U64) -> U64:
     return x ^ (x >> np.uint64(31))
 
 
-def permute(index: U64, size: int, key: U64) -> U64:
-    """Where the permutation of range(``size``) with ``key`` takes each ``index``; ``key`` has one entry per index.
+def permute(index: U64, size: U64, key: U64) -> U64:
+    """Where the permutation of range(``size``) with ``key`` takes ``index``; one of each per element, size <= 2^62.
 
-    A balanced Feistel network over the next even number of bits; a value that falls outside the range goes through
-    it again until it is inside (cycle walking, Black and Rogaway 2002). The domain is less than four times the range,
-    so that takes fewer than four passes on average.
+    A Feistel network over pairs (left, right) with left < a and right < b, where a and b are about the root of the size
+    (Black and Rogaway 2002, "generalized Feistel"). What falls outside the range goes through it again until it
+    is inside (cycle walking). a * b exceeds the size by less than 2 a, so for large ranges almost nothing does.
     """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    value = _feistel(index, half, key)
-    outside = np.flatnonzero(value >= np.uint64(size))
+    a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
+    b = (size + a - np.uint64(1)) // a
+    value = _feistel(index, a, b, key)
+    outside = np.flatnonzero(value >= size)
     while outside.size:
-        value[outside] = _feistel(value[outside], half, key[outside])
-        outside = outside[value[outside] >= np.uint64(size)]
+        value[outside] = _feistel(value[outside], a[outside], b[outside], key[outside])
+        outside = outside[value[outside] >= size[outside]]
     return value
 
 
-def _feistel(value: U64, half: np.uint64, key: U64) -> U64:
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = value >> half, value & mask
-    for number in range(1, ROUNDS + 1):
-        left, right = right, left ^ (mix(right ^ mix(key + np.uint64(number))) & mask)
-    return left << half | right
+def _feistel(value: U64, a: U64, b: U64, key: U64) -> U64:
+    right, left = np.divmod(value, a)
+    for number in range(ROUNDS):
+        round_key = key + np.uint64((number + 1) * _GOLDEN & (1 << 64) - 1)
+        if number % 2:
+            right = _rotate(right, mix(left ^ round_key), b)
+        else:
+            left = _rotate(left, mix(right ^ round_key), a)
+    return right * a + left
 
 
-def sequences(samples: U64, size: int, seed: int) -> U64:
-    """The sequence, in range(``size``), of each of the global sample indices ``samples``."""
-    epochs, index = np.divmod(samples, np.uint64(size))
-    return permute(index, size, mix(mix(epochs) + np.uint64(_GOLDEN * (seed + 1) & _WORD)))
+def _rotate(value: U64, word: U64, size: U64) -> U64:
+    """``value`` plus a number below ``size`` that ``word`` gives, modulo ``size``, without a division (Lemire 2019)."""
+    value = value + ((word >> _HALF) * size >> _HALF)
+    return value - size * (value >= size)

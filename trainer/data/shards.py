@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ TOKENIZER = "tokenizer.json"
 DOCUMENT = "<|document|>"
 DTYPES = ("uint16", "uint32")
 FORMAT = 1
+MAPPED_SHARDS = 8192
 
 
 class DataError(ValueError):
@@ -100,6 +103,11 @@ def read_index(folder: Path) -> Index:
     return index
 
 
+def find_index(folder: Path, fallback: Path | None) -> Index:
+    """The index of the corpus in ``folder``, or of its copy in ``fallback`` if there is none. Raises DataError."""
+    return read_index(folder if fallback is None or (folder / INDEX).exists() else fallback)
+
+
 def write_index(folder: Path, index: Index) -> None:
     """Make the corpus exist: the index appears once everything it names is there, and whole."""
     draft = folder / f".{INDEX}.{os.getpid()}"
@@ -111,13 +119,26 @@ def write_index(folder: Path, index: Index) -> None:
     sync_folder(folder)
 
 
-def verify(folder: Path, index: Index, *, content: bool, part: int = 0, parts: int = 1) -> None:
+def place(folder: Path, entry: File, fallback: Path | None) -> Path:
+    """Where to read a file of a corpus: in ``folder`` if it is there in its full size, otherwise in ``fallback``."""
+    path = folder / entry.name
+    if fallback is not None:
+        with suppress(OSError):
+            if path.stat().st_size == entry.size:
+                return path
+        return fallback / entry.name
+    return path
+
+
+def verify(
+    folder: Path, index: Index, *, content: bool, part: int = 0, parts: int = 1, fallback: Path | None = None
+) -> None:
     """Compare the files with the index: all sizes and, of every ``parts``-th file, the ``content``.
 
     Raises DataError naming the first file that differs.
     """
     for number, entry in enumerate(_files(index)):
-        path = folder / entry.name
+        path = place(folder, entry, fallback)
         try:
             size = path.stat().st_size
             if size != entry.size:
@@ -136,17 +157,17 @@ def _files(index: Index) -> Iterator[File]:
 
 
 class Corpus:
-    """Sequences of ``length`` tokens, numbered through all shards; the files are mapped, not read."""
+    """Sequences of ``length`` tokens, numbered through all shards; the files are mapped, not read.
 
-    def __init__(self, folder: Path, index: Index, length: int) -> None:
-        self._tokens = [
-            np.memmap(folder / shard.token_file.name, dtype=index.dtype, mode="r") for shard in index.shards
-        ]
-        self._documents = [
-            np.memmap(folder / shard.document_file.name, dtype=np.uint64, mode="r") for shard in index.shards
-        ]
+    At most ``MAPPED_SHARDS`` are mapped at a time: a process may have 65,530 mappings (vm.max_map_count).
+    """
+
+    def __init__(self, folder: Path, index: Index, length: int, fallback: Path | None = None) -> None:
+        self._folder, self._index, self._fallback = folder, index, fallback
         self.length = length
         self._ends = np.cumsum(sequence_counts(index, length))
+        self.sequences = int(self._ends[-1]) if index.shards else 0
+        self._shard = lru_cache(MAPPED_SHARDS)(self._map)
 
     def read(self, sequences: Iterable[int], tokens: npt.NDArray[np.int64], documents: npt.NDArray[np.int32]) -> None:
         """Fill ``tokens`` [n, length + 1] and ``documents`` [n, length], the document of each token within its row.
@@ -154,15 +175,27 @@ class Corpus:
         A sequence and the next share one token: the last target of one is the first input of the other.
         """
         for row, sequence in enumerate(sequences):
-            shard = int(np.searchsorted(self._ends, sequence, side="right"))
-            first = self._ends[shard - 1] if shard else 0
+            number = int(np.searchsorted(self._ends, sequence, side="right"))
+            first = self._ends[number - 1] if number else 0
             at = int(sequence - first) * self.length
-            tokens[row] = self._tokens[shard][at : at + self.length + 1]
-            starts = self._documents[shard]
+            stored, starts = self._shard(number)
+            tokens[row] = stored[at : at + self.length + 1]
             low, high = np.searchsorted(starts, np.array([at, at + self.length - 1], dtype=np.uint64), side="right")
             documents[row] = 0
             documents[row, (starts[low:high] - np.uint64(at)).astype(np.int64)] = 1
             np.cumsum(documents[row], out=documents[row])
+
+    def _map(self, number: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint64]]:
+        shard = self._index.shards[number]
+        tokens, documents = (
+            place(self._folder, entry, self._fallback) for entry in (shard.token_file, shard.document_file)
+        )
+        return np.memmap(tokens, self._index.dtype, "r"), np.memmap(documents, np.uint64, "r")
+
+
+def open_corpus(folder: Path, fallback: Path | None, length: int) -> Corpus:
+    """The corpus in ``folder``, with what it lacks from ``fallback``. Raises DataError."""
+    return Corpus(folder, find_index(folder, fallback), length, fallback)
 
 
 def sequence_counts(index: Index, length: int) -> list[int]:

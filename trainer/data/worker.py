@@ -13,6 +13,7 @@ import mmap
 import os
 import signal
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -20,18 +21,25 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.order import sequences
-from trainer.data.shards import Corpus, read_index, sequence_counts
+from trainer.data.mixture import Mixture, Stage
+from trainer.data.shards import open_corpus
 
 SAMPLE_BYTES = 8
+ORDERED_AT_ONCE = 1024
+"""Samples whose place is computed together; one alone costs 0.2 ms, each of many less than a microsecond."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker reads: ``rows`` sequences for each slot, those of the next slot ``stride`` samples further on."""
+    """What a worker reads: ``rows`` sequences for each slot, those of the next slot ``stride`` samples further on.
 
-    shards: str
+    ``sources`` maps names to a folder and its fallback ("" if there is none), ``stages`` are starts and weights.
+    """
+
+    sources: dict[str, tuple[str, str]]
+    stages: Sequence[tuple[int, Mapping[str, float]]]
+    skips: Sequence[tuple[int, int]]
     seed: int
     length: int
     rows: int
@@ -64,19 +72,33 @@ def main() -> None:
     if os.getppid() != plan.parent:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    folder = Path(plan.shards)
-    index = read_index(folder)
-    corpus, size = Corpus(folder, index, plan.length), sum(sequence_counts(index, plan.length))
+    corpora = {
+        name: open_corpus(Path(folder), Path(fallback) if fallback else None, plan.length)
+        for name, (folder, fallback) in plan.sources.items()
+    }
+    stages = [Stage(start, weights) for start, weights in plan.stages]
+    mixture = Mixture(stages, {name: corpus.sequences for name, corpus in corpora.items()}, plan.seed, plan.skips)
+    ordered = [corpora[name] for name in mixture.names]
     memory = mmap.mmap(plan.ring, plan.slots * plan.slot_bytes)
     slots = [slot_views(memory, plan, slot) for slot in range(plan.slots)]
-    rows = np.arange(plan.rows, dtype=np.uint64)
-    sample = int.from_bytes(os.read(0, SAMPLE_BYTES), "little")
-    for slot in cycle(slots):
+    begin = int.from_bytes(os.read(0, SAMPLE_BYTES), "little")
+    for (tokens, documents), (sample, places) in zip(cycle(slots), batches(mixture, plan, begin), strict=False):
         if not os.read(0, 1):
             return
-        corpus.read(sequences(rows + np.uint64(sample), size, plan.seed), *slot)
+        for row, (source, sequence) in enumerate(places):
+            ordered[source].read([sequence], tokens[row : row + 1], documents[row : row + 1])
         os.write(1, sample.to_bytes(SAMPLE_BYTES, "little"))
-        sample += plan.stride
+
+
+def batches(mixture: Mixture, plan: Plan, sample: int) -> Iterator[tuple[int, list[list[int]]]]:
+    """The first sample of each slot from ``sample`` on, with source and sequence of its rows, without end."""
+    count = max(1, ORDERED_AT_ONCE // plan.rows)
+    offsets = (np.arange(count)[:, None] * plan.stride + np.arange(plan.rows)).astype(np.uint64)
+    while True:
+        places = mixture.locate((offsets + np.uint64(sample)).ravel())
+        for batch in np.stack(places, axis=1).reshape(count, plan.rows, 2).tolist():
+            yield sample, batch
+            sample += plan.stride
 
 
 if __name__ == "__main__":

@@ -1,0 +1,123 @@
+"""Finding and checking the corpora of a run: several sources, a copy on slower storage, one tokenizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.config import DataSettings, StageSettings
+from trainer.data.shards import INDEX, TOKENIZER, DataError, open_corpus, read_index
+from trainer.data.sources import open_sources, sizes
+from trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
+
+TEXTS = {name: [f"{name} number {i} of many words\n" * (i % 3 + 1) for i in range(40)] for name in ("web", "code")}
+LENGTH = 16
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Two corpora, web and code, made with the same tokenizer."""
+    folder = tmp_path / "shards"
+    tokenizer = train_tokenizer([text for texts in TEXTS.values() for text in texts], 290)
+    for name, texts in TEXTS.items():
+        make_corpus(texts, tokenizer, folder / name, shard_tokens=300)
+    return folder
+
+
+def data(shards: Path, **more: object) -> DataSettings:
+    stages = (StageSettings(start=1, weights={"web": 0.5, "code": 0.5}),)
+    return DataSettings(shards=str(shards), sequence=LENGTH, batch=4, micro_batch=2, stages=stages, **more)
+
+
+def refusal(settings: DataSettings, vocab: int = 1000) -> str:
+    with pytest.raises(DataError) as error:
+        open_sources(settings, vocab)
+    return str(error.value)
+
+
+def test_every_source_is_a_corpus_of_its_name(shards: Path) -> None:
+    """The sources of all stages are found below data.shards; without stages the folder itself is the corpus."""
+    sources = open_sources(data(shards), 1000)
+    assert sorted(sources) == ["code", "web"]
+    assert min(sizes(sources, LENGTH).values()) > 10
+    alone = open_sources(DataSettings(shards=str(shards / "web"), sequence=LENGTH, batch=4, micro_batch=2), 1000)
+    assert alone["."].index == sources["web"].index
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 2)
+
+
+@pytest.mark.parametrize(
+    ("lost", "name"),
+    [
+        (Path.unlink, "web/shard-00001.tokens"),
+        (truncate, "web/shard-00001.tokens"),
+        (truncate, "code/shard-00000.documents"),
+        (Path.unlink, f"web/{INDEX}"),
+    ],
+)
+def test_what_is_missing_is_read_from_the_fallback(
+    shards: Path, tmp_path: Path, lost: Callable[[Path], None], name: str
+) -> None:
+    """A file that the node has not, or not whole, comes from the copy on network storage, with the same tokens."""
+    copy = tmp_path / "network"
+    shutil.copytree(shards, copy)
+    lost(shards / name)
+    sources = open_sources(data(shards, fallback=str(copy)), 1000)
+    for source in sources.values():
+        assert source.fallback is not None
+        corpora = [open_corpus(folder, source.fallback, LENGTH) for folder in (source.folder, source.fallback)]
+        contents = []
+        for corpus in corpora:
+            tokens = np.empty((corpus.sequences, LENGTH + 1), np.int64)
+            corpus.read(range(corpus.sequences), tokens, np.empty((corpus.sequences, LENGTH), np.int32))
+            contents.append(tokens)
+        assert np.array_equal(*contents)
+    assert name.partition("/")[2] in refusal(data(shards))
+
+
+def test_a_damaged_fallback_is_refused(shards: Path, tmp_path: Path) -> None:
+    """A file that is nowhere whole is named with the folder that it was last looked for in."""
+    copy = tmp_path / "network"
+    shutil.copytree(shards, copy)
+    (shards / "web/shard-00001.tokens").unlink()
+    truncate(copy / "web/shard-00001.tokens")
+    assert str(copy / "web/shard-00001.tokens") in refusal(data(shards, fallback=str(copy)))
+
+
+def test_a_source_of_less_than_a_sequence_is_refused(shards: Path) -> None:
+    """A source too small to give one sequence is named."""
+    tokenizer = load_tokenizer(shards / "web" / TOKENIZER)
+    make_corpus(["few words"], tokenizer, shards / "code", shard_tokens=300)
+    assert f"{shards}/code has fewer tokens than one sequence of {LENGTH}" in refusal(data(shards))
+
+
+def test_sources_of_two_tokenizers_are_refused(shards: Path) -> None:
+    """Corpora whose ids mean different things cannot be mixed."""
+    make_corpus(TEXTS["code"], train_tokenizer(TEXTS["code"], 280), shards / "code", shard_tokens=300)
+    message = refusal(data(shards))
+    assert "different tokenizers" in message
+    assert "/code" in message
+    assert "/web" in message
+
+
+def test_another_tokenizer_than_the_wanted_one_is_refused(shards: Path, tmp_path: Path) -> None:
+    """data.tokenizer is compared with the one that made the shards; the file it was made from passes."""
+    same, other = tmp_path / "same.json", tmp_path / "other.json"
+    shutil.copy(shards / "web" / TOKENIZER, same)
+    train_tokenizer(["quite other words"] * 9, 270).save(str(other))
+    open_sources(data(shards, tokenizer=str(same)), 1000)
+    assert "another tokenizer than data.tokenizer" in refusal(data(shards, tokenizer=str(other)))
+    assert "is not a tokenizer" in refusal(data(shards, tokenizer=str(shards / "web" / INDEX)))
+
+
+def test_more_ids_than_the_model_has_are_refused(shards: Path) -> None:
+    """A vocabulary larger than the model's embedding is refused with both numbers."""
+    vocab = read_index(shards / "web").vocab
+    assert f"has {vocab} token ids, model.vocab is 100" in refusal(data(shards), vocab=100)

@@ -1,0 +1,153 @@
+"""Which sequence of which source each sample is: a pure function of its number, at any point of a run of any length.
+
+A run's place in its data is one integer, the global sample index. Stages follow each other; within a stage samples come
+in blocks, and each block has of every source exactly its share, in a random order. The last block of a stage is as
+short as it must be and shared out to the nearest sample. So the number of samples that any source has given before any
+block has a closed form, and with it the place in the source: epoch by division, sequence by the permutation of this
+source and epoch. Nothing depends on how many ranks read, and nothing grows with the number of steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from trainer.data.order import U64, mix, permute
+
+MAX_BLOCK = 1 << 20
+"""Samples in a block at most. Weights whose common denominator is larger are rounded to that many parts."""
+
+TOLERANCE = Fraction(1, 10**6)
+"""By how much the weights of a stage may miss 1."""
+
+_ENDLESS = 1 << 62
+_ROW = np.uint64(32)
+
+
+class MixtureError(ValueError):
+    """Weights that cannot be used; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """From sample ``start`` on, sources by weight. A weight is exactly the decimal that it is written as."""
+
+    start: int
+    weights: Mapping[str, float]
+
+    def shares(self) -> dict[str, int]:
+        """Samples of each source in a block. Raises MixtureError if the weights do not sum to 1."""
+        exact = {name: Fraction(repr(weight)) for name, weight in self.weights.items() if weight}
+        total = sum(exact.values(), Fraction(0))
+        if abs(total - 1) > TOLERANCE:
+            raise MixtureError(f"the weights sum to {float(total):.9g}, not to 1")
+        block = math.lcm(*(share.denominator for share in exact.values()))
+        return apportion(exact, block if total == 1 and block <= MAX_BLOCK else MAX_BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What has decided the samples of a run so far; two mixtures that agree in it can follow each other.
+
+    The stages that have begun, the end of the block in which the newest sample lies, and what has been skipped.
+    """
+
+    stages: tuple[tuple[int, tuple[tuple[str, float], ...]], ...]
+    block_end: int
+    skips: tuple[tuple[int, int], ...]
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources that may have been read from."""
+        return sorted({name for _, weights in self.stages for name, _ in weights})
+
+
+def apportion(shares: Mapping[str, Fraction | int], seats: int) -> dict[str, int]:
+    """``seats`` given out in proportion to ``shares``, by largest remainder (Hamilton); ties go by name."""
+    total = sum(shares.values())
+    quotas = {name: Fraction(share * seats, total) for name, share in shares.items()}
+    given = {name: math.floor(quota) for name, quota in quotas.items()}
+    by_remainder = sorted(quotas, key=lambda name: (given[name] - quotas[name], name))
+    for name in by_remainder[: seats - sum(given.values())]:
+        given[name] += 1
+    return given
+
+
+class Mixture:
+    """The samples of a run over ``sizes``, the number of sequences of each source.
+
+    ``skips`` are pairs (position, length) in ascending order: after ``position`` samples have been trained on, the next
+    ``length`` are left out. The position in a run counts trained samples only.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], sizes: Mapping[str, int], seed: int, skips: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.names = tuple(sorted({name for stage in stages for name, weight in stage.weights.items() if weight}))
+        self.sizes = {name: sizes[name] for name in self.names}
+        self.stages, self.skips = tuple(stages), tuple(skips)
+        shares = [stage.shares() for stage in stages]
+        blocks = [sum(share.values()) for share in shares]
+        starts = [stage.start for stage in stages]
+        lengths = [end - start for start, end in pairwise([*starts, _ENDLESS])]
+        last = [apportion(share, length % block) for share, length, block in zip(shares, lengths, blocks, strict=True)]
+        self._starts, self._blocks = _u64(starts), _u64(blocks)
+        self._full, self._rest = np.divmod(_u64(lengths), self._blocks)
+        self._share, self._last = self._table(shares), self._table(last)
+        given = np.cumsum(self._full[:, None] * self._share + self._last, axis=0)
+        self._before = np.concatenate([np.zeros_like(given[:1]), given[:-1]])
+        # Two rows a stage, of a full block and of its last one: where in the block the slots of each source end.
+        ends = np.stack([self._share, self._last], axis=1).reshape(2 * len(stages), -1).cumsum(axis=1)
+        self._low = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
+        self._ends = (ends + (np.arange(len(ends), dtype=np.uint64)[:, None] << _ROW)).ravel()
+        self._sizes = _u64(list(self.sizes.values()))
+        self._stage_keys = _u64([_key(f"{seed}/stage/{start}") for start in starts])
+        self._source_keys = _u64([_key(f"{seed}/source/{name}") for name in self.names])
+        self._skip_from = _u64([position for position, _ in skips])
+        self._skipped = _u64([0, *accumulate(length for _, length in skips)])
+
+    def locate(self, positions: U64) -> tuple[U64, U64]:
+        """Source, as an index of ``names``, and sequence of the samples at ``positions`` of a run."""
+        samples = positions + self._skipped[np.searchsorted(self._skip_from, positions, side="right")]
+        stage = np.searchsorted(self._starts, samples, side="right") - 1
+        block, at = np.divmod(samples - self._starts[stage], self._blocks[stage])
+        is_last = block == self._full[stage]
+        length = np.where(is_last, self._rest[stage], self._blocks[stage])
+        slot = permute(at, length, mix(self._stage_keys[stage] + mix(block)))
+        row = 2 * stage + is_last
+        source = np.searchsorted(self._ends, slot + (row.astype(np.uint64) << _ROW), side="right")
+        source -= row * len(self.names)
+        drawn = self._before[stage, source] + block * self._share[stage, source] + slot - self._low[row, source]
+        epoch, index = np.divmod(drawn, self._sizes[source])
+        sequence = permute(index, self._sizes[source], mix(self._source_keys[source] + mix(epoch)))
+        return source.astype(np.uint64), sequence
+
+    def identity(self, position: int) -> Order:
+        """What has decided the samples before ``position``."""
+        skips = tuple((at, length) for at, length in self.skips if at < position)
+        end = position + sum(length for _, length in skips)
+        begun = [stage for stage in self.stages if stage.start < end]
+        block_end = 0
+        if begun:
+            start, block = begun[-1].start, int(self._blocks[len(begun) - 1])
+            until = start + -(-(end - start) // block) * block
+            block_end = min([until, *(stage.start for stage in self.stages[len(begun) :])])
+        stages = tuple((stage.start, tuple(sorted((n, w) for n, w in stage.weights.items() if w))) for stage in begun)
+        return Order(stages, block_end, skips)
+
+    def _table(self, shares: Sequence[Mapping[str, int]]) -> U64:
+        return _u64([[share.get(name, 0) for name in self.names] for share in shares])
+
+
+def _u64(values: object) -> U64:
+    return np.array(values, dtype=np.uint64)
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,66 @@
+"""The corpora that a run reads from, found and checked before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import DataSettings
+from trainer.data.shards import DataError, Index, find_index, place, sequence_counts, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A corpus: its index, its folder, and the folder of a copy on slower storage, if there is one."""
+
+    name: str
+    index: Index
+    folder: Path
+    fallback: Path | None = None
+
+
+def open_sources(data: DataSettings, vocab: int, *, part: int = 0, parts: int = 1) -> dict[str, Source]:
+    """The sources of the run by name, "." if there is just one corpus. Raises DataError.
+
+    Their files agree with the indexes, all sizes and the content of every ``parts``-th file. All have been made with
+    one tokenizer, which has at most ``vocab`` ids.
+    """
+    names = sorted({name for stage in data.stages for name, weight in stage.weights.items() if weight}) or ["."]
+    sources = {name: _open(data, name) for name in names}
+    check_tokenizers(list(sources.values()), data.tokenizer)
+    for source in sources.values():
+        if source.index.vocab > vocab:
+            raise DataError(f"{source.folder} has {source.index.vocab} token ids, model.vocab is {vocab}")
+        if not sum(sequence_counts(source.index, data.sequence)):
+            raise DataError(f"{source.folder} has fewer tokens than one sequence of {data.sequence}")
+        content = data.verify == "checksum"
+        verify(source.folder, source.index, content=content, part=part, parts=parts, fallback=source.fallback)
+    return sources
+
+
+def sizes(sources: Mapping[str, Source], length: int) -> dict[str, int]:
+    """The number of sequences of ``length`` tokens in each source."""
+    return {name: sum(sequence_counts(source.index, length)) for name, source in sources.items()}
+
+
+def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:
+    """Raise DataError unless all sources have been made with one tokenizer, and with the file ``wanted`` if given."""
+    first = sources[0]
+    for source in sources[1:]:
+        if source.index.tokenizer.checksum != first.index.tokenizer.checksum:
+            raise DataError(
+                f"{source.folder} and {first.folder} have been made with different tokenizers; "
+                "make one of them again with the other's tokenizer.json"
+            )
+    if wanted:
+        from trainer.data.tokenize import load_tokenizer  # only few runs need the library
+
+        made_with = place(first.folder, first.index.tokenizer, first.fallback)
+        if load_tokenizer(Path(wanted)).to_str() != load_tokenizer(made_with).to_str():
+            raise DataError(f"{first.folder} has been made with another tokenizer than data.tokenizer {wanted}")
+
+
+def _open(data: DataSettings, name: str) -> Source:
+    folder, fallback = Path(data.shards, name).resolve(), Path(data.fallback, name).resolve() if data.fallback else None
+    return Source(name, find_index(folder, fallback), folder, fallback)
