@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dashboards,dev]'
 	@touch $@
 
-demo: $(STAMP) ## Train a tiny model, break it five ways, watch it recover
+demo: $(STAMP) ## Train a tiny model, break it six ways, watch it recover
 	$(BIN)/opsd demo
 
 lint: $(STAMP) ## ruff, mypy --strict, import rules

@@ -1,1 +1,1 @@
-"""``opsd demo``: a real training run on this machine, broken five ways and repaired each time."""
+"""``opsd demo``: a real training run on this machine, broken six ways and repaired each time."""

@@ -1,4 +1,4 @@
-"""The five faults of the demo: how each is caused, who is to blame, and when it counts as repaired."""
+"""The faults of the demo: how each is caused, who is to blame, and when it counts as repaired."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from opsd.client import RankPage
 from opsd.demo.world import Snapshot
 
 
-class Cooling(Protocol):
+class Gpu(Protocol):
     """The knobs of a simulated GPU that the demo turns: 1.0 is healthy cooling; the other is how fast heat shows."""
 
     cooling: float
     thermal_tau_s: float
+
+    def raise_xid(self, code: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Stage:
     """What faults act on: the run's checkpoints and, where they are simulated, the GPUs."""
 
     checkpoints: Path
-    gpus: Mapping[int, Cooling] | None
+    gpus: Mapping[int, Gpu] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Fault:
     """``inject`` causes the fault and returns what the culprit is expected to be, as a subset of the incident's.
 
     ``restarts`` says that the ranks will have to be started again, for which warm interpreters are waited for.
+    ``symptoms`` are the kinds of incidents that have to be told as part of the one about the fault. ``simulated`` ones
+    need GPUs that may be broken.
     """
 
     kind: str
@@ -43,6 +47,8 @@ class Fault:
     recovered: Callable[[Trial, Snapshot], float | None]
     ready: Callable[[Trial | None, Snapshot], bool] = lambda _previous, _now: True
     restarts: bool = True
+    symptoms: tuple[str, ...] = ()
+    simulated: bool = False
 
 
 @dataclass
@@ -71,8 +77,14 @@ class Trial:
 
     @property
     def passed(self) -> bool:
-        """True if the fault was detected, blamed on the right culprit and repaired."""
-        return self.detected_at is not None and self.recovered_at is not None and self.culprit_right
+        """True if the fault was detected, blamed on the right culprit, told as one incident, and repaired."""
+        found = self.detected_at is not None and self.recovered_at is not None and self.culprit_right
+        return found and {*self.fault.symptoms} <= {*self.symptoms}
+
+    @property
+    def symptoms(self) -> tuple[str, ...]:
+        """The kinds of incidents that the agent has put down to this one."""
+        return tuple(symptom["kind"] for symptom in (self.incident or {}).get("symptoms", ()))
 
 
 def observe(trial: Trial, now: Snapshot) -> None:
@@ -157,6 +169,14 @@ def _just_committed(previous: Trial | None, now: Snapshot) -> bool:
     return bool(committed) and now.wall - committed[-1] < 1.0
 
 
+def _fail_memory(stage: Stage, now: Snapshot) -> dict[str, object]:
+    """An uncorrectable memory error, contained: the driver reports Xid 94 and ends the program that hit it."""
+    assert stage.gpus is not None
+    stage.gpus[0].raise_xid(94)
+    os.kill(_rank(now, 0).pid, signal.SIGKILL)
+    return {"component": "gpu", "gpu": 0, "rank": 0}
+
+
 def _block_fan(stage: Stage, _now: Snapshot) -> dict[str, object]:
     """Cooling that cannot carry the full load away, but can at a power limit 15 % lower."""
     assert stage.gpus is not None
@@ -185,10 +205,25 @@ FAULTS = (
         ready=_just_committed,
     ),
     Fault(
-        "throttle_gpu", "GPU 1 overheats (simulated)", "gpu_throttle", _block_fan, _incident_resolved, restarts=False
+        "fail_gpu_memory",
+        "GPU 0 memory error (simulated)",
+        "gpu_xid",
+        _fail_memory,
+        _resumed,
+        symptoms=("rank_crash",),
+        simulated=True,
+    ),
+    Fault(
+        "throttle_gpu",
+        "GPU 1 overheats (simulated)",
+        "gpu_throttle",
+        _block_fan,
+        _incident_resolved,
+        restarts=False,
+        simulated=True,
     ),
 )
-"""In the order of injection. The last one needs simulated GPUs."""
+"""In the order of injection."""
 
 
 @dataclass

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from opsd.demo.faults import Trial
@@ -48,6 +47,7 @@ def as_json(
                 "culprit": trial.incident["culprit"] if trial.incident else None,
                 "culprit_expected": trial.expected,
                 "runbook": trial.incident["kind"] if trial.incident else None,
+                "symptoms": sorted(trial.symptoms),
             }
             for trial in trials
         ],
@@ -60,15 +60,12 @@ def as_json(
 
 def faults_table(trials: Sequence[Trial]) -> Table:
     """One row a fault: what was done to the run and what became of it."""
-    table = Table(title="Faults: seconds from injection, steps lost", title_justify="left", box=box.SIMPLE_HEAD)
-    table.padding = (0, 1, 0, 0)
-    table.add_column("fault")
+    table = Table(title="Faults: seconds from injection, steps lost", title_justify="left", box=None, pad_edge=False)
+    table.add_column("fault", min_width=19)
     for column in ("detected", "recovered", "lost"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("culprit named", no_wrap=True, overflow="ellipsis")
-    table.add_column(
-        "runbook", no_wrap=True, min_width=max(len(trial.fault.runbook) for trial in trials) if trials else 7
-    )
+    table.add_column("culprit named", no_wrap=True, overflow="ellipsis", max_width=14)
+    table.add_column("runbook + symptoms", no_wrap=True)
     for trial in trials:
         table.add_row(
             trial.fault.title,
@@ -76,7 +73,7 @@ def faults_table(trials: Sequence[Trial]) -> Table:
             _seconds(_after(trial, trial.recovered_at)),
             str(trial.lost_steps),
             _culprit(trial),
-            trial.fault.runbook,
+            " + ".join((trial.fault.runbook, *trial.symptoms)),
         )
     return table
 

@@ -172,3 +172,13 @@ def test_sparkline_fits_and_falls() -> None:
     assert len(bars) == 40
     assert (bars[0], bars[-1]) == ("█", "▁")
     assert sparkline([float("nan")], 10) == ""
+
+
+def test_an_incident_told_twice_fails_the_trial(at_step, stage: Stage) -> None:
+    """What a fault brings about must be put down to it, not told as an incident of its own."""
+    fault = replace(Injections().fault("a"), symptoms=("rank_crash",))
+    trial = Trial(fault, injected_at=1.0, injected_step=0, expected={})
+    observe(trial, at_step(9, 3.0, incidents=[incident("a", 2.0)]))
+    assert not trial.passed
+    observe(trial, at_step(9, 4.0, incidents=[{**incident("a", 2.0), "symptoms": [{"kind": "rank_crash"}]}]))
+    assert trial.passed
