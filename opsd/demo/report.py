@@ -60,12 +60,14 @@ def as_json(
 
 def faults_table(trials: Sequence[Trial]) -> Table:
     """One row a fault: what was done to the run and what became of it."""
-    table = Table(title="Faults: seconds from injection, steps lost", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title="Faults: seconds from injection, steps lost", title_justify="left", box=None, padding=(0, 1, 0, 0)
+    )
     table.add_column("fault", min_width=19)
     for column in ("detected", "recovered", "lost"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("culprit named", no_wrap=True, overflow="ellipsis", max_width=14)
-    table.add_column("runbook + symptoms", no_wrap=True)
+    table.add_column("runbook", no_wrap=True)
     for trial in trials:
         table.add_row(
             trial.fault.title,
