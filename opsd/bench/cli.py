@@ -17,6 +17,7 @@ from opsd.simulated.library import NoCompilerError, SimulationError
 BENCHES = {
     "agent": "CPU, memory, series and scrape time of the agent beside nvitop-exporter",
     "client": "cost of a rank-page update",
+    "data": "finding a sample at any point of a run, beside Grain, Megatron's index and one that grows",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
     "recovery": "steps lost when a rank is killed and on SIGTERM",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
