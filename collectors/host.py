@@ -16,6 +16,8 @@ from typing import Final
 import psutil
 
 from collectors.base import Metric, MetricKind, Reading, Sample
+from collectors.clock import ClockState, read_clock
+from collectors.numa import NumaNode, read_nodes
 
 PROCESS_STATES: Final[Mapping[str, str]] = {
     "R": "running",
@@ -59,9 +61,20 @@ BLOCKED = _host("tasks_blocked", "Tasks that wait for I/O right now.")
 OPEN_FILES = _host("open_files", "File handles in use.")
 OPEN_FILES_MAX = _host("open_files_max", "File handles the kernel gives out at most.")
 
+CLOCK_SYNCED = _host("clock_synchronized", "1 if a service keeps the wall clock right, as the kernel sees it.")
+CLOCK_OFFSET = _host("clock_offset_seconds", "By how much the wall clock is off, as its service knows.", "seconds")
+CLOCK_ERROR = _host("clock_max_error_seconds", "By how much the wall clock may be off at most.", "seconds")
+NUMA_TOTAL = _host("numa_memory_total_bytes", "Memory of the NUMA node.", "bytes", "numa_node")
+NUMA_FREE = _host("numa_memory_free_bytes", "Memory of the NUMA node that is not used at all.", "bytes", "numa_node")
+NUMA_MISSED = _host(
+    "numa_missed_pages_total", "Pages meant for the NUMA node that had to be taken from another.", "", "numa_node",
+    kind="counter",
+)  # fmt: skip
+
 METRICS: Final = (
     CPU, CPUS, LOAD, MEMORY_TOTAL, MEMORY_AVAILABLE, MEMORY_SHARED, SWAP_TOTAL, SWAP_USED, PRESSURE, BOOT_TIME,
     DISK_SIZE, DISK_AVAILABLE, INODES, INODES_FREE, PROCESSES, BLOCKED, OPEN_FILES, OPEN_FILES_MAX,
+    CLOCK_SYNCED, CLOCK_OFFSET, CLOCK_ERROR, NUMA_TOTAL, NUMA_FREE, NUMA_MISSED,
 )  # fmt: skip
 
 
@@ -96,9 +109,10 @@ def count_states(letters: Sequence[str]) -> dict[str, int]:
 
 
 class HostCollector:
-    """The host behind ``proc``, and the file systems at ``mounts``; a mount point that does not exist is left out.
+    """The host behind ``proc`` and ``sys``, and the file systems at ``mounts``; one that does not exist is left out.
 
-    Looking at every process takes a millisecond per hundred of them, so that is done every ``scan_s`` seconds only.
+    Looking at every process takes a millisecond per hundred of them, so that is done every ``scan_s`` seconds only, as
+    are the NUMA nodes.
     """
 
     name = "host"
@@ -109,10 +123,15 @@ class HostCollector:
         proc: Path = Path("/proc"),
         mounts: Sequence[Path] = (Path("/"), Path("/dev/shm")),  # noqa: S108  # only its size is read
         *,
+        sys: Path = Path("/sys"),
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], ClockState] = read_clock,
         scan_s: float = 10.0,
     ) -> None:
         self._proc = proc
+        self._sys = sys
+        self._wall_clock = wall_clock
+        self._numa: Sequence[NumaNode] = ()
         self._mounts = tuple(mounts)
         self._clock = clock
         self._scan_s = scan_s
@@ -126,7 +145,8 @@ class HostCollector:
             samples = [*self._processors(), *_memory()]
         samples += self._pressure()
         samples += self._files()
-        samples += self._processes()
+        samples += self._time()
+        samples += self._scanned_now()
         for mount in self._mounts:
             samples += _filesystem(mount)
         return Reading(tuple(samples))
@@ -153,15 +173,27 @@ class HostCollector:
         yield Sample(OPEN_FILES, int(used))
         yield Sample(OPEN_FILES_MAX, int(most))
 
-    def _processes(self) -> Iterator[Sample]:
+    def _time(self) -> Iterator[Sample]:
+        state = self._wall_clock()
+        yield Sample(CLOCK_SYNCED, float(state.synchronised))
+        if state.synchronised:
+            yield Sample(CLOCK_OFFSET, state.offset_s)
+            yield Sample(CLOCK_ERROR, state.max_error_s)
+
+    def _scanned_now(self) -> Iterator[Sample]:
         blocked = next((line for line in self._read("stat").splitlines() if line.startswith("procs_blocked ")), None)
         if blocked is not None:
             yield Sample(BLOCKED, int(blocked.split()[1]))
         now = self._clock()
         if self._scanned is None or now - self._scanned >= self._scan_s:
             self._states, self._scanned = count_states([*_state_letters(self._proc)]), now
+            self._numa = read_nodes(self._sys)
         for state, count in self._states.items():
             yield Sample(PROCESSES, count, (state,))
+        for node in self._numa:
+            yield Sample(NUMA_TOTAL, node.total_bytes, (node.name,))
+            yield Sample(NUMA_FREE, node.free_bytes, (node.name,))
+            yield Sample(NUMA_MISSED, node.missed, (node.name,))
 
     def _read(self, name: str) -> str:
         return (self._proc / name).read_text(encoding="utf-8")

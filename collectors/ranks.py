@@ -57,11 +57,18 @@ JOB_INFO = Metric(
 )
 RUN_STATE = Metric("opsd_run_state", "1 for the state of the run, 0 for the others.", labels=("run", "state"))
 RUN_GENERATION = Metric("opsd_run_generation", "Generation of ranks the run is in.", labels=("run",))
+MODEL_FLOPS = _rank("flops_per_token", "Operations that the model needs per token, as the trainer reckons.")
+PEAK_FLOPS = _rank("peak_flops_per_second", "What the rank's device could do at most: the denominator of its MFU.")
+MFU = _rank(
+    "mfu_ratio",
+    "Model FLOPs utilisation: opsd_rank_tokens_per_second x flops_per_token / peak_flops_per_second.",
+    "ratio",
+)
 RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=("run",))
 
 METRICS: Final = (
     UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
-    COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
+    MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
 )  # fmt: skip
 
 
@@ -273,6 +280,7 @@ class _Run(Generic[P]):
         yield Sample(CHANGE_AGE, max(0.0, now - fact.changed), labels)
         if (rate := tokens_per_second(page, now)) is not None:
             yield Sample(TOKENS_RATE, rate, labels)
+            yield from _model_samples(page, rate, labels)
         if fact.gpu is not None:
             yield Sample(JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
 
@@ -289,6 +297,15 @@ def _step_samples(step: StepFact, labels: tuple[str, ...]) -> Iterator[Sample]:
         yield Sample(LOSS, step.loss, labels)
     if not math.isnan(step.grad_norm):
         yield Sample(GRAD_NORM, step.grad_norm, labels)
+
+
+def _model_samples(page: Page, rate: float, labels: tuple[str, ...]) -> Iterator[Sample]:
+    """``rate`` is in tokens per second; nothing if the trainer has not told what a token takes."""
+    if page.flops_per_token is None or page.peak_flops is None:
+        return
+    yield Sample(MODEL_FLOPS, page.flops_per_token, labels)
+    yield Sample(PEAK_FLOPS, page.peak_flops, labels)
+    yield Sample(MFU, rate * page.flops_per_token / page.peak_flops, labels)
 
 
 def _run_samples(run: RunFact) -> Iterator[Sample]:

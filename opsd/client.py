@@ -23,6 +23,7 @@ between two copies of its sequence number: a writer that dies in the middle of o
 offset  content
 ======  =====================================================================================
 0       header, written once: magic, version, identity of the rank, CRC-32 of all before it
+448     model: floating point operations per token, and per second at the device's peak; 0 if not told
 512     control word, written by the launcher only
 576     up to 8 helper processes of the rank (pid, role), written rarely
 1024    slot 0: sequence, phase, state, phase since, steps reported, committed step, sequence
@@ -66,7 +67,7 @@ REQUESTS = ("none", "checkpoint_and_stop")
 PAGE_BYTES = 12_288
 RING_STEPS = 64
 MAX_WORKERS = 8
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 
 PERSIST = "persist"
 """Role of a helper process that writes a staged checkpoint; the launcher lets it finish when its rank has died."""
@@ -74,11 +75,12 @@ PERSIST = "persist"
 _MAGIC = b"OPSDRANK"
 _HEADER = struct.Struct("<8sHHIIIIIiQQQQ64s64s64s")
 _CRC = struct.Struct("<I")
+_MODEL = struct.Struct("<dd")
 _CONTROL = struct.Struct("<I")
 _WORKER = struct.Struct("<Q16s")
 _SLOT = struct.Struct("<QIIQQqQ")
 _STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQ")
-_CONTROL_AT, _WORKERS_AT, _SLOTS_AT, _SLOT_STRIDE = 512, 576, 1024, 256
+_MODEL_AT, _CONTROL_AT, _WORKERS_AT, _SLOTS_AT, _SLOT_STRIDE = 448, 512, 576, 1024, 256
 _RING_AT, _STEP_STRIDE = 2048, 160
 
 _PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
@@ -107,7 +109,10 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankPage:
-    """A consistent copy of a rank page. Times in seconds: ``*_wall`` since the epoch, the others monotonic."""
+    """A consistent copy of a rank page. Times in seconds: ``*_wall`` since the epoch, the others monotonic.
+
+    ``flops_per_token`` and ``peak_flops`` are as in ``Reporter.model``, None if the trainer has not told them.
+    """
 
     rank: int
     local_rank: int
@@ -129,6 +134,8 @@ class RankPage:
     tokens: int
     request: str
     workers: tuple[tuple[int, str], ...]
+    flops_per_token: float | None
+    peak_flops: float | None
     steps: tuple[StepRecord, ...] = field(repr=False)
 
     @property
@@ -250,6 +257,14 @@ class Reporter:
         if not self._outer:
             self._current = 0
         self._publish()
+
+    def model(self, flops_per_token: float, peak_flops: float) -> None:
+        """Tell what is behind the MFU.
+
+        Operations that the model needs for a token, forward and backward, and operations per second that the rank's
+        device could do at most: 989e12 for bf16 on an H100 SXM (NVIDIA's data sheet, without sparsity).
+        """
+        _MODEL.pack_into(self._page, _MODEL_AT, flops_per_token, peak_flops)
 
     def checkpoint_committed(self, step: int) -> None:
         """Report that the checkpoint of ``step`` is durable."""
@@ -435,6 +450,7 @@ def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...],
     same_writer = known is not None and (known.pid, known.pid_start, known.created) == writer
     steps, tokens = _decode_steps(data, count, known if same_writer else None)
     workers = (_WORKER.unpack_from(data, _WORKERS_AT + i * _WORKER.size) for i in range(MAX_WORKERS))
+    flops_per_token, peak_flops = _MODEL.unpack_from(data, _MODEL_AT)
     request = min(_CONTROL.unpack_from(data, _CONTROL_AT)[0], len(REQUESTS) - 1)
     return RankPage(
         rank=number(4), local_rank=number(5), world_size=number(6), generation=number(7),
@@ -444,6 +460,8 @@ def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...],
         state=STATES[state], phase=PHASES[phase], phase_since=since / 1e9, steps_reported=count,
         committed_step=None if committed < 0 else committed, tokens=tokens, request=REQUESTS[request],
         workers=tuple((pid, role.rstrip(b"\0").decode(errors="replace")) for pid, role in workers if pid),
+        flops_per_token=flops_per_token if flops_per_token > 0 else None,
+        peak_flops=peak_flops if peak_flops > 0 else None,
         steps=steps,
     )  # fmt: skip
 

@@ -36,5 +36,5 @@ class FakeRank:
             rank=self.rank, local_rank=self.rank, world_size=8, generation=1, gpu=None, pid=1000, pid_start=1,
             node="node", job="", run="run", created_wall=self.born, created=self.born, state=self.state,
             phase=self.phase, phase_since=self.since, steps_reported=len(self.records), committed_step=None, tokens=0,
-            request="none", workers=(), steps=tuple(self.records[-63:]),
+            request="none", flops_per_token=None, peak_flops=None, workers=(), steps=tuple(self.records[-63:]),
         )  # fmt: skip

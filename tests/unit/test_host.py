@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectors.clock import ClockState, read_clock
 from collectors.host import HostCollector, count_states, cpu_ratios, parse_pressure
 
 PRESSURE = "some avg10=1.53 avg60=0.87 avg300=0.31 total={some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total={full}\n"
@@ -166,3 +167,38 @@ def test_processor_ratios_are_shares(before: dict[str, float], after: dict[str, 
     ratios = cpu_ratios(before, after)
     assert "guest" not in ratios
     assert not ratios or sum(ratios.values()) == pytest.approx(1.0)
+
+
+def _values(collector: HostCollector) -> dict[tuple[str, ...], float]:
+    return {(sample.metric.name, *sample.labels): sample.value for sample in collector.collect().samples}
+
+
+def test_numa_nodes_show_what_is_left_and_what_went_elsewhere(proc: Path, tmp_path: Path) -> None:
+    """A node without memory is left out; one whose files vanish costs nothing else."""
+    files = {}
+    for node, kib in ((0, 1024), (1, 0)):
+        folder = f"devices/system/node/node{node}"
+        files[f"{folder}/meminfo"] = f"Node {node} MemTotal: {kib} kB\nNode {node} MemFree: {kib // 2} kB\n"
+        files[f"{folder}/numastat"] = "numa_hit 9\nnuma_miss 3\nnuma_foreign 7\n"
+    write(tmp_path / "sys", files)
+    (tmp_path / "sys/devices/system/node/node2").mkdir()
+    values = _values(HostCollector(proc, (), sys=tmp_path / "sys"))
+    assert values["opsd_host_numa_memory_total_bytes", "0"] == 1024 * 1024
+    assert values["opsd_host_numa_memory_free_bytes", "0"] == 512 * 1024
+    assert values["opsd_host_numa_missed_pages_total", "0"] == 7
+    assert {labels for name, *labels in values if "numa" in name for labels in labels} == {"0"}
+
+
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_a_clock_that_nobody_keeps_right_has_no_offset(proc: Path, synchronised: bool) -> None:
+    """Its figures would mean nothing, and zero would look healthy."""
+    state = ClockState(synchronised, offset_s=-0.002, max_error_s=0.5)
+    values = _values(HostCollector(proc, (), wall_clock=lambda: state))
+    assert values["opsd_host_clock_synchronized",] == synchronised
+    assert values.get(("opsd_host_clock_offset_seconds",)) == (-0.002 if synchronised else None)
+    assert values.get(("opsd_host_clock_max_error_seconds",)) == (0.5 if synchronised else None)
+
+
+def test_the_kernel_answers_about_its_clock() -> None:
+    """On any Linux, synchronised or not."""
+    assert read_clock().max_error_s >= 0

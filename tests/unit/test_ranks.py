@@ -361,3 +361,19 @@ def test_a_users_file_does_not_speak_for_the_hardware(name: str) -> None:
     assert isinstance(event, Event)
     assert event.kind == "rank_event"
     assert event.data["event"] == name
+
+
+def test_mfu_comes_with_its_denominator(run: Path, collector: RanksCollector[client.RankPage], clock: Clock) -> None:
+    """Tokens a second times operations per token over the peak; nothing from a trainer that has told neither."""
+    told, untold = (client.Reporter(run / f"rank-000{rank}.page", rank=rank, world_size=2) for rank in range(2))
+    told.model(flops_per_token=2e9, peak_flops=1e12)
+    for reporter in (told, untold):
+        reporter.step(tokens=1000)
+    reading = collector.collect()
+    assert isinstance(reading, Reading)
+    values = {(sample.metric.name, sample.labels[-1]): sample.value for sample in reading.samples}
+    rate = values["opsd_rank_tokens_per_second", "0"]
+    assert values["opsd_rank_mfu_ratio", "0"] == pytest.approx(rate * 2e9 / 1e12)
+    assert values["opsd_rank_peak_flops_per_second", "0"] == 1e12
+    assert ("opsd_rank_tokens_per_second", "1") in values
+    assert ("opsd_rank_mfu_ratio", "1") not in values

@@ -6,42 +6,24 @@ for the measured offset where it runs.
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import subprocess
-from typing import Final
 
+from collectors.clock import read_clock
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
-
-_STA_UNSYNC: Final = 0x40
-_STA_NANO: Final = 0x2000
-_TIME_ERROR: Final = 5
-
-
-class _Timex(ctypes.Structure):
-    """``struct timex`` of linux/timex.h, 64 bit, as far as it is read here."""
-
-    _fields_ = (
-        ("modes", ctypes.c_uint),
-        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
-        ("status", ctypes.c_int),
-        ("rest", ctypes.c_byte * 168),
-    )
 
 
 def run(context: Context, progress: Progress) -> Outcome:
     """Read the kernel's opinion of its clock, and chrony's."""
-    timex = _Timex()
-    state = ctypes.CDLL(None).adjtimex(ctypes.byref(timex))
-    synchronised = state != _TIME_ERROR and not timex.status & _STA_UNSYNC
+    clock = read_clock()
     tracking = _chrony()
     measurements, findings = [], []
     if tracking is not None:
         measurements.append(Measurement("offset", abs(tracking)))
-    elif synchronised:
-        measurements.append(Measurement("offset", abs(timex.offset) * (1e-9 if timex.status & _STA_NANO else 1e-6)))
-    if synchronised:
-        measurements.append(Measurement("max_error", timex.maxerror * 1e-6))
+    elif clock.synchronised:
+        measurements.append(Measurement("offset", abs(clock.offset_s)))
+    if clock.synchronised:
+        measurements.append(Measurement("max_error", clock.max_error_s))
     elif tracking is None:
         advice = "start chronyd or systemd-timesyncd; Slurm refuses credentials of a clock that is minutes off"
         findings.append(Finding(Verdict.WARN, "no service keeps the clock synchronised", advice))

@@ -1,0 +1,40 @@
+"""The kernel's opinion of its own clock, which every time service keeps up to date: adjtimex(2)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final, NamedTuple
+
+_STA_UNSYNC: Final = 0x40
+_STA_NANO: Final = 0x2000
+_TIME_ERROR: Final = 5
+
+
+class _Timex(ctypes.Structure):
+    """``struct timex`` of linux/timex.h, 64 bit, as far as it is read here."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 168),
+    )
+
+
+class ClockState(NamedTuple):
+    """Whether a service keeps the clock right, by how much it is off as far as that knows, and may be off at most."""
+
+    synchronised: bool
+    offset_s: float
+    max_error_s: float
+
+
+def read_clock() -> ClockState:
+    """Ask the kernel. The two figures mean nothing while the clock is not synchronised."""
+    timex = _Timex()
+    state = ctypes.CDLL(None).adjtimex(ctypes.byref(timex))
+    return ClockState(
+        synchronised=state != _TIME_ERROR and not timex.status & _STA_UNSYNC,
+        offset_s=timex.offset * (1e-9 if timex.status & _STA_NANO else 1e-6),
+        max_error_s=timex.maxerror * 1e-6,
+    )
