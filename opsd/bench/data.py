@@ -8,6 +8,7 @@ import statistics
 import time
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,9 +45,9 @@ def run() -> Results:
     """
     results = _alone(_ours)
     for size in INDEX_SIZES:
-        results |= _alone(lambda size=size: _growing(size))
+        results |= _alone(partial(_growing, size))
         if helpers := _megatron_helpers():
-            results |= _alone(lambda size=size, helpers=helpers: _megatron(helpers, size))
+            results |= _alone(partial(_megatron, helpers, size))
     if importlib.util.find_spec("grain"):
         results |= _alone(_grain)
         results["ratio_grain"] = results["ours_sample_us"] / results["grain_sample_us"]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from opsd.client import PageError, RankPage, events_path, read_page
-from trainer.data.tokenize import find_files, make_corpus, read_texts, train_tokenizer
+from trainer.data.texts import find_files, read_texts
+from trainer.data.tokenize import make_corpus, train_tokenizer
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["trainer.__main__"])

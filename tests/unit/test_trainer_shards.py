@@ -28,7 +28,8 @@ from trainer.data.shards import (
     sequence_counts,
     verify,
 )
-from trainer.data.tokenize import find_files, load_tokenizer, make_corpus, read_texts, train_tokenizer
+from trainer.data.texts import find_files, read_texts
+from trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # größer {DOCUMENT}\n" * (i % 5 + 1) for i in range(60)]
 VOCAB = 300

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from tokenizers import Tokenizer
 
-from trainer.data.shards import INDEX, DataError
-from trainer.data.tokenize import TRAINING_BYTES, find_files, load_tokenizer, make_corpus, read_texts, train_tokenizer
+from trainer.data.build import Job, begun, build, forget, limited
+from trainer.data.shards import INDEX, TOKENIZER, DataError
+from trainer.data.texts import FIELD, SUFFIXES, find_files, read_texts
+from trainer.data.tokenize import TRAINING_BYTES, load_tokenizer, train_tokenizer
 
-FAILED, USAGE = 1, 2
+FAILED, USAGE, INTERRUPTED = 1, 2, 3
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -18,9 +24,11 @@ FAILED, USAGE = 1, 2
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the corpus.")
 @click.option("--tokenizer", "tokenizer_file", type=click.Path(path_type=Path), help="Use this tokenizer.json.")
 @click.option("--vocab", default=2048, show_default=True, help="Ids of the tokenizer that is trained otherwise.")
-@click.option("--suffix", "suffixes", multiple=True, default=(".txt", ".md", ".py"), show_default=True)
-@click.option("--max-bytes", default=1 << 62, help="Stop before the text exceeds this.")
+@click.option("--suffix", "suffixes", multiple=True, default=SUFFIXES, show_default=True, help="Taken from folders.")
+@click.option("--field", default=FIELD, show_default=True, help="Where JSON lines and Parquet have the text.")
+@click.option("--max-bytes", default=1 << 62, help="Use the first files that together have no more than this.")
 @click.option("--shard-tokens", default=100_000_000, show_default=True, help="Tokens in a shard, about.")
+@click.option("--workers", default=0, help="Processes; 0 is one per core.")
 @click.option("--overwrite", is_flag=True, help="Replace a corpus that is there already.")
 def main(
     sources: tuple[Path, ...],
@@ -28,31 +36,54 @@ def main(
     tokenizer_file: Path | None,
     vocab: int,
     suffixes: tuple[str, ...],
+    field: str,
     max_bytes: int,
     shard_tokens: int,
+    workers: int,
     overwrite: bool,
 ) -> None:
-    """Tokenise SOURCES, text files or folders of them, into a corpus of shards.
+    """Tokenise SOURCES, files or folders of them, into a corpus of shards.
 
-    Exit codes: 0 done; 1 the folder cannot be written; 2 the sources, the tokenizer or the folder cannot be used.
+    Reads text, JSON lines and Parquet, also compressed with gzip or zstd. Interrupted, it goes on where it was when it
+    is run again. Exit codes: 0 done; 1 the folder cannot be written; 2 the sources, the tokenizer or the folder cannot
+    be used; 3 interrupted.
     """
-    if (out / INDEX).exists():
-        if not overwrite:
-            raise DataError(f"{out} already has a corpus; choose another folder or pass --overwrite")
-        (out / INDEX).unlink()
-    files = find_files(sources, suffixes)
-    if tokenizer_file is not None:
-        tokenizer = load_tokenizer(tokenizer_file)
-    else:
-        tokenizer = train_tokenizer(read_texts(files, min(max_bytes, TRAINING_BYTES)), vocab)
-    index = make_corpus(read_texts(files, max_bytes), tokenizer, out, shard_tokens)
+    if overwrite:
+        (out / INDEX).unlink(missing_ok=True)
+        forget(out)
+    elif (out / INDEX).exists():
+        raise DataError(f"{out} already has a corpus; choose another folder or pass --overwrite")
+    files = list(limited(find_files(sources, suffixes), max_bytes))
+    tokenizer = _tokenizer(tokenizer_file, files, field, vocab, out)
+    cores = len(os.sched_getaffinity(0))
+    workers = workers or cores
+    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=sum(path.stat().st_size for path in files))
+        job = Job(out, field, shard_tokens, max(1, cores // workers))
+        index = build(files, tokenizer, job, workers, lambda size: progress.advance(task, size))
     tokens, documents = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
     click.echo(f"{out}: {documents:,} documents, {tokens:,} tokens, {index.vocab:,} ids, {len(index.shards)} shards")
 
 
+def _tokenizer(file: Path | None, files: list[Path], field: str, vocab: int, out: Path) -> Tokenizer:
+    """The one asked for; otherwise that of the build to go on with, or a new one trained on the beginning."""
+    if file is not None:
+        return load_tokenizer(file)
+    if begun(out) and (out / TOKENIZER).exists():
+        return load_tokenizer(out / TOKENIZER)
+    return train_tokenizer(read_texts(files, TRAINING_BYTES, field), vocab)
+
+
 if __name__ == "__main__":
     try:
-        main()
+        main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(USAGE)
+    except click.Abort:
+        click.echo("trainer.data: interrupted; run the same command again to go on", err=True)
+        sys.exit(INTERRUPTED)
     except DataError as error:
         click.echo(f"trainer.data: {error}", err=True)
         sys.exit(USAGE)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,11 @@ class Shard:
     token_file: File
     document_file: File
 
+    @property
+    def files(self) -> tuple[File, File]:
+        """Both files."""
+        return self.token_file, self.document_file
+
 
 @dataclass(frozen=True, slots=True)
 class Index:
@@ -85,10 +91,7 @@ def read_index(folder: Path) -> Index:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise DataError(f"{path} has format {raw['format']}, this trainer reads format {FORMAT}")
-        shards = tuple(
-            Shard(entry["tokens"], entry["documents"], File(**entry["token_file"]), File(**entry["document_file"]))
-            for entry in raw["shards"]
-        )
+        shards = tuple(parse_shard(entry) for entry in raw["shards"])
         index = Index(raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); make it with `python -m trainer.data`") from error
@@ -101,6 +104,11 @@ def read_index(folder: Path) -> Index:
     if any(Path(entry.name).name != entry.name for entry in _files(index)):
         raise DataError(f"{path} names files outside its folder")
     return index
+
+
+def parse_shard(entry: Mapping[str, Any]) -> Shard:
+    """The shard that an entry of an index describes. Raises KeyError or TypeError."""
+    return Shard(entry["tokens"], entry["documents"], File(**entry["token_file"]), File(**entry["document_file"]))
 
 
 def find_index(folder: Path, fallback: Path | None) -> Index:
@@ -152,8 +160,7 @@ def verify(
 def _files(index: Index) -> Iterator[File]:
     yield index.tokenizer
     for shard in index.shards:
-        yield shard.token_file
-        yield shard.document_file
+        yield from shard.files
 
 
 class Corpus:
@@ -187,9 +194,7 @@ class Corpus:
 
     def _map(self, number: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint64]]:
         shard = self._index.shards[number]
-        tokens, documents = (
-            place(self._folder, entry, self._fallback) for entry in (shard.token_file, shard.document_file)
-        )
+        tokens, documents = (place(self._folder, entry, self._fallback) for entry in shard.files)
         return np.memmap(tokens, self._index.dtype, "r"), np.memmap(documents, np.uint64, "r")
 
 

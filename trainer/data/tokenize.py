@@ -1,9 +1,9 @@
-"""From text files to a corpus of token shards."""
+"""From texts to token shards."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,40 +16,6 @@ from trainer.data.shards import DOCUMENT, TOKENIZER, DataError, File, Index, Sha
 BATCH_FILES = 256
 TRAINING_BYTES = 20_000_000
 """A tokenizer is trained on the beginning of the text; its merges hardly change after some 10 MB."""
-
-
-def find_files(sources: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    """The files among ``sources``, and those below its folders that end in one of ``suffixes``, sorted.
-
-    Raises DataError if there are none.
-    """
-    found: list[Path] = []
-    for source in sources:
-        if source.is_dir():
-            found += (path for path in source.rglob("*") if path.suffix in suffixes and path.is_file())
-        elif source.is_file():
-            found.append(source)
-        else:
-            raise DataError(f"{source} does not exist")
-    if not found:
-        raise DataError(f"no file that ends in {' or '.join(suffixes)} was found")
-    return sorted(set(found))
-
-
-def read_texts(files: Iterable[Path], limit: int) -> Iterator[str]:
-    """The texts of ``files``, up to ``limit`` bytes in all; files that are empty or not UTF-8 are left out."""
-    left = limit
-    for path in files:
-        try:
-            raw = path.read_bytes()
-            text = raw.decode("utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        left -= len(raw)
-        if left < 0:
-            return
-        if text:
-            yield text
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -82,12 +48,32 @@ def make_corpus(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, shard_
 
     Raises DataError if there is no text, OSError if the folder cannot be written.
     """
-    # Text that happens to contain the marker must not begin a document.
-    tokenizer.encode_special_tokens = True
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / TOKENIZER))
-    vocab = tokenizer.get_vocab_size()
-    writer = _ShardWriter(folder, "uint16" if vocab <= 1 << 16 else "uint32")
+    return commit_corpus(folder, tokenizer, write_shards(texts, tokenizer, folder, shard_tokens))
+
+
+def commit_corpus(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> Index:
+    """Make the corpus of the ``shards`` in ``folder`` exist. Raises DataError if there are none."""
+    if not shards:
+        raise DataError("the sources have no text")
+    index = Index(tokenizer.get_vocab_size(), dtype_for(tokenizer), describe(folder / TOKENIZER), tuple(shards))
+    write_index(folder, index)
+    return index
+
+
+def dtype_for(tokenizer: Tokenizer) -> str:
+    """The smallest type that holds all ids."""
+    return "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
+
+
+def write_shards(
+    texts: Iterable[str], tokenizer: Tokenizer, folder: Path, shard_tokens: int, prefix: str = "shard"
+) -> list[Shard]:
+    """Write the shards of ``texts``, durably, under names that begin with ``prefix``. Raises OSError."""
+    # Text that happens to contain the marker must not begin a document.
+    tokenizer.encode_special_tokens = True
+    writer = _ShardWriter(folder, prefix, dtype_for(tokenizer))
     shards: list[Shard] = []
     for document in _encode(texts, tokenizer):
         writer.add(document)
@@ -95,11 +81,7 @@ def make_corpus(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, shard_
             shards.append(writer.finish(len(shards)))
     if writer.tokens:
         shards.append(writer.finish(len(shards)))
-    if not shards:
-        raise DataError("the sources have no text")
-    index = Index(vocab, writer.dtype, describe(folder / TOKENIZER), tuple(shards))
-    write_index(folder, index)
-    return index
+    return shards
 
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -114,6 +96,7 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
 @dataclass
 class _ShardWriter:
     folder: Path
+    prefix: str
     dtype: str
     tokens: int = 0
 
@@ -127,7 +110,7 @@ class _ShardWriter:
     def finish(self, number: int) -> Shard:
         lengths = [len(document) for document in self._documents]
         starts = np.cumsum([0, *lengths[:-1]], dtype=np.uint64)
-        name = f"shard-{number:05d}"
+        name = f"{self.prefix}-{number:05d}"
         shard = Shard(
             self.tokens,
             len(lengths),

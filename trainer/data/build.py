@@ -1,0 +1,183 @@
+"""Tokenising many files: in parallel, and gone on with where it was interrupted.
+
+Files are put into groups. A group is tokenised by one process into shards of its own, and once they are durable a
+record says so; what has a record is not done again. The corpus exists when all groups have been done::
+
+    plan.json        what the folder is being made from; another plan does not go on with it
+    part-00007.json  the shards of a finished group
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from trainer.data.shards import TOKENIZER, DataError, Index, Shard, parse_shard
+from trainer.data.texts import read_texts
+from trainer.data.tokenize import commit_corpus, load_tokenizer, write_shards
+
+PLAN = "plan.json"
+GROUP_BYTES = 64 << 20
+
+Told = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a process needs to know to do its groups."""
+
+    folder: Path
+    field: str
+    shard_tokens: int
+    threads: int
+    group_bytes: int = GROUP_BYTES
+    """Files are put together until they have this size; a larger file is a group of its own."""
+
+
+def build(files: Sequence[Path], tokenizer: Tokenizer, job: Job, workers: int, told: Told = lambda _: None) -> Index:
+    """Tokenise ``files`` into the corpus ``job.folder``; ``told`` hears the size of each group that is done, in bytes.
+
+    Raises DataError if the folder was begun from something else or a file cannot be used, OSError if the folder cannot
+    be written.
+    """
+    job.folder.mkdir(parents=True, exist_ok=True)
+    groups = group(files, job.group_bytes)
+    _begin(job, groups, tokenizer)
+    left = []
+    for number, members in enumerate(groups):
+        if _read_part(job.folder, number) is None:
+            left.append(number)
+        else:
+            told(_size(members))
+    if workers == 1 or len(left) <= 1:
+        for number in left:
+            _do(job, tokenizer, number, groups[number])
+            told(_size(groups[number]))
+    else:
+        _do_parallel(job, groups, left, workers, told)
+    shards = [shard for number in range(len(groups)) for shard in _read_part(job.folder, number) or ()]
+    index = commit_corpus(job.folder, tokenizer, shards)
+    forget(job.folder)
+    return index
+
+
+def group(files: Sequence[Path], group_bytes: int) -> list[list[Path]]:
+    """``files`` in their order, put together until they have ``group_bytes``."""
+    groups: list[list[Path]] = []
+    size = group_bytes
+    for path in files:
+        if size >= group_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(path)
+        size += path.stat().st_size
+    return groups
+
+
+def begun(folder: Path) -> bool:
+    """Whether a corpus is being made in ``folder`` and is not finished."""
+    return (folder / PLAN).exists()
+
+
+def forget(folder: Path) -> None:
+    """Remove the records of a build; its shards stay."""
+    for record in [*folder.glob("part-*.json"), folder / PLAN]:
+        record.unlink(missing_ok=True)
+
+
+def _begin(job: Job, groups: list[list[Path]], tokenizer: Tokenizer) -> None:
+    described = [[(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in members] for members in groups]
+    plan = json.dumps([described, tokenizer.to_str(), job.field, job.shard_tokens])
+    digest = hashlib.blake2b(plan.encode(), digest_size=16).hexdigest()
+    path = job.folder / PLAN
+    if path.exists():
+        if json.loads(path.read_text(encoding="utf-8")) != {"digest": digest}:
+            raise DataError(
+                f"{job.folder} was begun with other files, another tokenizer or other settings; "
+                "run with those again, or pass --overwrite"
+            )
+        return
+    tokenizer.save(str(job.folder / TOKENIZER))
+    _write(path, {"digest": digest})
+
+
+def _do_parallel(job: Job, groups: list[list[Path]], left: list[int], workers: int, told: Told) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(left)), context, _start_worker, (job,)) as pool:
+        waiting: dict[Future[None], int] = {pool.submit(_do_in_worker, n, groups[n]): n for n in left}
+        try:
+            for done in as_completed(waiting):
+                done.result()
+                told(_size(groups[waiting[done]]))
+        except BrokenProcessPool:
+            raise DataError(
+                "a process was killed, probably for want of memory; use fewer --workers, run again"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_worker: tuple[Job, Tokenizer]
+
+
+def _start_worker(job: Job) -> None:
+    global _worker
+    os.environ["RAYON_NUM_THREADS"] = str(job.threads)
+    _worker = job, load_tokenizer(job.folder / TOKENIZER)
+
+
+def _do_in_worker(number: int, files: list[Path]) -> None:
+    job, tokenizer = _worker
+    _do(job, tokenizer, number, files)
+
+
+def _do(job: Job, tokenizer: Tokenizer, number: int, files: list[Path]) -> None:
+    texts = read_texts(files, field=job.field)
+    shards = write_shards(texts, tokenizer, job.folder, job.shard_tokens, f"shard-{number:05d}")
+    _write(_part(job.folder, number), {"shards": [asdict(shard) for shard in shards]})
+
+
+def _read_part(folder: Path, number: int) -> tuple[Shard, ...] | None:
+    """The shards of a group that is done and whose files are there, None otherwise."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        raw = json.loads(_part(folder, number).read_text(encoding="utf-8"))
+        shards = tuple(parse_shard(entry) for entry in raw["shards"])
+        if all((folder / file.name).stat().st_size == file.size for shard in shards for file in shard.files):
+            return shards
+    return None
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.json"
+
+
+def _write(path: Path, content: object) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(draft, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _size(files: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def limited(files: Sequence[Path], max_bytes: int) -> Iterator[Path]:
+    """The first of ``files`` that together have at most ``max_bytes``."""
+    for path in files:
+        max_bytes -= path.stat().st_size
+        if max_bytes < 0:
+            return
+        yield path
