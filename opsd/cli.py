@@ -11,6 +11,7 @@ from opsd import __version__, exitcodes
 
 COMMANDS = {
     "agent": ("opsd.agent.cli:agent", "Run the node agent: collect, judge, act, serve metrics."),
+    "alerts": ("opsd.alerts_cli:alerts", "Build Prometheus' rules, or check that they are current."),
     "bench": ("opsd.bench.cli:bench", "Measure opsd beside its peers."),
     "checkpoint": ("opsd.checkpoints.cli:checkpoint", "List and verify checkpoints from their manifests."),
     "completion": ("opsd.completion:completion", "Print the completion script for your shell."),
@@ -29,6 +30,7 @@ COMMANDS = {
     "runbook": ("opsd.runbook_cli:runbook", "List the runbooks or show one."),
     "slurm": ("opsd.slurm.cli:slurm", "What opsd may do with Slurm on this machine."),
     "status": ("opsd.agent.status_cli:status", "What the agent of this node sees right now."),
+    "targets": ("opsd.targets_cli:targets", "List the agents of all nodes for Prometheus, from Slurm."),
     "top": ("opsd.agent.top_cli:top", "Watch the GPUs, ranks and incidents of this node live."),
 }
 

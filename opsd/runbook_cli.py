@@ -11,7 +11,8 @@ from rich.table import Table
 
 from opsd.config_cli import BadConfig
 from runbooks import RUNBOOKS
-from runbooks.base import SECTIONS, Runbook
+from runbooks.alert_pages import PAGES
+from runbooks.base import SECTIONS, Page
 
 
 @click.group()
@@ -21,12 +22,14 @@ def runbook() -> None:
 
 @runbook.command("list")
 def list_runbooks() -> None:
-    """Every kind of incident that opsd knows."""
+    """Every kind of incident that opsd knows, and the alerts that only Prometheus can raise."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("name", "title", "needs"):
         table.add_column(column)
     for book in RUNBOOKS:
         table.add_row(book.kind, book.page.title, ", ".join(book.needs))
+    for name, page in PAGES.items():
+        table.add_row(name, page.title, "Prometheus")
     Console().print(table, highlight=False)
 
 
@@ -35,21 +38,25 @@ def list_runbooks() -> None:
 @click.option("--markdown", is_flag=True, help="Print the page as Markdown.")
 def show(name: str, markdown: bool) -> None:
     """The page of the runbook NAME: meaning, impact, diagnosis, mitigation, and what opsd does by itself."""
-    kinds = {book.kind: book for book in RUNBOOKS}
-    if name not in kinds:
-        nearest = difflib.get_close_matches(name, kinds, n=1)
+    pages = all_pages()
+    if name not in pages:
+        nearest = difflib.get_close_matches(name, pages, n=1)
         said = f"did you mean {nearest[0]}?" if nearest else "see `opsd runbook list`"
         raise BadConfig(f"no runbook is named {name}; {said}")
-    text = to_markdown(kinds[name])
+    text = to_markdown(pages[name])
     if markdown:
         click.echo(text, nl=False)
     else:
         Console().print(Markdown(text))
 
 
-def to_markdown(book: Runbook) -> str:
-    """The page of ``book`` as Markdown."""
-    page = book.page
+def all_pages() -> dict[str, Page]:
+    """Every page by its name: those of the runbooks, then those of alerts without one."""
+    return {**{book.kind: book.page for book in RUNBOOKS}, **PAGES}
+
+
+def to_markdown(page: Page) -> str:
+    """``page`` as Markdown."""
     texts = (page.meaning, page.impact, page.diagnosis, page.mitigation, page.automatic)
     sections = zip(SECTIONS, texts, strict=True)
     return f"# {page.title}\n" + "".join(f"\n## {head}\n\n{text}\n" for head, text in sections)

@@ -78,7 +78,7 @@ def test_a_runbook_can_be_read(book) -> None:
     shown = CliRunner().invoke(cli, ["runbook", "show", book.kind, "--markdown"])
     assert shown.exit_code == exitcodes.OK
     assert Page.parse(shown.output) == book.page
-    assert to_markdown(book) == shown.output
+    assert to_markdown(book.page) == shown.output
     assert book.page.title in CliRunner().invoke(cli, ["runbook", "show", book.kind]).output
 
 

@@ -13,6 +13,7 @@ from opsd.agent.actions import VERBS
 from opsd.agent.metrics_cli import catalogue
 from opsd.cli import cli
 from runbooks import RUNBOOKS
+from runbooks.alert_pages import PAGES
 from runbooks.base import Page
 
 FOLDER = Path(runbooks.__file__).parent
@@ -25,9 +26,14 @@ PROGRAMS = {
 by_kind = pytest.mark.parametrize("runbook", RUNBOOKS, ids=lambda runbook: runbook.kind)
 
 
-def commands(runbook):
+by_name = pytest.mark.parametrize(
+    "page",
+    [pytest.param(book.page, id=book.kind) for book in RUNBOOKS] + [pytest.param(p, id=n) for n, p in PAGES.items()],
+)
+
+
+def commands(page):
     """The commands on a page: what stands in backticks and begins with the name of a program."""
-    page = runbook.page
     quoted = re.findall(r"`([^`]+)`", "\n".join((page.diagnosis, page.mitigation, page.automatic)).replace("\n", " "))
     return [re.sub(r"\s+", " ", text) for text in quoted if text.split()[0] in PROGRAMS | {"opsd"}]
 
@@ -42,23 +48,23 @@ def test_every_file_is_a_runbook_in_the_tuple_under_its_own_name():
     assert {runbook.kind for runbook in RUNBOOKS} == files
 
 
-@by_kind
-def test_a_page_says_what_opsd_does_in_each_mode(runbook):
+@by_name
+def test_a_page_says_what_opsd_does_in_each_mode(page):
     """Whoever is on call must know what the agent may already have done."""
-    assert all(mode in runbook.page.automatic for mode in ("observe", "recommend", "act"))
+    assert all(mode in page.automatic for mode in ("observe", "recommend", "act"))
 
 
 @by_kind
 def test_a_page_tells_what_to_type(runbook):
     """A diagnosis begins with the incident itself and has commands to go on with."""
-    assert any(command.startswith("opsd incidents show") for command in commands(runbook))
-    assert len({command.split()[0] for command in commands(runbook)}) >= 2
+    assert any(command.startswith("opsd incidents show") for command in commands(runbook.page))
+    assert len({command.split()[0] for command in commands(runbook.page)}) >= 2
 
 
-@by_kind
-def test_opsd_commands_on_a_page_exist(runbook):
+@by_name
+def test_opsd_commands_on_a_page_exist(page):
     """A command that does not exist costs minutes at 3 a.m."""
-    for command in commands(runbook):
+    for command in commands(page):
         if command.startswith("opsd "):
             group, context = cli, click.Context(cli)
             for word in command.split()[1:]:

@@ -1,0 +1,49 @@
+"""Write the rules: the YAML under deploy/prometheus/rules is what Prometheus loads, and is checked to be current."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dashboards.alerts.goodput import GOODPUT
+from dashboards.alerts.hardware import AVAILABILITY, HARDWARE, NETWORK, STORAGE
+from dashboards.alerts.itself import ITSELF
+from dashboards.alerts.model import Alert, Group, incident
+from dashboards.alerts.recordings import RECORDINGS
+from dashboards.alerts.training import CHECKPOINTS, DATA, EVALUATIONS, TRAINING
+from runbooks import RUNBOOKS
+from runbooks.base import Runbook
+
+_BY_AREA = (
+    RECORDINGS, AVAILABILITY, HARDWARE, NETWORK, STORAGE, GOODPUT, TRAINING, DATA, CHECKPOINTS, EVALUATIONS, ITSELF,
+)  # fmt: skip
+
+
+def _of_runbook(book: Runbook) -> Alert:
+    """The alert of a runbook for which none was written: its incident, in the words of its page."""
+    meaning = " ".join(book.page.meaning.split())
+    return Alert(
+        "".join(word.title() for word in book.kind.split("_")),
+        incident(book.kind),
+        summary=f"{book.page.title} ({{{{ $labels.instance }}}})",
+        description=meaning.partition(". ")[0].rstrip(".") + ".",
+    )
+
+
+def _remaining() -> Group:
+    """An alert for every kind of incident that no area has one for."""
+    written = {rule.page for group in _BY_AREA for rule in group.rules if isinstance(rule, Alert)}
+    return Group("remaining", [_of_runbook(book) for book in RUNBOOKS if book.kind not in written])
+
+
+GROUPS = tuple(group for group in (*_BY_AREA, _remaining()) if group.rules)
+FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
+
+
+def alerts() -> list[Alert]:
+    """Every alert, in the order of the groups."""
+    return [rule for group in GROUPS for rule in group.rules if isinstance(rule, Alert)]
+
+
+def rendered(folder: Path = FOLDER) -> dict[Path, str]:
+    """File and content of every group."""
+    return {folder / f"{group.name}.yml": group.to_yaml() for group in GROUPS}

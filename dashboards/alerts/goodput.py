@@ -1,0 +1,60 @@
+"""Goodput of runs, and the alerts on its budget.
+
+Goodput is the time that a run's new steps would have taken at its usual pace, divided by the time that has passed.
+Steps done again after a failure are not new, and slow steps, restarts and stalls all count as loss. A new run has a
+new name, so that steps of one name only ever go on.
+"""
+
+from __future__ import annotations
+
+from dashboards.alerts.model import Alert, Group, Record
+
+OBJECTIVE = 0.95
+"""The goodput that a run is held to."""
+WINDOWS = ("5m", "30m", "1h", "6h", "3d")
+_SECONDS = {"m": 60, "h": 3600, "d": 86_400}
+
+
+def _goodput(window: str) -> Record:
+    highest, usual = "run:opsd_rank_step:highest1d", "run:opsd_rank_step_seconds:usual1d"
+    new = f"({highest} - {highest} offset {window})"
+    seconds = int(window[:-1]) * _SECONDS[window[-1]]
+    return Record(
+        f"run:opsd_goodput:ratio_rate{window}",
+        f"clamp({new} * {usual} / {seconds}, 0, 1)\n  and on (cluster, run) run:opsd_run_unfinished:max",
+    )
+
+
+def _burn(short: str, long: str, factor: float) -> Alert:
+    """The run loses ``factor`` x its budget in both windows (The Site Reliability Workbook, chapter 5, table 5-8)."""
+    level = f"{1 - factor * (1 - OBJECTIVE):.4g}"
+    return Alert(
+        "GoodputBurn",
+        f"run:opsd_goodput:ratio_rate{short} < {level}\n  and\nrun:opsd_goodput:ratio_rate{long} < {level}",
+        scope="run",
+        severity="critical" if factor > 1 else "warning",
+        window=long,
+        summary=f"Run {{{{ $labels.run }}}} makes {{{{ $value | humanizePercentage }}}} of its usual progress "
+        f"over {short}, and as little over {long}",
+        description=f"At this pace the run uses up what its objective of {OBJECTIVE:.0%} allows it to lose "
+        f"{factor:g} times as fast as it may.",
+    )
+
+
+GOODPUT = Group(
+    "goodput",
+    (
+        Record(
+            "run:opsd_run_unfinished:max", 'max by (cluster, run) (opsd_run_state{state=~"running|restarting"}) == 1'
+        ),
+        Record("run:opsd_rank_step:max", "max by (cluster, run) (opsd_rank_step)"),
+        Record("run:opsd_rank_step:highest1d", "max_over_time(run:opsd_rank_step:max[1d])"),
+        Record("run:opsd_rank_step_seconds:median", "quantile by (cluster, run) (0.5, opsd_rank_step_seconds)"),
+        Record("run:opsd_rank_step_seconds:usual1d", "quantile_over_time(0.25, run:opsd_rank_step_seconds:median[1d])"),
+        *(_goodput(window) for window in WINDOWS),
+        _burn("5m", "1h", 14.4),
+        _burn("30m", "6h", 6),
+        _burn("6h", "3d", 1),
+    ),
+    interval="1m",
+)

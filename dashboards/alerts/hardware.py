@@ -1,0 +1,216 @@
+"""Alerts about the hardware of nodes: GPUs, their links, memory, network, storage.
+
+Where a series states the fact the alert is made from the series; where it takes the node's past or its logs to know,
+it is made from the agent's incident.
+"""
+
+from __future__ import annotations
+
+from dashboards.alerts.model import Alert, Group, incident
+
+_XIDS_OF_PROGRAMS = "13|14|31|37|38|43|44|45|63|66|67|92|94|106|107|108|137|141|154|157"
+"""Xids that NVIDIA's catalogue says to ignore, that follow other Xids, or that programs cause themselves; the agent
+tells the latter apart by what came of the program, and opens an incident if it was the GPU."""
+
+_XIDS = (
+    f'sum by (cluster, instance, pci_bus_id, code) (increase(opsd_xid_total{{code!~"{_XIDS_OF_PROGRAMS}"}}[15m])) > 0'
+)
+
+AVAILABILITY = Group(
+    "availability",
+    (
+        Alert(
+            "NodeUnreachable",
+            incident("node_unreachable"),
+            summary="Node unreachable, seen from {{ $labels.instance }}",
+            description="Slurm or a run on this node no longer hears from it, or from a node that it works with.",
+        ),
+        Alert(
+            "GpuLost",
+            "max by (cluster, instance, gpu) (opsd_gpu_up) == 0",
+            scope="gpu",
+            severity="critical",
+            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} is lost",
+            description="The driver no longer reaches the GPU. Jobs on it hang or crash until the node is reset.",
+        ),
+        Alert(
+            "DriverHang",
+            'max by (cluster, instance) (opsd_collector_state{collector="nvml", state="hung"}) == 1',
+            severity="critical",
+            hold="15s",
+            summary="The NVIDIA driver of {{ $labels.instance }} hangs",
+            description="A call into the driver has not returned. What the GPUs of this node do is unknown.",
+        ),
+        Alert(
+            "RankCrash",
+            incident("rank_crash"),
+            summary="A rank on {{ $labels.instance }} crashed",
+            description="A rank of a run ended although the run had not.",
+        ),
+        Alert(
+            "RankHang",
+            incident("rank_hang"),
+            summary="A rank on {{ $labels.instance }} hangs",
+            description="A rank has not changed phase or step for longer than this run's own past explains.",
+        ),
+        Alert(
+            "CollectiveHang",
+            incident("collective_hang"),
+            summary="A collective hangs on {{ $labels.instance }}",
+            description="Ranks wait in a collective that does not end: one of them, or the network, holds all up.",
+        ),
+    ),
+    interval="5s",
+)
+
+HARDWARE = Group(
+    "hardware",
+    (
+        Alert(
+            "GpuThrottle",
+            "instance_gpu:opsd_gpu_throttle:ratio_rate1m > 0.1",
+            scope="gpu",
+            severity="critical",
+            keep="1m",
+            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} is throttled "
+            "{{ $value | humanizePercentage }} of the time",
+            description="Heat, power brake or hardware slowdown hold its clocks back; the power cap is not counted.",
+        ),
+        Alert(
+            "GpuXid",
+            f"({_XIDS})\n  * on (cluster, instance, pci_bus_id) group_left (gpu) opsd_gpu_info\n"
+            f"or on (cluster, instance, pci_bus_id)\n  {_XIDS}\n"
+            f"or on (cluster, instance)\n  {incident('gpu_xid')}",
+            scope="gpu",
+            severity="critical",
+            summary="Xid {{ $labels.code }} on {{ $labels.instance }}{{ with $labels.gpu }}, GPU {{ . }}{{ end }}",
+            description="The driver reported a fault that programs do not cause themselves, or one of which the agent "
+            "found that this program did not cause it.",
+        ),
+        Alert(
+            "GpuEcc",
+            """
+sum by (cluster, instance, gpu) (increase(opsd_gpu_ecc_errors_total{type="uncorrected", counter="volatile"}[15m])) > 0
+  or
+sum by (cluster, instance, gpu) (increase(opsd_gpu_ecc_errors_total{type="corrected", counter="volatile"}[1m])) >= 100
+""",
+            scope="gpu",
+            severity="critical",
+            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} has memory errors",
+            description="Uncorrected ECC errors, or a burst of corrected ones: what it computes may be wrong soon.",
+        ),
+        Alert(
+            "GpuRowRemap",
+            "max by (cluster, instance, gpu) (opsd_gpu_row_remap_pending) == 1\n  or\n"
+            "max by (cluster, instance, gpu) (DCGM_FI_DEV_ROW_REMAP_FAILURE) == 1",
+            scope="gpu",
+            severity="warning",
+            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} waits for a row remap, or has failed one",
+            description="A pending remap takes effect with the next reset; after a failed one the GPU must go back.",
+        ),
+        Alert(
+            "NvlinkErrors",
+            """
+sum by (cluster, instance, gpu) (increase(opsd_gpu_nvlink_errors_total{type="recovery"}[5m])) > 0
+  or
+sum by (cluster, instance, gpu) (increase(opsd_gpu_nvlink_errors_total{type=~"replay|crc_data"}[1m])) >= 30
+  or
+count by (cluster, instance, gpu) (opsd_gpu_nvlink_up == 0) > 0
+""",
+            scope="gpu",
+            severity="warning",
+            hold="1m",
+            summary="NVLink of GPU {{ $labels.gpu }} of {{ $labels.instance }} makes errors or is down",
+            description="Held for a minute, as links go up and down while a node boots.",
+        ),
+        Alert(
+            "FabricManager",
+            "max by (cluster, instance, gpu) ((opsd_gpu_fabric_state > 0) < 3)\n  or\n"
+            "max by (cluster, instance, gpu) (opsd_gpu_fabric_problem) == 1",
+            scope="gpu",
+            severity="warning",
+            hold="2m",
+            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} is not registered with its NVLink fabric",
+            description="Without the fabric manager a job on this GPU does not start, or falls back to slow paths.",
+        ),
+        Alert(
+            "PcieDegraded",
+            "max by (cluster, instance, gpu) (opsd_gpu_pcie_link_width < opsd_gpu_pcie_link_width_max)\n  or\n"
+            "max by (cluster, instance, gpu) (rate(DCGM_FI_DEV_PCIE_REPLAY_COUNTER[5m])) > 1",
+            scope="gpu",
+            severity="warning",
+            hold="2m",
+            summary="The PCIe link of GPU {{ $labels.gpu }} of {{ $labels.instance }} is degraded",
+            description="It has fewer lanes than it could have, or repeats what it sends.",
+        ),
+        Alert(
+            "FanFailing",
+            incident("fan_failing"),
+            summary="Cooling of {{ $labels.instance }} is failing",
+            description="GPUs run hotter than their neighbours and their own past at the same power.",
+        ),
+        Alert(
+            "ZombieGpuProcess",
+            incident("zombie_gpu_process"),
+            summary="A process holds a GPU of {{ $labels.instance }} that should be free",
+            description="The next job on this GPU finds too little memory, or shares it without knowing.",
+        ),
+        Alert(
+            "HostMemory",
+            "max by (cluster, instance) (opsd_host_memory_available_bytes / opsd_host_memory_total_bytes) < 0.03",
+            severity="critical",
+            hold="30s",
+            summary="{{ $labels.instance }} has {{ $value | humanizePercentage }} of its memory left",
+            description="The kernel is about to kill processes, and a rank is the largest.",
+        ),
+        Alert(
+            "ClockSkew",
+            incident("clock_skew"),
+            summary="The clock of {{ $labels.instance }} was moved",
+            description="Timestamps of logs and checkpoints of this node cannot be compared with those of others.",
+        ),
+    ),
+    interval="5s",
+)
+
+NETWORK = Group(
+    "network",
+    (
+        Alert(
+            "IbLink",
+            incident("ib_link"),
+            summary="A network link of {{ $labels.instance }} is down, slow or flapping",
+            description="NCCL goes on with fewer links, or waits for this one until it times out.",
+        ),
+        Alert(
+            "NicDegrading",
+            incident("nic_degrading"),
+            summary="A network port of {{ $labels.instance }} makes errors",
+            description="A cable or an adapter is going bad; collectives become slow before the link goes down.",
+        ),
+    ),
+)
+
+STORAGE = Group(
+    "storage",
+    (
+        Alert(
+            "StorageFull",
+            """
+max by (cluster, instance, mount) (opsd_host_filesystem_available_bytes / opsd_host_filesystem_size_bytes) < 0.05
+  or
+max by (cluster, instance, mount) (opsd_host_filesystem_inodes_free / opsd_host_filesystem_inodes) < 0.02
+""",
+            severity="warning",
+            hold="1m",
+            summary="{{ $labels.mount }} of {{ $labels.instance }} has {{ $value | humanizePercentage }} left",
+            description="The next checkpoint may not fit, and shared memory that is full kills data loaders.",
+        ),
+        Alert(
+            "StorageSlow",
+            incident("storage_slow"),
+            summary="Storage of {{ $labels.instance }} is slow",
+            description="A disk or a file system answers far more slowly than it used to.",
+        ),
+    ),
+)

@@ -1,0 +1,138 @@
+"""What rules are made of, and how they become Prometheus' YAML.
+
+An alert is named like its runbook: ``GpuThrottle`` is explained on the page ``gpu_throttle``. Its scope says what it
+is about, and with that which labels it has and how its message finds the job and what the job loses. The message is
+the same for all: node, GPU, job, cost, next step. Jobs are looked up when the message is written and are no labels, so
+that an alert stays the same alert when the next job starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+Scope = Literal["gpu", "node", "run", "cluster"]
+Severity = Literal["critical", "warning", "info"]
+
+HEADER = "# Made by `opsd alerts build` from dashboards/alerts; a change made here is lost.\n"
+
+_NODE = '{{ reReplaceAll ":[0-9]+$" "" $labels.instance }}'
+_MATCHERS: Mapping[Scope, tuple[str, str]] = {
+    "gpu": ("{instance=%q, gpu=%q}", " $labels.instance $labels.gpu"),
+    "node": ("{instance=%q}", " $labels.instance"),
+    "run": ("{cluster=%q, run=%q}", " $labels.cluster $labels.run"),
+}
+_ANY_AGENT = '{{ with query "up{job=\\"opsd\\"} == 1" }}http://{{ . | first | label "instance" }}{{ end }}'
+"""The address of an agent that lives: every agent has every page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One alert. ``severity`` None takes it from the label ``severity`` of the expression's result.
+
+    ``hold`` is Prometheus' ``for``, ``keep`` its ``keep_firing_for``. ``cost`` overrides what the message says of it.
+    ``agent_lives`` is whether the page can be had from the agent that the alert is about. ``window`` becomes a label,
+    which tells rules of one name apart.
+    """
+
+    name: str
+    expr: str
+    summary: str
+    description: str
+    scope: Scope = "node"
+    severity: Severity | None = None
+    hold: str = "0s"
+    keep: str = ""
+    cost: str = ""
+    agent_lives: bool = True
+    window: str = ""
+
+    @property
+    def page(self) -> str:
+        """Name of the runbook page: the alert's name in snake case."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
+
+    def as_rule(self) -> dict[str, Any]:
+        """The rule as Prometheus reads it."""
+        rule: dict[str, Any] = {"alert": self.name, "expr": self.expr.strip(), "for": self.hold}
+        if self.keep:
+            rule["keep_firing_for"] = self.keep
+        if self.severity:
+            rule["labels"] = {"severity": self.severity, **({"window": self.window} if self.window else {})}
+        return {**rule, "annotations": self._annotations()}
+
+    def _annotations(self) -> dict[str, str]:
+        here = self.scope in ("gpu", "node")
+        base = "http://{{ $labels.instance }}" if here and self.agent_lives else _ANY_AGENT
+        where = {"node": _NODE, **({"gpu": "{{ $labels.gpu }}"} if self.scope == "gpu" else {})} if here else {}
+        ask = f"on {_NODE}: opsd incidents; " if here and self.agent_lives else ""
+        return {
+            "summary": self.summary,
+            "description": self.description,
+            **where,
+            **self._job_and_cost(),
+            "next_step": f"{ask}opsd runbook show {self.page}",
+            "runbook_url": f"{base}/runbooks/{self.page}",
+        }
+
+    def _job_and_cost(self) -> dict[str, str]:
+        """Which jobs are hit, and how many GPUs belong to them."""
+        if self.scope == "cluster":
+            return {"cost": self.cost} if self.cost else {}
+        matcher, arguments = _MATCHERS[self.scope]
+        jobs = f"count by (job_id) (opsd_gpu_job_info and on (job_id) opsd_gpu_job_info{matcher})"
+        found = f'{{{{ range query (printf "{jobs}"{arguments}) }}}}'
+        held = "the {{ .Value }} GPUs of job {{ .Labels.job_id }} go at this pace or wait"
+        return {
+            "job": f"{found}{{{{ .Labels.job_id }}}} {{{{ else }}}}none{{{{ end }}}}",
+            "cost": self.cost or f"{found}{held} {{{{ else }}}}no job is known to be hit{{{{ end }}}}",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One recorded series, named ``level:metric:operations``."""
+
+    name: str
+    expr: str
+
+    def as_rule(self) -> dict[str, Any]:
+        """The rule as Prometheus reads it."""
+        return {"record": self.name, "expr": self.expr.strip()}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rules that are evaluated together every ``interval``."""
+
+    name: str
+    rules: Sequence[Alert | Record]
+    interval: str = "15s"
+
+    def to_yaml(self) -> str:
+        """The file of this group."""
+        group = {"name": f"opsd-{self.name}", "interval": self.interval, "rules": [r.as_rule() for r in self.rules]}
+        return HEADER + yaml.dump({"groups": [group]}, Dumper=_Dumper, sort_keys=False, width=116, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such, and lists indented."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def incident(kind: str) -> str:
+    """Agents that have an incident of ``kind``, by its severity: what only the agent's own past and logs can tell."""
+    return f'sum by (cluster, instance, severity) (opsd_incidents{{kind="{kind}"}}) > 0'

@@ -1,0 +1,132 @@
+"""Alerts about runs: progress, data, losses, checkpoints, evaluations."""
+
+from __future__ import annotations
+
+from dashboards.alerts.model import Alert, Group, incident
+
+TRAINING = Group(
+    "training",
+    (
+        Alert(
+            "ThroughputDrop",
+            "run:opsd_rank_tokens:rate5m < 0.8 * run:opsd_rank_tokens:usual6h\n  and on (cluster, run) "
+            "run:opsd_run_unfinished:max",
+            scope="run",
+            severity="warning",
+            hold="2m",
+            summary="Run {{ $labels.run }} has dropped to {{ $value | humanize }} tokens/s",
+            description="More than a fifth below its median of the last six hours: data, then network, then kernels.",
+        ),
+        Alert(
+            "Straggler",
+            incident("straggler"),
+            summary="A rank on {{ $labels.instance }} is a straggler",
+            description="The run goes at the pace of one rank that is slower than the others.",
+        ),
+        Alert(
+            "LossNan",
+            incident("loss_nan"),
+            summary="The loss of a run on {{ $labels.instance }} is not a number",
+            description="Every step from here on is lost: go back to a checkpoint and find out: data or hardware?",
+        ),
+        Alert(
+            "LossSpike",
+            incident("loss_spike"),
+            summary="The loss of a run on {{ $labels.instance }} has a spike",
+            description="Suspect the batch: replay it, skip it if it repeats.",
+        ),
+        Alert(
+            "LossRising",
+            incident("loss_rising"),
+            summary="The loss of a run on {{ $labels.instance }} rises slowly",
+            description="Suspect the learning rate.",
+        ),
+        Alert(
+            "LossPlateau",
+            incident("loss_plateau"),
+            summary="The loss of a run on {{ $labels.instance }} no longer falls",
+            description="Less than its own course promised: suspect the schedule or the data mixture.",
+        ),
+        Alert(
+            "GradientExplosion",
+            incident("gradient_explosion"),
+            summary="The gradient of a run on {{ $labels.instance }} explodes",
+            description="The gradient norm is far above its own past; the loss usually follows.",
+        ),
+        Alert(
+            "ReplicaDivergence",
+            incident("replica_divergence"),
+            summary="Replicas of a run on {{ $labels.instance }} have diverged",
+            description="State that must be equal on all ranks is not: only checkpoints from before are good.",
+        ),
+        Alert(
+            "TpSeed",
+            incident("tp_seed"),
+            summary="Tensor-parallel shards of a run on {{ $labels.instance }} are copies",
+            description="Shards were initialised with the same seed: the model has less capacity than it should.",
+        ),
+        Alert(
+            "RunUnsupervised",
+            'max by (cluster, instance, run) (opsd_run_state{state=~"running|restarting"}) == 1\n'
+            "  unless on (cluster, instance, run) opsd_run_up == 1",
+            severity="critical",
+            hold="15s",
+            summary="Run {{ $labels.run }} on {{ $labels.instance }} has lost its launcher",
+            description="The launcher ended without ending the run: nobody restarts its ranks.",
+        ),
+    ),
+)
+
+DATA = Group(
+    "data",
+    (
+        Alert(
+            "DataloaderStall",
+            incident("dataloader_stall"),
+            summary="A dataloader on {{ $labels.instance }} stalls",
+            description="A rank waits for its next batch for longer than ever before.",
+        ),
+        Alert(
+            "DataloaderGrowth",
+            incident("dataloader_growth"),
+            summary="Waiting for data grows on {{ $labels.instance }}",
+            description="Batches come later and later, or late again and again.",
+        ),
+    ),
+)
+
+CHECKPOINTS = Group(
+    "checkpoints",
+    (
+        Alert(
+            "CheckpointStale",
+            incident("checkpoint_stale"),
+            summary="Checkpoints of a run on {{ $labels.instance }} have stopped",
+            description="The run goes on without saving: a failure now costs everything since the last checkpoint.",
+        ),
+        Alert(
+            "CheckpointSlow",
+            incident("checkpoint_slow"),
+            summary="Checkpoints of a run on {{ $labels.instance }} are slow",
+            description="Saving holds the training up, takes longer each time, or is hardly done before the next.",
+        ),
+        Alert(
+            "CheckpointCorrupt",
+            incident("checkpoint_corrupt"),
+            summary="A checkpoint of a run on {{ $labels.instance }} is damaged",
+            description="It was set aside and an older one was loaded, if there was one.",
+        ),
+    ),
+)
+
+EVALUATIONS = Group(
+    "evaluations",
+    (
+        Alert(
+            "EvalMissing",
+            incident("eval_missing"),
+            summary="Evaluations of a run on {{ $labels.instance }} are missing",
+            description="Checkpoints are no longer evaluated: a run that goes wrong is noticed late.",
+        ),
+    ),
+)

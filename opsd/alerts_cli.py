@@ -1,0 +1,65 @@
+"""``opsd alerts``: Prometheus' recording rules and alerts as files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import click
+
+from opsd import exitcodes
+
+
+@click.group()
+def alerts() -> None:
+    """Build Prometheus' rules, or check that the files are current."""
+
+
+_FOLDER = click.option(
+    "--out", "folder", type=click.Path(path_type=Path, file_okay=False), help="Folder instead of the checkout's."
+)
+
+
+@alerts.command()
+@_FOLDER
+def build(folder: Path | None) -> None:
+    """Write the rules, one file a group."""
+    for path, text in _rendered(folder).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise click.ClickException(
+                    f"{path} cannot be written: {error.strerror}; name a folder with --out"
+                ) from error
+            click.echo(f"wrote {path}")
+
+
+@alerts.command()
+@_FOLDER
+def check(folder: Path | None) -> None:
+    """Exit with 1 if a file differs from what the code makes."""
+    outdated = [
+        path
+        for path, text in _rendered(folder).items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    for path in outdated:
+        click.echo(f"{path} is not current; run: opsd alerts build", err=True)
+    sys.exit(exitcodes.FAILED if outdated else exitcodes.OK)
+
+
+def _rendered(folder: Path | None) -> dict[Path, str]:
+    builder = _builder()
+    rendered: dict[Path, str] = builder.rendered(folder or builder.FOLDER)
+    return rendered
+
+
+def _builder() -> ModuleType:
+    try:
+        from dashboards.alerts import build as builder
+    except ImportError as error:
+        raise click.ClickException(f"{error}; install the boards' libraries: pip install 'opsd[dashboards]'") from error
+    return builder
