@@ -11,7 +11,7 @@ from opsd.checkpoints.manifest import CheckpointError
 from trainer.config import ConfigError, load
 from trainer.data.shards import DataError
 from trainer.restore import RestoreError
-from trainer.train import train
+from trainer.train import TrainingError, train
 
 FAILED, USAGE = 1, 2
 
@@ -31,7 +31,7 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
     except (ConfigError, DataError) as error:
         click.echo(f"trainer: {error}", err=True)
         sys.exit(USAGE)
-    except (RestoreError, CheckpointError) as error:
+    except (RestoreError, CheckpointError, TrainingError) as error:
         click.echo(f"trainer: {error}", err=True)
         sys.exit(FAILED)
     if not saved:

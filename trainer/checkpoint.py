@@ -1,6 +1,6 @@
 """Saving the training state without stopping the training.
 
-A rank keeps a piece of shared memory that is laid out exactly as its checkpoint file. Saving is copying the state into
+A rank keeps a piece of shared memory that is laid out exactly as its checkpoint file (``trainer.memory``). Saving is copying the state into
 it, which is all that the training waits for; ``trainer.persist``, a process of its own, writes the memory to disk, and
 once every rank's file is durable the first rank's process commits the manifest.
 
@@ -26,9 +26,10 @@ import torch
 from torch import nn
 
 from opsd.client import PERSIST, Reporter
+from trainer import memory
 from trainer.optimizer import Optimizer
-from trainer.parallel import Region, region_of
-from trainer.persist import Plan, hold_lock
+from trainer.persist import Plan, hold_lock, saving
+from trainer.regions import Region, region_of
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 64
@@ -75,12 +76,18 @@ class Saver:
         self._reporter = reporter
         self._regions = list(state.values())
         header, starts, size = file_layout(state)
-        descriptor = os.memfd_create("opsd-checkpoint")
-        os.posix_fallocate(descriptor, 0, size)
-        self._plan = replace(plan, memory=descriptor, size=size, locks=hold_lock(Path(plan.root), plan.rank))
-        memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        memory[: len(header)] = header
-        self._staged = [_view(memory, starts[name], region.local) for name, region in state.items()]
+        self._shared = reporter.path.parent if reporter.path else None
+        descriptor = self._allocate(plan, size)
+        self._plan = replace(
+            plan, memory=descriptor, size=size, locks=hold_lock(Path(plan.root), plan.rank),
+            shared=str(self._shared or ""),
+        )  # fmt: skip
+        staged = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        if staged[: len(header)] != header:
+            if self._shared is not None:
+                memory.forget(self._shared, plan.rank)
+            staged[: len(header)] = header
+        self._staged = [_view(staged, starts[name], region.local) for name, region in state.items()]
         self._process: subprocess.Popen[bytes] | None = None
         self._step: int | None = None
         self._replies = b""
@@ -103,6 +110,8 @@ class Saver:
         assert not self.busy
         began = time.perf_counter()
         with self._reporter.phase("checkpoint"):
+            if self._shared is not None:
+                memory.forget(self._shared, self._plan.rank)
             for staged, region in zip(self._staged, self._regions, strict=True):
                 staged.copy_(region.local)
         self._stall_s += time.perf_counter() - began
@@ -144,6 +153,25 @@ class Saver:
             self._process.communicate()
             self._reporter.remove_worker(self._process.pid)
             self._process, self._replies = None, b""
+
+    def release(self) -> None:
+        """Give the shared memory back: the run has ended in good order."""
+        if self._shared is not None:
+            memory.remove(self._shared, self._plan.rank)
+
+    def _allocate(self, plan: Plan, size: int) -> int:
+        """Memory for the staged file: beside the rank page, where the next start finds it, or else of our own."""
+        if self._shared is not None:
+            try:
+                if saving(Path(plan.root), plan.rank):  # it must not see its memory change
+                    memory.remove(self._shared, plan.rank)
+                return memory.open_state(self._shared, plan.rank, size)
+            except OSError as error:
+                print(f"trainer: checkpoints will not outlive the rank in memory: {error}", file=sys.stderr)
+                self._shared = None
+        descriptor = os.memfd_create("opsd-checkpoint")
+        os.posix_fallocate(descriptor, 0, size)
+        return descriptor
 
     def _start(self) -> subprocess.Popen[bytes]:
         # In a session of its own: who kills the process group of a rank must not kill the copy of its state.

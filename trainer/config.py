@@ -69,6 +69,19 @@ class ModelSettings(_Section):
     norm_eps: float = Field(1e-6, gt=0)
     init_std: float = Field(0.02, gt=0)
     document_mask: bool = True
+    """Whether a token sees its own document only, and not what stands before it in the sequence."""
+    window: NonNegativeInt = 0
+    """How many tokens, itself included, a token sees in the layers that have positions; 0 is without limit."""
+    yarn_factor: float = Field(1.0, ge=1)
+    """How many times longer than ``yarn_positions`` the sequences are (YaRN); 1 is plain RoPE."""
+    yarn_positions: NonNegativeInt = 0
+    """Length of the sequences that the model was trained with before; needed with ``yarn_factor``."""
+    tied: bool = True
+    """Whether the output projection is the embedding."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised in each head (as in OLMo 2 and Qwen 3)."""
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    """Kernel; auto is sdpa on the CPU, varlen on a GPU, and flex there with context parallelism."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; parameters, gradients and optimiser state are float32."""
 
@@ -76,6 +89,51 @@ class ModelSettings(_Section):
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.width // self.heads
+
+    def problem(self) -> str | None:
+        """What is wrong between the settings, in one sentence."""
+        if self.width % self.heads or self.head_dim % 2:
+            return f"model.width {self.width} does not split into {self.heads} heads of an even number of channels"
+        if self.heads % self.kv_heads:
+            return f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}"
+        if self.yarn_factor > 1 and not self.yarn_positions:
+            return "model.yarn_factor needs model.yarn_positions, the length that the model was trained with before"
+        return None
+
+
+class ParallelSettings(_Section):
+    """How the model is spread over ranks. What ``replicas`` x ``tp`` x ``pp`` x ``cp`` leaves shards it (FSDP)."""
+
+    replicas: PositiveInt = 1
+    """Groups of ranks that each have the whole sharded model (HSDP)."""
+    tp: PositiveInt = 1
+    """Ranks that share each layer's matrices, and the sequence between them (tensor and sequence parallel)."""
+    pp: PositiveInt = 1
+    """Pipeline stages, each with as many layers."""
+    cp: PositiveInt = 1
+    """Ranks that share each sequence (context parallel)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: all of a layer, or all but its products and its attention."""
+    compile: bool = False
+    """Whether layers and loss are compiled."""
+    fp8: bool = False
+    """Whether the layers' matrices are multiplied in 8 bits; needs torchao and a GPU that can."""
+
+    def problem(self, model: ModelSettings, sequence: int) -> str | None:
+        """Why ``model`` cannot be spread so, in one sentence."""
+        shares = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab}
+        for name, size in shares.items():
+            if size % self.tp:
+                return f"parallel.tp {self.tp} does not divide model.{name} {size}"
+        if model.layers % self.pp:
+            return f"parallel.pp {self.pp} does not divide model.layers {model.layers}"
+        if sequence % (parts := self.tp * (2 * self.cp if self.cp > 1 else 1)):
+            return f"data.sequence {sequence} is not a multiple of {parts}, which parallel.tp and parallel.cp need"
+        if self.cp > 1 and model.attention == "varlen":
+            return "model.attention varlen does not work with parallel.cp; set it to auto"
+        if self.fp8 and self.tp > 1:
+            return "parallel.fp8 does not work with parallel.tp"
+        return None
 
 
 _Steps = Annotated[tuple[PositiveInt, PositiveInt], Strict(False)]
@@ -105,6 +163,8 @@ class DataSettings(_Section):
     for instance after a loss spike. Each pair counts steps with the pairs before it applied."""
     sequence: PositiveInt
     batch: PositiveInt
+    batch_warmup: Annotated[tuple[_Steps, ...], Strict(False)] = ()
+    """Pairs (step, batch): up to and with that step the global batch has so many sequences; afterwards ``batch``."""
     micro_batch: PositiveInt
     prefetch: PositiveInt = 4
     """Micro-batches that the data worker keeps ready."""
@@ -127,11 +187,26 @@ class DataSettings(_Section):
                 return f"data.stages: stage {number}, from step {stage.start}: {error}"
         if list(self.skip) != sorted(self.skip) or any(last < first for first, last in self.skip):
             return "data.skip needs pairs of a first and a last step, in ascending order"
+        if (ends := [end for end, _ in self.batch_warmup]) != sorted(set(ends)):
+            return f"data.batch_warmup ends at steps {ends}; they have to ascend"
         return None
+
+    @property
+    def batches(self) -> set[int]:
+        """All global batches that occur."""
+        return {self.batch, *(batch for _, batch in self.batch_warmup)}
+
+    def batch_at(self, step: int) -> int:
+        """The global batch of ``step``, counted from 1, in sequences."""
+        return next((batch for end, batch in self.batch_warmup if step <= end), self.batch)
 
     def position(self, step: int) -> int:
         """How many samples a run trains on before ``step``."""
-        return (step - 1) * self.batch
+        samples = begin = 0
+        for end, batch in self.batch_warmup:
+            samples += max(0, min(end, step - 1) - begin) * batch
+            begin = end
+        return samples + max(0, step - 1 - begin) * self.batch
 
     def mix(self, sizes: Mapping[str, int], seed: int) -> Mixture:
         """The order of the samples over ``sizes``, the number of sequences of each source; "." is the only corpus."""
@@ -141,7 +216,10 @@ class DataSettings(_Section):
 
 
 class OptimizerSettings(_Section):
-    """AdamW. ``clip`` bounds the global gradient norm; ``z_loss`` weighs log(Z)^2 (PaLM, section 5)."""
+    """AdamW. ``clip`` bounds the global gradient norm; ``z_loss`` weighs log(Z)^2 (PaLM, section 5).
+
+    Updates whose gradient norm is not finite are skipped; after more than ``max_skipped`` in a row the run ends.
+    """
 
     lr: float = Field(gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -150,14 +228,39 @@ class OptimizerSettings(_Section):
     weight_decay: NonNegativeFloat = 0.1
     clip: float = Field(1.0, gt=0)
     z_loss: NonNegativeFloat = 0.0
+    max_skipped: NonNegativeInt = 10
 
 
 class ScheduleSettings(_Section):
-    """Warm-up, stable, decay, in absolute steps. The rate falls to 0 from ``decay_start`` to ``decay_end``."""
+    """The learning rate in absolute steps, lest it depend on the length of the run.
 
+    Linear up to step ``warmup``. ``wsd``: constant, then linearly down to ``floor`` from ``decay_start`` to
+    ``decay_end``. ``cosine``: half a cosine from ``warmup`` to ``decay_end``. ``multi-step``: constant, times ``gamma``
+    from each of the ``milestones`` on.
+    """
+
+    kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
     warmup: NonNegativeInt
-    decay_start: NonNegativeInt
-    decay_end: PositiveInt
+    decay_start: NonNegativeInt = 0
+    decay_end: NonNegativeInt = 0
+    floor: float = Field(0.0, ge=0, le=1)
+    """Share of the peak that remains at the end, of wsd and cosine."""
+    milestones: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    gamma: float = Field(0.1, gt=0, le=1)
+
+    def problem(self) -> str | None:
+        """What is wrong between the settings, in one sentence."""
+        if self.kind == "wsd" and not self.warmup <= self.decay_start < self.decay_end:
+            return "schedule needs warmup <= decay_start < decay_end"
+        if self.kind == "cosine" and not self.warmup < self.decay_end:
+            return "schedule.kind cosine needs warmup < decay_end"
+        if self.kind == "multi-step" and (
+            not self.milestones
+            or list(self.milestones) != sorted(set(self.milestones))
+            or self.milestones[0] <= self.warmup
+        ):
+            return "schedule.kind multi-step needs milestones, ascending and after warmup"
+        return None
 
 
 class CheckpointSettings(_Section):
@@ -178,6 +281,7 @@ class Config(_Section):
 
     run: RunSettings
     model: ModelSettings
+    parallel: ParallelSettings = ParallelSettings()
     data: DataSettings
     optimizer: OptimizerSettings
     schedule: ScheduleSettings
@@ -186,13 +290,10 @@ class Config(_Section):
 
     def problem(self) -> str | None:
         """What is wrong between the settings, in one sentence."""
-        model, data, schedule = self.model, self.data, self.schedule
-        if model.width % model.heads or model.head_dim % 2:
-            return f"model.width {model.width} does not split into {model.heads} heads of an even number of channels"
-        if model.heads % model.kv_heads:
-            return f"model.heads {model.heads} is not a multiple of model.kv_heads {model.kv_heads}"
-        if not schedule.warmup <= schedule.decay_start < schedule.decay_end:
-            return "schedule needs warmup <= decay_start < decay_end"
+        data = self.data
+        problem = self.model.problem() or self.parallel.problem(self.model, data.sequence) or self.schedule.problem()
+        if problem:
+            return problem
         if not data.shards:
             return "data.shards is not set: make shards with `python -m trainer.data` and pass --set data.shards=FOLDER"
         return data.problem(self.run.steps)
@@ -206,7 +307,7 @@ class Config(_Section):
         """
         order = mixture.identity(position)
         identity = {
-            "model": self.model.model_dump(exclude={"dtype"}, exclude_defaults=True),
+            "model": self.model.model_dump(exclude={"dtype", "attention"}, exclude_defaults=True),
             "seed": self.run.seed,
             "sequence": self.data.sequence,
             "order": asdict(order),

@@ -37,24 +37,26 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._tokens = config.data.batch * config.data.sequence
-        self._flops = self._tokens * flops_per_token(parameters, config.model, config.data.sequence)
+        self._data = config.data
+        self._flops = flops_per_token(parameters, config.model, config.data.sequence)
         self._peak_flops = config.metrics.peak_flops * ranks
         self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
         self._step_began = time.perf_counter()
         self._told = False
 
-    def write(self, **values: float | int) -> None:
-        """Append the line of the step that ends now; ``values`` are the keys that only the caller knows."""
+    def write(self, *, step: int, **values: float | int) -> None:
+        """Append the line of the ``step`` that ends now; ``values`` are the keys that only the caller knows."""
+        tokens = self._data.batch_at(step) * self._data.sequence
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
         line = {
             "t": time.time(),
             "generation": self._generation,
+            "step": step,
             **values,
             "step_s": step_s,
-            "tokens_per_s": self._tokens / step_s,
-            "mfu": self._flops / step_s / self._peak_flops if self._peak_flops else None,
+            "tokens_per_s": tokens / step_s,
+            "mfu": self._flops * tokens / step_s / self._peak_flops if self._peak_flops else None,
         }
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._append(json.dumps(finite).encode() + b"\n")

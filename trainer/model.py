@@ -1,6 +1,7 @@
 """The decoder: grouped-query attention, RoPE with layers left out, tied embeddings, RMSNorm, SwiGLU.
 
-The shape is SmolLM3's. Documents are packed into sequences, and a token attends to its own document only.
+The shape is SmolLM3's; settings make it others'. Documents are packed into sequences, and a token attends to its own
+document only.
 """
 
 from __future__ import annotations
@@ -8,15 +9,20 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.attention import Context, View, attend, make_view, rotate
 from trainer.config import ModelSettings
 from trainer.loss import next_token_loss
 
 
 class Attention(nn.Module):
-    """Causal self-attention within documents; ``rotary`` is off in the layers that have no positions (NoPE)."""
+    """Causal self-attention within documents; ``rotary`` is off in the layers that have no positions (NoPE).
+
+    Layers without positions see their whole document even where others have a window.
+    """
 
     def __init__(self, settings: ModelSettings, rotary: bool) -> None:
         super().__init__()
@@ -27,17 +33,22 @@ class Attention(nn.Module):
         self.key = nn.Linear(width, kv_width, bias=False)
         self.value = nn.Linear(width, kv_width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
+        if settings.qk_norm:
+            self.query_norm = nn.RMSNorm(settings.head_dim, settings.norm_eps)
+            self.key_norm = nn.RMSNorm(settings.head_dim, settings.norm_eps)
+        self.normalised = settings.qk_norm
 
-    def forward(self, x: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """``x`` [batch, sequence, width] to the same shape; see ``rotary_angles`` and ``document_mask``."""
-        batch, length, _ = x.shape
+    def forward(self, x: torch.Tensor, view: View) -> torch.Tensor:
+        """``x`` [batch, sequence, width] to the same shape."""
         q, k, v = (
-            projection(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
+        if self.normalised:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.rotary:
-            q, k = rotate(q, angles), rotate(k, angles)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+            q, k = rotate(q, view.angles), rotate(k, view.angles)
+        y = attend(q, k, v, view.near if self.rotary else view.everything, view.context)
         output: torch.Tensor = self.output(y.transpose(1, 2).flatten(2))
         return output
 
@@ -66,37 +77,65 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(settings.width, settings.norm_eps)
         self.ffn = FeedForward(settings)
 
-    def forward(self, x: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), angles, mask)
+    def forward(self, x: torch.Tensor, view: View) -> torch.Tensor:
+        """``x`` [batch, sequence, width] to the same shape."""
+        x = x + self.attention(self.attention_norm(x), view)
         x = x + self.ffn(self.ffn_norm(x))
         return x  # noqa: RET504 -- one line for each half of the block
 
 
 class Decoder(nn.Module):
-    """The language model. The output projection is the embedding itself."""
+    """The language model, or the ``layers`` of it that a pipeline stage has.
 
-    def __init__(self, settings: ModelSettings) -> None:
+    The first stage embeds the tokens and the last one makes the loss. Parameters have the same names in every stage.
+    With tied embeddings the first and the last stage each have a copy of the embedding.
+    """
+
+    def __init__(self, settings: ModelSettings, layers: range | None = None) -> None:
         super().__init__()
+        layers = range(settings.layers) if layers is None else layers
         self.settings = settings
-        self.embedding = nn.Embedding(settings.vocab, settings.width)
-        self.blocks = nn.ModuleList(Block(settings, has_rotary(layer, settings)) for layer in range(settings.layers))
-        self.norm = nn.RMSNorm(settings.width, settings.norm_eps)
+        self.first, self.last = layers.start == 0, layers.stop == settings.layers
+        self.context: Context = None
+        self.loss = next_token_loss
+        self.vocabulary: dist.ProcessGroup | None = None
+        """The ranks over which the vocabulary of the logits is split; None if they are whole."""
+        if self.first or (self.last and settings.tied):
+            self.embedding = nn.Embedding(settings.vocab, settings.width)
+        self.blocks = nn.ModuleDict({str(layer): Block(settings, has_rotary(layer, settings)) for layer in layers})
+        if self.last:
+            self.norm = nn.RMSNorm(settings.width, settings.norm_eps)
+            self.head = nn.Linear(settings.width, settings.vocab, bias=False)
+            self.tie()
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """Parameters that another pipeline stage has a copy of."""
+        return frozenset({"embedding.weight"}) if self.settings.tied and self.first != self.last else frozenset()
+
+    def tie(self) -> None:
+        """Make the output projection the embedding itself, if it is to be, after either has got new storage."""
+        if self.last and self.settings.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(
-        self, tokens: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor | None = None, z_loss: float = 0.0
+        self, x: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor | None = None, z_loss: float = 0.0
     ) -> torch.Tensor:
         """Logits [batch, sequence, vocab], or the mean loss per token where ``targets`` are given.
 
-        ``tokens`` and ``targets`` [batch, sequence] are token ids, ``documents`` [batch, sequence] numbers the
-        document of each token within its row.
+        ``x`` and ``targets`` [batch, sequence] are token ids. ``documents`` [batch, sequence] numbers the
+        document of each token within its row, of whole sequences even where they are split over ranks. Between pipeline
+        stages ``x`` and the result are activations [batch, sequence, width].
         """
-        angles = rotary_angles(tokens.shape[1], self.settings, tokens.device)
-        mask = document_mask(documents) if self.settings.document_mask else None
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, angles, mask)
-        logits = F.linear(self.norm(x), self.embedding.weight)
-        return logits if targets is None else next_token_loss(logits, targets, z_loss)
+        view = make_view(documents, self.settings, self.context)
+        if self.first:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x, view)
+        if not self.last:
+            return x
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits if targets is None else self.loss(logits, targets, z_loss, self.vocabulary)
 
 
 def has_rotary(layer: int, settings: ModelSettings) -> bool:
@@ -104,29 +143,10 @@ def has_rotary(layer: int, settings: ModelSettings) -> bool:
     return settings.nope_every == 0 or (layer + 1) % settings.nope_every != 0
 
 
-def rotary_angles(length: int, settings: ModelSettings, device: torch.device) -> torch.Tensor:
-    """The cosines and sines [2, length, head_dim / 2] of RoPE (arXiv 2104.09864).
-
-    Positions count through the whole sequence: attention depends on their differences only, so they need not start
-    again with each document.
-    """
-    half = torch.arange(0, settings.head_dim, 2, device=device, dtype=torch.float32)
-    frequencies = settings.rope_theta ** (-half / settings.head_dim)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, heads, sequence, head_dim], as Llama does."""
-    cos, sin = angles.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def document_mask(documents: torch.Tensor) -> torch.Tensor:
-    """Which key [.., k] a query [.., q, .] may see, bool [batch, 1, sequence, sequence]: its own document's past."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
+def count_parameters(settings: ModelSettings) -> int:
+    """Parameters of the whole model."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(settings).parameters())
 
 
 def init_std(name: str, settings: ModelSettings) -> float:

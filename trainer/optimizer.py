@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from trainer.config import OptimizerSettings
-from trainer.parallel import local_part
+from trainer.model import Decoder
+from trainer.regions import holders, local_part
 
 
 class Optimizer:
@@ -18,8 +19,11 @@ class Optimizer:
     gives the same bits and costs tenths of a second at the first step, which every restart would pay.
     """
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(self, model: Decoder, settings: OptimizerSettings) -> None:
         self._parameters = list(model.parameters())
+        self._holders = [
+            holders(value) * (2 if name in model.shared else 1) for name, value in model.named_parameters()
+        ]
         self._clip = settings.clip
         self.shards = {name: nn.Parameter(local_part(value)) for name, value in model.named_parameters()}
         decayed = [shard for name, shard in self.shards.items() if _has_decay(name, shard)]
@@ -59,14 +63,16 @@ class Optimizer:
     def take_gradients(self) -> torch.Tensor:
         """Take the gradients from the model.
 
-        Returns the sum of their squares on this rank, float64; summed over ranks it is the square of the global norm.
+        Returns the sum of their squares on this rank, float64; summed over ranks it is the square of the global norm,
+        because what several ranks hold counts on each of them in part only.
         """
         gradients = []
         for parameter, shard in zip(self._parameters, self.shards.values(), strict=True):
             assert parameter.grad is not None
             shard.grad, parameter.grad = local_part(parameter.grad), None
             gradients.append(shard.grad)
-        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+        return (squares / squares.new_tensor(self._holders)).sum()
 
     def update(self, rate: float, norm: float) -> bool:
         """Update the parameters with the learning rate ``rate``, given the global gradient norm.

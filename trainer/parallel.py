@@ -1,138 +1,146 @@
-"""From one model to a model spread over ranks: joining the world, sharding, initial values, regions of tensors."""
+"""From a layout to a parallel model: the one place that knows how a model is spread over ranks.
+
+The parts are torch's own. From the inside out: a pipeline stage has some of the layers; within it tensor parallelism
+splits each layer's matrices and, between them, the sequence (DTensor); layers are recomputed and compiled as asked;
+FSDP shards what is left over data-parallel and context-parallel ranks.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from trainer.config import Config, ConfigError, RunSettings
-from trainer.model import Decoder, init_std
+from trainer.config import Config, ConfigError, ParallelSettings
+from trainer.loss import next_token_loss
+from trainer.model import Block, Decoder
+from trainer.regions import initialise
+from trainer.world import World
 
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """This rank's place among the ranks of the run."""
-
-    rank: int
-    size: int
-    device: torch.device
-    mesh: DeviceMesh
-
-    @property
-    def layout(self) -> dict[str, int]:
-        """The parallel layout as it is written into checkpoint manifests."""
-        return {"dp": self.size}
-
-    def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-        """The sums of ``values`` over all ranks, the same bits on each of them; in float64."""
-        packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values])
-        dist.all_reduce(packed)
-        return packed.tolist()
-
-    def from_first(self, value: int) -> int:
-        """The first rank's ``value``, an int64, on every rank."""
-        packed = torch.tensor(value, dtype=torch.int64, device=self.device)
-        dist.broadcast(packed, src=0)
-        return int(packed.item())
-
-    def least(self, value: int) -> int:
-        """The smallest ``value``, an int64, of all ranks."""
-        packed = torch.tensor(value, dtype=torch.int64, device=self.device)
-        dist.all_reduce(packed, op=dist.ReduceOp.MIN)
-        return int(packed.item())
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The part of a tensor that this rank holds: ``local`` begins at ``offset`` of a tensor of shape ``shape``."""
-
-    local: torch.Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Where ``local`` lies in the whole tensor."""
-        return tuple(slice(at, at + n) for at, n in zip(self.offset, self.local.shape, strict=True))
-
-
-def join(settings: RunSettings) -> World:
-    """Join the process group that torchrun's variables describe; without them this process is the whole world.
-
-    Raises ConfigError if a GPU is demanded and there is none.
-    """
-    env = os.environ
-    local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available() and settings.device != "cpu"
-    if settings.device == "cuda" and not cuda:
-        raise ConfigError("run.device is cuda, and torch finds no GPU here; set it to auto or cpu")
-    if cuda:
-        torch.cuda.set_device(local_rank)
-    else:
-        torch.set_num_threads(settings.threads or max(1, len(os.sched_getaffinity(0)) // local_size))
-    torch.use_deterministic_algorithms(settings.deterministic)
-    torch._C._set_deterministic_fill_uninitialized_memory(False)  # what is empty here is always filled
-    backend = "nccl" if cuda else "gloo"
-    if "RANK" in env:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return World(dist.get_rank(), dist.get_world_size(), device, mesh)
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.higher_order.flex_attention,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+}
+"""Operations whose results selective recomputation keeps: the dear ones to compute, or to communicate, again."""
 
 
 def build(config: Config, world: World) -> Decoder:
-    """The model with its parameters, gradients and optimiser state spread over the data-parallel ranks (FSDP2)."""
+    """This rank's part of the model, with the initial values that ``run.seed`` gives."""
+    per_stage = config.model.layers // config.parallel.pp
     with torch.device("meta"):
-        model = Decoder(config.model)
-    policy = MixedPrecisionPolicy()
-    if config.model.dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=world.mesh, mp_policy=policy)
-    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+        model = Decoder(config.model, range(world.stage * per_stage, (world.stage + 1) * per_stage))
+    model.context = world.context
+    if config.parallel.fp8:
+        _to_float8(model)
+    if world.tensor is not None:
+        _split_matrices(model, world.tensor)
+    for block in model.blocks.values():
+        _wrap_forward(cast(Block, block), config.parallel)
+    if config.parallel.compile:
+        model.loss = torch.compile(next_token_loss)
+    _shard(model, config, world)
     model.to_empty(device=world.device)
+    model.tie()
     initialise(model, config.run.seed)
     return model
 
 
-@torch.no_grad()
-def initialise(model: Decoder, seed: int) -> None:
-    """Draw every parameter, the same bits for every layout: from a generator of its own, in full, and keep our part.
+def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
+    """Tensor parallelism (Megatron-LM, arXiv 1909.08053), with sequence parallelism between them (2205.05198)."""
+    ends: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
+    }
+    whole = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+    layer: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": whole,
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.query_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "attention.key_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "ffn.gate": ColwiseParallel(),
+        "ffn.up": ColwiseParallel(),
+        "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    modules = dict(model.named_modules())
+    parallelize_module(model, mesh, {name: style for name, style in ends.items() if name in modules})
+    for block in model.blocks.values():
+        modules = dict(block.named_modules())
+        parallelize_module(block, mesh, {name: style for name, style in layer.items() if name in modules})
+    model.tie()
+    if model.last:
+        model.vocabulary = mesh.get_group()
 
-    Drawing only the local part would give the ranks of a tensor-parallel group equal shards.
+
+def _wrap_forward(block: Block, parallel: ParallelSettings) -> None:
+    """Have the layer recomputed and compiled. Its ``forward`` is replaced so that FSDP's hooks stay outside."""
+    forward = block.forward
+    if parallel.recompute != "none":
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        context_fn = contexts if parallel.recompute == "selective" else noop_context_fn
+        forward = partial(
+            checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn
+        )  # fmt: skip
+    if parallel.compile:
+        forward = torch.compile(forward)
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def _policy(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _to_float8(model: Decoder) -> None:
+    """Have the layers' matrices multiplied in float8, each with a scale of its own (torchao's default recipe)."""
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError:
+        raise ConfigError("parallel.fp8 needs torchao: pip install torchao, or set it to false") from None
+
+    def in_layer(module: nn.Module, name: str) -> bool:
+        assert isinstance(module, nn.Linear)
+        return name.startswith("blocks.") and module.in_features % 16 == module.out_features % 16 == 0
+
+    convert_to_float8_training(model, module_filter_fn=in_layer)
+
+
+def _shard(model: Decoder, config: Config, world: World) -> None:
+    """FSDP: parameters, gradients and optimiser state are split, and gathered layer by layer.
+
+    In a pipeline they stay gathered until the last micro-batch; gathering them for each would cost more than it saves.
     """
-    for name, parameter in model.named_parameters():
-        region = region_of(parameter)
-        if parameter.dim() == 1:
-            region.local.fill_(1.0)
-            continue
-        key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(region.local.device).manual_seed(int.from_bytes(key, "little") >> 1)
-        whole = torch.empty(region.shape, dtype=region.local.dtype, device=region.local.device)
-        whole.normal_(0.0, init_std(name, model.settings), generator=generator)
-        region.local.copy_(whole[region.slices])
-
-
-def region_of(tensor: torch.Tensor) -> Region:
-    """The local part of a tensor and where it lies; of a plain tensor, the whole."""
-    offset: Sequence[int] = (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Region(local_part(tensor), tuple(tensor.shape), tuple(offset))
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that this rank holds, sharing its memory, without autograd."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    policy = MixedPrecisionPolicy()
+    if config.model.dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    again = config.parallel.pp == 1
+    for block in model.blocks.values():
+        fully_shard(block, mesh=world.sharding, mp_policy=policy, reshard_after_forward=again)
+    fully_shard(model, mesh=world.sharding, mp_policy=policy, reshard_after_forward=False)

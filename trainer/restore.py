@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from opsd.checkpoints.manifest import (
     MANIFEST,
     REJECTED,
     CheckpointError,
     Manifest,
+    checksum,
     folder_of,
     folders,
     reject,
@@ -23,10 +24,12 @@ from opsd.checkpoints.manifest import (
     verify,
 )
 from opsd.client import Reporter
+from trainer import memory
 from trainer.checkpoint import State
 from trainer.config import ConfigError
-from trainer.parallel import Region, World
 from trainer.persist import wait_for_saves
+from trainer.regions import Region
+from trainer.world import World
 
 WAIT_FOR_SAVES_S = 60.0
 
@@ -38,7 +41,7 @@ class RestoreError(Exception):
 def restore(
     root: Path, state: State, world: World, digest: Callable[[int], str], reporter: Reporter, *, fresh: bool = False
 ) -> Manifest | None:
-    """Fill ``state`` from the newest checkpoint under ``root`` that verifies. None if the run begins at step 0.
+    """Fill ``state`` from the newest checkpoint that verifies, in memory or under ``root``. None if there is none.
 
     All ranks call it together and load the same step: the first rank proposes, the ranks share the verification, a
     damaged checkpoint is set aside and the next older one is proposed. ``digest`` says what a state after so many
@@ -48,6 +51,9 @@ def restore(
     began = time.monotonic()
     if world.rank == 0:
         wait_for_saves(root, WAIT_FOR_SAVES_S)
+    newest = world.from_first(max(steps(root), default=-1) if world.rank == 0 else -1)
+    if (manifest := _from_memory(state, world, digest, newest, reporter)) is not None:
+        return _loaded(manifest, world, reporter, began)
     manifest = _choose(root, world, reporter)
     if world.rank == 0:
         _report_incomplete(root, -1 if manifest is None else manifest.step, reporter)
@@ -64,11 +70,48 @@ def restore(
             "use the settings that the run was started with, or another run folder"
         )
     load(folder, manifest, state, world.rank)
+    return _loaded(manifest, world, reporter, began)
+
+
+def _loaded(manifest: Manifest, world: World, reporter: Reporter, began: float) -> Manifest:
     if world.rank == 0:
         load_s = time.monotonic() - began
         reporter.event("checkpoint_loaded", step=manifest.step, tier=manifest.tier, load_s=round(load_s, 4))
     reporter.checkpoint_committed(manifest.step)
     return manifest
+
+
+def _own(rank: int) -> str:
+    return memory.state_path(Path(), rank).name
+
+
+def _from_memory(
+    state: State, world: World, digest: Callable[[int], str], newest: int, reporter: Reporter
+) -> Manifest | None:
+    """Fill ``state`` from the nodes' shared memory, if what is there is whole and no older than the ``newest`` step."""
+    folder = reporter.path.parent if reporter.path else None
+    record = memory.read_record(folder, world.rank) if folder else None
+    if record and (record.digest != digest(record.sample) or record.layout != world.layout or record.step < newest):
+        record = None
+    save = record.save if record else 0
+    if world.least(save) == 0 or world.least(save) != -world.least(-save):
+        return None
+    assert folder is not None
+    assert record is not None
+    why = ""
+    try:
+        manifest = memory.manifest_of(list(memory.records(folder, save)))
+        if checksum(folder / _own(world.rank)) != record.checksum:
+            raise CheckpointError(f"{folder / _own(world.rank)} does not match its checksum")
+        load(folder, manifest, state, [entry.name for entry in manifest.files].index(_own(world.rank)))
+    except (CheckpointError, OSError, SafetensorError) as error:
+        why = str(error)
+    if world.least(not why) == 1:
+        return manifest
+    if why:
+        reporter.event("checkpoint_rejected", step=record.step, file=_own(world.rank), why=why)
+    memory.forget(folder, world.rank)
+    return None
 
 
 def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:

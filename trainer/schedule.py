@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from trainer.config import ScheduleSettings
 
 
-def warmup_stable_decay(step: int, schedule: ScheduleSettings) -> float:
+def rate_factor(step: int, schedule: ScheduleSettings) -> float:
     """Factor of the peak learning rate at ``step``, counted from 1.
 
-    Linear warm-up, constant, linear decay to 0 (WSD, arXiv 2404.06395). The phases are absolute steps and do not depend
-    on the length of the run, so that a run is extended by moving its decay.
+    All phases are absolute steps and do not depend on the length of the run, so that a run is extended by moving its
+    decay. wsd is warm-up, stable, decay (arXiv 2404.06395), cosine that of SGDR without restarts (arXiv 1608.03983).
     """
     if step < schedule.warmup:
         return step / schedule.warmup
-    if step <= schedule.decay_start:
-        return 1.0
-    return max(0.0, (schedule.decay_end - step) / (schedule.decay_end - schedule.decay_start))
+    if schedule.kind == "multi-step":
+        return schedule.gamma ** sum(step >= milestone for milestone in schedule.milestones)
+    start = schedule.decay_start if schedule.kind == "wsd" else schedule.warmup
+    left = min(1.0, max(0.0, (schedule.decay_end - step) / (schedule.decay_end - start)))
+    if schedule.kind == "cosine":
+        left = (1 - math.cos(math.pi * left)) / 2
+    return schedule.floor + (1 - schedule.floor) * left

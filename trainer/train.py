@@ -14,41 +14,46 @@ import time
 from functools import partial
 from pathlib import Path
 
-import torch
-import torch._dynamo
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from opsd.client import Reporter
-from trainer.checkpoint import Saver, training_state
-from trainer.config import Config, ConfigError
+from trainer.accumulate import accumulator, micro_batches
+from trainer.audit import Audit
+from trainer.checkpoint import Saver, State, training_state
+from trainer.config import Config
 from trainer.data.loader import Loader
 from trainer.data.sources import Source, open_sources, sizes
 from trainer.metrics import MetricsLog
-from trainer.model import Decoder
+from trainer.model import Decoder, count_parameters, flops_per_token
 from trainer.optimizer import Optimizer
-from trainer.parallel import World, build, join
+from trainer.parallel import build
 from trainer.persist import Plan
 from trainer.restore import restore
-from trainer.schedule import warmup_stable_decay
+from trainer.schedule import rate_factor
+from trainer.world import World, join
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 SETTLE_POLL_S = 0.01
 
 
+class TrainingError(Exception):
+    """The training cannot go on; the message is one sentence that says why."""
+
+
 def train(config: Config, *, fresh: bool = False) -> bool:
     """Train to ``config.run.steps``, or to the step at which a stop is requested.
 
     Returns False if the last state could not be saved. Raises ConfigError, DataError or RestoreError for what a user
-    can put right.
+    can put right, and TrainingError after too many gradients in a row that were not finite.
     """
     reporter = Reporter.from_env()
     sources = open_corpora(config)
-    world = join(config.run)
-    micro_steps = accumulation(config, world.size)
+    world = join(config.run, config.parallel)
+    counts = {batch: micro_batches(config, world, batch) for batch in config.data.batches}
     loader = Loader(config, sources, world, reporter)
     model = build(config, world)
+    gradients = accumulator(model, loader, config, world, reporter)
     optimizer = Optimizer(model, config.optimizer)
     state = training_state(model, optimizer)
 
@@ -61,38 +66,50 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     step, sample = (manifest.step, manifest.sample) if manifest else (0, 0)
     loader.begin(sample)
 
-    saver = Saver(persist_plan(config, world), state, reporter, committed=step)
-    size = sum(parameter.numel() for parameter in model.parameters())
+    audit = Audit(model, world, reporter)
+    audit(step)
+    saver = Saver(persist_plan(config, world), owned(state, model), reporter, committed=step)
+    size = count_parameters(config.model)
+    reporter.model(flops_per_token(size, config.model, config.data.sequence), config.metrics.peak_flops)
     metrics = MetricsLog(folder / METRICS, config, size, world.size) if world.rank == 0 else None
     due = stop = False
+    skipped = 0
     while step < config.run.steps and not stop:
         step += 1
-        sample += config.data.batch
-        rate = config.optimizer.lr * warmup_stable_decay(step, config.schedule)
-        local_loss = gradients(model, loader, micro_steps, config.optimizer.z_loss, reporter)
+        batch = config.data.batch_at(step)
+        sample += batch
+        rate = config.optimizer.lr * rate_factor(step, config.schedule)
+        local_loss = gradients(counts[batch])
         with reporter.phase("collective"):
             saver.poll()
             # One all-reduce carries all that the ranks must agree on.
             loss_sum, square, stops, busy, failed = world.sum(
                 [local_loss, optimizer.take_gradients(), reporter.stop_requested, saver.busy, saver.failed]
             )
-        loss, norm, stop = loss_sum / world.size, math.sqrt(square), stops > 0
+        # Every rank of the last stage has contributed the loss of its part of the batch.
+        loss, norm, stop = loss_sum / (world.size // config.parallel.pp), math.sqrt(square), stops > 0
         with reporter.phase("optimizer"):
-            if not optimizer.update(rate, norm):
+            skipped = 0 if optimizer.update(rate, norm) else skipped + 1
+            if skipped:
                 reporter.event("update_skipped", step=step, why=f"the gradient norm is {norm}")
         if failed:
             saver.abandon()
         due = due or step % config.checkpoint.every == 0
         if due and not busy:
+            audit(step)
             saver.save(step, sample, digest(sample))
             due = False
-        tokens = config.data.batch * config.data.sequence
-        reporter.step(tokens=tokens // world.size, loss=loss, grad_norm=norm, step=step)
+        reporter.step(tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm, step=step)
         if metrics is not None:
             metrics.write(
                 step=step, tokens=sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
                 data_s=loader.take_wait(), checkpoint_s=saver.take_stall(),
             )  # fmt: skip
+        if skipped > config.optimizer.max_skipped:
+            raise TrainingError(
+                f"the gradient norm was not finite in {skipped} steps in a row, up to step {step}; replay from the "
+                "last checkpoint to tell hardware from data, or leave the batches out with data.skip"
+            )
     loader.close()
     with reporter.phase("checkpoint"):
         saved = finish(saver, world, step, sample, digest(sample))
@@ -107,30 +124,13 @@ def open_corpora(config: Config) -> dict[str, Source]:
     return open_sources(config.data, config.model.vocab, part=part, parts=parts)
 
 
-def accumulation(config: Config, ranks: int) -> int:
-    """Micro-batches that each rank runs per step. Raises ConfigError if the global batch does not divide."""
-    data = config.data
-    count, rest = divmod(data.batch, ranks * data.micro_batch)
-    if rest:
-        raise ConfigError(
-            f"data.batch {data.batch} is not a multiple of {ranks} ranks x data.micro_batch {data.micro_batch}"
-        )
-    return count
+def owned(state: State, model: Decoder) -> State:
+    """What this rank saves of the ``state``: what several ranks hold alike, only the first of them does."""
 
+    def ours(name: str) -> bool:
+        return state[name].first and (model.first or name.partition(".")[2] not in model.shared)
 
-def gradients(model: Decoder, loader: Loader, micro_steps: int, z_loss: float, reporter: Reporter) -> torch.Tensor:
-    """Accumulate the gradients of one step; returns this rank's mean loss, a scalar in nats per token."""
-    assert isinstance(model, FSDPModule)
-    total = torch.zeros((), device=loader.device)
-    for number in range(1, micro_steps + 1):
-        batch = loader.next()
-        model.set_requires_gradient_sync(number == micro_steps)
-        with reporter.phase("forward"):
-            loss = model(batch.tokens, batch.documents, batch.targets, z_loss) / micro_steps
-        with reporter.phase("backward"):
-            torch.autograd.backward(loss)
-        total += loss.detach()
-    return total
+    return {name: region for name, region in state.items() if ours(name)}
 
 
 def persist_plan(config: Config, world: World) -> Plan:
@@ -148,6 +148,8 @@ def finish(saver: Saver, world: World, step: int, sample: int, digest: str) -> b
         saver.save(step, sample, digest)
     saved = settle(saver, world, step)
     saver.close()
+    if saved:
+        saver.release()
     return saved
 
 

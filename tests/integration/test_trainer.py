@@ -20,7 +20,7 @@ from opsd.checkpoints.manifest import MANIFEST, REJECTED, folder_of, read, steps
 from opsd.client import process_state, read_page, write_request
 from trainer.config import load as load_config
 from trainer.model import Decoder
-from trainer.parallel import region_of
+from trainer.regions import region_of
 from trainer.restore import load
 
 STEPS = 40

@@ -31,8 +31,8 @@ from opsd.checkpoints.manifest import (
     verify,
 )
 from trainer.checkpoint import State, file_layout
-from trainer.parallel import Region
 from trainer.persist import LOCKS, Plan, hold_lock, wait_for_saves
+from trainer.regions import Region
 from trainer.restore import load
 
 STEP, SAMPLE = 20, 80

@@ -28,7 +28,7 @@ def test_floats_keep_every_bit(tmp_path: Path, config: Config) -> None:
     log = MetricsLog(tmp_path / "m.jsonl", config, parameters=1000, ranks=2)
     values = [0.1 + 0.2, 1 / 3, math.pi * 1e-300, 5e-324]
     for value in values:
-        log.write(loss=value)
+        log.write(step=1, loss=value)
     assert [line["loss"] for line in lines(tmp_path / "m.jsonl")] == values
 
 
@@ -43,7 +43,7 @@ def test_mfu_is_of_all_ranks_and_counts_attention(tmp_path: Path, config: Config
 
 def test_numbers_that_are_none_become_null(tmp_path: Path, config: Config) -> None:
     """NaN and infinity are not JSON; they are written as null."""
-    MetricsLog(tmp_path / "m.jsonl", config, 1, 1).write(loss=math.nan, grad_norm=math.inf, lr=0.5)
+    MetricsLog(tmp_path / "m.jsonl", config, 1, 1).write(step=1, loss=math.nan, grad_norm=math.inf, lr=0.5)
     text = (tmp_path / "m.jsonl").read_text()
     line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in {text}"))
     assert (line["loss"], line["grad_norm"], line["lr"]) == (None, None, 0.5)

@@ -10,18 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.attention import View, make_view, rotary_angles, rotate, visible
 from trainer.config import ModelSettings, load
 from trainer.loss import next_token_loss
-from trainer.model import (
-    Attention,
-    Decoder,
-    document_mask,
-    flops_per_token,
-    has_rotary,
-    init_std,
-    rotary_angles,
-    rotate,
-)
+from trainer.model import Attention, Decoder, count_parameters, flops_per_token, has_rotary, init_std
 
 torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
 
@@ -39,6 +31,11 @@ def decoder(**changes: object) -> Decoder:
 
 def tokens_of(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, SETTINGS.vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(length: int) -> View:
+    """Causal attention over one document."""
+    return make_view(torch.zeros(1, length, dtype=torch.int32), SETTINGS.model_copy(update={"document_mask": False}))
 
 
 @settings(max_examples=25, deadline=None)
@@ -84,7 +81,7 @@ def test_the_future_is_hidden() -> None:
 
 def test_mask_is_the_own_documents_past() -> None:
     """The mask of two documents is two lower triangles."""
-    mask = document_mask(torch.tensor([[0, 0, 1, 1, 1]]))
+    mask = visible(torch.tensor([[0, 0, 1, 1, 1]]), torch.arange(5), torch.arange(5))
     expected = torch.block_diag(torch.ones(2, 2).tril(), torch.ones(3, 3).tril()).bool()
     assert torch.equal(mask, expected[None, None])
 
@@ -96,7 +93,7 @@ def test_every_fourth_layer_has_no_positions() -> None:
     assert without == [4, 8, 12, 16, 20, 24, 28, 32, 36]
     assert all(has_rotary(layer, settings.model_copy(update={"nope_every": 0})) for layer in range(36))
     with torch.device("meta"):
-        blocks = Decoder(settings).blocks
+        blocks = Decoder(settings).blocks.values()
     assert [number + 1 for number, block in enumerate(blocks) if not block.attention.rotary] == without
 
 
@@ -104,12 +101,11 @@ def test_attention_without_positions_ignores_order() -> None:
     """The last token of a NoPE layer attends to a set: the order of the others does not matter. With RoPE it does."""
     x = torch.randn(1, 8, SETTINGS.width, generator=torch.Generator().manual_seed(2))
     shuffled = torch.cat((x[:, [3, 1, 6, 0, 2, 5, 4]], x[:, 7:]), dim=1)
-    angles = rotary_angles(8, SETTINGS, x.device)
     for rotary in (False, True):
         torch.manual_seed(0)
         layer = Attention(SETTINGS, rotary)
         with torch.no_grad():
-            same = torch.allclose(layer(x, angles, None)[:, -1], layer(shuffled, angles, None)[:, -1], atol=1e-6)
+            same = torch.allclose(layer(x, plain(8))[:, -1], layer(shuffled, plain(8))[:, -1], atol=1e-6)
         assert same is not rotary
 
 
@@ -120,7 +116,7 @@ def test_rotation_is_that_of_complex_numbers() -> None:
     k = torch.arange(SETTINGS.head_dim // 2, dtype=torch.float64)
     angle = torch.arange(10, dtype=torch.float64)[:, None] * 50_000.0 ** (-2 * k / SETTINGS.head_dim)
     expected = torch.complex(first, second) * torch.exp(1j * angle)
-    rotated = rotate(x, rotary_angles(10, SETTINGS, x.device))
+    rotated = rotate(x, rotary_angles(torch.arange(10), SETTINGS))
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1), rtol=1e-5, atol=1e-5)
 
 
@@ -132,7 +128,7 @@ def test_attention_groups_its_queries() -> None:
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
     scores = (q @ k.mT / math.sqrt(SETTINGS.head_dim)).masked_fill(~torch.ones(6, 6).tril().bool(), -math.inf)
     expected = layer.output((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(layer(x, rotary_angles(6, SETTINGS, x.device), None), expected)
+    torch.testing.assert_close(layer(x, plain(6)), expected)
 
 
 def test_embeddings_are_tied() -> None:
@@ -148,8 +144,7 @@ def test_embeddings_are_tied() -> None:
 def test_smollm3_has_its_size() -> None:
     """The 3B preset has 3.075 billion parameters, and a token costs 22.07 GFLOP with attention counted."""
     config = load("smollm3-3b", ["data.shards=/data"], {})
-    with torch.device("meta"):
-        count = sum(p.numel() for p in Decoder(config.model).parameters())
+    count = count_parameters(config.model)
     assert count == 3_075_098_624
     assert flops_per_token(count, config.model, config.data.sequence) / 1e9 == pytest.approx(22.07, abs=0.01)
     assert 6 * count / 1e9 == pytest.approx(18.45, abs=0.01)

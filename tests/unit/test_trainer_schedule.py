@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ScheduleSettings
-from trainer.schedule import warmup_stable_decay
+from trainer.schedule import rate_factor
 
 SCHEDULE = ScheduleSettings(warmup=10, decay_start=100, decay_end=120)
 
@@ -17,7 +17,7 @@ SCHEDULE = ScheduleSettings(warmup=10, decay_start=100, decay_end=120)
 )
 def test_phases(step: int, factor: float) -> None:
     """Linear up to the end of the warm-up, flat, linear down to 0 at the end of the decay."""
-    assert warmup_stable_decay(step, SCHEDULE) == pytest.approx(factor)
+    assert rate_factor(step, SCHEDULE) == pytest.approx(factor)
 
 
 @given(step=st.integers(1, 200), extension=st.integers(0, 10**6))
@@ -27,9 +27,9 @@ def test_extension_leaves_the_past_alone(step: int, extension: int) -> None:
         update={"decay_start": SCHEDULE.decay_start + extension, "decay_end": SCHEDULE.decay_end + extension}
     )
     if step <= SCHEDULE.decay_start:
-        assert warmup_stable_decay(step, moved) == warmup_stable_decay(step, SCHEDULE)
+        assert rate_factor(step, moved) == rate_factor(step, SCHEDULE)
 
 
 def test_no_warmup() -> None:
     """Without warm-up the first step has the full rate."""
-    assert warmup_stable_decay(1, ScheduleSettings(warmup=0, decay_start=5, decay_end=6)) == 1.0
+    assert rate_factor(1, ScheduleSettings(warmup=0, decay_start=5, decay_end=6)) == 1.0

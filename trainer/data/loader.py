@@ -21,7 +21,7 @@ from trainer.config import Config
 from trainer.data.shards import DataError
 from trainer.data.sources import Source, sizes
 from trainer.data.worker import SAMPLE_BYTES, Plan, slot_views
-from trainer.parallel import World
+from trainer.world import World
 
 MAX_DEATHS = 3
 
@@ -57,13 +57,13 @@ class Loader:
             length=data.sequence,
             rows=data.micro_batch,
             slots=data.prefetch,
-            stride=world.size * data.micro_batch,
+            stride=world.data_size * data.micro_batch,
             ring=os.memfd_create("opsd-batches"),
             parent=os.getpid(),
         )
         os.posix_fallocate(self._plan.ring, 0, self._plan.slots * self._plan.slot_bytes)
         self._memory = mmap.mmap(self._plan.ring, self._plan.slots * self._plan.slot_bytes)
-        self._offset = world.rank * data.micro_batch
+        self._offset = world.data_rank * data.micro_batch
         self._next = self._slot = self._deaths = 0
         self._wait_s = 0.0
         self._worker = self._start()

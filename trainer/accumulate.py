@@ -1,0 +1,133 @@
+"""The gradients of one step, from its micro-batches: one after the other, or through a pipeline of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from opsd.client import Reporter
+from trainer.attention import Context, positions
+from trainer.config import Config, ConfigError
+from trainer.data.loader import Batch
+from trainer.model import Decoder
+from trainer.regions import local_part
+from trainer.world import World
+
+Accumulate = Callable[[int], torch.Tensor]
+"""Accumulates the gradients of so many micro-batches; returns this rank's mean loss, a scalar in nats per token.
+
+It is 0 on all but the last pipeline stage.
+"""
+
+
+class Batches(Protocol):
+    """Where micro-batches come from."""
+
+    def next(self) -> Batch: ...
+
+
+def micro_batches(config: Config, world: World, batch: int) -> int:
+    """Micro-batches that each rank runs for a global ``batch``. Raises ConfigError if it does not divide."""
+    rows = config.data.micro_batch
+    count, rest = divmod(batch, world.data_size * rows)
+    if rest:
+        raise ConfigError(f"data.batch {batch} is not a multiple of {world.data_size} ranks x data.micro_batch {rows}")
+    if count < config.parallel.pp:
+        raise ConfigError(
+            f"data.batch {batch} gives {count} micro-batches a step, fewer than the parallel.pp "
+            f"{config.parallel.pp} stages; make data.micro_batch smaller or data.batch larger"
+        )
+    return count
+
+
+def accumulator(model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> Accumulate:
+    """How the gradients of a step are accumulated in this layout."""
+    z_loss = config.optimizer.z_loss
+    if config.parallel.pp == 1:
+        return Sequential(model, batches, z_loss, reporter)
+    return Pipelined(model, batches, config, world, reporter)
+
+
+def share(batch: Batch, context: Context) -> Batch:
+    """This rank's part of the tokens and targets, where sequences are split over ranks; documents stay whole."""
+    if context is None:
+        return batch
+    at = positions(batch.tokens.shape[1], context, batch.tokens.device)
+    return batch._replace(tokens=batch.tokens[:, at], targets=batch.targets[:, at])
+
+
+class Sequential:
+    """One micro-batch after the other; gradients are reduced with the last."""
+
+    def __init__(self, model: Decoder, batches: Batches, z_loss: float, reporter: Reporter) -> None:
+        self._model, self._batches, self._z_loss, self._reporter = model, batches, z_loss, reporter
+
+    def __call__(self, count: int) -> torch.Tensor:
+        """See ``Accumulate``."""
+        model = self._model
+        assert isinstance(model, FSDPModule)
+        losses = []
+        for number in range(1, count + 1):
+            batch = share(self._batches.next(), model.context)
+            model.set_requires_gradient_sync(number == count)
+            with self._reporter.phase("forward"):
+                loss = model(batch.tokens, batch.documents, batch.targets, self._z_loss) / count
+            with self._reporter.phase("backward"):
+                torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+
+class Pipelined:
+    """Micro-batches in flight in all stages at once (1F1B, arXiv 2104.04473); all of them are read beforehand.
+
+    A tied embedding is in the first and the last stage. Their gradients are added up, so that both copies are
+    updated alike.
+    """
+
+    def __init__(self, model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> None:
+        self._model, self._batches, self._reporter = model, batches, reporter
+        self._z_loss = config.optimizer.z_loss
+        self._device = world.device
+        tokens = config.data.sequence // config.parallel.cp
+        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        rows = config.data.micro_batch
+        ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+        shape = (rows, tokens // config.parallel.tp, config.model.width)
+        activations = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        self._stage = PipelineStage(
+            model, world.stage, config.parallel.pp, world.device,
+            input_args=ids if model.first else activations,
+            output_args=torch.empty((), device="meta", requires_grad=True) if model.last else activations,
+            group=world.mesh.get_group("pp"),
+        )  # fmt: skip
+        self._schedules: dict[int, Schedule1F1B] = {}
+        self._ends = world.ends if model.shared else None
+
+    def __call__(self, count: int) -> torch.Tensor:
+        """See ``Accumulate``."""
+        rows = [share(self._batches.next(), self._model.context) for _ in range(count)]
+        tokens, targets, documents = (
+            torch.cat([getattr(batch, name) for batch in rows]) for name in ("tokens", "targets", "documents")
+        )
+        schedule = self._schedules.setdefault(count, self._schedule(count))
+        losses: list[torch.Tensor] = []
+        with self._reporter.phase("forward"):
+            schedule.step(
+                *([tokens] if self._model.first else []),
+                documents=documents, targets=targets, z_loss=self._z_loss,
+                target=targets if self._model.last else None, losses=losses, return_outputs=False,
+            )  # fmt: skip
+        if self._ends is not None:
+            with self._reporter.phase("collective"):
+                assert self._model.embedding.weight.grad is not None
+                dist.all_reduce(local_part(self._model.embedding.weight.grad), group=self._ends)
+        return torch.stack([loss.detach() for loss in losses] or [torch.zeros((), device=self._device)]).sum()
+
+    def _schedule(self, count: int) -> Schedule1F1B:
+        return Schedule1F1B(self._stage, count, loss_fn=lambda loss, _: loss / count, scale_grads=False)

@@ -1,0 +1,201 @@
+"""Attention within documents: rotary positions, who sees whom, and the kernel that computes it.
+
+Three kernels give the same numbers. ``sdpa`` takes a mask and runs everywhere; ``varlen`` is FlashAttention over
+documents laid end to end and computes nothing that the mask would hide; ``flex`` skips hidden blocks and also knows
+context parallelism. The last two need a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from trainer.config import ModelSettings
+
+Context = DeviceMesh | None
+"""The mesh over which sequences are split; None where each rank has whole ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Documents laid end to end: document i is [starts[i], starts[i + 1]) of all tokens of the batch.
+
+    ``starts`` is padded with the number of tokens to a power of two and one, lest each batch be compiled anew.
+    ``window`` is how many tokens a token sees, itself included; 0 is without limit.
+    """
+
+    starts: torch.Tensor
+    longest: int
+    window: int
+
+
+Mask = torch.Tensor | Packed | BlockMask | None
+"""In the form that the kernel wants; None is plain causal attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the layers share in a forward pass.
+
+    ``angles`` are those of this rank's tokens, ``everything`` is the mask of layers that see their whole document,
+    ``near`` that of layers with a window.
+    """
+
+    angles: torch.Tensor
+    everything: Mask
+    near: Mask
+    context: Context
+
+
+def make_view(documents: torch.Tensor, settings: ModelSettings, context: Context = None) -> View:
+    """What the layers share, given the ``documents`` [batch, sequence] of whole sequences."""
+    length, device = documents.shape[1], documents.device
+    queries, keys = positions(length, context, device), gathered_positions(length, context, device)
+    kernel = settings.attention
+    if kernel == "auto":
+        kernel = "sdpa" if device.type != "cuda" else "varlen" if context is None else "flex"
+
+    def mask(window: int) -> Mask:
+        if context is None and not settings.document_mask and not window:
+            return None
+        seen = documents if settings.document_mask else torch.zeros_like(documents)
+        if kernel == "varlen":
+            return pack(seen, window)
+        if kernel == "flex":
+            return _block_mask(seen, queries, keys, window)
+        return visible(seen, queries, keys, window)
+
+    everything = mask(0)
+    near = mask(settings.window) if settings.window else everything
+    return View(rotary_angles(queries, settings), everything, near, context)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, context: Context) -> torch.Tensor:
+    """Attention of ``q`` [batch, heads, sequence, head_dim] to ``k`` and ``v``, which have fewer or as many heads.
+
+    With a ``context`` the keys and values of all its ranks are gathered. With grouped queries they are small, and
+    any mask works, which a ring of partial results would not allow (Llama 3, arXiv 2407.21783, section 3.3.2).
+    """
+    if context is not None:
+        k, v = (all_gather_single_autograd(x.contiguous(), 2, context) for x in (k, v))
+    if isinstance(mask, BlockMask):
+        y = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(y, torch.Tensor)
+        return y
+    if isinstance(mask, Packed):
+        return _attend_packed(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+
+
+def _attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Packed) -> torch.Tensor:
+    batch, heads, length, channels = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    window = (mask.window - 1 if mask.window else -1, 0)
+    y = varlen_attn(
+        q, k, v, mask.starts, mask.starts, mask.longest, mask.longest, window_size=window, enable_gqa=True
+    )  # fmt: skip
+    assert isinstance(y, torch.Tensor)
+    return y.view(batch, length, heads, channels).transpose(1, 2)
+
+
+def positions(length: int, context: Context, device: torch.device) -> torch.Tensor:
+    """The positions of this rank's tokens in sequences of ``length``, ascending.
+
+    Split over n ranks, rank i has parts i and 2n - 1 - i of 2n, so that all have as much causal attention to compute
+    (Llama 3, section 3.3.2).
+    """
+    if context is None:
+        return torch.arange(length, device=device)
+    return _part(length, context.get_local_rank(), context.size(), device)
+
+
+def gathered_positions(length: int, context: Context, device: torch.device) -> torch.Tensor:
+    """The positions of the keys as ``attend`` gathers them: those of the first rank, of the second, and so on."""
+    if context is None:
+        return torch.arange(length, device=device)
+    return torch.cat([_part(length, rank, context.size(), device) for rank in range(context.size())])
+
+
+def _part(length: int, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
+    parts = torch.arange(length, device=device).chunk(2 * ranks)
+    return torch.cat((parts[rank], parts[2 * ranks - 1 - rank]))
+
+
+def visible(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int = 0) -> torch.Tensor:
+    """Which key [.., k] a query [.., q, .] may see, bool [batch, 1, q, k].
+
+    It is its own document's past, itself included, and of that the last ``window`` tokens unless 0.
+    """
+    distance = queries[:, None] - keys[None, :]
+    near = (distance >= 0) & (distance < window) if window else distance >= 0
+    return (documents[:, None, queries, None] == documents[:, None, None, keys]) & near
+
+
+def _block_mask(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int) -> BlockMask:
+    def rule(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        distance = queries[query] - keys[key]
+        same = documents[row, queries[query]] == documents[row, keys[key]]
+        return same & (distance >= 0) & (distance < (window or documents.shape[1]))
+
+    return create_block_mask(
+        rule, documents.shape[0], None, len(queries), len(keys), documents.device, _compile=documents.is_cuda
+    )
+
+
+def pack(documents: torch.Tensor, window: int = 0) -> Packed:
+    """Where the ``documents`` [batch, sequence] begin when all rows are laid end to end."""
+    rows, length = documents.shape
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    begin = first.flatten().nonzero().flatten()
+    starts = begin.new_full((2 ** math.ceil(math.log2(len(begin))) + 1,), rows * length, dtype=torch.int32)
+    starts[: len(begin)] = begin
+    return Packed(starts, length, window)
+
+
+def rotary_angles(at: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
+    """The cosines and sines [2, length, head_dim / 2] of RoPE (arXiv 2104.09864) for the positions ``at`` [length].
+
+    Positions count through the whole sequence: attention depends on their differences only, so they need not start
+    again with each document.
+    """
+    half = torch.arange(0, settings.head_dim, 2, device=at.device, dtype=torch.float32)
+    frequencies = settings.rope_theta ** (-half / settings.head_dim)
+    scale = 1.0
+    if settings.yarn_factor > 1:
+        frequencies, scale = _yarn(frequencies, settings)
+    angles = torch.outer(at.float(), frequencies)
+    return torch.stack((angles.cos(), angles.sin())) * scale
+
+
+def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv 2309.00071, section 3): the stretched frequencies, and what queries and keys are multiplied with.
+
+    Channels that turn more than 32 times within the original length keep their frequency, those that turn less than
+    once are slowed down by the factor, those between by a linear ramp over the channels (alpha 1, beta 32).
+    """
+
+    def channel(turns: float) -> float:
+        wavelength = settings.yarn_positions / (turns * 2 * math.pi)
+        return settings.head_dim * math.log(wavelength) / (2 * math.log(settings.rope_theta))
+
+    low = max(math.floor(channel(32)), 0)
+    high = min(math.ceil(channel(1)), settings.head_dim - 1)
+    ramp = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+    slowed = ((ramp - low) / max(high - low, 0.001)).clamp(0, 1)
+    stretched = frequencies / settings.yarn_factor
+    return slowed * stretched + (1 - slowed) * frequencies, 0.1 * math.log(settings.yarn_factor) + 1.0
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, heads, sequence, head_dim], as Llama does."""
+    cos, sin = angles.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,126 @@
+"""Proof that shards that should differ differ, and that copies that should be equal are.
+
+SmolLM3 was trained for a trillion tokens with tensor-parallel shards that had been drawn from one seed, and nothing
+crashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from opsd.client import Reporter
+from trainer.model import Decoder
+from trainer.regions import region_of
+from trainer.world import World
+
+_BLOCK = 1 << 22
+_EVEN = 0x1E3779B97F4A7C16
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where in its tensor a rank's region begins, and the checksum of its bits."""
+
+    offset: tuple[int, ...]
+    checksum: str
+
+
+Marks = Mapping[str, Mark]
+
+_COMPARED = ("tp", "replicate")
+"""Dimensions of the mesh whose ranks are compared; those of dp have different parts of everything."""
+
+
+class Audit:
+    """Compares checksums of the parameters between ranks that share tensors or hold copies; all ranks call it together.
+
+    What it finds become the events ``tp_shards_equal`` and ``replicas_differ``, of the first rank of each group.
+    """
+
+    def __init__(self, model: Decoder, world: World, reporter: Reporter) -> None:
+        self._regions = {name: region_of(parameter) for name, parameter in model.named_parameters()}
+        self._drawn = {name for name, region in self._regions.items() if len(region.shape) > 1}
+        self._groups = [world.mesh.get_group(name) for name in world.mesh.mesh_dim_names or () if name in _COMPARED]
+        self._groups += [world.ends] if world.ends is not None and model.shared else []
+        self._shared = model.shared
+        self._ends = world.ends
+        self._reporter = reporter
+        self._agreed: int | None = None
+
+    def __call__(self, step: int) -> None:
+        """Compare the parameters as they are after ``step``."""
+        if not self._groups:
+            return
+        marks = {
+            name: Mark(region.offset, checksum(region.local))
+            for name, region in self._regions.items()
+            if region.local.numel()
+        }
+        differed = False
+        for group in self._groups:
+            mine = {name: marks[name] for name in self._shared & marks.keys()} if group is self._ends else marks
+            gathered: list[Marks] = [{}] * group.size()
+            dist.all_gather_object(gathered, mine, group)
+            differed |= self._compare(gathered, dist.get_process_group_ranks(group), step, tell=group.rank() == 0)
+        self._agreed = self._agreed if differed else step
+
+    def _compare(self, gathered: Sequence[Marks], ranks: Sequence[int], step: int, *, tell: bool) -> bool:
+        differing = list(different_copies(gathered))
+        if tell:
+            for holders, tensors in equal_shards(gathered, self._drawn).items():
+                self._reporter.event("tp_shards_equal", tensors=tensors, ranks=[ranks[place] for place in holders])
+            for tensor, places in differing:
+                checksums = [gathered[place][tensor].checksum for place in places]
+                self._reporter.event(
+                    "replicas_differ", step=step, tensor=tensor, ranks=[ranks[place] for place in places],
+                    checksums=checksums, agreed=self._agreed,
+                )  # fmt: skip
+        return bool(differing)
+
+
+def equal_shards(gathered: Sequence[Marks], drawn: Collection[str]) -> dict[tuple[int, ...], list[str]]:
+    """Tensors with the same bits in different places, by the ranks, as indices of ``gathered``, that hold them.
+
+    Only those in ``drawn``, which are initialised at random; ones are equal to ones.
+    """
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted(drawn & gathered[0].keys()):
+        by_checksum: dict[str, dict[tuple[int, ...], int]] = {}
+        for place, marks in enumerate(gathered):
+            if name in marks:
+                by_checksum.setdefault(marks[name].checksum, {}).setdefault(marks[name].offset, place)
+        for places in by_checksum.values():
+            if len(places) > 1:
+                found.setdefault(tuple(places.values()), []).append(name)
+    return found
+
+
+def different_copies(gathered: Sequence[Marks]) -> Iterator[tuple[str, list[int]]]:
+    """Tensors of which copies of the same region have different bits, with the holders, as indices of ``gathered``."""
+    for name in sorted(set[str]().union(*gathered)):
+        by_offset: dict[tuple[int, ...], list[int]] = {}
+        for place, marks in enumerate(gathered):
+            if name in marks:
+                by_offset.setdefault(marks[name].offset, []).append(place)
+        for places in by_offset.values():
+            if len({gathered[place][name].checksum for place in places}) > 1:
+                yield name, places
+
+
+@torch.no_grad()
+def checksum(values: torch.Tensor) -> str:
+    """16 hex digits of the bits of ``values`` and their order, computed where they lie; any one changed bit shows.
+
+    The sum modulo 2^64 of each word times an odd number of its place: exact in integers, whatever the order.
+    """
+    words = values.contiguous().flatten().view(torch.int32 if values.element_size() == 4 else torch.int16)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for begin in range(0, len(words), _BLOCK):
+        block = words[begin : begin + _BLOCK].long()
+        place = torch.arange(begin, begin + len(block), device=values.device)
+        total += (block * (place * _EVEN + 1)).sum()
+    return f"{int(total.item()) & (1 << 64) - 1:016x}"

@@ -1,0 +1,139 @@
+"""The ranks of a run: joining them, this rank's place in the layout, and what they agree on."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config import ConfigError, ParallelSettings, RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place among the ranks of the run.
+
+    The dimensions of ``mesh``, outermost first, are pp, replicate, dp and tp; only dp is there when its size is 1.
+    The ranks that share a sequence (``context``) are neighbours within dp.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    parallel: ParallelSettings
+    context: DeviceMesh | None = None
+    ends: dist.ProcessGroup | None = None
+    """The first and the last rank of this rank's pipeline, if it is one of them."""
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The parallel layout as it is written into checkpoint manifests; what is 1 is left out, dp excepted."""
+        settings = self.parallel
+        sizes = {"dp": self.data_size, "replicas": settings.replicas, "tp": settings.tp, "pp": settings.pp}
+        return {name: size for name, size in (sizes | {"cp": settings.cp}).items() if size > 1 or name == "dp"}
+
+    @property
+    def data_size(self) -> int:
+        """How many parts the global batch is split into."""
+        return self.size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the global batch this rank reads."""
+        return self.rank // (self.parallel.tp * self.parallel.cp) % self.data_size
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage, from 0."""
+        return self.rank // (self.size // self.parallel.pp)
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """The mesh over which FSDP shards, and with several replicas replicates."""
+        if self.parallel.replicas > 1:
+            return self.mesh["replicate", "dp"]
+        return self.mesh if self.mesh.ndim == 1 else self.mesh["dp"]
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """The ranks that share each layer's matrices; None if each has them whole."""
+        return self.mesh["tp"] if self.parallel.tp > 1 else None
+
+    def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
+        """The sums of ``values`` over all ranks, the same bits on each of them; in float64."""
+        packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values])
+        dist.all_reduce(packed)
+        return packed.tolist()
+
+    def from_first(self, value: int) -> int:
+        """The first rank's ``value``, an int64, on every rank."""
+        packed = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.broadcast(packed, src=0)
+        return int(packed.item())
+
+    def least(self, value: int) -> int:
+        """The smallest ``value``, an int64, of all ranks."""
+        packed = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(packed, op=dist.ReduceOp.MIN)
+        return int(packed.item())
+
+
+def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str] = os.environ) -> World:
+    """Join the process group that torchrun's variables describe; without them this process is the whole world.
+
+    Raises ConfigError if a GPU is demanded and there is none, or if the layout does not divide the world.
+    """
+    rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+    local_rank, local_size = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available() and run.device != "cpu"
+    if run.device == "cuda" and not cuda:
+        raise ConfigError("run.device is cuda, and torch finds no GPU here; set it to auto or cpu")
+    dims = mesh_shape(size, parallel)
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    else:
+        torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // local_size))
+    torch.use_deterministic_algorithms(run.deterministic)
+    torch._C._set_deterministic_fill_uninitialized_memory(False)  # what is empty here is always filled
+    backend = "nccl" if cuda else "gloo"
+    if "RANK" in environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    context = None
+    if parallel.cp > 1:
+        shape = (size // (parallel.cp * parallel.tp), parallel.cp, parallel.tp)
+        context = init_device_mesh(device.type, shape, mesh_dim_names=("rest", "cp", "tp"))["cp"]
+    ends = _join_ends(rank, size, parallel.pp) if parallel.pp > 1 else None
+    return World(rank, size, device, mesh, parallel, context, ends)
+
+
+def _join_ends(rank: int, size: int, stages: int) -> dist.ProcessGroup | None:
+    per_stage, mine = size // stages, None
+    for first in range(per_stage):
+        pair = [first, size - per_stage + first]
+        group = dist.new_group(pair)
+        if rank in pair:
+            mine = group
+    return mine
+
+
+def mesh_shape(size: int, parallel: ParallelSettings) -> dict[str, int]:
+    """The sizes of the mesh's dimensions for so many ranks. Raises ConfigError if the layout does not divide them."""
+    factors = {"replicas": parallel.replicas, "tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}
+    smallest = math.prod(factors.values())
+    if size % smallest:
+        product = " x ".join(f"parallel.{name} {factor}" for name, factor in factors.items() if factor > 1)
+        raise ConfigError(f"{size} ranks are not a multiple of {product}; start a multiple of {smallest} ranks")
+    dp = size // (parallel.pp * parallel.replicas * parallel.tp)
+    dims = {"pp": parallel.pp, "replicate": parallel.replicas, "dp": dp, "tp": parallel.tp}
+    return {name: length for name, length in dims.items() if length > 1 or name == "dp"}
