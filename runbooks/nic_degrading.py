@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
 from runbooks.ports import Port, dependent, job_text, name, port_of
 from runbooks.signals import growth, text
-from runbooks.trends import blocks, due, trend
+from runbooks.trends import due, each_minute, hours_until
 
 ERRORS = "opsd_ib_errors_total"
 
@@ -61,7 +60,7 @@ def _fast(view: View) -> Iterator[_Fault]:
 def _slow(view: View) -> Iterator[_Fault]:
     for port, error, series in _counters(view, BIT_ERRORS):
         grown = growth(series, SLOW_S)
-        minutes = _a_minute(series) if grown >= SLOW else []
+        minutes = each_minute(series, SLOW_S) if grown >= SLOW else []
         if sum(count > 0 for count in minutes) >= SLOW_MINUTES:
             yield _Fault(port, f"{grown:.0f} {error} in ten minutes{_outlook(minutes)}")
     for port, error, series in _counters(view, RECOVERIES):
@@ -69,19 +68,10 @@ def _slow(view: View) -> Iterator[_Fault]:
             yield _Fault(port, f"{grown:.0f} {error} in ten minutes")
 
 
-def _a_minute(series: Series) -> list[float]:
-    """How much the counter grew in each of the last ten minutes, by the medians of its blocks."""
-    levels = [level for _, level in sorted(blocks(series.values(SLOW_S), 60.0).items())]
-    return [max(after - before, 0.0) for before, after in pairwise(levels)]
-
-
 def _outlook(minutes: Sequence[float]) -> str:
     """When errors will come ten a second if they go on growing in number, "" if they do not or not within a day."""
-    if len(minutes) < 4:
-        return ""
-    course = trend(list(enumerate(minutes)))
-    hours = (FAST_A_MINUTE - minutes[-1]) / course.slope / 60 if course.slope > 0 and course.sure else HORIZON_H + 1
-    return f", at this growth ten a second in {hours:.1f} hours" if hours <= HORIZON_H else ""
+    hours = hours_until(FAST_A_MINUTE, minutes)
+    return "" if hours is None or hours > HORIZON_H else f", at this growth ten a second in {hours:.1f} hours"
 
 
 def _lossy(view: View) -> Iterator[_Fault]:

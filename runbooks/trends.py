@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 
 from runbooks.base import Series, View
@@ -13,6 +13,8 @@ from runbooks.signals import spread
 Point = tuple[float, float]
 
 WINDOW_S = 600.0
+
+LEAST_MINUTES = 4
 
 SURE = 4.0
 """A rise is a trend if it is this many times what the points scatter around it."""
@@ -85,6 +87,20 @@ def trend(points: Sequence[Point] | Mapping[int, float]) -> Trend:
     steep = slope(pairs)
     noise = spread([y - steep * x for x, y in pairs])
     return Trend(steep, steep * (pairs[-1][0] - pairs[0][0]), noise) if pairs else Trend(0.0, 0.0, noise)
+
+
+def each_minute(series: Series, seconds: float) -> list[float]:
+    """How much a counter grew in each of the last minutes, by the medians of its blocks; a reset counts nothing."""
+    levels = [level for _, level in sorted(blocks(series.values(seconds), 60.0).items())]
+    return [max(after - before, 0.0) for before, after in pairwise(levels)]
+
+
+def hours_until(limit: float, minutes: Sequence[float]) -> float | None:
+    """Hours until what happens each minute reaches ``limit`` if it goes on growing; None if it does not surely grow."""
+    if len(minutes) < LEAST_MINUTES:
+        return None
+    course = trend(list(enumerate(minutes)))
+    return max(limit - minutes[-1], 0.0) / course.slope / 60 if course.slope > 0 and course.sure else None
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float, float]:

@@ -59,6 +59,8 @@ LINKS: tuple[Link, ...] = (
     Link("throughput_drop", "ib_link", "node", lag_s=60.0),
     Link("throughput_drop", "storage_slow", "node", lag_s=60.0),
     Link("dataloader_stall", "storage_slow", "node"),
+    Link("storage_slow", "nvme_failing", "node", lag_s=60.0),
+    Link("checkpoint_stale", "nvme_failing", "node", lag_s=60.0),
     Link("checkpoint_slow", "storage_slow", "node", lag_s=60.0),
     Link("checkpoint_stale", "storage_full", "node", lag_s=60.0),
 )

@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 
-from collectors import host, infiniband, kmsg, storage
+from collectors import host, infiniband, kmsg, nvme, storage
 from collectors import nvml_series as nvml
 from collectors import ranks as ranks_collector
 from collectors import slurm as slurm_collector
@@ -33,6 +33,7 @@ COLLECTORS = {
     "infiniband": infiniband.METRICS,
     "storage": storage.StorageCollector.metrics,
     "storage_net": storage.StorageNetCollector.metrics,
+    "nvme": nvme.METRICS,
     "slurm": slurm_collector.METRICS,
     "ranks": ranks_collector.METRICS,
 }
@@ -63,6 +64,7 @@ class SimulatedNode:
             *healthy.host(),
             *healthy.fabric(scenario.gpus),
             *healthy.storage(),
+            *healthy.drive(),
             *healthy.slurm(scenario.job.job),
         ):
             self._series.setdefault(metric.name, {})[labels] = signal

@@ -1,0 +1,120 @@
+"""A GPU corrects more memory errors from minute to minute: a burst, or one that cannot be corrected, is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from runbooks.gpu_ecc import BURST, ERRORS
+from runbooks.gpus import blamed, by_gpu, job_text, newest
+from runbooks.signals import growth, number, text
+from runbooks.trends import each_minute, hours_until
+
+WINDOW_S = 600.0
+LEAST_A_MINUTE = 5.0
+"""Fewer corrected errors than this are what ECC is for, whatever they do."""
+
+GROWING_MINUTES = 3
+"""The last minutes must each have had more than most before them: one burst is no trend."""
+
+HORIZON_H = 24.0
+"""A burst (100 a minute) is predicted for the next day."""
+
+QUIET_S = 300.0
+REMAPPED = "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS"
+
+
+def _outlook(series: Series) -> tuple[list[float], float] | None:
+    """Errors in each of the last minutes, and hours until they are a burst; None if that is not foreseen."""
+    minutes = each_minute(series, WINDOW_S)
+    if not minutes or minutes[-1] < LEAST_A_MINUTE or minutes[-1] >= BURST:
+        return None
+    middle = sorted(minutes)[len(minutes) // 2]
+    rising = list(takewhile(lambda count: count >= middle, reversed(minutes)))
+    hours = hours_until(BURST, minutes)
+    return (minutes, hours) if hours is not None and hours <= HORIZON_H and len(rising) >= GROWING_MINUTES else None
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for series in view.select(ERRORS, type="corrected", counter="volatile"):
+        if series.last is not None and (found := _outlook(series)) is not None:
+            yield _finding(view, series, *found)
+
+
+def _finding(view: View, series: Series, minutes: Sequence[float], hours: float) -> Finding:
+    uuid, gpu = series.labels["UUID"], int(series.labels["gpu"])
+    culprit, rank = blamed(view, gpu, "corrected memory errors")
+    remapped = newest(view, REMAPPED).get(uuid)
+    facts = [
+        f"{minutes[-1]:.0f} corrected ECC errors in the last minute, {minutes[0]:.0f} {len(minutes)} minutes ago",
+        f"at this growth {BURST:.0f} a minute in {hours:.1f} hours",
+        f"{remapped:.0f} rows have been replaced for corrected errors" if remapped else "",
+        job_text(rank),
+    ]
+    return Finding(
+        kind="gpu_ecc_trend",
+        key=uuid,
+        severity=Severity.WARNING,
+        summary=f"GPU {gpu} corrects more and more memory errors",
+        culprit=culprit,
+        confidence=0.7,
+        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
+        cost=Cost(text="nothing yet; an error that cannot be corrected ends the rank"),
+        job=rank.job if rank else "",
+        data={"uuid": uuid, "gpu": gpu, "a_minute": minutes[-1]},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}: reset it between two runs, and have it replaced if the errors come back"
+    return (Action("notify", target=view.node, reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True after five minutes with less than half the errors; None if the counter cannot be read."""
+    found = by_gpu(view, ERRORS, type="corrected", counter="volatile").get(text(incident.data, "uuid"))
+    if not found or found[0].last is None:
+        return None
+    usual = (number(incident.data, "a_minute") or 0.0) * QUIET_S / 60
+    return view.wall - incident.opened_at > QUIET_S and growth(found[0], QUIET_S) < usual / 2
+
+
+PAGE = Page.parse("""
+# A GPU corrects more and more memory errors
+
+## Meaning
+The number of corrected ECC errors a minute has grown over the last ten minutes, steadily and not in one burst, and
+will be a burst (100 a minute) within a day if it goes on. A robust line through the minutes says so; the incident
+shows when. A few corrected errors are what ECC is for.
+
+## Impact
+None yet. Memory that fails this way ends in a row that has to be replaced, or in an error that cannot be corrected,
+which ends the rank.
+
+## Diagnosis
+1. `opsd incidents show ID`: errors a minute, then and now, and the outlook.
+2. `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`: which kind of memory, rows replaced, rows that wait for a reset.
+3. `nvidia-smi -q -d TEMPERATURE -i GPU`: memory that is too hot makes errors and is not broken.
+
+## Mitigation
+- Let the run go on; reset the GPU between two runs (`nvidia-smi -r -i GPU`): pending rows are replaced then.
+- Errors that come back after the reset: plan its replacement.
+- Hot memory: see to the cooling first.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after five minutes with less than half the errors.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="gpu_ecc_trend",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvml",),
+    look_every_s=10.0,
+    verify_s=3600.0,
+    max_attempts=1,
+)

@@ -1,0 +1,163 @@
+"""An NVMe drive warns, loses data, or will be worn out before a month-long run has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from runbooks.signals import growth, latest, text
+
+WEAR, WRITTEN = "opsd_storage_nvme_wear_ratio", "opsd_storage_nvme_written_bytes_total"
+POWER_ON, INFO = "opsd_storage_nvme_power_on_seconds_total", "opsd_storage_nvme_info"
+WARNING, MEDIA_ERRORS = "opsd_storage_nvme_critical_warning", "opsd_storage_nvme_media_errors_total"
+
+WINDOW_S = 600.0
+DAY_S = 86_400.0
+HORIZON_DAYS = 30.0
+"""The end of its endurance is predicted for the next month: as long as a run takes."""
+
+LEAST_WEAR = 0.2
+"""Drives tell wear in whole percent: below this its pace is not known well enough."""
+
+MEANINGS = {
+    "spare_low": "its spare blocks run out",
+    "temperature": "it is too hot",
+    "reliability": "it has become unreliable",
+    "read_only": "it can only be read any more",
+    "backup_failed": "its power-loss protection has failed",
+    "pmr_unreliable": "its persistent memory has failed",
+}
+GRAVE = frozenset({"reliability", "read_only"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    what: str
+    grave: bool = False
+    confidence: float = 0.95
+
+
+def days_left(wear: float, written: float, powered_s: float, bytes_per_s: float) -> float | None:
+    """Days until ``wear`` is 1, at the pace of its life or of the ``bytes_per_s`` of now, whichever wears it faster.
+
+    What a byte wears is taken from the drive's own life, its write amplification included. None if it has none yet.
+    """
+    if wear <= 0 or written <= 0 or powered_s <= 0:
+        return None
+    pace = max(wear / powered_s, wear / written * bytes_per_s)
+    return max(1.0 - wear, 0.0) / pace / DAY_S
+
+
+def _warnings(view: View, controller: str) -> Iterator[_Fault]:
+    for series in view.select(WARNING, controller=controller):
+        values = [value for _, value in series.values(WINDOW_S)][-2:]
+        if series.last and min(values) > 0:
+            warning = series.labels["warning"]
+            yield _Fault(MEANINGS.get(warning, warning), warning in GRAVE)
+
+
+def _media_errors(view: View, controller: str) -> Iterator[_Fault]:
+    for series in view.select(MEDIA_ERRORS, controller=controller):
+        if series.last is not None and (errors := growth(series, WINDOW_S)) >= 1:
+            yield _Fault(f"{errors:.0f} times in ten minutes data could not be read back", grave=True)
+
+
+def _worn(view: View, controller: str) -> Iterator[_Fault]:
+    wear, powered = (latest(view, metric, controller=controller) for metric in (WEAR, POWER_ON))
+    for series in view.select(WRITTEN, controller=controller):
+        points = series.values(WINDOW_S)
+        if wear is None or wear < LEAST_WEAR or powered is None or series.last is None or len(points) < 2:
+            return
+        rate = growth(series, WINDOW_S) / (points[-1][0] - points[0][0])
+        days = days_left(wear, series.last, powered, rate)
+        if days is not None and days <= HORIZON_DAYS:
+            when = f"will be in {days:.0f} days at {rate / 1e9:.2f} GB/s" if days >= 1 else "are about to be"
+            yield _Fault(f"{wear:.0%} of its endurance are used up, all of it {when}", confidence=0.7)
+
+
+def _faults(view: View, controller: str) -> list[_Fault]:
+    return [fault for find in (_warnings, _media_errors, _worn) for fault in find(view, controller)]
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for controller in sorted({series.labels["controller"] for series in view.select(INFO)}):
+        if faults := _faults(view, controller):
+            yield _finding(view, controller, faults)
+
+
+def _finding(view: View, controller: str, faults: Sequence[_Fault]) -> Finding:
+    drive = next(series.labels for series in view.select(INFO, controller=controller))
+    ranks = [rank for rank in view.ranks if rank.live]
+    grave = any(fault.grave for fault in faults)
+    facts = [*(fault.what for fault in faults), f"{drive['model']}, serial number {drive['serial']}"]
+    return Finding(
+        kind="nvme_failing",
+        key=f"{view.node}/{controller}/{drive['serial']}",
+        severity=Severity.CRITICAL if grave else Severity.WARNING,
+        summary=f"{controller} on {view.node}: {' and '.join(fault.what for fault in faults)}",
+        culprit=Culprit("storage", view.node, detail=controller),
+        confidence=max(fault.confidence for fault in faults),
+        evidence=tuple(Evidence(fact, "SMART log", view.wall) for fact in facts),
+        cost=Cost(text="staged data and checkpoints on it are lost with it" if ranks else ""),
+        job=ranks[0].job if ranks else "",
+        data={"controller": controller, "serial": drive["serial"]},
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    why = f"{incident.summary}: move checkpoints elsewhere and have the drive replaced"
+    return (Action("notify", target=view.node, reason=why),)
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once another drive is in its place, or it shows nothing any more; None if it does not answer."""
+    controller = text(incident.data, "controller")
+    drives = [series for series in view.select(INFO, controller=controller) if series.last is not None]
+    if not drives:
+        return None
+    return all(drive.labels["serial"] != text(incident.data, "serial") for drive in drives) or not _faults(
+        view, controller
+    )
+
+
+PAGE = Page.parse("""
+# An NVMe drive is failing
+
+## Meaning
+The drive gives one of its critical warnings (spare blocks, heat, reliability, read-only), could not read back what
+was written, or its rated endurance will be used up within 30 days. The last is reckoned from the drive's own life:
+what a byte has worn so far, times what is written now, or its average pace if that is faster.
+
+## Impact
+The shards that are staged on it and the local tier of the checkpoints. A drive that turns read-only stops every save
+to it; training goes on.
+
+## Diagnosis
+1. `opsd incidents show ID`: which drive, what it says, and how many days are left.
+2. `smartctl -a /dev/nvme0` (or `nvme smart-log /dev/nvme0`): critical warning, percentage used, media errors.
+3. `journalctl -k --since -1day | grep -i nvme`: resets and time-outs.
+4. `findmnt -S /dev/nvme0n1`: what lies on it.
+
+## Mitigation
+- Warning or media errors: take the node out at the next checkpoint and have the drive replaced.
+- Worn out within the month: plan the replacement; stage the data elsewhere, or write fewer local checkpoints.
+- Heat: see to the air flow; the drive throttles itself meanwhile.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it once another drive answers, or this one has nothing to say any more.
+- recommend, act: the same, and notifies.
+""")
+
+RUNBOOK = Runbook(
+    kind="nvme_failing",
+    page=PAGE,
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("nvme",),
+    look_every_s=5.0,
+    clear_after_s=60.0,
+    verify_s=3600.0,
+    max_attempts=1,
+)
