@@ -12,6 +12,7 @@ from runbooks.runs import run_of
 from runbooks.signals import text
 
 PROCESSES, USED = "opsd_gpu_processes", "DCGM_FI_DEV_FB_USED"
+DEAD_PROCESSES = "opsd_gpu_orphan_processes"
 
 LEAST_MIB = 2048.0
 """Device memory in use that a driver without clients does not explain."""
@@ -35,6 +36,12 @@ def _ended(view: View, rank: RankFact) -> bool:
     """True if the run of a rank that is gone has ended; a launcher that still lives may be starting it anew."""
     run = run_of(view, rank.run)
     return run is None or not run.alive or run.state in ENDED
+
+
+def _undead(gpu: GpuFact, dead: float) -> str:
+    """Processes that are dead and that the driver still counts: it hangs in their cleaning up."""
+    pids = f" (pid {', '.join(map(str, gpu.orphans))})" if gpu.orphans else ""
+    return f"{_counted(dead)} held by the driver though dead{pids}" if dead else ""
 
 
 def _left_behind(view: View, gpu: GpuFact, processes: float) -> str:
@@ -67,7 +74,7 @@ def _ownerless(view: View, gpu: GpuFact, used: float) -> str:
 
 def _held(view: View) -> dict[str, tuple[GpuFact, str]]:
     """The GPUs that something holds, by UUID, and what it is."""
-    processes, used = newest(view, PROCESSES), newest(view, USED)
+    processes, used, dead = newest(view, PROCESSES), newest(view, USED), newest(view, DEAD_PROCESSES)
     working = {gpu.index: sum(_works(rank) for rank in view.ranks if rank.gpu == gpu.index) for gpu in view.gpus}
     counts = {gpu.index: processes[gpu.uuid] for gpu in view.gpus if gpu.uuid in processes}
     extra = {index: count - working[index] for index, count in counts.items() if working[index]}
@@ -76,7 +83,8 @@ def _held(view: View) -> dict[str, tuple[GpuFact, str]]:
         count = counts.get(gpu.index)
         if count is None:
             continue
-        what = _ownerless(view, gpu, used.get(gpu.uuid, 0.0)) if not count else ""
+        what = _undead(gpu, dead.get(gpu.uuid, 0.0))
+        what = what or (_ownerless(view, gpu, used.get(gpu.uuid, 0.0)) if not count else "")
         what = what or (_strangers(view, extra, gpu) if working[gpu.index] else "")
         what = what or (_left_behind(view, gpu, count) if count and not working[gpu.index] else "")
         if what:
@@ -124,9 +132,10 @@ PAGE = Page.parse("""
 # A process holds a GPU that should be free
 
 ## Meaning
-One of these has been so for half a minute: a run has ended but processes are left on its GPU; memory of a GPU is in
-use although no process holds it; beside the ranks of a run a further process uses one of its GPUs, and not the
-others. GPUs that no run under opsd has used are nobody's business here.
+One of these has been so for half a minute: a process has died and the driver still counts it; a run has ended but
+processes are left on its GPU; memory of a GPU is in use although no process holds it; beside the ranks of a run a
+further process uses one of its GPUs, and not the others. GPUs that no run under opsd has used are nobody's business
+here.
 
 ## Impact
 The next job on the node dies with "out of memory" while it loads, or trains slower beside a stranger. A process that
