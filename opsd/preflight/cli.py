@@ -16,7 +16,7 @@ from opsd.config import Settings
 from opsd.config_cli import BadConfig, load
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS
-from opsd.preflight.command import FORMATS, HISTORY, Request
+from opsd.preflight.command import FORMATS, HISTORY, Request, quarantine
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.files import write_text
@@ -44,6 +44,7 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--textfile", "textfile_file", type=_FILE, help="Write it for node_exporter's textfile collector.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+@click.option("--act", "acting", is_flag=True, help="Drain this node in Slurm if it failed, give it back if it passed.")
 @click.option("--quiet", is_flag=True, help="Print nothing; the exit code and the files tell.")
 @click.pass_context
 def preflight(
@@ -54,6 +55,7 @@ def preflight(
     skip: list[str],
     file: Path | None,
     overrides: tuple[str, ...],
+    acting: bool,
     quiet: bool,
     **files: Path | None,
 ) -> int | None:
@@ -81,6 +83,8 @@ def preflight(
         report = run_preflight(request, settings.preflight, CHECKS, console)
     except (SelectionError, FleetError) as error:
         raise BadConfig(str(error)) from error
+    if acting:
+        quarantine(report, settings, targets.get("json"), console)
     return exit_code(report)
 
 

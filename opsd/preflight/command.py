@@ -12,11 +12,14 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
+from opsd.agent.actions import ActionError
+from opsd.agent.drainer import SlurmDrainer
 from opsd.preflight import formats, view
 from opsd.preflight.base import Check, Context, Demand, Limits
 from opsd.preflight.engine import Job, Listener, SelectionError, find, run, select
@@ -24,8 +27,13 @@ from opsd.preflight.files import write_text
 from opsd.preflight.fleet import Fleet
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.judge import Yardsticks
+from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report
 from opsd.preflight.settings import PreflightSettings
+from opsd.slurm.connect import choose
+
+if TYPE_CHECKING:
+    from opsd.config import Settings
 
 HISTORY: Final = "preflight.sqlite"
 _STOP: Final = (signal.SIGINT, signal.SIGTERM)
@@ -139,6 +147,26 @@ def keep(report: Report, targets: Mapping[str, Path], history: History | None, c
         history.record(report)
     except HistoryError as error:
         say(console, f"{error}; the verdict stands")
+
+
+def quarantine(report: Report, settings: Settings, written: Path | None, console: Console) -> None:
+    """Let Slurm know of the verdict, within the limits of the policy, and say what came of it.
+
+    ``written`` is the report as JSON where it was asked for; otherwise one is kept in the state folder as evidence.
+    """
+    evidence = written
+    if evidence is None or str(evidence) == "-":
+        evidence = settings.agent.state_dir / f"preflight-{report.node}-{report.started:.0f}.json"
+        keep(report, {"json": evidence}, None, console)
+    slurm = cache(lambda: choose().slurm)
+    drainer = SlurmDrainer(slurm, report.node, settings.policy.max_drained_share)
+    try:
+        done = act(report, evidence.absolute(), drainer, slurm)
+    except ActionError as error:
+        say(console, f"{report.node} was left as it is: {error}")
+    else:
+        if done:
+            console.print(done, highlight=False, markup=False, soft_wrap=True)
 
 
 def say(console: Console, sentence: str) -> None:

@@ -1,0 +1,41 @@
+"""What ``--act`` does with a verdict: a node that failed is drained with its evidence, one that passed given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from opsd.agent.actions import ActionError
+from opsd.preflight.report import Report
+from opsd.slurm.drain import OWN_PREFIX, give_back
+from opsd.slurm.port import Slurm, SlurmError
+
+MARK: Final = "preflight"
+"""The reasons of these drains begin with it, after opsd's prefix: only such nodes are given back here."""
+
+
+def reason_for(report: Report, evidence: Path) -> str:
+    """Why the node is out of service, in one line: the checks that failed, and where to read more."""
+    failed = [result.check for result in report.results if result.failed]
+    names = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+    return f"{MARK} {report.profile} failed: {names or 'no check ran'}; see {evidence}"
+
+
+def act(report: Report, evidence: Path, drain: Callable[[str, str], str], slurm: Callable[[], Slurm]) -> str:
+    """Drain or give back the node of ``report`` and say what was done, "" if nothing. Raises ActionError.
+
+    An interrupted preflight knows nothing and does nothing. A node is given back only if it was an earlier preflight of
+    the same profile that took it out, and never if somebody else or an incident did.
+    """
+    if report.interrupted:
+        return ""
+    if not report.passed:
+        return drain(report.node, reason_for(report, evidence))
+    try:
+        found = slurm().nodes([report.node])
+        if not found or not found[0].reason.startswith(f"{OWN_PREFIX} {MARK} {report.profile} "):
+            return ""
+        return f"gave {report.node} back to Slurm" if give_back(slurm(), [report.node]) else ""
+    except SlurmError as error:
+        raise ActionError(f"Slurm: {error}") from error

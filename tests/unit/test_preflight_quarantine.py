@@ -1,0 +1,71 @@
+"""`opsd preflight --act`: what becomes of a node in Slurm after its verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opsd.agent.actions import ActionError
+from opsd.agent.drainer import SlurmDrainer
+from opsd.preflight.quarantine import act
+from opsd.preflight.report import Report
+from opsd.slurm.port import Node
+from tests.fakes.preflight_reports import GEMM, VERSIONS, report
+from tests.fakes.slurm import FakeSlurm
+
+EVIDENCE = Path("/var/lib/opsd/preflight.json")
+DRAIN = frozenset({"drain"})
+FAILED = "opsd: preflight quick failed: gpu_burn; see /old.json"
+
+
+def verdict(passed: bool, **fields: object) -> Report:
+    return report(VERSIONS if passed else GEMM, node="n01", **fields)
+
+
+def cluster(reason: str = "", flags: frozenset[str] = frozenset(), by: str = "root") -> FakeSlurm:
+    others = [Node(f"n{number:02d}", "allocated") for number in range(2, 42)]
+    return FakeSlurm([Node("n01", "idle", flags, reason, by if reason else ""), *others])
+
+
+def acted(slurm: FakeSlurm, found: Report) -> str:
+    return act(found, EVIDENCE, SlurmDrainer(lambda: slurm, "n01", 0.05), lambda: slurm)
+
+
+def test_a_node_that_failed_is_drained_with_its_evidence() -> None:
+    """The reason says whose it is, what failed, and where to read more."""
+    slurm = cluster()
+    assert acted(slurm, verdict(passed=False)) == "drained n01"
+    assert slurm.updates == [(("n01",), "drain", f"opsd: preflight quick failed: gpu_burn; see {EVIDENCE}")]
+
+
+def test_a_node_that_passed_is_given_back_if_a_preflight_took_it_out() -> None:
+    """The same checks that kept it out let it in again."""
+    slurm = cluster(FAILED, DRAIN)
+    assert acted(slurm, verdict(passed=True)) == "gave n01 back to Slurm"
+    assert slurm.updates == [(("n01",), "resume", "")]
+
+
+@pytest.mark.parametrize(
+    "reason", ["replace the fan", "opsd: GPU 2 is lost", "opsd: preflight standard failed: gpu_burn; see /x.json", ""]
+)
+def test_a_node_that_passed_is_left_as_it_is_otherwise(reason: str) -> None:
+    """People, incidents and a more thorough preflight had their own reasons."""
+    slurm = cluster(reason, DRAIN if reason else frozenset())
+    assert acted(slurm, verdict(passed=True)) == ""
+    assert slurm.updates == []
+
+
+def test_an_interrupted_preflight_does_nothing() -> None:
+    """It knows nothing about the node."""
+    slurm = cluster()
+    assert acted(slurm, verdict(passed=False, interrupted=True)) == ""
+    assert slurm.updates == []
+
+
+def test_somebody_elses_node_is_not_drained_again() -> None:
+    """Their reason stays, and the refusal is said."""
+    slurm = cluster("replace the fan", DRAIN, "alice")
+    with pytest.raises(ActionError, match="alice"):
+        acted(slurm, verdict(passed=False))
+    assert slurm.updates == []
