@@ -41,6 +41,7 @@ def serve(settings: Settings) -> int:
     """Run the agent until it is told to stop; returns the exit code."""
     from opsd.agent import systemd
     from opsd.agent.logs import configure
+    from opsd.agent.page_history import History
     from opsd.agent.server import App, Server
     from opsd.agent.wiring import build_journal, build_loop
 
@@ -58,10 +59,17 @@ def serve(settings: Settings) -> int:
     journal = build_journal(settings, log)
     loop = build_loop(settings, journal, log)
     facts = {"node": settings.agent.node, "mode": settings.policy.mode, "started_at": time.time()}
-    server.start(App(lambda: loop.snapshot, facts, stale_s=max(5.0, 3 * settings.agent.interval_s)))
+    history = History()
+    stale_s = max(5.0, 3 * settings.agent.interval_s)
+    server.start(App(lambda: loop.snapshot, facts, stale_s=stale_s, history=history))
     log.info("agent started", listen=server.address, **facts)
     systemd.notify("READY=1")
-    loop.run(stop, after_tick=lambda: systemd.notify("WATCHDOG=1"))
+
+    def after_tick() -> None:
+        systemd.notify("WATCHDOG=1")
+        history.note(loop.snapshot)
+
+    loop.run(stop, after_tick=after_tick)
     systemd.notify("STOPPING=1")
     server.close()
     journal.close()

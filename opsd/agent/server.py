@@ -1,6 +1,8 @@
 """The agent's HTTP server: metrics, health and incidents; GET and HEAD only, read only, loopback by default.
 
 ========================= ==========================================================================
+``/``                     this node for people; ``?refresh=5`` loads it again every 5 s
+``/runbooks/NAME``        the page of a runbook or an alert; ``/runbooks/`` lists them
 ``/metrics``              every series, Prometheus text or OpenMetrics
 ``/healthz``              200 while the loop ticks, 503 otherwise
 ``/readyz``               200 once the first collection is done and while the loop ticks
@@ -17,7 +19,6 @@ never reads, or writes a byte a minute, is cut off and cannot hold the agent.
 
 from __future__ import annotations
 
-import html
 import socket
 import threading
 import time
@@ -32,6 +33,10 @@ from opsd import __version__
 from opsd.agent import api
 from opsd.agent.exposition import Exposition
 from opsd.agent.loop import Snapshot
+from opsd.agent.page import REFRESH_S, node_page
+from opsd.agent.page_history import History
+from opsd.agent.page_html import HEADERS
+from opsd.agent.page_runbooks import runbook_list, runbook_page
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -60,9 +65,17 @@ class Request:
 class App:
     """Answers requests from the newest snapshot. ``stale_s``: a loop that has not ticked for longer is not healthy."""
 
-    def __init__(self, latest: Callable[[], Snapshot], facts: Mapping[str, Any], *, stale_s: float) -> None:
+    def __init__(
+        self,
+        latest: Callable[[], Snapshot],
+        facts: Mapping[str, Any],
+        *,
+        stale_s: float,
+        history: History | None = None,
+    ) -> None:
         self._latest = latest
         self._facts = facts
+        self._history = history or History()
         self._stale_s = stale_s
         self._exposition = Exposition(lambda: latest().samples)
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
@@ -82,6 +95,8 @@ class App:
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
             return self._incident(request.path.rpartition("/")[2])
+        if request.path.startswith("/runbooks/"):
+            return _runbook(request.path.removeprefix("/runbooks/"))
         return _problem(HTTPStatus.NOT_FOUND, f"nothing at {request.path}; see /")
 
     def _metrics(self, request: Request) -> Answer:
@@ -119,11 +134,18 @@ class App:
             return _problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
         return _json(api.incident_details(latest, found))
 
-    def _index(self, _request: Request) -> Answer:
-        links = "".join(f'<li><a href="{path}">{path}</a></li>' for path in self._routes if path != "/")
-        node = html.escape(str(self._facts.get("node", "")))
-        page = f"<!doctype html><title>opsd {node}</title><h1>opsd {__version__} on {node}</h1><ul>{links}</ul>"
-        return HTTPStatus.OK, page.encode(), {"Content-Type": "text/html; charset=utf-8"}
+    def _index(self, request: Request) -> Answer:
+        wanted = request.query.get("refresh", ["0"])[-1]
+        refresh_s = next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
+        latest, now = self._latest(), time.monotonic()
+        return HTTPStatus.OK, node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now), HEADERS
+
+
+def _runbook(name: str) -> Answer:
+    body = runbook_page(name) if name else runbook_list()
+    if body is None:
+        return _problem(HTTPStatus.NOT_FOUND, "no runbook has this name; see /runbooks/")
+    return HTTPStatus.OK, body, HEADERS
 
 
 def _json(value: object) -> Answer:
@@ -147,13 +169,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        url = urlsplit(self.path)
-        request = Request(
-            url.path,
-            parse_qs(url.query, max_num_fields=20),
-            self.headers.get("Accept", ""),
-            self.headers.get("Accept-Encoding", ""),
-        )
+        try:
+            request = self._request()
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST, "not an address that can be understood")
+            return
         try:
             status, body, headers = self.server.app(request)
         except Exception:
@@ -170,6 +190,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if with_body:
             self.wfile.write(body)
+
+    def _request(self) -> Request:
+        """What was asked for. Raises ValueError if it is no valid address, or one with too many parameters."""
+        url = urlsplit(self.path)
+        return Request(
+            url.path,
+            parse_qs(url.query, max_num_fields=20),
+            self.headers.get("Accept", ""),
+            self.headers.get("Accept-Encoding", ""),
+        )
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: a scrape a second is not worth a line."""

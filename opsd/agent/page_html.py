@@ -1,0 +1,140 @@
+"""HTML from values: everything that is not marked as HTML is escaped. No page here needs a script or another file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+MAX_TEXT: Final = 240
+"""Characters of a text that are shown; what users and drivers write can be of any length."""
+
+STYLE: Final = """
+:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5b6470;--line:#dfe3e8;--link:#0b5cad;
+--good:#176f3d;--warn:#8a5200;--bad:#b3261e;--good-bg:#e3f4ea;--warn-bg:#fdf0d9;--bad-bg:#fce8e6;--none-bg:#eceff2}
+@media(prefers-color-scheme:dark){:root{--bg:#14171b;--card:#1c2026;--ink:#e7eaee;--soft:#a2abb6;--line:#333a43;
+--link:#7fb8f5;--good:#7ddba3;--warn:#f2bf6d;--bad:#ff9b92;--good-bg:#14301f;--warn-bg:#362708;--bad-bg:#3f1714;--none-bg:#2a3038}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
+header,main,footer{max-width:76rem;margin:0 auto;padding:.75rem 1rem}
+h1{font-size:1.35rem;margin:.25rem 0}h2{font-size:1.05rem;margin:0 0 .5rem}
+a{color:var(--link)}
+:focus-visible{outline:3px solid var(--link);outline-offset:2px}
+.skip{position:absolute;left:-99rem}.skip:focus{position:static}
+.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.8rem 1rem;margin:0 0 1rem}
+.facts{display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;color:var(--soft);margin:0;padding:0;list-style:none}
+.facts b{color:var(--ink)}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th,td{text-align:left;padding:.3rem .8rem .3rem 0;border-bottom:1px solid var(--line);white-space:nowrap}
+tr:last-child>td,tr:last-child>th{border-bottom:0}
+thead th{color:var(--soft);font-weight:600}
+.pill{display:inline-block;border-radius:99px;padding:0 .6rem;background:var(--none-bg);font-size:.85rem}
+.good{color:var(--good);background:var(--good-bg)}.warn{color:var(--warn);background:var(--warn-bg)}
+.bad{color:var(--bad);background:var(--bad-bg)}
+svg{vertical-align:middle;margin-left:.5rem}polyline{fill:none;stroke:var(--link);stroke-width:1.5}
+details{border-top:1px solid var(--line);padding:.5rem 0}details:first-of-type{border-top:0}
+summary{cursor:pointer}summary .pill{margin-right:.4rem}
+dl{display:grid;grid-template-columns:6rem 1fr;gap:.2rem .8rem;margin:.5rem 0 0 1rem}dt{color:var(--soft)}
+dd{margin:0;overflow-wrap:anywhere}dd ul{margin:0;padding-left:1.1rem}.none{color:var(--soft);margin:0}
+code{overflow-wrap:anywhere}
+article{max-width:46rem}article pre{overflow-x:auto}
+@media(max-width:40rem){body{font-size:14px}td svg{display:none}th,td{padding-right:.6rem}
+header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}
+"""
+STYLE_HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+HEADERS: Final = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{STYLE_HASH}'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
+"""A browser runs and loads nothing from a page, whatever somebody managed to write into it."""
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def h(value: object) -> Html:
+    """``value`` as HTML: shortened, without control characters, escaped; HTML stays as it is."""
+    if isinstance(value, Html):
+        return value
+    text = "".join(c if c.isprintable() else " " for c in str(value))
+    shown = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    return Html(html.escape(shown.encode("utf-8", "replace").decode()))
+
+
+def join(parts: Iterable[object], between: str = "") -> Html:
+    """The parts as HTML, one after the other."""
+    return Html(between.join(h(part) for part in parts))
+
+
+def pill(text: object, tone: str = "") -> Html:
+    """A short text in a tone: good, warn, bad or none. The text says it all, as colour alone would not."""
+    return Html(f'<span class="pill {tone}">{h(text)}</span>')
+
+
+def link(href: str, text: object) -> Html:
+    """A link."""
+    return Html(f'<a href="{h(href)}">{h(text)}</a>')
+
+
+def card(id: str, title: str, body: object) -> Html:
+    """A section with a heading."""
+    return Html(f'<section class="card" aria-labelledby="{id}"><h2 id="{id}">{h(title)}</h2>{h(body)}</section>')
+
+
+def nothing(text: str) -> Html:
+    """What stands where there is nothing to list."""
+    return Html(f'<p class="none">{h(text)}</p>')
+
+
+def table(label: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
+    """A table that scrolls by itself where the screen is narrow; the first cell of a row is its heading."""
+    head = "".join(f'<th scope="col">{h(column)}</th>' for column in columns)
+    body = "".join(
+        f'<tr><th scope="row">{h(row[0])}</th>{"".join(f"<td>{h(cell)}</td>" for cell in row[1:])}</tr>' for row in rows
+    )
+    return Html(
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{h(label)}"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def facts(pairs: Iterable[tuple[str, object]]) -> Html:
+    """Names with their values in a row."""
+    items = "".join(f"<li>{h(name)} <b>{h(value)}</b></li>" for name, value in pairs)
+    return Html(f'<ul class="facts">{items}</ul>')
+
+
+def sparkline(values: Sequence[float], label: str, *, width: int = 72, height: int = 18) -> Html:
+    """The course of ``values`` as a line from their lowest to their highest; nothing for fewer than two."""
+    if len(values) < 2:
+        return Html("")
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    last = len(values) - 1
+    points = " ".join(
+        f"{index * width / last:.0f},{1 + (height - 2) * (1 - (value - low) / span if high > low else 0.5):.0f}"
+        for index, value in enumerate(values)
+    )
+    said = h(f"{label} from {low:g} to {high:g}")
+    return Html(
+        f'<svg width="{width}" height="{height}" role="img" aria-label="{said}"><polyline points="{points}"/></svg>'
+    )
+
+
+def document(title: str, header: object, main: object, footer: object, *, refresh_s: int = 0) -> bytes:
+    """A whole page. ``refresh_s``: it loads itself again after so many seconds; 0 is never."""
+    again = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{h(title)}</title>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1">{again}<style>{STYLE}</style></head>'
+        f'<body><a class="skip" href="#main">Skip to content</a><header>{h(header)}</header>'
+        f'<main id="main">{h(main)}</main><footer>{h(footer)}</footer></body></html>'
+    ).encode()

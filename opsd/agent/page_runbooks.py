@@ -1,0 +1,50 @@
+"""The runbooks as pages, so that the link in an alert leads to the release of the page that runs on the node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from opsd.agent.page_html import Html, card, document, h, join, link
+from runbooks import RUNBOOKS
+from runbooks.alert_pages import PAGES
+from runbooks.base import SECTIONS, Page
+
+
+def runbook_page(name: str) -> bytes | None:
+    """The page of the runbook or alert ``name`` as UTF-8, None if there is none."""
+    book = next((book for book in RUNBOOKS if book.kind == name), None)
+    page = book.page if book else PAGES.get(name)
+    return None if page is None else _document(name, page)
+
+
+def runbook_list() -> bytes:
+    """The list of all pages as UTF-8."""
+    found = _list((book.kind, book.page) for book in RUNBOOKS)
+    raised = _list(PAGES.items())
+    main = join((card("kinds", "Incidents", found), card("alerts", "Alerts that only Prometheus can raise", raised)))
+    return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
+
+
+_HOME = link("/", "this node")
+
+
+def _list(pages: Iterable[tuple[str, Page]]) -> Html:
+    items = "".join(f"<li>{link(f'/runbooks/{name}', page.title)}</li>" for name, page in pages)
+    return Html(f"<ul>{items}</ul>")
+
+
+@lru_cache(maxsize=8)
+def _document(name: str, page: Page) -> bytes:
+    texts = (page.meaning, page.impact, page.diagnosis, page.mitigation, page.automatic)
+    body = "".join(f"<h2>{head}</h2>{_html(text)}" for head, text in zip(SECTIONS, texts, strict=True))
+    header = Html(f"<h1>{h(page.title)}</h1>")
+    footer = join((link("/runbooks/", "all runbooks"), _HOME, name), " · ")
+    return document(f"{page.title} – opsd", header, Html(f'<article class="card">{body}</article>'), footer)
+
+
+def _html(markdown: str) -> Html:
+    """Markdown as HTML; tags in it are shown and not obeyed."""
+    from markdown_it import MarkdownIt  # 3 MiB that an agent pays once somebody reads a page
+
+    return Html(MarkdownIt("commonmark", {"html": False}).render(markdown))

@@ -1,0 +1,262 @@
+"""The page of a node: all that matters is on it, and nothing that somebody wrote into a name has any effect."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
+from opsd.agent.gather import Health, Source
+from opsd.agent.loop import Snapshot
+from opsd.agent.page import node_page
+from opsd.agent.page_history import History
+from opsd.agent.page_html import STYLE, h
+from opsd.agent.page_runbooks import runbook_list, runbook_page
+from runbooks import RUNBOOKS
+from runbooks.alert_pages import PAGES
+from runbooks.base import Evidence, Severity, State
+from tests.fakes.collectors import FakeCollector
+from tests.fakes.incidents import WALL, incident
+
+ABOUT = {"node": "node-17", "mode": "observe", "started_at": WALL - 90_000}
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b[2J"
+VOID = {"meta", "polyline"}
+GAUGES = {
+    name: Metric(f"DCGM_FI_DEV_{name}", "A gauge.", labels=("gpu", "UUID"))
+    for name in ("GPU_UTIL", "GPU_TEMP", "POWER_USAGE", "SM_CLOCK")
+}
+THROTTLE = Metric("opsd_gpu_throttle_seconds_total", "Throttled.", "counter", "seconds", ("gpu", "UUID", "reason"))
+
+
+class Structure(HTMLParser):
+    """The tags and the text of a page; raises where tags do not match."""
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(page.decode())
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def gpu(index: int, **changes: Any) -> GpuFact:
+    return GpuFact(index, f"GPU-{index}", f"0000:{index:02X}", "H100", **changes)
+
+
+def rank(number: int, **changes: Any) -> RankFact:
+    step = StepFact(100 + number % 2, 999.0, 0.5, 1000, 2.0, 1.0, {"forward": 0.1, "backward": 0.3, "data": 0.1})
+    fields: dict[str, Any] = {
+        "run": "train", "job": "4242", "rank": number, "local_rank": number, "world_size": 8, "generation": 2,
+        "gpu": number, "pid": 100 + number, "state": "running", "process": "S", "phase": "backward",
+        "phase_since": 990.0, "changed": 990.0, "steps_reported": 1, "committed_step": 80, "workers": (),
+        "steps": (step,),
+    }  # fmt: skip
+    return RankFact(**{**fields, **changes})
+
+
+def run(name: str = "train", **changes: Any) -> RunFact:
+    fields: dict[str, Any] = {
+        "run": name, "job": "4242", "node": "n", "state": "running", "generation": 2, "launcher_pid": 1, "alive": True,
+        "world_size": 8, "control": "", "folder": "", "logs": "",
+    }  # fmt: skip
+    return RunFact(**{**fields, **changes})
+
+
+def samples(gpus: int, throttled_s: float = 0.0, temperature: float = 64.0) -> tuple[Sample, ...]:
+    gauges = [
+        Sample(metric, temperature if name == "GPU_TEMP" else 98.0, (str(index), f"GPU-{index}"))
+        for index in range(gpus)
+        for name, metric in GAUGES.items()
+    ]
+    counters = [Sample(THROTTLE, throttled_s, (str(i), f"GPU-{i}", "hw_thermal")) for i in range(gpus)]
+    return (*gauges, *counters)
+
+
+def snapshot(at: float = 1000.0, **changes: Any) -> Snapshot:
+    fields: dict[str, Any] = {
+        "gpus": [gpu(0), gpu(1)], "ranks": [rank(0), rank(1)], "runs": [run()], "samples": (samples(2),),
+    }  # fmt: skip
+    return Snapshot(1, at, WALL, **{**fields, **changes})
+
+
+def page(shown: Snapshot, history: History | None = None, refresh_s: int = 0, **about: Any) -> bytes:
+    return node_page(shown, history or History(), {**ABOUT, **about}, refresh_s=refresh_s, now=1001.0)
+
+
+def test_everything_that_matters_is_on_it() -> None:
+    """GPUs, ranks and their phases, runs with their checkpoints, incidents with evidence, cost and what was done."""
+    root = incident("root", severity=Severity.CRITICAL)
+    symptom = incident("symptom", summary="rank 1 is slow", cause="root")
+    past = incident("past", summary="it is over", state=State.RESOLVED, resolved_at=WALL - 200, opened_at=WALL - 300)
+    text = Structure(page(snapshot(incidents=(root, symptom), ended=(past,)))).text
+    for said in ("node-17", "policy observe", "1 incident", "up 25 h 0 min", "GPU 0 is in trouble", "too hot", "a tenth"):
+        assert said in re.sub(r"\s+", " ", text)
+    for said in ("kill_process r: ok", "rank 1 is slow", "it is over", "over for 3 min"):
+        assert said in text
+    for said in ("backward", "0 of train", "step 80, 21 behind", "backward 60%, forward 20%, data 20%", "0.500 s"):
+        assert said in text
+
+
+def test_symptoms_are_shown_with_their_cause_only() -> None:
+    """Two cards for one fault would be read as two faults."""
+    root, symptom = incident("root"), incident("symptom", summary="rank 1 is slow", cause="root")
+    tags = [tag for tag, _ in Structure(page(snapshot(incidents=(symptom, root)))).tags]
+    assert tags.count("details") == 1
+
+
+def test_what_was_written_into_names_has_no_effect() -> None:
+    """Script in a node's name, a run's, a log line or an error is text."""
+    hostile = incident("i", summary=HOSTILE, evidence=(Evidence(HOSTILE, "log", WALL),), job=HOSTILE, verdict=HOSTILE)
+    source = Source(FakeCollector("source"))
+    source.health, source.reason, source.reading = Health.ERROR, HOSTILE, Reading()
+    shown = snapshot(
+        incidents=(hostile,), runs=[run(HOSTILE, state=HOSTILE)], ranks=[rank(0, run=HOSTILE, phase=HOSTILE)],
+        gpus=[gpu(0, lost=HOSTILE)], sources=(source,), journal_problem=HOSTILE,
+    )  # fmt: skip
+    found = Structure(page(shown, node=HOSTILE, mode=HOSTILE))
+    tags = {tag for tag, _ in found.tags}
+    assert not tags & {"script", "img", "iframe", "object", "form", "input", "base"}
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    assert found.text.count("<script>alert(1)</script>") >= 8
+    assert "\x1b" not in found.text
+
+
+@given(st.text(max_size=400))
+def test_any_text_becomes_text(text: str) -> None:
+    """Whatever is escaped has no tags left and reads like before, but for control characters and length."""
+
+    class Text(HTMLParser):
+        seen = ""
+
+        def handle_starttag(self, tag: str, attrs: Any) -> None:
+            raise AssertionError(tag)
+
+        def handle_data(self, data: str) -> None:
+            self.seen += data
+
+    parser = Text(convert_charrefs=True)
+    parser.feed(f"{h(text)}")
+    parser.close()
+    wanted = "".join(c if c.isprintable() else " " for c in text)
+    assert parser.seen == (wanted if len(wanted) <= 240 else wanted[:239] + "…")
+
+
+def test_it_is_small_whatever_a_node_has() -> None:
+    """Sixteen GPUs with ten minutes of history, 256 ranks and 200 incidents fit into 50 KB."""
+    history = History(every_s=1.0)
+    for second in range(100):
+        history.note(snapshot(1000.0 + second, samples=(samples(16, temperature=60 + second % 20),)))
+    evidence = tuple(Evidence("x" * 120, "log", WALL) for _ in range(10))
+    many = tuple(incident(f"i{n}", evidence=evidence) for n in range(100))
+    ended = tuple(incident(f"e{n}", evidence=evidence, resolved_at=WALL, state=State.RESOLVED) for n in range(100))
+    crowded = snapshot(
+        gpus=[gpu(i) for i in range(16)], ranks=[rank(i) for i in range(256)], incidents=many, ended=ended,
+        samples=(samples(16),), runs=[run(f"run-{n}") for n in range(64)],
+    )  # fmt: skip
+    whole = page(crowded, history)
+    assert b"<polyline" in whole
+    assert len(whole) <= 50_000
+
+
+def test_nothing_but_the_page_itself_is_needed() -> None:
+    """No script, no other file, a language, a heading for each section, names for what is drawn or scrolls."""
+    history = History(every_s=1.0)
+    for second in range(5):
+        history.note(snapshot(1000.0 + second, samples=(samples(2, temperature=60 + second),)))
+    found = Structure(page(snapshot(incidents=(incident(),)), history))
+    tags = found.tags
+    assert ("html", {"lang": "en"}) in tags
+    assert not any("src" in attributes for _, attributes in tags)
+    assert {a["href"][0] for tag, a in tags if tag == "a"} <= {"/", "#"}
+    assert not {"link", "script", "img"} & {tag for tag, _ in tags}
+    assert [tag for tag, _ in tags].count("h1") == 1
+    ids = {attributes["id"] for _, attributes in tags if "id" in attributes}
+    assert {a["aria-labelledby"] for tag, a in tags if tag == "section"} <= ids
+    assert all(a.get("aria-label") for tag, a in tags if tag == "svg" or a.get("role") == "region")
+    assert all(a.get("scope") for tag, a in tags if tag == "th")
+    assert "url(" not in STYLE
+    assert "@import" not in STYLE
+
+
+def test_it_stays_as_it_is_unless_asked() -> None:
+    """A page that loads itself again takes the place of whoever reads it with a screen reader."""
+    assert b"http-equiv" not in page(snapshot())
+    assert b'http-equiv="refresh" content="5"' in page(snapshot(), refresh_s=5)
+
+
+def test_what_is_not_known_is_not_shown_as_healthy() -> None:
+    """Before the first collection, without GPUs, with a lost one, with ranks that stopped."""
+    early = Structure(page(Snapshot(-1, 1000.0, WALL))).text
+    assert "the first collection is not done yet" in early
+    assert "No GPU is known." in early
+    lost = Structure(page(snapshot(gpus=[gpu(0, lost="fell off the bus", orphans=(7,))], samples=()))).text
+    assert "lost: fell off the bus" in lost
+    assert "held by dead 7" in lost
+    assert "–" in lost
+    assert "stopped" in Structure(page(snapshot(ranks=[rank(0, process="T")]))).text
+    assert "running, no launcher" in Structure(page(snapshot(runs=[run(alive=False)]))).text
+
+
+def test_numbers_that_are_none_do_not_break_it() -> None:
+    """A loss that is not a number, values at infinity."""
+    loss = Metric("opsd_rank_loss", "Loss.", labels=("run", "rank"))
+    odd = Sample(GAUGES["GPU_TEMP"], math.inf, ("0", "GPU-0"))
+    shown = snapshot(samples=((Sample(loss, math.nan, ("train", "0")), odd),))
+    history = History(every_s=1.0)
+    for second in range(3):
+        history.note(snapshot(1000.0 + second, samples=shown.samples))
+    assert "nan" in Structure(page(shown, history)).text
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, "0%"), (5.0, "50%"), (99.0, "100%")])
+def test_the_throttled_share_is_that_of_the_last_minute(seconds: float, share: str) -> None:
+    """Of a counter of seconds, read every 10 s."""
+    history = History()
+    for point in range(10):
+        history.note(snapshot(1000.0 + 10 * point, samples=(samples(1, throttled_s=point * seconds),)))
+    assert share in Structure(page(snapshot(gpus=[gpu(0)]), history)).text
+
+
+def test_history_forgets_what_is_gone() -> None:
+    """A GPU that was replaced leaves nothing behind."""
+    history = History(every_s=1.0)
+    history.note(snapshot(1000.0))
+    history.note(snapshot(1000.5))
+    assert len(history.values("DCGM_FI_DEV_GPU_TEMP", "GPU-0")) == 1
+    history.note(snapshot(1002.0, samples=()))
+    assert history.values("DCGM_FI_DEV_GPU_TEMP", "GPU-0") == ()
+
+
+@pytest.mark.parametrize("name", [*(book.kind for book in RUNBOOKS), *PAGES])
+def test_every_runbook_is_a_page(name: str) -> None:
+    """Where the link in an alert leads."""
+    whole = runbook_page(name)
+    assert whole is not None
+    assert "What opsd does by itself" in Structure(whole).text
+    assert f'"/runbooks/{name}"'.encode() in runbook_list()
+
+
+def test_a_runbook_that_does_not_exist_has_no_page() -> None:
+    """Nor has anything that looks like a path."""
+    assert [runbook_page(name) for name in ("nothing", "../server", "")] == [None, None, None]
