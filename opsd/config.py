@@ -62,6 +62,11 @@ class AgentSettings(_Section):
         default="127.0.0.1:9477",
         description="Address and port of /metrics and the API. Everybody who reaches it can read it.",
     )
+    web_config: AnyPath | None = Field(
+        default=None,
+        examples=["/etc/opsd/web.yml"],
+        description="File with certificate and passwords in the format of Prometheus' exporters (opsd[web]).",
+    )
     interval_s: float = Field(default=1.0, ge=0.05, le=60, description="Seconds between two collections.")
     deadline_s: float = Field(
         default=2.0, gt=0, le=300, description="A collector that takes longer is marked as hung and its series vanish."

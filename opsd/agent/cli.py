@@ -43,12 +43,19 @@ def serve(settings: Settings) -> int:
     from opsd.agent.logs import configure
     from opsd.agent.page_history import History
     from opsd.agent.server import App, Server
+    from opsd.agent.web_config import WebConfig, WebConfigError
+    from opsd.agent.web_config import load as load_web
     from opsd.agent.wiring import build_journal, build_loop
 
     log = configure()
     stop = stop_on_signals()
     try:
-        server = Server(settings.agent.listen, log)
+        web = load_web(settings.agent.web_config) if settings.agent.web_config else WebConfig()
+    except WebConfigError as error:
+        click.echo(f"opsd: {error}", err=True)
+        return exitcodes.USAGE
+    try:
+        server = Server(settings.agent.listen, log, web)
     except OSError as error:
         click.echo(
             f"opsd: cannot listen on {settings.agent.listen}: {error.strerror}; another agent may be running, "

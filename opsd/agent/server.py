@@ -37,6 +37,7 @@ from opsd.agent.page import REFRESH_S, node_page
 from opsd.agent.page_history import History
 from opsd.agent.page_html import HEADERS
 from opsd.agent.page_runbooks import runbook_list, runbook_page
+from opsd.agent.web_config import WebConfig
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -169,6 +170,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
+        if not self.server.web.admits(self.headers.get("Authorization", "")):
+            status, body, headers = _problem(HTTPStatus.UNAUTHORIZED, "this agent asks for a user and a password")
+            self._send(status, body, {**headers, "WWW-Authenticate": 'Basic realm="opsd", charset="UTF-8"'}, with_body)
+            return
         try:
             request = self._request()
         except ValueError:
@@ -181,6 +186,9 @@ class _Handler(BaseHTTPRequestHandler):
             status, body, headers = _problem(
                 HTTPStatus.INTERNAL_SERVER_ERROR, "a bug in opsd; the agent's log has more"
             )
+        self._send(status, body, headers, with_body)
+
+    def _send(self, status: HTTPStatus, body: bytes, headers: Mapping[str, str], with_body: bool) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -208,6 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """Listens on ``listen`` ("127.0.0.1:9477", "[::1]:9477") at once, and answers from ``start`` to ``close``.
 
+    ``web`` has certificate and passwords; without it everybody who reaches the address is answered, in the clear.
+
     Raises OSError if the address cannot be listened on.
     """
 
@@ -217,8 +227,9 @@ class Server(ThreadingHTTPServer):
 
     app: App
 
-    def __init__(self, listen: str, log: FilteringBoundLogger) -> None:
+    def __init__(self, listen: str, log: FilteringBoundLogger, web: WebConfig | None = None) -> None:
         self.log = log
+        self.web = web or WebConfig()
         self._open: dict[socket.socket, float] = {}
         self._guard = threading.Lock()
         host, _, port = listen.rpartition(":")
@@ -248,6 +259,13 @@ class Server(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; its handshake is left to the thread that will answer it."""
+        connection, address = super().get_request()
+        if self.web.context is not None:
+            connection = self.web.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
 
     def verify_request(self, request: Any, _client_address: Any) -> bool:
         """Turn a connection away while as many as there are threads for are open."""

@@ -1,0 +1,152 @@
+"""TLS and passwords for the agent's HTTP server, in the file format of Prometheus' exporter-toolkit.
+
+The keys are those of https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md that matter
+to a server of metrics; relative names of files are relative to the file's own folder. Everything is read once, when
+the agent starts: a renewed certificate is taken up by a restart, which loses nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import ssl
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+MAX_REMEMBERED = 32
+"""Passwords known to be right; a scraper brings the same each time, and a bcrypt hash takes a tenth of a second."""
+_VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
+_VERIFY = {
+    "NoClientCert": ssl.CERT_NONE,
+    "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
+    "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
+}
+_NOBODY = b"$2b$10$SgcCAQoAAAAAAAAAAAAAAOsw9oEvY3bZ9WbC1K0sJqPqHzqTqjRzW"
+"""Compared with for users that do not exist, so that they take as long as those who do."""
+
+
+class WebConfigError(Exception):
+    """A web configuration that cannot be used; the message is one sentence for its author."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class _Tls(_Model):
+    cert_file: str
+    key_file: str
+    client_auth_type: Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"] = "NoClientCert"
+    client_ca_file: str = ""
+    min_version: Literal["TLS12", "TLS13"] = "TLS12"
+
+
+class _File(_Model):
+    tls_server_config: _Tls | None = None
+    basic_auth_users: Mapping[str, str] = {}
+
+
+class WebConfig:
+    """Who may ask, and how: ``context`` is None without TLS. Safe to be used from several threads."""
+
+    def __init__(self, context: ssl.SSLContext | None = None, users: Mapping[str, bytes] | None = None) -> None:
+        self.context = context
+        self._users = users or {}
+        self._right: set[bytes] = set()
+        self._guard = threading.Lock()
+
+    def admits(self, authorization: str) -> bool:
+        """Whether a request with this ``Authorization`` header may be answered. One hash at a time is computed."""
+        if not self._users:
+            return True
+        digest = hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).digest()
+        with self._guard:
+            if digest in self._right:
+                return True
+            if not self._matches(authorization):
+                return False
+            if len(self._right) >= MAX_REMEMBERED:
+                self._right.clear()
+            self._right.add(digest)
+            return True
+
+    def _matches(self, authorization: str) -> bool:
+        import bcrypt
+
+        scheme, _, encoded = authorization.partition(" ")
+        try:
+            user, separator, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+        except (binascii.Error, ValueError):
+            return False
+        if scheme.lower() != "basic" or not separator or "\0" in password:
+            return False
+        right = bcrypt.checkpw(password.encode()[:72], self._users.get(user, _NOBODY))
+        return right and user in self._users
+
+
+def load(path: Path) -> WebConfig:
+    """The configuration in ``path``. Raises WebConfigError."""
+    file = _read(path)
+    users = {name: _hash(name, text, path) for name, text in file.basic_auth_users.items()}
+    return WebConfig(_context(file.tls_server_config, path) if file.tls_server_config else None, users)
+
+
+def _read(path: Path) -> _File:
+    try:
+        import bcrypt  # noqa: F401
+        import yaml
+    except ImportError as error:
+        raise WebConfigError(
+            f"{path}: {error}; install what TLS and passwords need: pip install 'opsd[web]'"
+        ) from error
+    try:
+        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _File.model_validate(data if data is not None else {})
+    except OSError as error:
+        raise WebConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise WebConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"]) or "the file"
+        said = "is not a key that opsd knows" if problem["type"] == "extra_forbidden" else problem["msg"].lower()
+        raise WebConfigError(f"{path}: {where}: {said}") from error
+
+
+def _hash(user: str, text: str, path: Path) -> bytes:
+    import bcrypt
+
+    try:
+        bcrypt.checkpw(b"", text.encode())
+    except ValueError as error:
+        raise WebConfigError(
+            f"{path}: basic_auth_users.{user}: not a bcrypt hash; `htpasswd -nBC 10 {user}` makes one"
+        ) from error
+    return text.encode()
+
+
+def _context(tls: _Tls, path: Path) -> ssl.SSLContext:
+    if tls.client_auth_type != "NoClientCert" and not tls.client_ca_file:
+        raise WebConfigError(f"{path}: client_auth_type {tls.client_auth_type} needs a client_ca_file")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = _VERSIONS[tls.min_version]
+    certificate, key = path.parent / tls.cert_file, path.parent / tls.key_file
+    try:
+        for file in (certificate, key):
+            file.read_bytes()
+        context.load_cert_chain(certificate, key, password=lambda: "")
+        if tls.client_ca_file:
+            context.load_verify_locations(path.parent / tls.client_ca_file)
+    except ssl.SSLError as error:
+        raise WebConfigError(
+            f"{path}: {certificate} and {key} are not a certificate and its key: {error.reason or error}"
+        ) from error
+    except OSError as error:
+        raise WebConfigError(f"{path}: {error.filename or tls.client_ca_file}: {error.strerror}") from error
+    context.verify_mode = _VERIFY[tls.client_auth_type]
+    return context

@@ -1,0 +1,138 @@
+"""The agent with a certificate and passwords, as Prometheus' own exporters have them."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+bcrypt = pytest.importorskip("bcrypt")
+yaml = pytest.importorskip("yaml")
+
+from opsd.agent.loop import Snapshot  # noqa: E402
+from opsd.agent.server import App, Server  # noqa: E402
+from opsd.agent.web_config import WebConfigError, load  # noqa: E402
+from tests.fakes.agent import SILENT  # noqa: E402
+from tests.fakes.process import Opsd  # noqa: E402
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+
+HASH = bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode()
+
+
+def certificate(folder: Path, name: str = "server") -> tuple[str, str]:
+    """A certificate for localhost and its key."""
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+        "-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.crt",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    return f"{name}.crt", f"{name}.key"
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "web.yml"
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """The port of a server with TLS, a password, and the folder with its certificate."""
+    crt, key = certificate(tmp_path)
+    text = f"tls_server_config: {{cert_file: {crt}, key_file: {key}}}\nbasic_auth_users: {{prometheus: '{HASH}'}}\n"
+    server = Server("127.0.0.1:0", SILENT, load(write(tmp_path, text)))
+    snapshot = Snapshot(1, time.monotonic() + 1e6, 0.0)
+    server.start(App(lambda: snapshot, {"node": "n"}, stale_s=5.0))
+    yield server.server_port, tmp_path
+    server.close()
+
+
+def get(port: int, folder: Path, credentials: str | None) -> tuple[int, str]:
+    context = ssl.create_default_context(cafile=folder / "server.crt")
+    connection = http.client.HTTPSConnection("localhost", port, timeout=20, context=context)
+    encoded = None if credentials is None else base64.b64encode(credentials.encode()).decode()
+    connection.request("GET", "/healthz", headers={} if encoded is None else {"Authorization": f"Basic {encoded}"})
+    answer = connection.getresponse()
+    asked = answer.getheader("WWW-Authenticate", "")
+    connection.close()
+    return answer.status, asked
+
+
+def test_only_who_knows_the_password_is_answered(served: tuple[int, Path]) -> None:
+    """Over TLS, again and again; everybody else is asked for it."""
+    port, folder = served
+    assert get(port, folder, "prometheus:secret") == (200, "")
+    assert get(port, folder, "prometheus:secret") == (200, "")
+    for wrong in (None, "prometheus:wrong", "nobody:secret", "prometheus", "prometheus:\0", ""):
+        assert get(port, folder, wrong) == (401, 'Basic realm="opsd", charset="UTF-8"')
+
+
+def test_who_speaks_no_tls_is_not_answered_and_holds_up_nobody(served: tuple[int, Path]) -> None:
+    """Plain HTTP, silence in the middle of the handshake, a certificate that is not trusted."""
+    port, folder = served
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as plain:
+        plain.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert b"200" not in plain.recv(1000)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        ssl.create_default_context().wrap_socket(
+            socket.create_connection(("127.0.0.1", port)), server_hostname="localhost"
+        )
+    assert get(port, folder, "prometheus:secret")[0] == 200
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tls_server_config: {cert_file: none.crt, key_file: none.key}", "none.crt: No such file or directory"),
+        ("tls_server_config: {cert_file: web.yml, key_file: web.yml}", "are not a certificate and its key"),
+        ("tls_server_config: {cert_file: a}", "tls_server_config.key_file: field required"),
+        ("tls_server_config: {cert_file: a, key_file: b, min_version: TLS10}", "min_version: input should be"),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAndVerifyClientCert}",
+            "needs a client_ca_file",
+        ),
+        ("basic_auth_users: {prometheus: secret}", "basic_auth_users.prometheus: not a bcrypt hash"),
+        ("basic_auth: {}", "basic_auth: is not a key that opsd knows"),
+        ("a: [", "not valid YAML"),
+        ("- 1", "the file: "),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    """With the name of the file, and without what is secret in it."""
+    file = write(tmp_path, text)
+    with pytest.raises(WebConfigError) as error:
+        load(file)
+    assert str(error.value).startswith(f"{file}: ")
+    assert said in str(error.value)
+    assert "secret" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_key_that_belongs_to_another_certificate_is_refused(tmp_path: Path) -> None:
+    """As after half a renewal."""
+    crt, _ = certificate(tmp_path)
+    _, key = certificate(tmp_path, "other")
+    with pytest.raises(WebConfigError, match="KEY_VALUES_MISMATCH"):
+        load(write(tmp_path, f"tls_server_config: {{cert_file: {crt}, key_file: {key}}}"))
+
+
+def test_an_agent_with_a_wrong_configuration_does_not_start(tmp_path: Path) -> None:
+    """It would otherwise serve in the clear what was meant to be protected."""
+    file = write(tmp_path, "tls_server_config: {cert_file: none.crt, key_file: none.key}")
+    opsd = Opsd(tmp_path)
+    done = opsd.run("agent", "--config", str(opsd.config), f"--set=agent.web_config={file}")
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"opsd: {file}: {tmp_path}/none.crt: No such file or directory"
