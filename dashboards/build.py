@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dashboards import node
+from dashboards import cluster, incidents, job, node, training
 from dashboards.kit import to_json
 
-BOARDS = (node,)
+BOARDS = (cluster, job, node, incidents, training)
 FOLDER = Path(__file__).parent
 
 

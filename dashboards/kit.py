@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard, heatmap, prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.builders.common import VizLegendOptions
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common
@@ -26,6 +26,9 @@ class Query:
 def _target(query: Query, ref: str) -> prometheus.Dataquery:
     target = prometheus.Dataquery().expr(query.expr).ref_id(ref).datasource(DATASOURCE)
     return target.legend_format(query.legend) if query.legend else target
+
+
+Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel
 
 
 def graph(
@@ -74,22 +77,72 @@ def number(
     )
     if bad_above is None:
         return panel.color_mode(common.BigValueColorMode.NONE)
+    return panel.thresholds(_steps(warn_above, bad_above))
+
+
+def _steps(warn_above: float | None, bad_above: float) -> dashboard.ThresholdsConfig:
     steps = [model.Threshold(color="green", value=None)]
     if warn_above is not None:
         steps.append(model.Threshold(color="orange", value=warn_above))
     steps.append(model.Threshold(color="red", value=bad_above))
-    return panel.thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
+    return dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def heat_map(title: str, description: str, unit: str, query: Query, *, width: int = 12) -> heatmap.Panel:
+    """How the values of many series are spread, over time: one that leaves the crowd is seen among thousands."""
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .datasource(DATASOURCE)
+        .height(8)
+        .span(width)
+        .calculate(True)
+        .with_target(_target(query, "A"))
+    )
+
+
+def timeline(title: str, description: str, *queries: Query, width: int = 24) -> statetimeline.Panel:
+    """Which states held when; a series that is 1 while its state holds becomes a bar."""
+    panel = (
+        statetimeline.Panel()
+        .title(title)
+        .description(description)
+        .unit("bool_yes_no")
+        .datasource(DATASOURCE)
+        .height(6)
+        .span(width)
+        .show_value(common.VisibilityMode.NEVER)
+        .thresholds(_steps(warn_above=None, bad_above=1))
+    )
+    for number, query in enumerate(queries):
+        panel = panel.with_target(_target(query, chr(ord("A") + number)))
+    return panel
+
+
+def add_row(result: dashboard.Dashboard, title: str, *panels: Panel, collapsed: bool = False) -> dashboard.Dashboard:
+    """A row with its panels; a ``collapsed`` one asks nothing of Prometheus until somebody opens it."""
+    row = dashboard.Row(title)
+    if collapsed:
+        for panel in panels:
+            row = row.with_panel(panel)
+        return result.with_row(row.collapsed(True))
+    result = result.with_row(row)
+    for panel in panels:
+        result = result.with_panel(panel)
+    return result
 
 
 def label_variable(
-    name: str, label: str, metric: str, *, within: str = "", all_of_them: bool = True
+    name: str, label: str, metric: str, *, of: str = "", within: str = "", all_of_them: bool = True
 ) -> dashboard.QueryVariable:
-    """A variable over the values of a Prometheus label, limited to series that match ``within``."""
+    """A variable over the values of the Prometheus label ``of`` (its own name if not given), of series ``within``."""
     variable = (
         dashboard.QueryVariable(name)
         .label(label)
         .datasource(DATASOURCE)
-        .query(f"label_values({metric}{{{within}}}, {name})")
+        .query(f"label_values({metric}{{{within}}}, {of or name})")
         .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(model.VariableSort.NATURAL_ASC)
         .multi(all_of_them)
@@ -98,8 +151,10 @@ def label_variable(
     return variable.all_value(".*") if all_of_them else variable
 
 
-def board(uid: str, title: str, description: str, variables: Iterable[dashboard.QueryVariable]) -> dashboard.Dashboard:
-    """An empty board with the datasource variable, ``variables`` and incident annotations."""
+def board(
+    uid: str, title: str, description: str, variables: Iterable[dashboard.QueryVariable], *, within: str = ""
+) -> dashboard.Dashboard:
+    """An empty board with the datasource variable, ``variables``, and annotations of incidents ``within`` a matcher."""
     result = (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -111,6 +166,8 @@ def board(uid: str, title: str, description: str, variables: Iterable[dashboard.
         .time("now-1h", "now")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(label_variable("cluster", "Cluster", "opsd_build_info"))
+        .link(dashboard.DashboardLink("opsd").type("dashboards").tags(["opsd"]).as_dropdown(True).include_vars(True))
     )
     for variable in variables:
         result = result.with_variable(variable)
@@ -120,7 +177,7 @@ def board(uid: str, title: str, description: str, variables: Iterable[dashboard.
         .datasource(DATASOURCE)
         .enable(True)
         .icon_color("red")
-        .expr('increase(opsd_incidents_opened_total{instance=~"$instance"}[$__rate_interval]) > 0')
+        .expr(f"increase(opsd_incidents_opened_total{{{within}}}[$__rate_interval]) > 0")
         .title_format("{{kind}} on {{instance}}")
     )
 

@@ -6,17 +6,21 @@ from grafana_foundation_sdk.builders import dashboard
 
 from dashboards.kit import Query, board, graph, label_variable, number
 
-NODE = 'instance=~"$instance"'
+NODE = 'cluster=~"$cluster", instance=~"$node"'
 GPU = f'{NODE}, gpu=~"$gpu"'
 
 
 def build() -> dashboard.Dashboard:
     """Rows: now, GPUs, errors, training, host and agent."""
     variables = [
-        label_variable("instance", "Node", "opsd_build_info", all_of_them=False),
+        label_variable(
+            "node", "Node", "opsd_build_info", of="instance", within='cluster=~"$cluster"', all_of_them=False
+        ),
         label_variable("gpu", "GPU", "opsd_gpu_up", within=NODE),
     ]
-    result = board("opsd-node", "opsd / node", "One GPU node and what runs on it, from its opsd agent.", variables)
+    result = board(
+        "opsd-node", "opsd / node", "One GPU node and what runs on it, from its opsd agent.", variables, within=NODE
+    )
     for row in (_now, _gpus, _errors, _training, _agent):
         result = row(result)
     return result

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import click
 
 from opsd import exitcodes
+from opsd.config_cli import BadConfig
 
 
 @click.group()
 def dashboards() -> None:
-    """Build the Grafana boards, or check that the JSON is current."""
+    """Build the Grafana boards, check that the JSON is current, or bring them into a Grafana."""
 
 
 @dashboards.command()
@@ -30,6 +33,40 @@ def check() -> None:
     for path in outdated:
         click.echo(f"{path} is not current; run: opsd dashboards build", err=True)
     sys.exit(exitcodes.FAILED if outdated else exitcodes.OK)
+
+
+@dashboards.command()
+@click.option("--url", required=True, help="Address of Grafana, for instance https://grafana.example.com.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File with the token; $GRAFANA_TOKEN by default.")
+@click.option("--dry-run", is_flag=True, help="Only show what would change.")
+def push(url: str, token_file: Path | None, dry_run: bool) -> None:
+    """Write the boards that differ into Grafana's folder opsd.
+
+    The token is one of a service account with the role Editor. Exits with 1 if Grafana does not take them.
+    """
+    token = _token(token_file)
+    _builder()
+    from dashboards.push import Grafana, PushError
+
+    try:
+        for pushed in Grafana(url, token).push(dry_run=dry_run):
+            click.echo(f"{pushed.uid}: {pushed.change}")
+            if dry_run and pushed.diff:
+                click.echo(pushed.diff)
+    except PushError as error:
+        click.echo(f"opsd: {error}", err=True)
+        sys.exit(exitcodes.FAILED)
+
+
+def _token(file: Path | None) -> str:
+    """The token without what surrounds it; it never appears in a message."""
+    try:
+        token = (os.environ.get("GRAFANA_TOKEN", "") if file is None else file.read_text(encoding="utf-8")).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{file}: the token cannot be read: {getattr(error, 'strerror', None) or 'no text'}") from error
+    if not token or not token.isascii() or not token.isprintable():
+        raise BadConfig(f"{file or 'GRAFANA_TOKEN'} holds no token; name a file with --token-file or set GRAFANA_TOKEN")
+    return token
 
 
 def _builder() -> ModuleType:

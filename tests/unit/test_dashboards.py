@@ -13,16 +13,21 @@ from collectors.base import Metric
 
 pytest.importorskip("grafana_foundation_sdk")
 
+from dashboards.alerts.build import GROUPS
+from dashboards.alerts.model import Record
 from dashboards.build import outdated, rendered
 from opsd.agent.metrics_cli import catalogue
 
 BOARDS = [pytest.param(json.loads(text), id=path.stem) for path, text in rendered()]
 COUNTING = ("counter", "untyped")
+RECORDED = {rule.name for group in GROUPS for rule in group.rules if isinstance(rule, Record)}
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for panel in board["panels"]:
-        if panel["type"] != "row":
+        if panel["type"] == "row":
+            yield from panel["panels"]
+        else:
             yield panel
 
 
@@ -32,7 +37,9 @@ def expressions(board: dict[str, Any]) -> Iterator[str]:
 
 
 def used(expression: str, metrics: dict[str, Metric]) -> set[str]:
-    words = set(re.findall(r"\b(?:opsd|DCGM_FI)_\w+", expression))
+    words = set(re.findall(r"(?<![\w:])(?:opsd|DCGM_FI)_\w+", expression))
+    levels = set(re.findall(r"\b(?:instance|run|cluster)\w*:[\w:]+", expression))
+    assert levels <= RECORDED, f"{expression} uses series that no rule records: {levels - RECORDED}"
     assert words <= metrics.keys(), f"{expression} uses series that nothing exports: {words - metrics.keys()}"
     return words
 
@@ -58,8 +65,9 @@ def test_every_panel_explains_itself(board: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("board", BOARDS)
 def test_every_series_exists(board: dict[str, Any], metrics: dict[str, Metric]) -> None:
-    """An expression names only series that a collector or the agent exports."""
-    assert all(used(expression, metrics) for expression in expressions(board))
+    """An expression names only series that a collector or the agent exports, or a rule records."""
+    for expression in expressions(board):
+        assert used(expression, metrics) or re.search(r"\bup\{|:opsd_", expression)
 
 
 @pytest.mark.parametrize("board", BOARDS)
@@ -69,3 +77,21 @@ def test_counters_are_shown_as_rates(board: dict[str, Any], metrics: dict[str, M
         for name in used(expression, metrics):
             if metrics[name].kind in COUNTING:
                 assert re.search(rf"(rate|increase)\({name}\b", expression), expression
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_a_board_can_be_narrowed_down(board: dict[str, Any]) -> None:
+    """By data source and cluster at least; a variable that a query asks for exists."""
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    assert {"datasource", "cluster"} <= variables
+    for expression in expressions(board):
+        assert set(re.findall(r"\$(\w+)", expression)) - {"__rate_interval"} <= variables
+
+
+def test_boards_can_be_told_apart() -> None:
+    """A uid of their own that never changes, and a link to the others."""
+    boards = [json.loads(text) for _, text in rendered()]
+    assert [board["uid"] for board in boards] == [
+        "opsd-cluster", "opsd-job", "opsd-node", "opsd-incidents", "opsd-training",
+    ]  # fmt: skip
+    assert all(board["links"][0]["tags"] == ["opsd"] for board in boards)

@@ -1,0 +1,293 @@
+"""The job board: the one screen for the person who owns a run."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from dashboards.kit import Query, add_row, board, graph, heat_map, label_variable, number, timeline
+
+ALL = 'cluster=~"$cluster"'
+RUN = f'{ALL}, run=~"$run"'
+ITS_GPUS = f'max by (cluster, instance, gpu) (opsd_gpu_job_info{{{ALL}, job_id=~"$job"}})'
+ITS_NODES = f'max by (cluster, instance) (opsd_gpu_job_info{{{ALL}, job_id=~"$job"}})'
+
+IDLE = f'opsd_host_cpu_ratio{{{ALL}, mode="idle"}}'
+MEMORY = f"(opsd_host_memory_available_bytes{{{ALL}}} / opsd_host_memory_total_bytes{{{ALL}}})"
+DISKS = f'rate(opsd_storage_io_bytes_total{{{ALL}, op=~"read|write"}}[$__rate_interval])'
+NVLINK = f"rate(opsd_gpu_nvlink_transmitted_bytes_total{{{ALL}}}[$__rate_interval])"
+INFINIBAND = f"rate(opsd_ib_transmitted_bytes_total{{{ALL}}}[$__rate_interval])"
+
+
+def _on_gpus(expression: str) -> str:
+    return f"{expression} and on (cluster, instance, gpu) {ITS_GPUS}"
+
+
+def _on_nodes(expression: str) -> str:
+    return f"{expression} and on (cluster, instance) {ITS_NODES}"
+
+
+def build() -> dashboard.Dashboard:
+    """Rows: now, ranks, timeline, GPUs, network; collapsed: memory errors, host, storage, checkpoints."""
+    variables = [
+        label_variable("job", "Job", "opsd_gpu_job_info", of="job_id", within=ALL, all_of_them=False),
+        label_variable("run", "Run", "opsd_gpu_job_info", within=f'{ALL}, job_id=~"$job"'),
+    ]
+    result = board("opsd-job", "opsd / job", "One job on all its nodes.", variables, within=ALL)
+    for row in (_now, _ranks, _timeline, _gpus, _network, _hardware, _storage):
+        result = row(result)
+    return result
+
+
+def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Now",
+        number(
+            "Step",
+            "Highest step that a rank has completed.",
+            "none",
+            Query(f"max(run:opsd_rank_step:max{{{RUN}}})"),
+            width=3,
+        ),
+        number(
+            "Last sign of life",
+            "Seconds since any rank last changed phase or finished a step.",
+            "s",
+            Query(f"min(opsd_rank_last_change_age_seconds{{{RUN}}})"),
+            warn_above=60,
+            bad_above=300,
+            width=3,
+        ),
+        number(
+            "Tokens/s",
+            "All ranks together, over five minutes.",
+            "none",
+            Query(f"sum(run:opsd_rank_tokens:rate5m{{{RUN}}})"),
+            width=3,
+        ),
+        number(
+            "Of its usual throughput",
+            "Tokens/s divided by their median of the last six hours.",
+            "percentunit",
+            Query(f"min(run:opsd_rank_tokens:rate5m{{{RUN}}} / run:opsd_rank_tokens:usual6h{{{RUN}}})"),
+            width=3,
+        ),
+        number(
+            "Goodput",
+            "Usual time of the new steps of the last hour, divided by an hour.",
+            "percentunit",
+            Query(f"min(run:opsd_goodput:ratio_rate1h{{{RUN}}})"),
+            width=3,
+        ),
+        number(
+            "Tensor cores active",
+            "Median over the job's GPUs; closest to MFU of what needs no model.",
+            "percentunit",
+            Query(f"quantile(0.5, {_on_gpus(f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{ALL}}}')})"),
+            width=3,
+        ),
+        number(
+            "Ranks alive",
+            "Share of the ranks whose process lives.",
+            "percentunit",
+            Query(f"avg(opsd_rank_up{{{RUN}}})"),
+            width=3,
+        ),
+        number(
+            "Open incidents",
+            "On the nodes of this job, symptoms included.",
+            "none",
+            Query(f"sum({_on_nodes(f'opsd_incidents{{{ALL}}}')})"),
+            bad_above=1,
+            width=3,
+        ),
+    )
+
+
+def _ranks(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Ranks",
+        heat_map(
+            "Step times",
+            "Ranks by the duration of their last step. A second band is a straggler, or several.",
+            "s",
+            Query(f"opsd_rank_step_seconds{{{RUN}}}"),
+        ),
+        graph(
+            "Waiting least",
+            "The ten ranks with the least time in collectives: the others wait for them.",
+            "percentunit",
+            Query(
+                f'bottomk(10, rate(opsd_rank_phase_seconds_total{{{RUN}, phase="collective"}}[$__rate_interval]))',
+                "rank {{rank}} on {{instance}}",
+            ),
+        ),
+        graph(
+            "Where the time goes",
+            "Phases of completed steps, over all ranks.",
+            "percentunit",
+            Query(f"run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}}}", "{{phase}}"),
+        ),
+        graph(
+            "Longest without a sign of life",
+            "The ten ranks that have not changed phase or step for longest.",
+            "s",
+            Query(f"topk(10, opsd_rank_last_change_age_seconds{{{RUN}}})", "rank {{rank}} on {{instance}}"),
+        ),
+    )
+
+
+def _timeline(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Timeline",
+        timeline(
+            "What happened when",
+            "Restarts, and incidents on the nodes of this job; green is none.",
+            Query(f'max by (run) (opsd_run_state{{{RUN}, state="restarting"}})', "restarting"),
+            Query(f"sum by (kind) ({_on_nodes(f'opsd_incidents{{{ALL}}}')}) > 0", "{{kind}}"),
+        ),
+        graph(
+            "Generation",
+            "Each restart begins a new generation of ranks.",
+            "none",
+            Query(f"max by (run) (opsd_run_generation{{{RUN}}})", "{{run}}"),
+            width=8,
+        ),
+        graph(
+            "Steps behind their checkpoint",
+            "Steps that a failure right now would cost.",
+            "none",
+            Query(
+                f"max by (run) (opsd_rank_step{{{RUN}}}) - min by (run) (opsd_rank_committed_step{{{RUN}}})", "{{run}}"
+            ),
+            width=8,
+        ),
+        graph(
+            "Loss",
+            "Of the lowest rank.",
+            "none",
+            Query(f"avg by (run) (opsd_rank_loss{{{RUN}}})", "{{run}}"),
+            width=8,
+            floor=None,
+        ),
+    )
+
+
+def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    spread = ((0, "lowest"), (0.5, "median"), (1, "highest"))
+
+    def over_gpus(metric: str) -> list[Query]:
+        return [Query(f"quantile({q}, {_on_gpus(f'{metric}{{{ALL}}}')})", name) for q, name in spread]
+
+    return add_row(
+        result,
+        "GPUs",
+        graph(
+            "Tensor cores active",
+            "Share of time in which tensor cores worked.",
+            "percentunit",
+            *over_gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
+        ),
+        graph("Power", "Board power of the job's GPUs.", "watt", *over_gpus("DCGM_FI_DEV_POWER_USAGE")),
+        graph("Temperature", "Of the job's GPUs.", "celsius", *over_gpus("DCGM_FI_DEV_GPU_TEMP"), floor=None),
+        graph(
+            "Throttled",
+            "Share of time in which heat, power brake or hardware held a GPU back.",
+            "percentunit",
+            Query(
+                f"topk(10, {_on_gpus(f'instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}')})",
+                "{{instance}} GPU {{gpu}}",
+            ),
+        ),
+    )
+
+
+def _network(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Network",
+        graph(
+            "InfiniBand",
+            "Data sent by each node of the job.",
+            "Bps",
+            Query(
+                f"sum by (instance) ({_on_nodes(INFINIBAND)})",
+                "{{instance}}",
+            ),
+            width=8,
+        ),
+        graph(
+            "NVLink",
+            "Data that the GPUs of each node send over NVLink.",
+            "Bps",
+            Query(
+                f"sum by (instance) ({_on_gpus(NVLINK)})",
+                "{{instance}}",
+            ),
+            width=8,
+        ),
+        graph(
+            "NCCL",
+            "Seconds for which a collective has not moved, as NCCL's own service tells.",
+            "s",
+            Query(_on_nodes(f"opsd_nccl_stalled_seconds{{{ALL}}}"), "{{instance}}"),
+            width=8,
+        ),
+    )
+
+
+def _hardware(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Memory errors and hosts",
+        graph(
+            "ECC errors",
+            "New errors of the job's GPUs; no data means healthy here.",
+            "none",
+            Query(
+                f"{_on_gpus(f'increase(opsd_gpu_ecc_errors_total{{{ALL}}}[$__rate_interval])')} > 0",
+                "{{instance}} GPU {{gpu}} {{type}}",
+            ),
+            width=8,
+        ),
+        graph(
+            "Processors",
+            "Share of processor time spent, by node.",
+            "percentunit",
+            Query(f"1 - {_on_nodes(IDLE)}", "{{instance}}"),
+            width=8,
+        ),
+        graph(
+            "Memory left",
+            "Share of the node's memory that is available.",
+            "percentunit",
+            Query(_on_nodes(MEMORY), "{{instance}}"),
+            width=8,
+        ),
+        collapsed=True,
+    )
+
+
+def _storage(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Storage",
+        graph(
+            "Disks",
+            "Data read and written, by node.",
+            "Bps",
+            Query(
+                f"sum by (instance, op) ({_on_nodes(DISKS)})",
+                "{{instance}} {{op}}",
+            ),
+        ),
+        graph(
+            "Network file systems",
+            "How long one takes to say how large it is.",
+            "s",
+            Query(_on_nodes(f"opsd_storage_response_seconds{{{ALL}}}"), "{{instance}} {{mount}}"),
+        ),
+        collapsed=True,
+    )

@@ -1,0 +1,126 @@
+"""The training board: does the run learn, and how fast. From the rank pages of any trainer."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from dashboards.kit import Query, add_row, board, graph, heat_map, label_variable
+
+ALL = 'cluster=~"$cluster"'
+RUN = f'{ALL}, run=~"$run"'
+
+
+def build() -> dashboard.Dashboard:
+    """Rows: learning, speed, data, checkpoints."""
+    variables = [label_variable("run", "Run", "opsd_rank_step", within=ALL)]
+    result = board("opsd-training", "opsd / training", "Loss, gradient and speed of runs.", variables, within=ALL)
+    for row in (_learning, _speed, _data, _checkpoints):
+        result = row(result)
+    return result
+
+
+def _learning(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Learning",
+        graph(
+            "Loss",
+            "Mean over the ranks of each run.",
+            "none",
+            Query(f"avg by (run) (opsd_rank_loss{{{RUN}}})", "{{run}}"),
+            floor=None,
+        ),
+        graph(
+            "Loss, spread over ranks",
+            "Highest minus lowest. Data-parallel ranks see other data, so that it is never 0; "
+            "one rank that leaves the others is.",
+            "none",
+            Query(f"max by (run) (opsd_rank_loss{{{RUN}}}) - min by (run) (opsd_rank_loss{{{RUN}}})", "{{run}}"),
+        ),
+        graph(
+            "Gradient norm",
+            "Largest over the ranks, which all have the same after clipping.",
+            "none",
+            Query(f"max by (run) (opsd_rank_grad_norm{{{RUN}}})", "{{run}}"),
+        ),
+        graph(
+            "Step",
+            "Highest step completed; it falls back where a run goes back to a checkpoint.",
+            "none",
+            Query(f"run:opsd_rank_step:max{{{RUN}}}", "{{run}}"),
+        ),
+    )
+
+
+def _speed(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Speed",
+        graph(
+            "Tokens/s",
+            "All ranks together, and the median of the last six hours.",
+            "none",
+            Query(f"run:opsd_rank_tokens:rate5m{{{RUN}}}", "{{run}}"),
+            Query(f"run:opsd_rank_tokens:usual6h{{{RUN}}}", "{{run}} usually"),
+        ),
+        heat_map(
+            "Step times", "Ranks by the duration of their last step.", "s", Query(f"opsd_rank_step_seconds{{{RUN}}}")
+        ),
+        graph(
+            "Where the time goes",
+            "Phases of completed steps.",
+            "percentunit",
+            Query(f"run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}}}", "{{run}} {{phase}}"),
+        ),
+        graph(
+            "Goodput",
+            "Over five minutes and over an hour.",
+            "percentunit",
+            Query(f"run:opsd_goodput:ratio_rate5m{{{RUN}}}", "{{run}}, 5 min"),
+            Query(f"run:opsd_goodput:ratio_rate1h{{{RUN}}}", "{{run}}, 1 h"),
+        ),
+    )
+
+
+def _data(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Data",
+        graph(
+            "Waiting for data",
+            "Share of the time of completed steps, of the ten ranks that wait longest.",
+            "percentunit",
+            Query(
+                f'topk(10, rate(opsd_rank_phase_seconds_total{{{RUN}, phase="data"}}[$__rate_interval]))',
+                "{{run}} rank {{rank}}",
+            ),
+        ),
+        graph(
+            "Tokens so far",
+            "That this generation of ranks has trained on in a day.",
+            "none",
+            Query(f"sum by (run) (increase(opsd_rank_tokens_total{{{RUN}}}[1d]))", "{{run}}"),
+        ),
+    )
+
+
+def _checkpoints(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Checkpoints and evaluations",
+        graph(
+            "Newest checkpoint",
+            "Step of the newest checkpoint that is durable on all ranks.",
+            "none",
+            Query(f"min by (run) (opsd_rank_committed_step{{{RUN}}})", "{{run}}"),
+        ),
+        graph(
+            "Time for checkpoints and evaluations",
+            "Share of the time of completed steps.",
+            "percentunit",
+            Query(
+                f'run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}, phase=~"checkpoint|evaluation"}}',
+                "{{run}} {{phase}}",
+            ),
+        ),
+    )
