@@ -133,7 +133,10 @@ class Context:
     shared_dir: str = ""
     infiniband_gbps: float | None = None
     train: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    nodes: int = 1
+    sbatch: str = ""
+    """The run that is about to start: its configuration and overrides, its nodes, and its batch script."""
     nvml_library: str | None = None
     proc: str = "/proc"
     sys: str = "/sys"

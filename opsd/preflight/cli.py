@@ -44,6 +44,10 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--textfile", "textfile_file", type=_FILE, help="Write it for node_exporter's textfile collector.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+@click.option("--train", default="", metavar="CONFIG", help="Check the run that is about to start as well.")
+@click.option("--train-set", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of that run.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that run.")
+@click.option("--sbatch", type=_FILE, help="Batch script of that run.")
 @click.option("--act", "acting", is_flag=True, help="Drain this node in Slurm if it failed, give it back if it passed.")
 @click.option("--quiet", is_flag=True, help="Print nothing; the exit code and the files tell.")
 @click.pass_context
@@ -55,6 +59,10 @@ def preflight(
     skip: list[str],
     file: Path | None,
     overrides: tuple[str, ...],
+    train: str,
+    train_set: tuple[str, ...],
+    nodes: int,
+    sbatch: Path | None,
     acting: bool,
     quiet: bool,
     **files: Path | None,
@@ -75,6 +83,10 @@ def preflight(
         skip,
         settings.agent.state_dir,
         targets,
+        train=str(Path(train).absolute()) if train.endswith(".toml") else train,
+        overrides=train_set,
+        nodes=nodes,
+        sbatch=str(sbatch.absolute()) if sbatch else "",
         nvml_library=settings.nvml.library,
     )
     to_stdout = any(str(path) == "-" for path in targets.values())

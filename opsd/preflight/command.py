@@ -56,6 +56,9 @@ class Request:
     state_dir: Path
     targets: Mapping[str, Path]
     train: str = ""
+    overrides: Sequence[str] = ()
+    nodes: int = 1
+    sbatch: str = ""
     device: str = "cuda"
     nvml_library: str | None = None
 
@@ -117,6 +120,9 @@ def context(request: Request, settings: PreflightSettings, demand: Demand | None
         shared_dir=settings.shared_dir,
         infiniband_gbps=settings.infiniband_gbps,
         train=request.train,
+        overrides=tuple(request.overrides),
+        nodes=request.nodes,
+        sbatch=request.sbatch,
         nvml_library=request.nvml_library,
     )
 

@@ -170,8 +170,13 @@ def has_gpus(context: Context) -> bool:
     """True if the node has NVIDIA GPUs on its PCI bus, whether the driver sees them or not, or simulated ones."""
     if context.nvml_library or os.environ.get(_SIMULATED):
         return True
+    return count_gpus(context) > 0
+
+
+def count_gpus(context: Context) -> int:
+    """NVIDIA GPUs on the PCI bus."""
     devices = Path(context.sys, "bus/pci/devices")
-    return devices.is_dir() and any(_is_gpu(device) for device in devices.iterdir())
+    return sum(map(_is_gpu, devices.iterdir())) if devices.is_dir() else 0
 
 
 def _is_gpu(device: Path) -> bool:

@@ -26,6 +26,9 @@ from opsd.preflight.checks import (
     numa,
     nvbandwidth,
     pressure,
+    run_config,
+    run_data,
+    run_steps,
     storage_local,
     storage_shared,
     versions,
@@ -56,4 +59,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     memory.CHECK,
     storage_local.CHECK,
     storage_shared.CHECK,
+    run_config.CHECK,
+    run_data.CHECK,
+    run_steps.CHECK,
 )

@@ -1,0 +1,89 @@
+"""The data of the run: how fast one reader delivers sequences, at the beginning and at a step index of a billion."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from opsd.preflight.base import Check, Context, CouldNotRunError, Finding, Measure, Measurement, Outcome, Progress
+from opsd.preflight.base import Verdict as V
+from opsd.preflight.plan import RunPlan
+from opsd.preflight.storage import READ_MARGIN
+from opsd.preflight.training import config_of, plan_of
+from opsd.preflight.units import quantity
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+FAR_STEP: Final = 1_000_000_000
+SAME_SPEED: Final = 0.8
+"""A loader that is slower than this share of its first speed so far on grows with the step count."""
+BATCH: Final = 64
+
+
+def run(context: Context, progress: Progress) -> Outcome:
+    """Read with the run's own order, without training, half of the time at each place."""
+    config = config_of(context)
+    start = _tokens_per_s(config, 0, context.seconds / 2)
+    progress(0.5, "")
+    far = _tokens_per_s(config, FAR_STEP * config.data.batch, context.seconds / 2)
+    measured = (Measurement("speed", start, "start"), Measurement("speed", far, "step 1e9"))
+    return Outcome(measured, (*_growing(start, far), *_too_slow(min(start, far), config, plan_of(context, config))))
+
+
+def _tokens_per_s(config: Config, position: int, seconds: float) -> float:
+    """Tokens a second of one process that reads samples from ``position`` on."""
+    import numpy as np
+
+    from trainer.data.shards import DataError, open_corpus
+    from trainer.data.sources import open_sources, sizes
+
+    try:
+        sources = open_sources(config.data.model_copy(update={"verify": "size"}), config.model.vocab)
+        length = config.data.sequence
+        mixture = config.data.mix(sizes(sources, length), config.run.seed)
+        corpora = [open_corpus(sources[name].folder, sources[name].fallback, length) for name in mixture.names]
+    except DataError as error:
+        raise CouldNotRunError(str(error)) from error
+    tokens, documents = np.empty((1, length + 1), np.int64), np.empty((1, length), np.int32)
+    offsets = np.arange(BATCH, dtype=np.uint64)
+    read, began = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < seconds or not read:
+        for source, sequence in zip(*mixture.locate(offsets + np.uint64(position + read)), strict=True):
+            corpora[int(source)].read([int(sequence)], tokens, documents)
+        read += BATCH
+    return read * length / elapsed if elapsed else 0.0
+
+
+def _growing(start: float, far: float) -> Iterator[Finding]:
+    if far < SAME_SPEED * start:
+        summary = f"at step 1e9 the loader reaches {far / start:.0%} of the speed that it has at the start"
+        yield Finding(V.FAIL, summary, "its cost grows with the step count; see `opsd runbook show dataloader_growth`")
+
+
+def _too_slow(speed: float, config: Config, plan: RunPlan) -> Iterator[Finding]:
+    """One reader serves a data-parallel rank; it has to be able to catch up after a stall."""
+    if plan.tokens_per_s is None:
+        return
+    parallel = config.parallel
+    needed = plan.tokens_per_s / max(1, plan.ranks // (parallel.tp * parallel.pp * parallel.cp))
+    if speed < READ_MARGIN * needed:
+        summary = (
+            f"a reader delivers {quantity(speed, 'tokens_per_second')}, {speed / needed:.1f} times what its rank "
+            f"consumes ({quantity(needed, 'tokens_per_second')})"
+        )
+        verdict = V.FAIL if speed < needed else V.WARN
+        yield Finding(verdict, summary, f"{READ_MARGIN:g} times leave room to catch up: stage the shards on local NVMe")
+
+
+CHECK = Check(
+    name="run_data",
+    title="Data of the run",
+    run=run,
+    seconds={"quick": 4, "standard": 20, "burn-in": 60},
+    measures=(Measure("speed", "tokens_per_second", "tokens that one reader delivers", "higher", noise=0.25),),
+    needs=frozenset({"exclusive"}),
+    advice="stage the shards on local NVMe",
+    runbook="dataloader_stall",
+)

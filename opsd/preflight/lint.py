@@ -1,0 +1,150 @@
+"""What is wrong with a run before it has begun: its configuration, its batch script, the room for its checkpoints.
+
+Pure. What the trainer itself refuses (weights that do not sum to 1, a layout that does not fit the heads) is not
+looked at here again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from opsd.preflight.base import Finding, Verdict
+from opsd.preflight.plan import INTERRUPTIONS_PER_GPU_DAY, STALL_S, RunPlan
+from opsd.preflight.units import duration, quantity
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+_OPTION: Final = re.compile(r"(?P<option>--?[A-Za-z][\w-]*)(?:=|[ \t]+(?!-)|(?=\s|$))(?P<value>[^\s-]\S*)?")
+_TIME: Final = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+DALY_FACTOR: Final = 3.0
+"""An interval within this factor of the best one costs little more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the rules look at.
+
+    ``free`` bytes are where checkpoints go, None if that is not known; ``script`` is the text of the batch script.
+    """
+
+    config: Config
+    plan: RunPlan
+    nodes: int = 1
+    free: float | None = None
+    script: str | None = None
+
+
+def findings(setting: Setting) -> list[Finding]:
+    """Everything that the rules find."""
+    rules = (_schedule, _interval, _retention, _denominator, _script)
+    return [finding for rule in rules for finding in rule(setting)]
+
+
+def _schedule(setting: Setting) -> Iterator[Finding]:
+    schedule, steps = setting.config.schedule, setting.config.run.steps
+    if schedule.warmup >= steps:
+        yield Finding(
+            Verdict.FAIL, f"the warm-up of {schedule.warmup} steps is longer than the run of {steps}", "shorten it"
+        )
+    elif schedule.kind != "multi-step" and schedule.decay_end > steps:
+        summary = f"the learning rate decays until step {schedule.decay_end}, and the run ends at step {steps}"
+        yield Finding(Verdict.WARN, summary, "set schedule.decay_end to run.steps unless the run will be extended")
+    elif schedule.kind != "multi-step" and schedule.decay_end < steps and schedule.floor == 0:
+        summary = f"the learning rate is 0 from step {schedule.decay_end} on, and the run goes on to step {steps}"
+        yield Finding(Verdict.FAIL, summary, "set schedule.decay_end to run.steps, or a schedule.floor")
+
+
+def _interval(setting: Setting) -> Iterator[Finding]:
+    plan, config = setting.plan, setting.config
+    if config.checkpoint.every >= config.run.steps:
+        summary = f"checkpoint.every {config.checkpoint.every} is not reached in {config.run.steps} steps"
+        yield Finding(Verdict.FAIL, summary, "a node that fails costs the whole run; save more often")
+    if plan.interval_s is None:
+        return
+    rate = plan.ranks * INTERRUPTIONS_PER_GPU_DAY / 86_400
+    cost = plan.interval_s / 2 * rate + STALL_S / plan.interval_s
+    best = plan.daly_s / 2 * rate + STALL_S / plan.daly_s
+    if plan.interval_s > DALY_FACTOR * plan.daly_s or plan.interval_s < plan.daly_s / DALY_FACTOR:
+        summary = (
+            f"a checkpoint every {duration(plan.interval_s)} costs {cost:.2%} of the run in lost and stalled time, one "
+            f"every {duration(plan.daly_s)} {best:.2%}"
+        )
+        steps = max(1, round(plan.daly_s / (plan.step_s or 1.0)))
+        yield Finding(Verdict.WARN, summary, f"set checkpoint.every to about {steps}")
+
+
+def _retention(setting: Setting) -> Iterator[Finding]:
+    if setting.free is None:
+        return
+    # One more than are kept: the oldest goes only once the newest is durable.
+    wanted = (setting.config.checkpoint.keep + 1) * setting.plan.checkpoint
+    if wanted > setting.free:
+        sizes = quantity(wanted, "bytes"), quantity(setting.free, "bytes")
+        summary = f"{setting.config.checkpoint.keep + 1} checkpoints need {sizes[0]}, and {sizes[1]} are free"
+        yield Finding(Verdict.FAIL, summary, "make room, keep fewer, or put the run's folder elsewhere")
+
+
+def _denominator(setting: Setting) -> Iterator[Finding]:
+    if setting.config.run.device == "cuda" and not setting.config.metrics.peak_flops:
+        yield Finding(
+            Verdict.WARN,
+            "metrics.peak_flops is not set, so neither MFU nor time can be told",
+            "989e12 on an H100 in bf16",
+        )
+
+
+def _script(setting: Setting) -> Iterator[Finding]:
+    if setting.script is None:
+        if setting.nodes > 1:
+            yield Finding(Verdict.WARN, "no batch script was given to look at", "pass --sbatch FILE")
+        return
+    options = sbatch_options(setting.script)
+    if "--requeue" not in options:
+        summary = "the batch script has no --requeue: the first node that fails ends the job for good"
+        yield Finding(Verdict.FAIL, summary, "add #SBATCH --requeue")
+    if not options.get("--signal"):
+        summary = "the batch script asks for no signal: at the time limit everything since the last checkpoint is lost"
+        yield Finding(Verdict.FAIL, summary, "add #SBATCH --signal=USR1@300")
+    if options.get("--open-mode") != "append":
+        yield Finding(Verdict.WARN, "a requeued job overwrites its log", "add #SBATCH --open-mode=append")
+    if setting.nodes > 1 and "--no-kill" not in options and "-k" not in options:
+        summary = "the batch script has no --no-kill: Slurm ends the whole job when one of its nodes fails"
+        yield Finding(Verdict.FAIL, summary, "add #SBATCH --no-kill")
+    nodes = options.get("--nodes") or options.get("-N") or ""
+    if setting.nodes > 1 and nodes.isdigit() and int(nodes) <= setting.nodes:
+        summary = f"the job has {nodes} nodes and the run needs {setting.nodes}: there is no spare"
+        yield Finding(Verdict.WARN, summary, "ask for one or two more, and pass --spares to opsd launch")
+    yield from _time_limit(options.get("--time") or options.get("-t") or "", setting.plan)
+
+
+def _time_limit(text: str, plan: RunPlan) -> Iterator[Finding]:
+    limit, wall = seconds_of(text), plan.wall_s
+    if limit is None or wall is None or limit >= wall[1]:
+        return
+    summary = f"the time limit is {duration(limit)} and the run takes {duration(wall[0])} to {duration(wall[1])}"
+    yield Finding(Verdict.WARN, summary, f"the job will be requeued about {wall[1] / limit:.0f} times")
+
+
+def sbatch_options(script: str) -> dict[str, str]:
+    """The options in the ``#SBATCH`` lines of a batch script, "" as the value of those without one; the last counts."""
+    lines = (line.removeprefix("#SBATCH") for line in script.splitlines() if line.startswith("#SBATCH"))
+    return {match["option"]: match["value"] or "" for line in lines for match in _OPTION.finditer(line)}
+
+
+def seconds_of(text: str) -> float | None:
+    """A time limit as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:...]."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    parts = [int(part) for part in match["parts"].split(":")]
+    if match["days"]:
+        return int(match["days"]) * 86_400.0 + _summed(parts, (3600, 60, 1))
+    return _summed(parts, {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(parts)])
+
+
+def _summed(parts: Sequence[int], units: Sequence[int]) -> float:
+    return float(sum(part * unit for part, unit in zip(parts, units, strict=False)))

@@ -1,0 +1,109 @@
+"""What a run will take, from its configuration alone: memory, speed, time, checkpoints, interruptions. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from trainer.config import Config, ModelSettings
+
+EXPECTED_MFU: Final = 0.30
+"""What SmolLM3's run had on 384 H100s (its training notes); a single node does better."""
+
+OVERHEAD: Final = (1.2, 1.3)
+"""Wall clock over pure training time in real runs: restarts, checkpoints, evaluations, slow days."""
+
+INTERRUPTIONS_PER_GPU_DAY: Final = 419 / 54 / 16_384
+"""Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100s (Dubey et al. 2024, section 3.3.4)."""
+
+STALL_S: Final = 1.0
+"""What a checkpoint costs the training: the copy to memory; the rest is written in the background."""
+
+STATE_BYTES: Final = 16
+"""Per parameter in memory: float32 weight, gradient, and AdamW's two moments."""
+SAVED_BYTES: Final = 12
+"""Per parameter on disk: the same without the gradient."""
+
+ACTIVATION_BYTES: Final = {"none": 34, "selective": 16, "full": 2}
+"""Per token, layer and channel in half precision (Korthikanti et al. 2022, equation 2 without attention scores)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Predictions for a run on ``ranks`` devices. Times in seconds, sizes in bytes; None where the peak is not known.
+
+    ``memory`` is that of one device. ``stops`` are the interruptions to expect, ``daly_s`` the checkpoint interval that
+    loses least (Daly 2006).
+    """
+
+    ranks: int
+    parameters: int
+    memory: float
+    checkpoint: int
+    tokens: int
+    step_tokens: int
+    tokens_per_s: float | None
+    step_s: float | None
+    train_s: float | None
+    interval_s: float | None
+    stops: float | None
+    daly_s: float
+
+    @property
+    def wall_s(self) -> tuple[float, float] | None:
+        """Wall-clock time of the whole run, at best and at worst of what real runs need besides."""
+        return None if self.train_s is None else (self.train_s * OVERHEAD[0], self.train_s * OVERHEAD[1])
+
+
+def parameters(model: ModelSettings) -> int:
+    """How many parameters the decoder has."""
+    attention = model.width * model.head_dim * 2 * (model.heads + model.kv_heads)
+    norms = 2 * model.width + (2 * model.head_dim if model.qk_norm else 0)
+    layer = attention + 3 * model.width * model.ffn + norms
+    return model.layers * layer + model.width + model.vocab * model.width * (1 if model.tied else 2)
+
+
+def flops_per_token(config: Config) -> float:
+    """Forward and backward, attention counted in full: 6 N + 12 layers width sequence (PaLM, appendix B)."""
+    model = config.model
+    return 6.0 * parameters(model) + 12.0 * model.layers * model.width * config.data.sequence
+
+
+def memory_per_device(config: Config, ranks: int) -> float:
+    """Bytes that training needs on one device, without what the allocator wastes."""
+    model, parallel, data = config.model, config.parallel, config.data
+    shards = max(1, ranks // parallel.replicas)
+    tokens = data.micro_batch * data.sequence / (parallel.tp * parallel.cp)
+    layers = model.layers / parallel.pp
+    activations = tokens * layers * model.width * ACTIVATION_BYTES[parallel.recompute]
+    if model.dtype == "float32":
+        activations *= 2
+    logits = tokens * model.vocab * 4
+    return parameters(model) * STATE_BYTES / shards + activations + logits
+
+
+def predict(config: Config, ranks: int) -> RunPlan:
+    """What ``config`` will take on ``ranks`` devices."""
+    count, peak = parameters(config.model), config.metrics.peak_flops
+    step_tokens = config.data.batch * config.data.sequence
+    tokens = config.data.position(config.run.steps + 1) * config.data.sequence
+    speed = ranks * peak * EXPECTED_MFU / flops_per_token(config) if peak else None
+    train_s = tokens / speed if speed else None
+    step_s = step_tokens / speed if speed else None
+    mean_time_s = 86_400 / (ranks * INTERRUPTIONS_PER_GPU_DAY)
+    return RunPlan(
+        ranks=ranks,
+        parameters=count,
+        memory=memory_per_device(config, ranks),
+        checkpoint=count * SAVED_BYTES,
+        tokens=tokens,
+        step_tokens=step_tokens,
+        tokens_per_s=speed,
+        step_s=step_s,
+        train_s=train_s,
+        interval_s=step_s * config.checkpoint.every if step_s else None,
+        stops=train_s * OVERHEAD[1] / mean_time_s if train_s else None,
+        daly_s=math.sqrt(2 * STALL_S * mean_time_s) - STALL_S,
+    )

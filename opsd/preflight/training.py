@@ -1,0 +1,38 @@
+"""The run that is about to start, as checks see it: its configuration, its layout, what it is expected to take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError
+from opsd.preflight.engine import count_gpus
+from opsd.preflight.plan import RunPlan, predict
+
+CPU_RANKS = 2
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+
+def config_of(context: Context) -> Config:
+    """The run's configuration. Raises NotApplicableError if there is none, CouldNotRunError if it cannot be used."""
+    if not context.train:
+        raise NotApplicableError("no run was named; --train CONFIG checks one")
+    try:
+        from trainer.config import ConfigError, load
+    except ImportError as error:
+        raise CouldNotRunError(f"the trainer cannot be imported ({error}); pip install 'opsd[train]'") from error
+    try:
+        return load(context.train, context.overrides)
+    except ConfigError as error:
+        raise CouldNotRunError(str(error)) from error
+
+
+def devices_of(context: Context) -> int:
+    """Devices of one node: the GPUs that it must have or has, or two processes on a machine without."""
+    return context.gpus or count_gpus(context) or CPU_RANKS
+
+
+def plan_of(context: Context, config: Config) -> RunPlan:
+    """What the run will take on all its nodes."""
+    return predict(config, context.nodes * devices_of(context))

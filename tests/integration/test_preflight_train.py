@@ -1,0 +1,66 @@
+"""`opsd preflight --train`: the run itself is tried, with a rank killed on the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from opsd.preflight.base import Verdict
+from opsd.preflight.report import Report
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus made from this project's own sources."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = Path(__file__).parents[2] / "opsd"
+    command = [sys.executable, "-m", "trainer.data", str(text), "--out", str(folder / "shards"), "--vocab", "2048"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder / "shards"
+
+
+def preflight(tmp_path: Path, shards: Path, checks: str, *options: str) -> tuple[int, Report]:
+    """Exit code and report of the checks of a run of the tiny preset."""
+    environment = {**os.environ, "OPSD_SHM": str(tmp_path / "shm"), "OMP_NUM_THREADS": "1"}
+    report = tmp_path / "report.json"
+    command = [
+        sys.executable, "-m", "opsd", "preflight", "--profile=standard", f"--only={checks}", "--train=tiny", "--quiet",
+        f"--json={report}", f"--set=agent.state_dir={tmp_path / 'state'}", f"--train-set=data.shards={shards}",
+        *options,
+    ]  # fmt: skip
+    code = subprocess.run(command, env=environment, timeout=170, check=False).returncode
+    return code, Report.from_json(report.read_bytes())
+
+
+def test_a_rank_is_killed_and_training_goes_on(tmp_path: Path, shards: Path) -> None:
+    """Speed, time to resume and the size of a checkpoint that was read back are measured on real steps."""
+    code, report = preflight(tmp_path, shards, "run_config,run_steps")
+    assert code == exitcodes.OK, report.to_json()
+    values = {value.measure: value.value for result in report.results for value in result.values}
+    assert values["resume"] > 0
+    assert values["speed"] > 0
+    assert not (tmp_path / "shm").exists(), "the agent of the node would take the drill for an incident"
+
+
+def test_a_run_that_cannot_be_read_is_said_in_one_sentence(tmp_path: Path, shards: Path) -> None:
+    """It counts as failed: nothing is known about it."""
+    code, report = preflight(tmp_path, shards, "run_config", "--train-set=model.layrs=3")
+    assert code == exitcodes.FAILED
+    [result] = report.results
+    assert result.verdict is Verdict.COULD_NOT_RUN
+    assert "did you mean model.layers?" in result.reason
+
+
+def test_data_that_is_not_there_could_not_be_tried(tmp_path: Path) -> None:
+    """With the command that makes it."""
+    code, report = preflight(tmp_path, tmp_path / "nothing", "run_data")
+    assert code == exitcodes.FAILED
+    assert "python -m trainer.data" in report.results[0].reason

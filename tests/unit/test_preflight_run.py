@@ -1,0 +1,120 @@
+"""What preflight says about a run before it starts: predictions, and mistakes in its configuration and batch script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opsd.preflight.base import Verdict
+from opsd.preflight.lint import Setting, findings, sbatch_options, seconds_of
+from opsd.preflight.plan import flops_per_token, parameters, predict
+
+pytest.importorskip("numpy")
+
+from trainer.config import Config, load
+
+GOOD = """#!/bin/bash
+#SBATCH -N 50 --no-kill  # with two spares
+#SBATCH --requeue
+#SBATCH --signal=USR1@300
+#SBATCH --open-mode=append
+"""
+
+
+def config(*overrides: str, preset: str = "smollm3-3b") -> Config:
+    return load(preset, ["data.shards=/data", *overrides], environ={})
+
+
+def said(*overrides: str, ranks: int = 384, **fields: Any) -> str:
+    """All findings as one text, each with its verdict."""
+    run = config(*overrides)
+    setting = Setting(run, predict(run, ranks), **{"nodes": 48, "script": GOOD, **fields})
+    return "\n".join(f"{finding.verdict}: {finding.summary}; {finding.advice}" for finding in findings(setting))
+
+
+def test_smollm3_is_predicted_as_it_went() -> None:
+    """3.075 B parameters, 11 T tokens, 13.5k tokens a second and GPU, four weeks, an interruption every few days."""
+    plan = predict(config(), 384)
+    assert plan.parameters == pytest.approx(3.075e9, rel=0.001)
+    assert plan.tokens == pytest.approx(11.1e12, rel=0.01)
+    assert plan.tokens_per_s is not None
+    assert plan.tokens_per_s / 384 == pytest.approx(13_500, rel=0.1)
+    assert plan.train_s is not None
+    assert 20 < plan.train_s / 86_400 < 30
+    assert plan.stops is not None
+    assert 3 < plan.stops < 10
+    assert plan.checkpoint == pytest.approx(37e9, rel=0.01)
+
+
+@pytest.mark.parametrize("changes", [(), ("model.tied=false",), ("model.qk_norm=true",), ("model.kv_heads=4",)])
+def test_parameters_are_those_of_the_model(changes: tuple[str, ...]) -> None:
+    """The formula agrees with the decoder that is trained."""
+    torch = pytest.importorskip("torch")
+    from trainer import model as trained
+
+    run = config(*changes, preset="tiny")
+    with torch.device("meta"):
+        decoder = trained.Decoder(run.model)
+    count = sum(parameter.numel() for parameter in decoder.parameters())
+    assert parameters(run.model) == count
+    assert flops_per_token(run) == trained.flops_per_token(count, run.model, run.data.sequence)
+
+
+def test_a_good_run_is_left_alone() -> None:
+    """Nothing is found where nothing is wrong."""
+    assert said("checkpoint.every=2000") == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields", "text"),
+    [
+        (["checkpoint.every=50000"], {}, "warn: a checkpoint every"),
+        (["run.steps=1000"], {}, "fail: the warm-up of 2000 steps is longer than the run of 1000"),
+        (["run.steps=9000000"], {}, "fail: the learning rate is 0 from step 4720000 on"),
+        (["run.steps=4500000"], {}, "warn: the learning rate decays until step 4720000"),
+        (["checkpoint.every=4720000"], {}, "fail: checkpoint.every 4720000 is not reached"),
+        ([], {"free": 100e9}, "fail: 4 checkpoints need 148 GB, and 100 GB are free"),
+        (["run.device=cuda", "metrics.peak_flops=0"], {}, "warn: metrics.peak_flops is not set"),
+        ([], {"script": None}, "warn: no batch script was given"),
+        ([], {"script": GOOD.replace("#SBATCH --requeue\n", "")}, "fail: the batch script has no --requeue"),
+        ([], {"script": GOOD.replace("--signal=USR1@300", "")}, "fail: the batch script asks for no signal"),
+        ([], {"script": GOOD.replace("append", "truncate")}, "warn: a requeued job overwrites its log"),
+        ([], {"script": GOOD.replace("--no-kill", "-J x")}, "fail: the batch script has no --no-kill"),
+        ([], {"script": GOOD.replace("50", "48")}, "warn: the job has 48 nodes and the run needs 48"),
+        ([], {"script": GOOD + "#SBATCH --time=2-00:00:00\n"}, "the job will be requeued about"),
+    ],
+)
+def test_each_mistake_is_found(overrides: list[str], fields: dict[str, Any], text: str) -> None:
+    """With what it means and what to do about it."""
+    assert text in said(*overrides, **fields)
+
+
+def test_one_node_needs_neither_spares_nor_a_script() -> None:
+    """What only many nodes need is not asked of one."""
+    assert said("checkpoint.every=300", ranks=8, nodes=1, script=None) == ""
+
+
+def test_options_are_read_as_sbatch_reads_them() -> None:
+    """Several on a line, with an equals sign, a blank or no value; other lines are none."""
+    lines = ("#!/bin/sh", "#SBATCH --nodes=4 --requeue", "#SBATCH -t 2-00:00:00 -k", "#SBATCH --signal=B:USR1@300")
+    script = "\n".join((*lines, "echo --nodes=9"))
+    assert sbatch_options(script) == {
+        "--nodes": "4", "--requeue": "", "-t": "2-00:00:00", "-k": "", "--signal": "B:USR1@300",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("10:30", 630), ("2:00:00", 7200), ("1-12", 129_600), ("1-12:30", 131_400), ("UNLIMITED", None)],
+)
+def test_time_limits_are_read_as_slurm_writes_them(text: str, seconds: float | None) -> None:
+    """Minutes stand alone, with days they are hours."""
+    assert seconds_of(text) == seconds
+
+
+def test_verdicts_fail_what_would_lose_work() -> None:
+    """A missing requeue is no matter of taste."""
+    run = config()
+    found = findings(Setting(run, predict(run, 384), 48, script="#!/bin/bash\n"))
+    assert {finding.verdict for finding in found} >= {Verdict.FAIL, Verdict.WARN}
