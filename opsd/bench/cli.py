@@ -19,6 +19,7 @@ BENCHES = {
     "client": "cost of a rank-page update",
     "data": "finding a sample at any point of a run, beside Grain, Megatron's index and one that grows",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
+    "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "steps lost when a rank is killed and on SIGTERM",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
     "soak": "memory and CPU of the agent over an hour",
