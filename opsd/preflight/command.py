@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -30,6 +30,7 @@ from opsd.preflight.judge import Yardsticks
 from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report
 from opsd.preflight.settings import PreflightSettings
+from opsd.preflight.training import demand_of
 from opsd.slurm.connect import choose
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def context(request: Request, settings: PreflightSettings, demand: Demand | None
         checkpoint_bytes=settings.checkpoint_bytes,
         checkpoint_interval_s=settings.checkpoint_interval_s,
     )
-    return Context(
+    known = Context(
         node=request.node,
         profile=request.profile,
         seconds=0.0,
@@ -125,6 +126,7 @@ def context(request: Request, settings: PreflightSettings, demand: Demand | None
         sbatch=request.sbatch,
         nvml_library=request.nvml_library,
     )
+    return replace(known, demand=demand_of(known)) if demand is None else known
 
 
 def yardsticks(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError
+from opsd.preflight.base import Context, CouldNotRunError, Demand, NotApplicableError
 from opsd.preflight.engine import count_gpus
 from opsd.preflight.plan import RunPlan, predict
 
@@ -31,6 +32,20 @@ def config_of(context: Context) -> Config:
 def devices_of(context: Context) -> int:
     """Devices of one node: the GPUs that it must have or has, or two processes on a machine without."""
     return context.gpus or count_gpus(context) or CPU_RANKS
+
+
+def demand_of(context: Context) -> Demand:
+    """What the run asks of one node; what ``context`` says of that where there is no run, or none that can be read."""
+    try:
+        plan = plan_of(context, config_of(context))
+    except (NotApplicableError, CouldNotRunError):
+        return context.demand
+    return replace(
+        context.demand,
+        tokens_per_s=plan.tokens_per_s and plan.tokens_per_s / context.nodes,
+        checkpoint_bytes=plan.checkpoint / context.nodes,
+        checkpoint_interval_s=plan.interval_s,
+    )
 
 
 def plan_of(context: Context, config: Config) -> RunPlan:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from opsd.preflight.base import Verdict
+from opsd.preflight.base import Context, Demand, Verdict
 from opsd.preflight.lint import Setting, findings, sbatch_options, seconds_of
 from opsd.preflight.plan import flops_per_token, parameters, predict
+from opsd.preflight.training import demand_of
 
 pytest.importorskip("numpy")
 
@@ -118,3 +120,14 @@ def test_verdicts_fail_what_would_lose_work() -> None:
     run = config()
     found = findings(Setting(run, predict(run, 384), 48, script="#!/bin/bash\n"))
     assert {finding.verdict for finding in found} >= {Verdict.FAIL, Verdict.WARN}
+
+
+def test_storage_is_judged_by_what_the_run_needs() -> None:
+    """A node's share of the tokens and of the checkpoint; without a run, what the configuration says."""
+    configured = Demand(tokens_per_s=5.0, checkpoint_bytes=7.0)
+    known = Context("n1", "quick", 1.0, gpus=8, demand=configured, train="smollm3-3b", nodes=48)
+    wanted = demand_of(replace(known, overrides=("data.shards=/data",)))
+    assert wanted.tokens_per_s == pytest.approx(8 * 13_500, rel=0.1)
+    assert wanted.checkpoint_bytes == pytest.approx(37e9 / 48, rel=0.01)
+    assert demand_of(replace(known, train="")) == configured
+    assert demand_of(replace(known, overrides=("no.such=1",))) == configured
