@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-packages test-fast lint bench clean
+.PHONY: help setup demo stack test test-packages test-fast lint bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## Train a tiny model, break it six ways, watch it recover
 	$(BIN)/opsd demo
+
+stack: $(STAMP) ## Prometheus, Alertmanager and an agent on this machine; a GPU overheats, the alert arrives
+	$(BIN)/opsd stack
 
 lint: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

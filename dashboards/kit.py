@@ -167,7 +167,13 @@ def board(
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
         .with_variable(label_variable("cluster", "Cluster", "opsd_build_info"))
-        .link(dashboard.DashboardLink("opsd").type("dashboards").tags(["opsd"]).as_dropdown(True).include_vars(True))
+        .link(
+            dashboard.DashboardLink("opsd")
+            .type(model.DashboardLinkType.DASHBOARDS)
+            .tags(["opsd"])
+            .as_dropdown(True)
+            .include_vars(True)
+        )
     )
     for variable in variables:
         result = result.with_variable(variable)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import unified_diff
 from typing import Any, Literal
 
-from grafana_client import GrafanaApi, TokenAuth
+from grafana_client.api import GrafanaApi
 from grafana_client.client import GrafanaClientError, GrafanaException, GrafanaTimeoutError, GrafanaUnauthorizedError
 
 from dashboards.build import rendered
@@ -42,7 +42,7 @@ class Grafana:
     def __init__(self, url: str, token: str) -> None:
         self._url = url
         try:
-            self._api = GrafanaApi.from_url(url, TokenAuth(token), timeout=TIMEOUT_S)
+            self._api = GrafanaApi.from_url(url, token, timeout=TIMEOUT_S)
         except ValueError as error:
             raise PushError(f"{url} is no address of a Grafana: {error}") from error
 

@@ -6,7 +6,7 @@ it is made from the agent's incident.
 
 from __future__ import annotations
 
-from dashboards.alerts.model import Alert, Group, incident
+from dashboards.alerts.model import Alert, Group, Record, incident
 
 _XIDS_OF_PROGRAMS = "13|14|31|37|38|43|44|45|63|66|67|92|94|106|107|108|137|141|154|157"
 """Xids that NVIDIA's catalogue says to ignore, that follow other Xids, or that programs cause themselves; the agent
@@ -15,6 +15,9 @@ tells the latter apart by what came of the program, and opens an incident if it 
 _XIDS = (
     f'sum by (cluster, instance, pci_bus_id, code) (increase(opsd_xid_total{{code!~"{_XIDS_OF_PROGRAMS}"}}[15m])) > 0'
 )
+
+THROTTLES = "sw_thermal|hw_thermal|hw_slowdown|hw_power_brake"
+"""Reasons that are throttles; near 700 W the software power cap is the normal state."""
 
 AVAILABILITY = Group(
     "availability",
@@ -66,6 +69,11 @@ AVAILABILITY = Group(
 HARDWARE = Group(
     "hardware",
     (
+        Record(
+            "instance_gpu:opsd_gpu_throttle:ratio_rate1m",
+            f'clamp_max(max by (cluster, instance, gpu) (rate(opsd_gpu_throttle_seconds_total{{reason=~"{THROTTLES}"}}'
+            "[1m])), 1)",
+        ),
         Alert(
             "GpuThrottle",
             "instance_gpu:opsd_gpu_throttle:ratio_rate1m > 0.1",

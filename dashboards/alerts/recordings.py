@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dashboards.alerts.model import Group, Record
 
-THROTTLES = "sw_thermal|hw_thermal|hw_slowdown|hw_power_brake"
-"""Reasons that are throttles; near 700 W the software power cap is the normal state."""
-
 RECORDINGS = Group(
     "recordings",
     (
-        Record(
-            "instance_gpu:opsd_gpu_throttle:ratio_rate1m",
-            f'clamp_max(max by (cluster, instance, gpu) (rate(opsd_gpu_throttle_seconds_total{{reason=~"{THROTTLES}"}}'
-            "[1m])), 1)",
-        ),
         Record("run:opsd_rank_tokens:rate5m", "sum by (cluster, run) (rate(opsd_rank_tokens_total[5m]))"),
         Record("run:opsd_rank_tokens:usual6h", "quantile_over_time(0.5, run:opsd_rank_tokens:rate5m[6h])"),
         Record(

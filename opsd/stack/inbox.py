@@ -1,0 +1,59 @@
+"""Where Alertmanager's messages arrive: every receiver of the shipped configuration, on this machine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message; ``receiver`` is webhook, slack or pagerduty, ``at`` a monotonic second."""
+
+    receiver: str
+    at: float
+    body: Any
+
+
+class Inbox:
+    """Takes what is posted to ``url``/RECEIVER."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        inbox = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                length = int(self.headers.get("Content-Length", "0"))
+                body = json.loads(self.rfile.read(length) or b"null")
+                inbox.messages.append(Message(self.path.strip("/").split("/")[0], time.monotonic(), body))
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"ok")
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, name="inbox", daemon=True).start()
+
+    def alerts(self, name: str, receiver: str = "webhook") -> list[tuple[float, Any]]:
+        """When which alerts called ``name`` arrived at the webhook."""
+        return [
+            (message.at, alert)
+            for message in list(self.messages)
+            if message.receiver == receiver and isinstance(message.body, dict)
+            for alert in message.body.get("alerts", ())
+            if alert["labels"]["alertname"] == name
+        ]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,94 @@
+"""A GPU node that exists only on paper: simulated GPUs, an RDMA port, and a run whose ranks do nothing but report."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from pathlib import Path
+
+from opsd.bench.ports import Port
+from opsd.client import Reporter, process_start
+from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
+
+GPUS = 8
+JOB, RUN = "4242", "train"
+LOAD_WATTS = 640.0
+STEP_S = 0.5
+TOKENS = 65_536
+
+
+class Node:
+    """What the agent looks at, in ``folder``. Raises NoCompilerError where GPUs cannot be simulated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._library = build(folder)
+        self.gpus = SimulatedGpus.create(folder / "gpus.state", count=GPUS)
+        self._port = Port(folder / "infiniband" / "mlx5_0")
+        self._stop = threading.Event()
+        for gpu in self.gpus:
+            gpu.thermal_tau_s = 2.0
+            gpu.load(utilization=98, power_watts=LOAD_WATTS, memory_ratio=0.8)
+            gpu.nvlink_bytes_per_second = 200e9
+        self._ranks = self._begin_run(folder / "shm" / RUN)
+        self._thread = threading.Thread(target=self._train, name="ranks", daemon=True)
+        self._thread.start()
+
+    def configuration(self, port: int) -> Path:
+        """The agent's configuration file; it listens on ``port`` of the loopback address."""
+        file = self.folder / "opsd.toml"
+        file.write_text(
+            f'[agent]\nlisten = "127.0.0.1:{port}"\nnode = "node-17"\n[nvml]\nlibrary = "{self._library}"\n'
+            f'[infiniband]\nroot = "{self.folder / "infiniband"}"\n'
+        )
+        return file
+
+    def environment(self) -> dict[str, str]:
+        """Variables with which an agent sees this node."""
+        return {
+            **os.environ,
+            STATE_ENV: str(self.gpus.path),
+            "OPSD_STATE_DIR": str(self.folder / "state"),
+            "OPSD_SHM": str(self.folder / "shm"),
+        }
+
+    def overheat(self, gpu: int) -> None:
+        """Let the cooling of a GPU fail: it will be throttled within seconds."""
+        self.gpus[gpu].cooling = 0.45
+
+    def close(self) -> None:
+        """End the run."""
+        self._stop.set()
+        self._thread.join()
+        self.gpus.close()
+
+    def _begin_run(self, folder: Path) -> list[Reporter]:
+        folder.mkdir(parents=True)
+        run = {
+            "job": JOB, "node": "node-17", "state": "running", "generation": 1, "launcher_pid": os.getpid(),
+            "launcher_start": process_start(os.getpid()), "world_size": GPUS, "control": "", "folder": str(folder),
+        }  # fmt: skip
+        (folder / "run.json").write_text(json.dumps(run))
+        pages = [folder / f"rank-{rank:04d}.page" for rank in range(GPUS)]
+        return [Reporter(page, rank=rank, gpu=rank, job=JOB, run=RUN) for rank, page in enumerate(pages)]
+
+    def _train(self) -> None:
+        """All ranks in lockstep, with the loss of a run that goes well."""
+        step, noise = 0, random.Random(0)
+        while not self._stop.is_set():
+            for phase, share in (("data", 0.05), ("forward", 0.3), ("backward", 0.45), ("collective", 0.15)):
+                phases = [rank.phase(phase) for rank in self._ranks]
+                for entered in phases:
+                    entered.__enter__()
+                self._stop.wait(STEP_S * share)
+                for entered in phases:
+                    entered.__exit__(None, None, None)
+            for rank in self._ranks:
+                loss = 2.0 + 8.0 / (1 + step / 20) + noise.gauss(0, 0.01)
+                rank.step(tokens=TOKENS // GPUS, loss=loss, grad_norm=1.0 + noise.gauss(0, 0.02))
+                if step % 40 == 0:
+                    rank.checkpoint_committed(step)
+            self._port.carry(1 << 30)
+            step += 1

@@ -1,0 +1,185 @@
+"""Prometheus, Alertmanager and an agent as processes on loopback ports, with the configuration that opsd ships."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from dashboards.alerts.build import rendered
+from opsd.stack.inbox import Inbox
+from opsd.stack.node import Node
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROGRAMS = ("prometheus", "prometheus-alertmanager")
+START_S = 30.0
+
+
+class StackError(Exception):
+    """The stack could not be started; the message says what is missing or which log to read."""
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody listens on right now."""
+    probes = [socket.socket() for _ in range(number)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class Stack:
+    """Everything, in ``folder``. Raises StackError.
+
+    ``scrape_s`` seconds lie between scrapes; ``rules_s`` overrides how often rules are evaluated, otherwise as shipped.
+    """
+
+    def __init__(self, folder: Path, *, scrape_s: float = 15.0, rules_s: float | None = None) -> None:
+        if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
+            raise StackError(f"{' and '.join(missing)} missing; install the Debian packages of the same name")
+        if not (DEPLOY / "alertmanager").is_dir():
+            raise StackError(f"{DEPLOY} is missing; the stack is started from a checkout")
+        self.folder, self._scrape_s, self._rules_s = folder, scrape_s, rules_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        agent, prometheus, alertmanager = free_ports(3)
+        self.agent, self.prometheus, self.alertmanager = (
+            f"http://127.0.0.1:{port}" for port in (agent, prometheus, alertmanager)
+        )
+        self.inbox = Inbox()
+        self.node = Node(folder)
+        try:
+            self._start(agent, prometheus, alertmanager)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The series that Prometheus answers right now. Raises ValueError if the expression is none."""
+        asked = urllib.parse.urlencode({"query": expression})
+        try:
+            answer = get(f"{self.prometheus}/api/v1/query?{asked}")
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{expression}: {error.read().decode()}") from error
+        result: list[dict[str, Any]] = answer["data"]["result"]
+        return result
+
+    def close(self) -> None:
+        """End everything."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self.node.close()
+        self.inbox.close()
+
+    def _start(self, agent: int, prometheus: int, alertmanager: int) -> None:
+        self._run("agent", [sys.executable, "-m", "opsd", "agent", "--config", str(self.node.configuration(agent))])
+        self._run(
+            "alertmanager",
+            [
+                "prometheus-alertmanager", f"--config.file={self._alertmanager_file()}",
+                f"--storage.path={self.folder}/alertmanager", f"--web.listen-address=127.0.0.1:{alertmanager}",
+                "--cluster.listen-address=",
+            ],
+        )  # fmt: skip
+        self._run(
+            "prometheus",
+            [
+                "prometheus", f"--config.file={self._prometheus_file(agent, alertmanager)}",
+                f"--storage.tsdb.path={self.folder}/prometheus", f"--web.listen-address=127.0.0.1:{prometheus}",
+            ],
+        )  # fmt: skip
+        for name, url in (
+            ("agent", f"{self.agent}/readyz"),
+            ("alertmanager", f"{self.alertmanager}/-/ready"),
+            ("prometheus", f"{self.prometheus}/-/ready"),
+        ):
+            if not eventually(lambda url=url: _answers(url), START_S):  # type: ignore[misc]
+                raise StackError(f"{name} does not answer; see {self.folder}/{name}.log")
+
+    def _run(self, name: str, command: Sequence[str]) -> None:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            environment = self.node.environment()
+            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+
+    def _prometheus_file(self, agent: int, alertmanager: int) -> Path:
+        """The shipped configuration, with targets and rules in the folder of the stack."""
+        rules = self.folder / "rules"
+        rules.mkdir()
+        for path, text in rendered(rules).items():
+            path.write_text(
+                text if self._rules_s is None else re.sub(r"interval: \w+", f"interval: {self._rules_s:g}s", text)
+            )
+        targets = [{"targets": [f"127.0.0.1:{agent}"], "labels": {"cluster": "demo"}}]
+        (self.folder / "opsd-targets.json").write_text(json.dumps(targets))
+        config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+        config["global"].update(scrape_interval=f"{self._scrape_s:g}s", scrape_timeout=f"{min(5.0, self._scrape_s):g}s")
+        config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager}"]
+        config["scrape_configs"] = [job for job in config["scrape_configs"] if job["job_name"] == "opsd"]
+        file = self.folder / "prometheus.yml"
+        file.write_text(yaml.safe_dump(config))
+        return file
+
+    def _alertmanager_file(self) -> Path:
+        """The shipped configuration, with every receiver's address replaced by that of the inbox."""
+        text = (DEPLOY / "alertmanager" / "alertmanager.yml").read_text(encoding="utf-8")
+        secrets = self.folder / "secrets"
+        secrets.mkdir()
+        (secrets / "slack-webhook").write_text(f"{self.inbox.url}/slack")
+        (secrets / "pagerduty-key").write_text("0" * 32)
+        config = yaml.safe_load(text.replace("/etc/prometheus/secrets", str(secrets)))
+        config["global"]["pagerduty_url"] = f"{self.inbox.url}/pagerduty"
+        config["templates"] = [str(DEPLOY / "alertmanager" / "templates" / "*.tmpl")]
+        for receiver in config["receivers"]:
+            for webhook in receiver.get("webhook_configs", ()):
+                webhook["url"] = f"{self.inbox.url}/webhook"
+        file = self.folder / "alertmanager.yml"
+        file.write_text(yaml.safe_dump(config))
+        return file
+
+
+def get(url: str) -> Any:
+    """The JSON at ``url``."""
+    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310
+        return json.load(answer)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2):  # noqa: S310
+            return True
+    except OSError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], within_s: float) -> bool:
+    """True as soon as ``condition`` is, False if it is not within the time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

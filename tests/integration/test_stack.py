@@ -1,0 +1,156 @@
+"""The shipped configuration in real Prometheus and Alertmanager, around an agent with simulated GPUs."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("yaml")
+pytest.importorskip("grafana_foundation_sdk")
+
+from dashboards.build import rendered
+from opsd.cli import cli
+from opsd.simulated.gpus import NoCompilerError
+from opsd.stack.world import Stack, StackError, get
+from tests.fakes.clock import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stack")]
+
+VARIABLES = {"cluster": ".*", "node": ".*", "gpu": ".*", "job": "4242", "run": "train", "__rate_interval": "10s"}
+NOT_HERE = {
+    "run:opsd_goodput:ratio_rate": "goodput needs as much history as its window is long",
+    "run:opsd_rank_tokens:usual6h": "the usual throughput needs more than a few seconds of history",
+    "opsd_nccl_stalled_seconds": "there is no NCCL on this machine",
+    "opsd_storage_response_seconds": "there is no network file system on this machine",
+    "opsd_storage_io_bytes_total": "there may be no disk that the kernel shows on this machine",
+    "opsd_collector_state": "no collector is blind",
+    "opsd_gpu_ecc_errors_total": "no GPU has memory errors",
+    "opsd_xid_total": "no GPU has an Xid",
+    "opsd_runbook_errors_total": "no runbook raises errors",
+    "opsd_actions_total": "the agent only observes",
+    "opsd_incidents_opened_total": "an incident that opened before the first scrape does not count",
+    "opsd_run_state": "nothing restarts",
+}
+"""Series of panels that may show nothing here, and why that is right."""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack in which GPU 3 overheats."""
+    try:
+        running = Stack(tmp_path_factory.mktemp("stack"), scrape_s=1.0, rules_s=1.0)
+    except (NoCompilerError, StackError) as error:
+        pytest.skip(str(error))
+    with running:
+        assert eventually(lambda: bool(running.query("instance_gpu:opsd_gpu_throttle:ratio_rate1m")), 60)
+        running.node.overheat(3)
+        yield running
+
+
+def test_a_fault_reaches_everybody_who_is_to_be_told(stack: Stack) -> None:
+    """The webhook with node, GPU, job, cost and next step; Slack and the pager in words."""
+    assert eventually(lambda: bool(stack.inbox.alerts("GpuThrottle")), 60)
+    _, alert = stack.inbox.alerts("GpuThrottle")[0]
+    said = alert["annotations"]
+    assert (alert["status"], alert["labels"]["gpu"], alert["labels"]["cluster"]) == ("firing", "3", "demo")
+    assert (said["node"], said["job"].strip()) == ("127.0.0.1", "4242")
+    assert said["cost"].startswith("the 8 GPUs of job 4242")
+    assert said["next_step"].endswith("opsd runbook show gpu_throttle")
+    assert eventually(lambda: {m.receiver for m in stack.inbox.messages} == {"webhook", "slack", "pagerduty"}, 30)
+    (slack, *_) = [m.body for m in stack.inbox.messages if m.receiver == "slack" and "GPU 3" in str(m.body)]
+    assert slack["attachments"][0]["title"].startswith("[CRITICAL] GPU 3 of")
+    assert "Next: " in slack["attachments"][0]["text"]
+
+
+def test_the_link_in_the_alert_leads_to_the_page(stack: Stack) -> None:
+    """On the agent that the alert is about."""
+    assert eventually(lambda: bool(stack.inbox.alerts("GpuThrottle")), 60)
+    _, alert = stack.inbox.alerts("GpuThrottle")[0]
+    with urllib.request.urlopen(alert["annotations"]["runbook_url"], timeout=10) as answer:
+        assert "A GPU is throttled" in answer.read().decode()
+
+
+def test_nothing_else_is_told(stack: Stack) -> None:
+    """One fault, one alert; what follows from it is not a second one."""
+    assert eventually(lambda: bool(stack.inbox.alerts("GpuThrottle")), 60)
+    names = {
+        a["labels"]["alertname"] for m in stack.inbox.messages if m.receiver == "webhook" for a in m.body["alerts"]
+    }
+    of_this_machine = {"StorageFull", "HostMemory", "CollectorBlind", "AgentSlow", "KernelLogLost"}
+    assert names - of_this_machine == {"GpuThrottle"}
+
+
+def test_every_target_is_scraped_and_every_rule_evaluated(stack: Stack) -> None:
+    """Prometheus itself finds nothing wrong."""
+    assert [target["health"] for target in get(f"{stack.prometheus}/api/v1/targets")["data"]["activeTargets"]] == ["up"]
+    groups = get(f"{stack.prometheus}/api/v1/rules")["data"]["groups"]
+    assert {
+        rule["name"]: rule.get("lastError") for group in groups for rule in group["rules"] if rule["health"] == "err"
+    } == {}
+
+
+def queries() -> Iterator[tuple[str, str, str]]:
+    """Board, panel and expression of everything that Grafana would ask."""
+    for path, text in rendered():
+        board = json.loads(text)
+        for annotation in board["annotations"]["list"]:
+            if "expr" in annotation:
+                yield path.stem, "annotations", annotation["expr"]
+        for panel in board["panels"]:
+            for inner in panel["panels"] if panel["type"] == "row" else [panel]:
+                yield from ((path.stem, inner["title"], target["expr"]) for target in inner["targets"])
+
+
+def test_every_panel_shows_data(stack: Stack) -> None:
+    """Each query is understood, and answers with data or is listed above with the reason."""
+
+    def filled(expression: str) -> str:
+        return re.sub(r"\$(\w+)", lambda found: VARIABLES[found[1]], expression)
+
+    def empty() -> set[tuple[str, str, str]]:
+        return {
+            (board, panel, expression)
+            for board, panel, expression in queries()
+            if not stack.query(filled(expression)) and not any(name in expression for name in NOT_HERE)
+        }
+
+    assert eventually(lambda: not empty(), 45), empty()
+    assert stack.query(filled('max(run:opsd_rank_step:max{cluster=~"$cluster", run=~"$run"})'))[0]["value"][1] > "0"
+
+
+def test_a_node_that_is_down_has_no_other_alerts(stack: Stack) -> None:
+    """Alertmanager holds back what its last scrape said, and nothing of other nodes."""
+
+    def labels(name: str, instance: str) -> dict[str, str]:
+        return {"alertname": name, "instance": instance, "severity": "critical"}
+
+    sent = [labels("AgentSilent", "a:1"), labels("GpuThrottle", "a:1"), labels("GpuThrottle", "b:1")]
+    sent += [{**labels("LossNan", "c:1")}, {**labels("LossSpike", "c:1")}]
+    body = json.dumps([{"labels": each, "annotations": {"summary": "x", "runbook_url": "http://x/"}} for each in sent])
+    post(f"{stack.alertmanager}/api/v2/alerts", body)
+
+    def held() -> set[tuple[str, str]]:
+        listed: list[dict[str, Any]] = get(f"{stack.alertmanager}/api/v2/alerts")
+        return {(a["labels"]["alertname"], a["labels"]["instance"]) for a in listed if a["status"]["inhibitedBy"]}
+
+    assert eventually(lambda: held() == {("GpuThrottle", "a:1"), ("LossSpike", "c:1")}, 20), held()
+
+
+def post(url: str, body: str) -> None:
+    request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10):
+        pass
+
+
+def test_without_the_programs_it_says_what_to_install(tmp_path: Path) -> None:
+    """In one sentence, before anything is started."""
+    done = CliRunner().invoke(cli, ["stack"], env={"PATH": str(tmp_path)})
+    assert done.exit_code == 1
+    assert "opsd: prometheus and prometheus-alertmanager missing; install" in done.output
