@@ -1,8 +1,8 @@
 """Saving the training state without stopping the training.
 
-A rank keeps a piece of shared memory that is laid out exactly as its checkpoint file (``trainer.memory``). Saving is copying the state into
-it, which is all that the training waits for; ``trainer.persist``, a process of its own, writes the memory to disk, and
-once every rank's file is durable the first rank's process commits the manifest.
+A rank keeps a piece of shared memory that is laid out exactly as its checkpoint file (``trainer.memory``). Saving is
+copying the state into it, which is all that the training waits for; ``trainer.persist``, a process of its own, writes
+the memory to disk, and once every rank's file is durable the first rank's process commits the manifest.
 
 The file is in safetensors format and holds the rank's regions of the tensors ``model.NAME``, ``exp_avg.NAME``,
 ``exp_avg_sq.NAME`` and ``updates``, the number of optimiser steps taken. Its metadata key ``regions`` is a JSON
@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from opsd.checkpoints.manifest import CheckpointError
 from opsd.client import PERSIST, Reporter
 from trainer import memory
 from trainer.optimizer import Optimizer
@@ -32,6 +33,7 @@ from trainer.persist import Plan, hold_lock, saving
 from trainer.regions import Region, region_of
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _ALIGNMENT = 64
 
 State = dict[str, Region]
@@ -67,6 +69,41 @@ def file_layout(state: State) -> tuple[bytes, dict[str, int], int]:
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: start + len(header) for name, start in starts.items()}, len(header) + end
+
+
+class StateFile:
+    """A rank's file, mapped: ``regions`` says where in the whole tensor each of its tensors begins.
+
+    Use it as a context manager. Raises OSError, or CheckpointError if it is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            # Copy on write, since torch wants memory that can be written to.
+            self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.content = memoryview(self._mapping)
+        try:
+            end = 8 + int.from_bytes(self.content[:8], "little")
+            header = json.loads(bytes(self.content[8:end]))
+            regions = json.loads(header.pop("__metadata__")["regions"])
+            self.regions = {name: tuple(region["offset"]) for name, region in regions.items()}
+            self._entries = {
+                name: (_TYPES[entry["dtype"]], entry["shape"], end + entry["data_offsets"][0])
+                for name, entry in header.items()
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is not a rank's file of a checkpoint: {error!r}", path.name) from error
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor in place, to be copied from before the file is closed."""
+        dtype, shape, start = self._entries[name]
+        return _view(self._mapping, start, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def __enter__(self) -> StateFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.content.release()
 
 
 class Saver:

@@ -1,5 +1,8 @@
 """The persist process of a rank: writes staged checkpoints to disk. Standard library and xxhash, nothing heavier.
 
+It first takes the checksum of the staged state, with which the copy in memory is a checkpoint (``trainer.memory``), and
+then writes it past the page cache, so that neither processor nor memory is taken from the training.
+
 It takes orders, one JSON object a line, on standard input and answers on standard output::
 
     {"save": STEP, "sample": SAMPLE, "digest": DIGEST}  ->  {"state": "committed"} | {"state": "failed", "why": ...}
@@ -31,16 +34,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
 from opsd.checkpoints.retention import prune
+from trainer.memory import Record, checksum, write_record
 
 LOCKS = ".saving"
 LIMIT_S = 600
 """A process whose rank has gone ends after this, come what may."""
 POLL_S = 0.02
-_BLOCK = 1 << 22
+_BLOCK = 1 << 24
+_PAGE = mmap.PAGESIZE
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of 64-bit Linux (fcntl(2)): type, whence, start, length, pid
 _PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
 
@@ -49,7 +52,8 @@ _PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
 class Plan:
     """What a persist process needs to know.
 
-    ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` that of ``hold_lock``.
+    ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` that of ``hold_lock``,
+    ``shared`` the folder in shared memory in which the staged file lies, if it does.
     """
 
     root: str
@@ -62,6 +66,7 @@ class Plan:
     memory: int = -1
     size: int = 0
     locks: int = -1
+    shared: str = ""
 
 
 class Abandoned(Exception):
@@ -122,6 +127,15 @@ def hold_lock(root: Path, rank: int) -> int:
     return locks
 
 
+def saving(root: Path, rank: int) -> bool:
+    """Whether ``rank`` of an earlier start of the run, or its persist process, is still alive."""
+    locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        return _locked(locks, rank, 1)
+    finally:
+        os.close(locks)
+
+
 def _locked(locks: int, start: int, length: int) -> bool:
     """Whether somebody else has a lock in the range; a ``length`` of 0 is without end."""
     try:
@@ -135,8 +149,11 @@ def _save(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any], orders: Order
     folder = folder_of(Path(plan.root), order["save"])
     part = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = write_part(folder, plan, memory)
+        with memoryview(memory) as view:
+            digest = checksum(view)
+            _keep_in_memory(plan, order, digest)
+            folder.mkdir(parents=True, exist_ok=True)
+            part = write_part(folder, plan, view, digest)
         if plan.rank == 0:
             files = _gather(folder, plan, orders)
             manifest = Manifest(
@@ -160,21 +177,46 @@ def _prune(plan: Plan) -> None:
         print(f"opsd: old checkpoints could not be removed: {error}", file=sys.stderr)
 
 
-def write_part(folder: Path, plan: Plan, memory: mmap.mmap) -> FileEntry:
+def _keep_in_memory(plan: Plan, order: Mapping[str, Any], digest: str) -> None:
+    if plan.shared:
+        record = Record(
+            plan.rank, order["save"], order["sample"], order["digest"], plan.attempt, plan.layout, plan.size, digest,
+            plan.run, time.time(),
+        )  # fmt: skip
+        try:
+            write_record(Path(plan.shared), record)
+        except OSError as error:
+            print(f"opsd: the checkpoint is not kept in memory: {error}", file=sys.stderr)
+
+
+def write_part(folder: Path, plan: Plan, view: memoryview, digest: str) -> FileEntry:
     """Write this rank's staged file durably, under a name that says its attempt and checksum. Raises OSError."""
     draft = _draft(folder, plan)
-    digest = xxhash.xxh3_128()
-    with open(draft, "wb", buffering=0) as file, memoryview(memory) as view:
-        at = 0
-        while at < plan.size:
-            written = file.write(view[at : at + _BLOCK])
-            digest.update(view[at : at + written])
-            at += written
-        os.fsync(file.fileno())
-    name = f"rank-{plan.rank:04d}.{plan.attempt}.{digest.hexdigest()}.safetensors"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, plan.size)
+        _write(descriptor, view[: plan.size])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    name = f"rank-{plan.rank:04d}.{plan.attempt}.{digest.partition(':')[2]}.safetensors"
     os.rename(draft, folder / name)
     sync_folder(folder)
-    return FileEntry(name, plan.size, f"xxh3_128:{digest.hexdigest()}")
+    return FileEntry(name, plan.size, digest)
+
+
+def _write(descriptor: int, view: memoryview) -> None:
+    """Write past the page cache as far as the file system can, which is whole pages from page-aligned memory."""
+    at = 0
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with suppress(OSError):  # the file system has only buffered files
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        while len(view) - at >= _PAGE and at % _PAGE == 0:
+            end = min(at + _BLOCK, len(view) // _PAGE * _PAGE)
+            at += os.write(descriptor, view[at:end])
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    while at < len(view):
+        at += os.write(descriptor, view[at : at + _BLOCK])
 
 
 def parts_of(folder: Path, attempt: str) -> dict[int, FileEntry]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from opsd.checkpoints.manifest import (
     MANIFEST,
     REJECTED,
     CheckpointError,
     Manifest,
-    checksum,
     folder_of,
     folders,
     reject,
@@ -25,7 +21,7 @@ from opsd.checkpoints.manifest import (
 )
 from opsd.client import Reporter
 from trainer import memory
-from trainer.checkpoint import State
+from trainer.checkpoint import State, StateFile
 from trainer.config import ConfigError
 from trainer.persist import wait_for_saves
 from trainer.regions import Region
@@ -53,7 +49,7 @@ def restore(
         wait_for_saves(root, WAIT_FOR_SAVES_S)
     newest = world.from_first(max(steps(root), default=-1) if world.rank == 0 else -1)
     if (manifest := _from_memory(state, world, digest, newest, reporter)) is not None:
-        return _loaded(manifest, world, reporter, began)
+        return _loaded(manifest, newest, world, reporter, began)
     manifest = _choose(root, world, reporter)
     if world.rank == 0:
         _report_incomplete(root, -1 if manifest is None else manifest.step, reporter)
@@ -70,14 +66,15 @@ def restore(
             "use the settings that the run was started with, or another run folder"
         )
     load(folder, manifest, state, world.rank)
-    return _loaded(manifest, world, reporter, began)
+    return _loaded(manifest, manifest.step, world, reporter, began)
 
 
-def _loaded(manifest: Manifest, world: World, reporter: Reporter, began: float) -> Manifest:
+def _loaded(manifest: Manifest, durable: int, world: World, reporter: Reporter, began: float) -> Manifest:
     if world.rank == 0:
         load_s = time.monotonic() - began
         reporter.event("checkpoint_loaded", step=manifest.step, tier=manifest.tier, load_s=round(load_s, 4))
-    reporter.checkpoint_committed(manifest.step)
+    if durable >= 0:
+        reporter.checkpoint_committed(durable)
     return manifest
 
 
@@ -100,11 +97,8 @@ def _from_memory(
     assert record is not None
     why = ""
     try:
-        manifest = memory.manifest_of(list(memory.records(folder, save)))
-        if checksum(folder / _own(world.rank)) != record.checksum:
-            raise CheckpointError(f"{folder / _own(world.rank)} does not match its checksum")
-        load(folder, manifest, state, [entry.name for entry in manifest.files].index(_own(world.rank)))
-    except (CheckpointError, OSError, SafetensorError) as error:
+        manifest = load_memory(folder, record, state)
+    except (CheckpointError, OSError) as error:
         why = str(error)
     if world.least(not why) == 1:
         return manifest
@@ -112,6 +106,20 @@ def _from_memory(
         reporter.event("checkpoint_rejected", step=record.step, file=_own(world.rank), why=why)
     memory.forget(folder, world.rank)
     return None
+
+
+def load_memory(folder: Path, record: memory.Record, state: State) -> Manifest:
+    """Fill ``state`` from what this node's memory in ``folder`` holds of the save of ``record``.
+
+    The rank's own state is verified; whose it is verifies each other one. Raises CheckpointError or OSError.
+    """
+    manifest = memory.manifest_of(list(memory.records(folder, record.save)))
+    own = memory.state_path(folder, record.rank)
+    with StateFile(own) as file:
+        if memory.checksum(file.content) != record.checksum:
+            raise CheckpointError(f"{own} does not match its checksum", own.name)
+    load(folder, manifest, state, [entry.name for entry in manifest.files].index(own.name))
+    return manifest
 
 
 def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
@@ -155,29 +163,29 @@ def load(folder: Path, manifest: Manifest, state: State, rank: int = 0) -> None:
     for name in names[rank : rank + 1] + names[:rank] + names[rank + 1 :]:
         if not missing:
             break
-        with safe_open(folder / name, framework="pt") as file:
-            stored = json.loads(file.metadata()["regions"])
-            for tensor in missing.keys() & stored.keys():
-                offset = tuple(stored[tensor]["offset"])
+        with StateFile(folder / name) as file:
+            for tensor in missing.keys() & file.regions.keys():
+                offset = file.regions[tensor]
                 if (tensor, offset) in seen:  # replicas of one region count once
                     continue
                 seen.add((tensor, offset))
-                missing[tensor] -= _copy_overlap(file.get_slice(tensor), offset, state[tensor])
+                missing[tensor] -= _copy_overlap(file.tensor(tensor), offset, state[tensor])
         missing = {tensor: count for tensor, count in missing.items() if count}
     if missing:
         raise CheckpointError(f"{folder} does not hold all of {min(missing)}", str(min(missing)))
 
 
-def _copy_overlap(stored: object, offset: Iterable[int], region: Region) -> int:
+def _copy_overlap(stored: torch.Tensor, offset: Iterable[int], region: Region) -> int:
     """Copy what the stored region at ``offset`` and ours have in common; returns the number of elements."""
     source, target = [], []
-    shape = stored.get_shape()  # type: ignore[attr-defined]
-    for theirs, their_length, ours, our_length in zip(offset, shape, region.offset, region.local.shape, strict=True):
+    for theirs, their_length, ours, our_length in zip(
+        offset, stored.shape, region.offset, region.local.shape, strict=True
+    ):
         begin, end = max(theirs, ours), min(theirs + their_length, ours + our_length)
         if begin >= end:
             return 0
         source.append(slice(begin - theirs, end - theirs))
         target.append(slice(begin - ours, end - ours))
-    part = stored[tuple(source)]  # type: ignore[index]
+    part = stored[tuple(source)]
     region.local[tuple(target)].copy_(part)
-    return math.prod(part.shape)
+    return part.numel()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from opsd.checkpoints.manifest import steps
 from opsd.client import Reporter
 from trainer.accumulate import accumulator, micro_batches
 from trainer.audit import Audit
@@ -68,7 +69,12 @@ def train(config: Config, *, fresh: bool = False) -> bool:
 
     audit = Audit(model, world, reporter)
     audit(step)
-    saver = Saver(persist_plan(config, world), owned(state, model), reporter, committed=step)
+    saver = Saver(
+        persist_plan(config, world),
+        owned(state, model),
+        reporter,
+        committed=max(steps(folder / CHECKPOINTS), default=0),
+    )
     size = count_parameters(config.model)
     reporter.model(flops_per_token(size, config.model, config.data.sequence), config.metrics.peak_flops)
     metrics = MetricsLog(folder / METRICS, config, size, world.size) if world.rank == 0 else None

@@ -19,6 +19,9 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 KEEP_FINISHED_S = 24 * 3600
 _OWN_FILES = re.compile(r"run\.json|events\.jsonl|control\.sock|\.?rank-\d{4,}\.page(\..*)?|\.run\.json\.\d+")
 
+_STATES = re.compile(r"\.?rank-\d{4,}\.state(\..*)?")
+"""Checkpoints that ranks keep in memory: they outlive a launcher, so that its successor finds them, but not the run."""
+
 
 class RunError(Exception):
     """The folders of a run cannot be had; the message says why and what to do."""
@@ -126,6 +129,7 @@ def prune(root: Path, now: float, keep_s: float = KEEP_FINISHED_S) -> None:
                 info = memory.lstat()
                 stale = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and info.st_mtime < now - keep_s
                 if stale and owner_pid(memory) is None:
+                    _clear(memory, _STATES)
                     _clear(memory)
                     memory.rmdir()
 
@@ -163,9 +167,9 @@ def _claim(memory: Path) -> None:
     _clear(memory)
 
 
-def _clear(memory: Path) -> None:
+def _clear(memory: Path, names: re.Pattern[str] = _OWN_FILES) -> None:
     for path in list(memory.iterdir()):
-        if _OWN_FILES.fullmatch(path.name):
+        if names.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 

@@ -1,0 +1,125 @@
+"""Checkpoints in shared memory: they outlive the rank, are newer than the disk's, and are not trusted blindly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_world import Run, eventually, make_small_corpus
+
+from opsd.checkpoints.manifest import folder_of, steps
+from trainer import memory
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_small_corpus(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
+    run = Run(tmp_path_factory.mktemp("undisturbed"), shards)
+    finish(run)
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path, shards: Path) -> Run:
+    return Run(tmp_path / "run", shards)
+
+
+def finish(run: Run, world: int = 2, **settings: object) -> None:
+    assert run.start(world=world, **settings).wait() == [0] * world, run.log().read_text()
+
+
+def resume(run: Run, undisturbed: Run, world: int = 2) -> dict[str, Any]:
+    """Go on for ten steps beyond what has been seen; what was computed again came out the same. How it was loaded."""
+    finish(run, world, run__steps=max(run.curve()) + 10)
+    if world == 2:
+        curve, expected = run.curve(), undisturbed.curve()
+        assert all(curve[step] == expected[step] for step in curve.keys() & expected.keys())
+    event: dict[str, Any] = run.events("checkpoint_loaded")[-1]
+    return event
+
+
+def kill_after_save(run: Run) -> None:
+    """Kill the ranks once a checkpoint is on disk and in memory; the next is far."""
+    world = run.start(run__steps=100_000, checkpoint__every=20)
+    eventually(lambda: steps(run.checkpoints) and all(memory.read_record(run.folder, rank) for rank in (0, 1)))
+    world.kill()
+    assert all(memory.read_record(run.folder, rank) for rank in (0, 1))
+
+
+def test_a_killed_rank_leaves_its_state_in_memory(run: Run, undisturbed: Run) -> None:
+    """After SIGKILL the next start reads the newest state from memory and the losses are the same bits."""
+    kill_after_save(run)
+    assert resume(run, undisturbed)["tier"] == "memory"
+    assert not list(run.folder.glob("*.state*"))  # a run that has ended gives the memory back
+
+
+def test_memory_goes_on_where_the_disk_ends(run: Run, undisturbed: Run) -> None:
+    """A state that could not be written to the disk is not lost with its ranks."""
+    run.checkpoints.mkdir(parents=True)
+    blockers = [folder_of(run.checkpoints, step) for step in range(20, 2000, 20)]
+    for path in blockers:
+        path.write_text("a file where the folder should be")
+    world = run.start(run__steps=100_000, checkpoint__every=20)
+    eventually(lambda: run.events("checkpoint_failed"))
+    world.kill()
+    for path in blockers:
+        path.unlink()
+    event = resume(run, undisturbed)
+    assert (event["tier"], event["step"] % 20) == ("memory", 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_damaged_memory_is_not_used(run: Run, undisturbed: Run, rank: int) -> None:
+    """A flipped bit in one rank's memory is noticed, and all ranks read from the disk."""
+    kill_after_save(run)
+    path = memory.state_path(run.folder, rank)
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    loaded = resume(run, undisturbed)
+    (event,) = run.events("checkpoint_rejected")
+    assert event["file"] == path.name
+    assert "does not match its checksum" in event["why"]
+    assert loaded["tier"] == "local"
+
+
+@pytest.mark.parametrize("change", ["older", "other attempt", "gone"])
+def test_states_of_two_saves_do_not_mix(run: Run, undisturbed: Run, change: str) -> None:
+    """When one rank's memory is of another save, or lost with its node, the disk is read."""
+    kill_after_save(run)
+    path = memory.record_path(run.folder, 1)
+    record = json.loads(path.read_text())
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_text(json.dumps(record | ({"step": 5} if change == "older" else {"attempt": "00000000"})))
+    assert resume(run, undisturbed)["tier"] == "local"
+
+
+def test_memory_of_another_layout_is_left_alone(run: Run, undisturbed: Run) -> None:
+    """With another number of ranks the disk is read, which any layout can."""
+    kill_after_save(run)
+    assert resume(run, undisturbed, world=1)["tier"] == "local"
+
+
+def test_a_kill_while_staging_leaves_no_record(run: Run, undisturbed: Run) -> None:
+    """A rank killed at any moment of a save never leaves a record of a state that is half the new one."""
+    for _ in range(2):
+        world = run.start(checkpoint__every=1)
+        step = world.step()
+        eventually(lambda world=world, step=step: world.step() > step + 2)
+        os.kill(world.ranks[1].pid or 0, signal.SIGKILL)
+        world.kill()
+    finish(run)
+    assert run.events("checkpoint_rejected") == []
+    assert run.curve() == undisturbed.curve()

@@ -1,0 +1,129 @@
+"""The newest staged state of each rank in the node's shared memory, where it survives the rank. Torch-free.
+
+Beside the rank pages of a run lie, for each rank, ``rank-0000.state``, laid out as its checkpoint file, and
+``rank-0000.state.json``, a record of what it is. The record is removed before the state is touched and written once it
+is complete, so a state with a record is whole, and its checksum proves it. The states of all ranks together are a
+checkpoint if they are of one save of one start of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from opsd.checkpoints.manifest import FileEntry, Manifest
+
+TIER = "memory"
+_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a staged state is. ``digest`` says what it belongs to, ``attempt`` which start of the run made it."""
+
+    rank: int
+    step: int
+    sample: int
+    digest: str
+    attempt: str
+    layout: dict[str, int]
+    size: int
+    checksum: str
+    run: str
+    created: float
+
+    @property
+    def save(self) -> int:
+        """A positive 62-bit number that the records of one save have in common, and those of no other."""
+        text = json.dumps([self.step, self.sample, self.digest, self.attempt, self.layout])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2 | 1
+
+
+def state_path(folder: Path, rank: int) -> Path:
+    """The staged state of ``rank``."""
+    return folder / f"rank-{rank:04d}.state"
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """Its record."""
+    return folder / f"rank-{rank:04d}.state.json"
+
+
+def open_state(folder: Path, rank: int, size: int) -> int:
+    """A descriptor of the state of ``rank`` with room for ``size`` bytes; a record that is there stays true.
+
+    A state of another size is replaced and not resized, since a process may still be reading it. Raises OSError, for
+    instance if shared memory is full.
+    """
+    path = state_path(folder, rank)
+    with suppress(FileNotFoundError):
+        if path.lstat().st_size != size:
+            forget(folder, rank)
+            path.unlink()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        raise
+    return descriptor
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Declare the state of ``record.rank`` whole. Raises OSError."""
+    path = record_path(folder, record.rank)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    draft.replace(path)
+
+
+def read_record(folder: Path, rank: int) -> Record | None:
+    """The record of ``rank``, None if there is none that makes sense."""
+    try:
+        record = Record(**json.loads(record_path(folder, rank).read_text(encoding="utf-8")))
+        return record if state_path(folder, rank).stat().st_size == record.size else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def forget(folder: Path, rank: int) -> None:
+    """The state of ``rank`` is about to change."""
+    record_path(folder, rank).unlink(missing_ok=True)
+
+
+def remove(folder: Path, rank: int) -> None:
+    """Give the memory of ``rank`` back."""
+    forget(folder, rank)
+    state_path(folder, rank).unlink(missing_ok=True)
+
+
+def records(folder: Path, save: int) -> Iterator[Record]:
+    """The records of this node's ranks that belong to one save, by rank."""
+    for path in sorted(folder.glob("rank-*.state.json")):
+        number = path.name.removeprefix("rank-").partition(".")[0]
+        record = read_record(folder, int(number)) if number.isdigit() else None
+        if record is not None and record.save == save:
+            yield record
+
+
+def manifest_of(found: list[Record]) -> Manifest:
+    """The checkpoint that ``found``, the records of one save, make up."""
+    first = found[0]
+    files = tuple(FileEntry(f"rank-{record.rank:04d}.state", record.size, record.checksum) for record in found)
+    return Manifest(first.step, first.sample, first.layout, first.digest, files, TIER, first.created, first.run)
+
+
+def checksum(view: memoryview) -> str:
+    """The checksum of a state, as manifests have it."""
+    digest = xxhash.xxh3_128()
+    for at in range(0, len(view), _BLOCK):
+        digest.update(view[at : at + _BLOCK])
+    return f"xxh3_128:{digest.hexdigest()}"
