@@ -16,6 +16,7 @@ from opsd.simulated.library import NoCompilerError, SimulationError
 
 BENCHES = {
     "agent": "CPU, memory, series and scrape time of the agent beside nvitop-exporter",
+    "checkpoint": "what a checkpoint costs the training, beside torch.save and DCP",
     "client": "cost of a rank-page update",
     "data": "finding a sample at any point of a run, beside Grain, Megatron's index and one that grows",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
