@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.checkpoints.audit import audit
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, read, verify
 from opsd.checkpoints.retention import PRUNED
 
@@ -90,6 +91,20 @@ def verify_command(path: Path) -> int:
             damaged += 1
             click.echo(f"step {entry.step}: DAMAGED: {error}")
     return exitcodes.FAILED if damaged else exitcodes.OK
+
+
+@checkpoint.command("audit")
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def audit_command(path: Path, as_json: bool) -> int:
+    """Look for tensors whose tensor-parallel shards are copies of each other.
+
+    PATH may also be what others wrote: a checkpoint of torch.distributed.checkpoint, a folder of safetensors or one
+    such file. Of a run folder the newest complete checkpoint is examined. Exit code 1 if copies were found, 2 if
+    there is nothing that can be read.
+    """
+    complete = [entry.folder for entry in find(path) if entry.state == "complete"] if path.is_dir() else []
+    return audit(complete[-1] if complete else path, as_json=as_json)
 
 
 def find(path: Path) -> list[Entry]:
