@@ -53,6 +53,8 @@ class RunSettings(_Section):
     """Threads of a rank on the CPU; 0 shares the node's cores among its ranks."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation (slower on a GPU, free on the CPU)."""
+    initial: str = ""
+    """Folder of a Hugging Face model whose weights the run begins with; empty draws them."""
 
 
 class ModelSettings(_Section):

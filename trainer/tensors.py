@@ -70,12 +70,13 @@ def stored_tensors(path: Path) -> Iterator[Stored]:
         files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
         if not files:
             raise FormatError(f"{path} holds neither a distributed checkpoint ({_DCP}) nor safetensors files")
-        yield from _safetensors(path, files)
+        yield from tensors_of_files(path, files)
     except (OSError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
         raise FormatError(f"{path} cannot be read: {error}") from error
 
 
-def _safetensors(root: Path, files: Sequence[Path]) -> Iterator[Stored]:
+def tensors_of_files(root: Path, files: Sequence[Path]) -> Iterator[Stored]:
+    """The tensors in these safetensors ``files`` under ``root``, by name."""
     found: dict[str, Stored] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:

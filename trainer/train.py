@@ -24,6 +24,7 @@ from trainer.checkpoint import Saver, State, training_state
 from trainer.config import Config
 from trainer.data.loader import Loader
 from trainer.data.sources import Source, open_sources, sizes
+from trainer.huggingface import fill
 from trainer.metrics import MetricsLog
 from trainer.model import Decoder, count_parameters, flops_per_token
 from trainer.optimizer import Optimizer
@@ -63,6 +64,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
     digest = partial(config.digest, mixture, {name: source.index.digest for name, source in sources.items()})
     manifest = restore(folder / CHECKPOINTS, state, world, digest, reporter, fresh=fresh)
+    if manifest is None and config.run.initial:
+        fill(model, Path(config.run.initial))
     optimizer.set_updates(state["updates"].local.item())
     step, sample = (manifest.step, manifest.sample) if manifest else (0, 0)
     loader.begin(sample)

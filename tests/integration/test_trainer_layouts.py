@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from trainer_world import Run, make_small_corpus
 
 from opsd.checkpoints.manifest import folder_of, read
 from trainer.config import load as load_config
+from trainer.huggingface import export
 from trainer.model import Decoder
 from trainer.regions import region_of
 from trainer.restore import load
@@ -162,7 +164,11 @@ def test_gradients_that_stay_infinite_end_the_run(tmp_path: Path, shards: Path) 
 @pytest.mark.parametrize(
     ("world", "settings", "text"),
     [
-        (2, {"parallel__replicas": 4}, "2 ranks are not a multiple of parallel.replicas 4; start a multiple of 4 ranks"),
+        (
+            2,
+            {"parallel__replicas": 4},
+            "2 ranks are not a multiple of parallel.replicas 4; start",
+        ),
         (2, {"parallel__pp": 2, "data__batch": 1}, "fewer than the parallel.pp 2 stages"),
         (1, {"parallel__tp": 8}, "parallel.tp 8 does not divide model.heads 4"),
     ],
@@ -176,3 +182,20 @@ def test_a_layout_that_does_not_fit_is_refused(
     log = run.log().read_text()
     assert "Traceback" not in log
     assert text in log.splitlines()[-1]
+
+
+def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path, shards: Path) -> None:
+    """Exported from a tensor-parallel run, the weights are what another run, in another layout, begins with."""
+    run = start(tmp_path / "first", shards, {"tp": 2}, run__steps=4, optimizer__lr=0.02)
+    sets = SHAPE | {"data.shards": shards, "run.folder": run.folder}
+    arguments = [str(run.folder / "config.toml"), str(tmp_path / "exported"), "--dtype=float32"]
+    result = CliRunner().invoke(export, [*arguments, *(f"--set={name}={value}" for name, value in sets.items())])
+    assert result.exit_code == 0, result.output
+    assert f"of {folder_of(run.checkpoints, 4)} written" in result.output
+    settings = {"run__initial": tmp_path / "exported", "run__steps": 1, "optimizer__lr": 1e-300}
+    another = start(tmp_path / "second", shards, {"dp": 2}, **settings)
+    trained, begun = weights(run, 4), weights(another, 1)
+    assert all(torch.equal(begun[name], value) for name, value in trained.items() if name.startswith("model."))
+    refusing = Run(tmp_path / "third", shards, SHAPE)
+    assert refusing.start(world=1, **settings, model__ffn=64).wait() == [2]
+    assert "needs model.ffn = 50, not 64" in refusing.log().read_text().splitlines()[-1]
