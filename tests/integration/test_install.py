@@ -1,0 +1,100 @@
+"""deploy/install: a node gets opsd, keeps its settings when upgraded, and is rid of it again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+INSTALL = Path(__file__).parents[2] / "deploy" / "install"
+UNIT, SETTINGS = "etc/systemd/system/opsd.service", "etc/opsd/opsd.toml"
+
+pytestmark = pytest.mark.slow
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """A wheel of a package called opsd that does nothing and needs nothing."""
+    file = folder / f"opsd-{version}-py3-none-any.whl"
+    info = f"opsd-{version}.dist-info"
+    contents = {
+        "opsd/__init__.py": f'__version__ = "{version}"\n',
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: opsd\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, text in contents.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in [*contents, f"{info}/RECORD"]))
+    return file
+
+
+def run(root: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DESTDIR": str(root), "PIP_NO_INDEX": "1", "PYTHON": "python3"}
+    command = [str(INSTALL), *map(str, options)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
+    """Twice is once, an upgrade keeps the settings, and what is removed is gone but for settings and journal."""
+    root, first = tmp_path / "root", wheel(tmp_path, "0.0.1")
+    done = run(root, "--wheel", first)
+    assert done.returncode == 0, done.stderr
+    assert (root / UNIT).read_text() == (INSTALL.parent / "systemd/opsd.service").read_text()
+    assert (root / "usr/lib/sysusers.d/opsd.conf").exists()
+    assert (root / "usr/lib/tmpfiles.d/opsd.conf").exists()
+    assert (root / SETTINGS).stat().st_mode & 0o777 == 0o640
+    (root / SETTINGS).write_text("mine")
+
+    again = run(root, "--wheel", first)
+    assert again.stdout.strip() == "opsd is up to date"
+
+    (root / UNIT).write_text("edited")
+    upgraded = run(root, "--wheel", wheel(tmp_path, "0.0.2"))
+    assert "opsd is installed" in upgraded.stdout
+    version = [str(root / "opt/opsd/bin/python"), "-c", "import opsd; print(opsd.__version__)"]
+    assert subprocess.run(version, capture_output=True, text=True, check=True, cwd=root).stdout.strip() == "0.0.2"
+    assert (root / UNIT).read_text().startswith("# Installed by deploy/install")
+    assert (root / SETTINGS).read_text() == "mine"
+
+    assert run(root, "--uninstall").returncode == 0
+    assert not (root / UNIT).exists()
+    assert not (root / "opt/opsd").exists()
+    assert (root / SETTINGS).read_text() == "mine"
+    assert run(root, "--uninstall", "--purge").returncode == 0
+    assert not (root / "etc/opsd").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--wheel"], 2, "--wheel needs a file"),
+        (["--wat"], 2, "unknown option --wat; see deploy/install --help"),
+        (["--purge"], 2, "--purge goes with --uninstall"),
+        (["--wheel", "none.whl"], 1, "none.whl: no such wheel"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, options: list[str], code: int, said: str) -> None:
+    """And nothing is written."""
+    done = run(tmp_path / "root", *options)
+    assert (done.returncode, done.stderr.strip()) == (code, f"opsd: {said}")
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_wheel_that_is_none_is_said(tmp_path: Path) -> None:
+    """Pip's own words, then ours."""
+    broken = tmp_path / "opsd-0.0.1-py3-none-any.whl"
+    broken.write_text("no zip")
+    done = run(tmp_path / "root", "--wheel", broken)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"opsd: pip could not install {broken}"
+
+
+def test_the_help_is_what_the_file_says(tmp_path: Path) -> None:
+    """Without installing anything."""
+    done = run(tmp_path / "root", "--help")
+    assert done.returncode == 0
+    assert "deploy/install --uninstall --purge" in done.stdout
+    assert "set -euo" not in done.stdout

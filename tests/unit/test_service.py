@@ -1,0 +1,102 @@
+"""The service as systemd, the shell and Slurm read it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+SCRIPTS = [DEPLOY / "install", *sorted((DEPLOY / "slurm").glob("*.sh"))]
+EXPOSURE = 2.5
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze (Debian package systemd) is not installed"
+)
+
+
+def directives(unit: Path, name: str) -> list[str]:
+    return re.findall(rf"^{name}=(.*)$", unit.read_text(), re.MULTILINE)
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_finds_nothing_wrong(unit: Path, tmp_path: Path) -> None:
+    """In a copy whose program exists on this machine."""
+    copy = tmp_path / unit.name
+    copy.write_text(unit.read_text().replace("/opt/opsd/bin/opsd", shutil.which("true") or "/bin/true"))
+    checked = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, check=False)
+    assert [line for line in checked.stderr.splitlines() if unit.name in line] == []
+    assert checked.returncode == 0
+
+
+@needs_systemd
+def test_the_agent_is_exposed_no_more_than_it_must_be() -> None:
+    """By systemd's own scale, on which 10 is a service without any protection."""
+    unit = str(DEPLOY / "systemd" / "opsd.service")
+    said = subprocess.run(
+        ["systemd-analyze", "security", "--offline=yes", unit], capture_output=True, text=True, check=True
+    )
+    level = re.search(r"Overall exposure level for opsd.service: ([\d.]+)", said.stdout)
+    assert level is not None
+    assert float(level[1]) <= EXPOSURE
+
+
+def test_the_agent_is_watched_and_runs_as_its_own_user() -> None:
+    """Notification and watchdog are what the agent sends, and the user is the one that sysusers.d makes."""
+    unit = DEPLOY / "systemd" / "opsd.service"
+    assert directives(unit, "Type") == ["notify"]
+    assert directives(unit, "WatchdogSec") == ["30"]
+    assert directives(unit, "User") == ["opsd"]
+    assert re.search(r"^u opsd ", (DEPLOY / "systemd" / "opsd.sysusers.conf").read_text(), re.MULTILINE)
+    assert "d /dev/shm/opsd 1777 root root -" in (DEPLOY / "systemd" / "opsd.tmpfiles.conf").read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_the_shell_understands_the_scripts(script: Path) -> None:
+    """Before a node has to."""
+    shell = "bash" if "bash" in script.read_text().splitlines()[0] else "sh"
+    assert subprocess.run([shell, "-n", str(script)], capture_output=True, check=False).returncode == 0
+    assert script.stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize("name", ["prolog.sh", "epilog.sh", "health_check.sh"])
+def test_slurm_is_not_asked_where_that_can_hang(name: str) -> None:
+    """Prolog, epilog and health check run while the controller waits for the node."""
+    code = [line for line in (DEPLOY / "slurm" / name).read_text().splitlines() if not line.startswith("#")]
+    assert not re.search(r"\b(scontrol|squeue|sinfo|sacct|srun|sbatch|scancel)\b", "\n".join(code))
+
+
+@pytest.mark.parametrize(("status", "refused"), [(0, False), (1, True), (2, False), (3, False)])
+def test_a_prolog_refuses_only_what_failed(tmp_path: Path, status: int, refused: bool) -> None:
+    """A node that failed its preflight; not one whose configuration is wrong, which would drain the whole cluster."""
+    program = tmp_path / "opsd"
+    program.write_text(f"#!/bin/sh\nexit {status}\n")
+    program.chmod(0o755)
+    environment = {"OPSD": str(program), "PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "opsd-test"}
+    done = subprocess.run([str(DEPLOY / "slurm" / "prolog.sh")], env=environment, capture_output=True, check=False)
+    assert (done.returncode == 1) == refused
+
+
+def test_a_node_without_opsd_still_takes_jobs(tmp_path: Path) -> None:
+    """Prolog and epilog are on shared storage more often than opsd is."""
+    for name in ("prolog.sh", "epilog.sh"):
+        environment = {"OPSD": str(tmp_path / "none"), "PATH": "/usr/bin:/bin"}
+        assert subprocess.run([str(DEPLOY / "slurm" / name)], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("file", sorted((DEPLOY / "ansible").rglob("*.yml")), ids=lambda file: file.parent.name)
+def test_the_playbook_is_yaml(file: Path) -> None:
+    """And the files that it copies exist."""
+    text = file.read_text()
+    assert yaml.safe_load(text)
+    for name in re.findall(r"\{\{ playbook_dir \}\}/\.\./([\w./-]+)", text):
+        assert (DEPLOY / name).exists(), name
