@@ -19,6 +19,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from trainer.config import ModelSettings
 
+_flex_attention = torch.compile(flex_attention)
+"""Without being compiled it would hold the scores of all pairs; the CPU has no compiled backward pass."""
+
 Context = DeviceMesh | None
 """The mesh over which sequences are split; None where each rank has whole ones."""
 
@@ -86,7 +89,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, contex
     if context is not None:
         k, v = (all_gather_single_autograd(x.contiguous(), 2, context) for x in (k, v))
     if isinstance(mask, BlockMask):
-        y = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        kernel = _flex_attention if q.is_cuda else flex_attention
+        y = kernel(q, k, v, block_mask=mask, enable_gqa=True)
         assert isinstance(y, torch.Tensor)
         return y
     if isinstance(mask, Packed):

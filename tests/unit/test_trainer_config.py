@@ -72,7 +72,16 @@ def test_unknown_key_names_the_nearest() -> None:
         ("model.heads=3", "does not split into 3 heads"),
         ("model.kv_heads=3", "not a multiple of model.kv_heads 3"),
         ("schedule.decay_start=900", "warmup <= decay_start < decay_end"),
+        ("checkpoint.every=0", "nothing says when to save"),
+        ("checkpoint.minutes=5", "checkpoint.every and checkpoint.minutes says when to save; set exactly one"),
         ("data.shards=", "make shards with `python -m trainer.data`"),
+        ("model.yarn_factor=2.0", "needs model.yarn_positions"),
+        ("schedule.kind=multi-step", "needs milestones"),
+        ("data.batch_warmup=[[20, 1], [10, 2]]", "they have to ascend"),
+        ("parallel.tp=3", "parallel.tp 3 does not divide model.heads 4"),
+        ("parallel.tp=4", "parallel.tp 4 does not divide model.kv_heads 2"),
+        ("parallel.pp=3", "parallel.pp 3 does not divide model.layers 4"),
+        ("parallel.cp=3", "data.sequence 256 is not a multiple of 6"),
         ("steps", "expected section.key=value"),
         ("steps=3", "expected section.key=value"),
     ],
@@ -148,3 +157,12 @@ def test_a_preset_mixture_is_read() -> None:
 def test_bad_mixtures_are_refused(overrides: list[str], expected: str) -> None:
     """Weights, stages and skips that cannot be followed are refused before anything starts."""
     assert expected in refusal("tiny", *overrides)
+
+
+@pytest.mark.parametrize(("step", "position"), [(1, 0), (2, 2), (4, 6), (5, 10), (6, 14), (7, 22), (100, 766)])
+def test_a_growing_batch_moves_the_position(step: int, position: int) -> None:
+    """The samples before a step are the sum of the batches before it."""
+    config = load("tiny", [SHARDS, "data.batch_warmup=[[3, 2], [5, 4]]", "data.batch=8"], {})
+    assert config.data.position(step) == position
+    assert config.data.position(step + 1) - position == config.data.batch_at(step)
+    assert config.data.batches == {2, 4, 8}

@@ -33,3 +33,25 @@ def test_extension_leaves_the_past_alone(step: int, extension: int) -> None:
 def test_no_warmup() -> None:
     """Without warm-up the first step has the full rate."""
     assert rate_factor(1, ScheduleSettings(warmup=0, decay_start=5, decay_end=6)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"), [(5, 0.5), (10, 1.0), (110, 0.55), (210, 0.1), (10_000, 0.1), (60, 0.1 + 0.9 * 0.853553)]
+)
+def test_cosine(step: int, factor: float) -> None:
+    """Half a cosine from the end of the warm-up down to the floor, at which it stays."""
+    cosine = ScheduleSettings(kind="cosine", warmup=10, decay_end=210, floor=0.1)
+    assert rate_factor(step, cosine) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("step", "factor"), [(5, 0.5), (99, 1.0), (100, 0.1), (199, 0.1), (200, 0.01), (999, 0.01)])
+def test_multi_step(step: int, factor: float) -> None:
+    """Constant between milestones, a tenth from each on."""
+    steps = ScheduleSettings(kind="multi-step", warmup=10, milestones=(100, 200))
+    assert rate_factor(step, steps) == pytest.approx(factor)
+
+
+def test_floor_of_the_decay() -> None:
+    """WSD ends at the floor where one is set."""
+    floored = SCHEDULE.model_copy(update={"floor": 0.2})
+    assert [rate_factor(step, floored) for step in (110, 120, 500)] == pytest.approx([0.6, 0.2, 0.2])

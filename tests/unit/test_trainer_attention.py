@@ -1,0 +1,118 @@
+"""Attention: who sees whom, the kernels against each other, and how sequences are split over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask
+
+from trainer.attention import Packed, attend, gathered_positions, make_view, pack, positions, rotary_angles, visible
+from trainer.config import ModelSettings
+
+torch.set_num_threads(1)
+
+SETTINGS = ModelSettings(layers=2, width=64, heads=4, kv_heads=2, ffn=48, vocab=64)
+DOCUMENTS = st.lists(st.integers(0, 2), min_size=1, max_size=24).map(
+    lambda steps: torch.tensor([steps]).clamp(max=1).cumsum(1).int()
+)
+
+
+class Ranks:
+    """Stands for the mesh of so many ranks, of which one looks."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def get_local_rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def view_of(documents: torch.Tensor, kernel: str, window: int = 0):
+    return make_view(documents, SETTINGS.model_copy(update={"attention": kernel, "window": window}))
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(documents=DOCUMENTS, window=st.integers(0, 6))
+def test_a_token_sees_the_near_past_of_its_document(documents: torch.Tensor, window: int) -> None:
+    """The mask is the definition, written out."""
+    length = documents.shape[1]
+    mask = visible(documents, torch.arange(length), torch.arange(length), window)[0, 0]
+    for query in range(length):
+        for key in range(length):
+            near = 0 <= query - key < (window or length)
+            assert mask[query, key] == (near and documents[0, query] == documents[0, key])
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_flex_attention_is_attention(window: int) -> None:
+    """The kernel for GPUs, run here without compiling, gives what the mask gives."""
+    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16]).int()
+    q, k, v = drawn(2, 4, 16, 16), drawn(2, 2, 16, 16), drawn(2, 2, 16, 16)
+    flex, sdpa = view_of(documents, "flex", window), view_of(documents, "sdpa", window)
+    assert isinstance(flex.near, BlockMask)
+    with torch.no_grad():
+        torch.testing.assert_close(attend(q, k, v, flex.near, None), attend(q, k, v, sdpa.near, None))
+
+
+@settings(max_examples=30, deadline=None)
+@given(documents=DOCUMENTS, rows=st.integers(1, 3))
+def test_packed_documents_begin_where_they_begin(documents: torch.Tensor, rows: int) -> None:
+    """The starts are those of all documents of all rows, padded to one of few sizes with the end."""
+    documents = documents.expand(rows, -1)
+    length = documents.shape[1]
+    packed = pack(documents, window=4)
+    begin = [
+        r * length + i for r in range(rows) for i in range(length) if not i or documents[r, i - 1] != documents[r, i]
+    ]
+    assert packed.starts.tolist() == begin + [rows * length] * (len(packed.starts) - len(begin))
+    assert packed.starts.dtype == torch.int32
+    assert (len(packed.starts) - 1).bit_count() == 1
+    assert len(packed.starts) > len(begin)
+    assert (packed.longest, packed.window) == (length, 4)
+
+
+def test_the_kernel_follows_the_setting() -> None:
+    """Plain causal attention needs no mask; with documents each kernel has its own form of one."""
+    documents = torch.zeros(1, 8, dtype=torch.int32)
+    assert view_of(documents, "sdpa").everything.dtype == torch.bool
+    assert isinstance(view_of(documents, "varlen").everything, Packed)
+    assert view_of(documents, "auto").everything.dtype == torch.bool
+    plain = SETTINGS.model_copy(update={"document_mask": False})
+    assert make_view(documents, plain).everything is None
+    windowed = make_view(documents, plain.model_copy(update={"window": 2}))
+    assert windowed.everything is None
+    assert windowed.near.sum() == 15
+
+
+@given(ranks=st.integers(1, 8), parts=st.integers(1, 5))
+def test_ranks_share_a_sequence_evenly(ranks: int, parts: int) -> None:
+    """Each position is on one rank, and every rank has as many keys to look at."""
+    length, device = 2 * ranks * parts, torch.device("cpu")
+    mine = [positions(length, Ranks(rank, ranks), device) for rank in range(ranks)]
+    assert torch.equal(torch.cat(mine), gathered_positions(length, Ranks(0, ranks), device))
+    assert sorted(torch.cat(mine).tolist()) == list(range(length))
+    assert len({int((at + 1).sum()) for at in mine}) == 1
+    assert all(torch.equal(at, at.sort().values) for at in mine)
+
+
+def test_yarn_leaves_fast_channels_and_slows_the_others() -> None:
+    """The fastest channel keeps its frequency, the slowest is stretched by the factor, all are scaled (YaRN, 3.4)."""
+    shape = ModelSettings(layers=1, width=128, heads=1, kv_heads=1, ffn=8, vocab=8, rope_theta=1e4)
+    yarn = shape.model_copy(update={"yarn_factor": 4.0, "yarn_positions": 4096})
+    one = torch.tensor([1])
+    plain, stretched = rotary_angles(one, shape), rotary_angles(one, yarn)
+    scale = stretched.square().sum(0).sqrt()
+    torch.testing.assert_close(scale, torch.full_like(scale, 1.138629))  # 0.1 ln 4 + 1
+    angle, yarn_angle = (torch.atan2(x[1], x[0])[0] for x in (plain, stretched))
+    torch.testing.assert_close(yarn_angle[0], angle[0])
+    torch.testing.assert_close(yarn_angle[-1], angle[-1] / 4)
+    assert ((yarn_angle <= angle * 1.0001) & (yarn_angle >= angle / 4.0001)).all()
