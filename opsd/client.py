@@ -293,14 +293,8 @@ class Reporter:
 
     def event(self, kind: str, **fields: object) -> None:
         """Append a rare event (a rejected checkpoint, a skipped batch) as one JSON line beside the page."""
-        line = json.dumps({"t": time.time(), "event": kind, **fields}, default=str)
-        if self.path is None:
-            return
-        try:
-            with open(events_path(self.path), "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            print(f"opsd: event {kind} not recorded: {error}", file=sys.stderr)
+        if self.path is not None:
+            append_event(self.path, kind, **fields)
 
     def close(self) -> None:
         """Mark the rank as finished in good order."""
@@ -349,6 +343,16 @@ def _create_page(path: Path | None, header: bytes) -> mmap.mmap:
     page = mmap.mmap(-1, PAGE_BYTES)
     page[: len(header)] = header
     return page
+
+
+def append_event(page: Path, kind: str, **fields: object) -> None:
+    """Append a rare event of the rank that has ``page``, as its helper processes may. Never raises OSError."""
+    line = json.dumps({"t": time.time(), "event": kind, **fields}, default=str)
+    try:
+        with open(events_path(page), "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        print(f"opsd: event {kind} not recorded: {error}", file=sys.stderr)
 
 
 def events_path(page: Path) -> Path:

@@ -266,10 +266,31 @@ class ScheduleSettings(_Section):
 
 
 class CheckpointSettings(_Section):
-    """A checkpoint every ``every`` steps and at the end, the newest ``keep`` are kept."""
+    """When checkpoints are made, how many are kept, and where copies go. One is always made at the end.
 
-    every: PositiveInt
+    One of ``every``, ``minutes`` and ``mttf_hours`` says when.
+    """
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints."""
+    minutes: NonNegativeFloat = 0.0
+    """Minutes between checkpoints."""
+    mttf_hours: NonNegativeFloat = 0.0
+    """Mean time between failures of the job; with the measured stall of a save it gives the interval (Daly 2006)."""
     keep: PositiveInt = 3
+    """How many of the newest are kept."""
+    keep_every: NonNegativeInt = 0
+    """Those of every so-many-th step are kept for good; 0 keeps none so."""
+    remote: str = ""
+    """Where each checkpoint is copied, a URL that fsspec knows: s3://bucket/run, or a network folder."""
+
+    def problem(self) -> str | None:
+        """What is wrong between the settings, in one sentence."""
+        given = [name for name in ("every", "minutes", "mttf_hours") if getattr(self, name)]
+        if len(given) != 1:
+            names = " and ".join(f"checkpoint.{name}" for name in given) or "nothing"
+            return f"{names} says when to save; set exactly one of checkpoint.every, minutes and mttf_hours"
+        return None
 
 
 class MetricsSettings(_Section):
@@ -298,7 +319,7 @@ class Config(_Section):
             return problem
         if not data.shards:
             return "data.shards is not set: make shards with `python -m trainer.data` and pass --set data.shards=FOLDER"
-        return data.problem(self.run.steps)
+        return self.checkpoint.problem() or data.problem(self.run.steps)
 
     def digest(self, mixture: Mixture, shards: Mapping[str, str], position: int) -> str:
         """Identifies what the state after ``position`` samples belongs to: the model and these samples in their order.

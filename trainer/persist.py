@@ -26,6 +26,7 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
-from opsd.checkpoints.retention import prune
+from opsd.checkpoints.retention import AWAITED, prune
 from trainer.memory import Record, checksum, write_record
 
 LOCKS = ".saving"
@@ -53,7 +54,9 @@ class Plan:
     """What a persist process needs to know.
 
     ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` that of ``hold_lock``,
-    ``shared`` the folder in shared memory in which the staged file lies, if it does.
+    ``shared`` the folder in shared memory in which the staged file lies, if it does. Besides the newest ``keep``
+    checkpoints those of every ``every``-th step are kept, and those that have yet to be uploaded to ``remote`` or
+    ``evaluated``.
     """
 
     root: str
@@ -67,6 +70,9 @@ class Plan:
     size: int = 0
     locks: int = -1
     shared: str = ""
+    every: int = 0
+    remote: str = ""
+    evaluated: bool = False
 
 
 class Abandoned(Exception):
@@ -104,6 +110,7 @@ def main() -> None:
     plan = Plan(**json.loads(sys.argv[1]))
     os.nice(5)
     orders = Orders(0)
+    upload: subprocess.Popen[bytes] | None = None
     with mmap.mmap(plan.memory, plan.size) as memory:
         while not orders.closed:
             order = orders.next()
@@ -113,6 +120,9 @@ def main() -> None:
                     os.write(1, json.dumps(answer).encode() + b"\n")
                 if plan.rank == 0 and answer["state"] == "committed":
                     _prune(plan)
+                    upload = _upload(plan, upload)
+        if upload is not None:
+            upload.wait()
 
 
 def hold_lock(root: Path, rank: int) -> int:
@@ -159,6 +169,7 @@ def _save(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any], orders: Order
             manifest = Manifest(
                 order["save"], order["sample"], plan.layout, order["digest"], files, "local", time.time(), plan.run
             )
+            _await(folder, plan)
             commit(folder, manifest)
         else:
             _await_commit(folder, part.name, orders)
@@ -172,9 +183,24 @@ def _save(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any], orders: Order
 
 def _prune(plan: Plan) -> None:
     try:
-        prune(Path(plan.root), plan.keep)
+        prune(Path(plan.root), plan.keep, plan.every)
     except OSError as error:
         print(f"opsd: old checkpoints could not be removed: {error}", file=sys.stderr)
+
+
+def _upload(plan: Plan, running: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes] | None:
+    """Have all that waits for it uploaded, unless that is going on."""
+    if not plan.remote or (running is not None and running.poll() is None):
+        return running
+    command = [sys.executable, "-m", "opsd.checkpoints.remote", "upload", plan.root, plan.remote]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def _await(folder: Path, plan: Plan) -> None:
+    """Mark what is needed of the checkpoint before it may go."""
+    wanted = (plan.remote, plan.evaluated)
+    for name in (name for name, is_wanted in zip(AWAITED, wanted, strict=True) if is_wanted):
+        (folder / name).touch()
 
 
 def _keep_in_memory(plan: Plan, order: Mapping[str, Any], digest: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -35,14 +38,21 @@ class RestoreError(Exception):
 
 
 def restore(
-    root: Path, state: State, world: World, digest: Callable[[int], str], reporter: Reporter, *, fresh: bool = False
+    root: Path,
+    state: State,
+    world: World,
+    digest: Callable[[int], str],
+    reporter: Reporter,
+    *,
+    remote: str = "",
+    fresh: bool = False,
 ) -> Manifest | None:
-    """Fill ``state`` from the newest checkpoint that verifies, in memory or under ``root``. None if there is none.
+    """Fill ``state`` from the newest checkpoint that verifies, in memory, under ``root`` or at ``remote``.
 
-    All ranks call it together and load the same step: the first rank proposes, the ranks share the verification, a
-    damaged checkpoint is set aside and the next older one is proposed. ``digest`` says what a state after so many
-    samples belongs to. Raises ConfigError if the checkpoint belongs to something else, and RestoreError, unless
-    ``fresh``, if there were checkpoints and none of them is whole.
+    None if there is none. All ranks call it together and load the same step: the first rank proposes, the ranks share
+    the verification, a damaged checkpoint is set aside and the next older one is proposed. ``digest`` says what a state
+    after so many samples belongs to. Raises ConfigError if the checkpoint belongs to something else, and RestoreError,
+    unless ``fresh``, if there were checkpoints and none of them is whole.
     """
     began = time.monotonic()
     if world.rank == 0:
@@ -51,6 +61,8 @@ def restore(
     if (manifest := _from_memory(state, world, digest, newest, reporter)) is not None:
         return _loaded(manifest, newest, world, reporter, began)
     manifest = _choose(root, world, reporter)
+    if remote and _fetch(root, remote, -1 if manifest is None else manifest.step, world):
+        manifest = _choose(root, world, reporter)
     if world.rank == 0:
         _report_incomplete(root, -1 if manifest is None else manifest.step, reporter)
     if manifest is None:
@@ -118,8 +130,17 @@ def load_memory(folder: Path, record: memory.Record, state: State) -> Manifest:
     with StateFile(own) as file:
         if memory.checksum(file.content) != record.checksum:
             raise CheckpointError(f"{own} does not match its checksum", own.name)
-    load(folder, manifest, state, [entry.name for entry in manifest.files].index(own.name))
+        load(folder, manifest, state, [entry.name for entry in manifest.files].index(own.name), file)
     return manifest
+
+
+def _fetch(root: Path, remote: str, newest: int, world: World) -> bool:
+    """Bring a checkpoint that is later than the step ``newest`` from ``remote``; False if there is none to be had."""
+    fetched = 0
+    if world.rank == 0:
+        command = [sys.executable, "-m", "opsd.checkpoints.remote", "fetch", str(root), remote, str(newest)]
+        fetched = len(subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False).stdout)
+    return world.from_first(fetched) > 0
 
 
 def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
@@ -150,20 +171,20 @@ def _report_incomplete(root: Path, newest: int, reporter: Reporter) -> None:
 
 
 @torch.no_grad()
-def load(folder: Path, manifest: Manifest, state: State, rank: int = 0) -> None:
+def load(folder: Path, manifest: Manifest, state: State, rank: int = 0, opened: StateFile | None = None) -> None:
     """Fill ``state`` from the files of a checkpoint, each region from whichever files overlap it.
 
-    This rank's own file comes first, and at an unchanged layout it is the only one read. Raises CheckpointError if the
-    files do not cover the state.
+    This rank's own file comes first, ``opened`` if it is already, and at an unchanged layout it is the only one read.
+    Raises CheckpointError if the files do not cover the state.
     """
     missing = {name: region.local.numel() for name, region in state.items()}
     missing = {name: count for name, count in missing.items() if count}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     names = [entry.name for entry in manifest.files]
-    for name in names[rank : rank + 1] + names[:rank] + names[rank + 1 :]:
+    for number, name in enumerate(names[rank : rank + 1] + names[:rank] + names[rank + 1 :]):
         if not missing:
             break
-        with StateFile(folder / name) as file:
+        with nullcontext(opened) if opened and not number else StateFile(folder / name) as file:
             for tensor in missing.keys() & file.regions.keys():
                 offset = file.regions[tensor]
                 if (tensor, offset) in seen:  # replicas of one region count once

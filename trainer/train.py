@@ -25,6 +25,7 @@ from trainer.config import Config
 from trainer.data.loader import Loader
 from trainer.data.sources import Source, open_sources, sizes
 from trainer.huggingface import fill
+from trainer.interval import Interval
 from trainer.metrics import MetricsLog
 from trainer.model import Decoder, count_parameters, flops_per_token
 from trainer.optimizer import Optimizer
@@ -63,7 +64,9 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
     digest = partial(config.digest, mixture, {name: source.index.digest for name, source in sources.items()})
-    manifest = restore(folder / CHECKPOINTS, state, world, digest, reporter, fresh=fresh)
+    manifest = restore(
+        folder / CHECKPOINTS, state, world, digest, reporter, remote=config.checkpoint.remote, fresh=fresh
+    )
     if manifest is None and config.run.initial:
         fill(model, Path(config.run.initial))
     optimizer.set_updates(state["updates"].local.item())
@@ -81,6 +84,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     size = count_parameters(config.model)
     reporter.model(flops_per_token(size, config.model, config.data.sequence), config.metrics.peak_flops)
     metrics = MetricsLog(folder / METRICS, config, size, world.size) if world.rank == 0 else None
+    interval = Interval(config.checkpoint, time.monotonic())
     due = stop = False
     skipped = 0
     while step < config.run.steps and not stop:
@@ -92,9 +96,16 @@ def train(config: Config, *, fresh: bool = False) -> bool:
         with reporter.phase("collective"):
             saver.poll()
             # One all-reduce carries all that the ranks must agree on.
-            loss_sum, square, stops, busy, failed = world.sum(
-                [local_loss, optimizer.take_gradients(), reporter.stop_requested, saver.busy, saver.failed]
-            )
+            time_to_save = world.rank == 0 and interval.due(step, time.monotonic())
+            ours = [
+                local_loss,
+                optimizer.take_gradients(),
+                reporter.stop_requested,
+                saver.busy,
+                saver.failed,
+                time_to_save,
+            ]
+            loss_sum, square, stops, busy, failed, now_due = world.sum(ours)
         # Every rank of the last stage has contributed the loss of its part of the batch.
         loss, norm, stop = loss_sum / (world.size // config.parallel.pp), math.sqrt(square), stops > 0
         with reporter.phase("optimizer"):
@@ -103,10 +114,12 @@ def train(config: Config, *, fresh: bool = False) -> bool:
                 reporter.event("update_skipped", step=step, why=f"the gradient norm is {norm}")
         if failed:
             saver.abandon()
-        due = due or step % config.checkpoint.every == 0
+        due = due or now_due > 0
         if due and not busy:
             audit(step)
+            began = time.monotonic()
             saver.save(step, sample, digest(sample))
+            interval.saved(began, time.monotonic() - began)
             due = False
         reporter.step(tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm, step=step)
         if metrics is not None:
@@ -148,6 +161,7 @@ def persist_plan(config: Config, world: World) -> Plan:
     return Plan(
         root=str(Path(config.run.folder) / CHECKPOINTS), rank=world.rank, world=world.size, attempt=f"{attempt:08x}",
         layout=world.layout, run=os.environ.get("OPSD_RUN", ""), keep=config.checkpoint.keep,
+        every=config.checkpoint.keep_every, remote=config.checkpoint.remote,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in shared memory: they outlive the rank, are newer than the disk's, and are not trusted blindly."""
+"""Checkpoints in shared memory, which outlive the rank, and on other storage, which outlive the node."""
 
 from __future__ import annotations
 
@@ -122,4 +122,26 @@ def test_a_kill_while_staging_leaves_no_record(run: Run, undisturbed: Run) -> No
         world.kill()
     finish(run)
     assert run.events("checkpoint_rejected") == []
+    assert run.curve() == undisturbed.curve()
+
+
+def test_a_lost_disk_is_replaced_by_the_copy(run: Run, undisturbed: Run, tmp_path: Path) -> None:
+    """With its checkpoints gone, a run goes on from what has been uploaded, and says so."""
+    remote = {"checkpoint__remote": f"file://{tmp_path}/bucket", "checkpoint__every": 20}
+    finish(run, run__steps=20, **remote)
+    assert steps(tmp_path / "bucket") == [20]
+    run.checkpoints.rename(tmp_path / "lost")
+    finish(run, **remote)
+    (loaded,) = run.events("checkpoint_loaded")
+    assert (loaded["step"], loaded["tier"]) == (20, "remote")
+    assert [event["step"] for event in run.events("checkpoint_uploaded")] == [20, 40]
+    assert run.curve() == undisturbed.curve()
+
+
+def test_a_storage_that_refuses_stops_nothing(run: Run, undisturbed: Run) -> None:
+    """When nothing can be uploaded the training goes on, the failure is told, and no checkpoint is removed."""
+    finish(run, checkpoint__remote="file:///proc/nowhere", checkpoint__every=10, checkpoint__keep=1)
+    assert run.events("checkpoint_upload_failed")
+    assert steps(run.checkpoints)[0] == 10
+    assert steps(run.checkpoints)[-1] == 40
     assert run.curve() == undisturbed.curve()

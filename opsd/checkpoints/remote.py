@@ -1,0 +1,181 @@
+"""Checkpoints on object storage or a network folder, through fsspec: uploaded, read back, listed, fetched.
+
+Run as a program it does one transfer with a time limit, since a client of a storage that does not answer may hang::
+
+    python -m opsd.checkpoints.remote upload ROOT URL     what waits for it (``awaiting-upload``), oldest first
+    python -m opsd.checkpoints.remote fetch ROOT URL STEP the newest that is later than STEP
+
+It prints the step, if there was one. Exit codes: 0 done; 1 the storage refused, failed or took too long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from opsd.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    checksum,
+    commit,
+    folder_of,
+    read,
+    steps,
+    sync_folder,
+)
+from opsd.client import append_event
+
+AWAITING = "awaiting-upload"
+LIMIT_S = 3600
+"""For one run of the program."""
+_BLOCK = 1 << 24
+_FOLDER = re.compile(r"step-(\d{12})")
+
+
+class RemoteError(Exception):
+    """The storage cannot be used; the message is one sentence."""
+
+
+class Remote:
+    """A folder of checkpoints on ``filesystem``, an fsspec file system."""
+
+    def __init__(self, filesystem: Any, base: str) -> None:
+        self._files, self._base = filesystem, base.rstrip("/")
+
+    @classmethod
+    def open(cls, url: str) -> Remote:
+        """The folder at ``url``, for instance s3://bucket/run. Raises RemoteError."""
+        try:
+            from fsspec.core import url_to_fs
+
+            return cls(*url_to_fs(url))
+        except (ImportError, ValueError) as error:
+            raise RemoteError(f"{url} cannot be used: {error}") from error
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints there, oldest first. Raises OSError or what the client raises."""
+        self._files.invalidate_cache()
+        found = []
+        with suppress(FileNotFoundError):
+            for path in self._files.ls(self._base, detail=False):
+                match = _FOLDER.fullmatch(path.rstrip("/").rpartition("/")[2])
+                if match and self._files.exists(f"{path.rstrip('/')}/{MANIFEST}"):
+                    found.append(int(match[1]))
+        return sorted(found)
+
+    def upload(self, folder: Path) -> None:
+        """Copy the checkpoint in ``folder``, read it back and compare; the manifest, with which it exists, comes last.
+
+        Raises CheckpointError if what was read back differs, OSError or what the client raises if it cannot be done.
+        """
+        manifest = read(folder)
+        target = f"{self._base}/{folder.name}"
+        self._files.makedirs(target, exist_ok=True)
+        for entry in manifest.files:
+            self._files.put_file(str(folder / entry.name), f"{target}/{entry.name}")
+            if self._checksum(f"{target}/{entry.name}") != entry.checksum:
+                raise CheckpointError(f"{target}/{entry.name} is not what was uploaded", entry.name)
+        content = json.dumps(asdict(replace(manifest, tier="remote")), indent=1).encode()
+        self._files.pipe_file(f"{target}/{MANIFEST}", content)
+
+    def fetch(self, step: int, root: Path) -> Manifest:
+        """Copy the checkpoint of ``step`` to ``root``, where it exists once its files agree with their checksums.
+
+        Raises CheckpointError if they do not, OSError or what the client raises if it cannot be done.
+        """
+        folder = folder_of(root, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        source = f"{self._base}/{folder.name}"
+        draft = folder / f".{MANIFEST}.fetched"
+        self._files.get_file(f"{source}/{MANIFEST}", str(draft))
+        manifest = read(folder, draft.name)
+        draft.unlink()
+        for entry in manifest.files:
+            path = folder / entry.name
+            self._files.get_file(f"{source}/{entry.name}", str(path))
+            if checksum(path) != entry.checksum:
+                raise CheckpointError(f"{source}/{entry.name} does not match its checksum", entry.name)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(folder)
+        commit(folder, manifest)
+        return manifest
+
+    def _checksum(self, path: str) -> str:
+        digest = xxhash.xxh3_128()
+        with self._files.open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        return f"xxh3_128:{digest.hexdigest()}"
+
+
+def upload_waiting(root: Path, remote: Remote) -> list[int]:
+    """Upload the checkpoints under ``root`` that wait for it; each stops waiting once it is verified."""
+    done = []
+    for step in steps(root):
+        waiting = folder_of(root, step) / AWAITING
+        if waiting.exists():
+            remote.upload(waiting.parent)
+            waiting.unlink(missing_ok=True)
+            done.append(step)
+    return done
+
+
+def fetch_newer(root: Path, remote: Remote, step: int) -> int | None:
+    """Fetch the newest checkpoint that is whole and later than ``step``; None if there is none."""
+    error: CheckpointError | None = None
+    for candidate in reversed([found for found in remote.steps() if found > step]):
+        try:
+            return remote.fetch(candidate, root).step
+        except CheckpointError as damaged:
+            error = damaged
+    if error is not None:
+        raise error
+    return None
+
+
+def main(arguments: list[str]) -> int:
+    """Do one transfer; what goes wrong is told as an event of the rank whose page is in OPSD_RANK_PAGE."""
+    verb, root, url, *rest = arguments
+    limit_s = int(os.environ.get("OPSD_TRANSFER_LIMIT_S", LIMIT_S))
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(limit_s)
+    began = time.monotonic()
+    page = os.environ.get("OPSD_RANK_PAGE")
+    try:
+        remote = Remote.open(url)
+        if verb == "upload":
+            done = upload_waiting(Path(root), remote)
+        else:
+            fetched = fetch_newer(Path(root), remote, int(rest[0]))
+            done = [] if fetched is None else [fetched]
+    except Exception as error:  # clients of object storages raise what they like
+        why = f"{url}: {type(error).__name__}: {str(error) or 'no reason given'}".splitlines()[0]
+        print(why, file=sys.stderr)
+        if page:
+            append_event(Path(page), f"checkpoint_{verb}_failed", why=why)
+        return 1
+    for step in done:
+        print(step)
+        if page:
+            append_event(Path(page), f"checkpoint_{verb}ed", step=step, url=url, seconds=time.monotonic() - began)
+    return 0
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError("the storage did not answer in time")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

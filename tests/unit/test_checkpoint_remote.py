@@ -1,0 +1,174 @@
+"""Checkpoints on other storage: uploaded and read back, fetched and verified, and storage that refuses or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from opsd.checkpoints.manifest import (
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    checksum,
+    commit,
+    folder_of,
+    read,
+    steps,
+    verify,
+)
+from opsd.checkpoints.remote import AWAITING, Remote, fetch_newer, upload_waiting
+from opsd.checkpoints.retention import prune
+from opsd.client import events_path
+
+
+def make(root: Path, step: int, *, waiting: bool = True) -> Path:
+    folder = folder_of(root, step)
+    folder.mkdir(parents=True)
+    (folder / "rank-0000.safetensors").write_bytes(f"state of {step}".encode() * 999)
+    path = folder / "rank-0000.safetensors"
+    entry = FileEntry(path.name, path.stat().st_size, checksum(path))
+    if waiting:
+        (folder / AWAITING).touch()
+    commit(folder, Manifest(step, step * 4, {"dp": 1}, "digest", (entry,), "local", 1.7e9, "run"))
+    return folder
+
+
+class Damaging(LocalFileSystem):
+    """A storage that keeps something else than it was given."""
+
+    def put_file(self, path1: str, path2: str, *arguments: object, **more: object) -> None:
+        super().put_file(path1, path2)
+        with open(path2, "ab") as file:
+            file.write(b"!")
+
+
+class Refusing(LocalFileSystem):
+    """A storage whose credentials have expired."""
+
+    def put_file(self, *arguments: object, **more: object) -> None:
+        raise PermissionError("the token has expired")
+
+
+def test_a_checkpoint_goes_there_and_back(tmp_path: Path) -> None:
+    """Uploaded, lost here and fetched, a checkpoint is the same; its manifest says where it came from."""
+    remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
+    for step in (10, 20):
+        make(tmp_path / "here", step)
+    assert remote.steps() == []
+    assert upload_waiting(tmp_path / "here", remote) == [10, 20]
+    assert remote.steps() == [10, 20]
+    assert not list((tmp_path / "here").glob(f"*/{AWAITING}"))
+    assert fetch_newer(tmp_path / "there", remote, 10) == 20
+    assert fetch_newer(tmp_path / "there", remote, 20) is None
+    manifest = verify(folder_of(tmp_path / "there", 20))
+    assert manifest.tier == "remote"
+    assert manifest.files == read(folder_of(tmp_path / "here", 20)).files
+
+
+@pytest.mark.parametrize(("storage", "error"), [(Damaging, CheckpointError), (Refusing, PermissionError)])
+def test_the_local_copy_stays_until_the_upload_is_verified(
+    tmp_path: Path, storage: type[LocalFileSystem], error: type[Exception]
+) -> None:
+    """After a refused or damaged upload the checkpoint does not exist there, and retention keeps it here."""
+    for step in (10, 20, 30):
+        make(tmp_path / "here", step)
+    remote = Remote(storage(), str(tmp_path / "bucket"))
+    with pytest.raises(error):
+        upload_waiting(tmp_path / "here", remote)
+    assert remote.steps() == []
+    assert prune(tmp_path / "here", keep=1) == []
+    upload_waiting(tmp_path / "here", Remote(LocalFileSystem(), str(tmp_path / "bucket")))
+    assert prune(tmp_path / "here", keep=1) == [10, 20]
+    assert steps(tmp_path / "here") == [30]
+
+
+def test_a_damaged_remote_copy_gives_way_to_an_older(tmp_path: Path) -> None:
+    """Fetching verifies, falls back step by step, and says what is wrong if nothing is whole."""
+    remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
+    for step in (10, 20):
+        make(tmp_path / "here", step)
+    upload_waiting(tmp_path / "here", remote)
+    os.truncate(folder_of(tmp_path / "bucket", 20) / "rank-0000.safetensors", 5)
+    assert fetch_newer(tmp_path / "there", remote, -1) == 10
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        fetch_newer(tmp_path / "there", remote, 10)
+    assert steps(tmp_path / "there") == [10]
+
+
+def transfer(tmp_path: Path, *arguments: str | Path) -> tuple[int, str]:
+    page = {"OPSD_RANK_PAGE": str(tmp_path / "rank-0000.page")}
+    command = [sys.executable, "-m", "opsd.checkpoints.remote", *map(str, arguments)]
+    done = subprocess.run(command, env=os.environ | page, capture_output=True, text=True, timeout=90, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout
+
+
+def events(tmp_path: Path) -> list[dict[str, object]]:
+    path = events_path(tmp_path / "rank-0000.page")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_the_program_tells_what_it_did(tmp_path: Path) -> None:
+    """Transfers are told as events of the rank."""
+    make(tmp_path / "here", 10)
+    url = f"file://{tmp_path}/bucket"
+    assert transfer(tmp_path, "upload", tmp_path / "here", url) == (0, "10\n")
+    assert transfer(tmp_path, "fetch", tmp_path / "there", url, "-1") == (0, "10\n")
+    assert transfer(tmp_path, "fetch", tmp_path / "there", url, "10") == (0, "")
+    assert [event["event"] for event in events(tmp_path)] == ["checkpoint_uploaded", "checkpoint_fetched"]
+
+
+HANGING = """
+import sys, threading
+from fsspec import register_implementation
+from fsspec.implementations.local import LocalFileSystem
+from opsd.checkpoints import remote
+
+class Hanging(LocalFileSystem):
+    protocol = "hanging"
+    def put_file(self, *arguments, **more):
+        threading.Event().wait()
+
+register_implementation("hanging", Hanging)
+sys.exit(remote.main(sys.argv[1:]))
+"""
+
+
+def test_a_storage_that_hangs_is_given_up(tmp_path: Path) -> None:
+    """A call that never returns ends with the time limit, a sentence, and the checkpoint still waiting."""
+    folder = make(tmp_path / "here", 10)
+    page = {"OPSD_RANK_PAGE": str(tmp_path / "rank-0000.page"), "OPSD_TRANSFER_LIMIT_S": "1"}
+    command = [sys.executable, "-c", HANGING, "upload", tmp_path / "here", f"hanging://{tmp_path}/bucket"]
+    done = subprocess.run(command, env=os.environ | page, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 1
+    (event,) = events(tmp_path)
+    assert event["event"] == "checkpoint_upload_failed"
+    assert "did not answer in time" in str(event["why"])
+    assert (folder / AWAITING).exists()
+
+
+def test_a_storage_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    """A URL of an unknown kind is one sentence and an event."""
+    make(tmp_path / "here", 10)
+    assert transfer(tmp_path, "upload", tmp_path / "here", "tape://archive/run")[0] == 1
+    assert "tape://archive/run" in str(events(tmp_path)[0]["why"])
+
+
+def test_retention_keeps_what_it_must(tmp_path: Path) -> None:
+    """The newest K and every Nth stay, and nothing goes while the newest is not whole."""
+    for step in range(10, 80, 10):
+        make(tmp_path, step, waiting=False)
+    newest = folder_of(tmp_path, 70) / "rank-0000.safetensors"
+    content = newest.read_bytes()
+    newest.write_bytes(content[:9])
+    assert prune(tmp_path, keep=2, every=30) == []
+    newest.write_bytes(content)
+    (folder_of(tmp_path, 20) / "awaiting-evaluation").touch()
+    assert prune(tmp_path, keep=2, every=30) == [10, 40, 50]
+    assert steps(tmp_path) == [20, 30, 60, 70]
