@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo stack test test-packages test-fast lint bench clean
+.PHONY: help setup demo stack generate test test-packages test-fast lint bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,12 @@ demo: $(STAMP) ## Train a tiny model, break it six ways, watch it recover
 
 stack: $(STAMP) ## Prometheus, Alertmanager and an agent on this machine; a GPU overheats, the alert arrives
 	$(BIN)/opsd stack
+
+generate: $(STAMP) ## Write rules, boards, reference pages and the example configuration anew
+	$(BIN)/opsd alerts build
+	$(BIN)/opsd dashboards build
+	$(BIN)/opsd docs build
+	rm -f deploy/opsd.toml.example && $(BIN)/opsd config init deploy/opsd.toml.example
 
 lint: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ COMMANDS = {
         "opsd.agent.diagnose_cli:command",
         "Why a run stands still or trains slowly: data, network or kernels.",
     ),
+    "docs": ("opsd.docs_cli:docs", "Write the reference pages, or check that they are current."),
     "incidents": ("opsd.agent.incidents_cli:incidents", "List the incidents of this node, show one, sum them up."),
     "launch": ("opsd.launch.cli:launch", "Start and supervise the ranks of a job, where torchrun is used today."),
     "ledger": ("opsd.launch.ledger_cli:ledger", "Where the wall-clock time of a run went."),

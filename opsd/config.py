@@ -339,9 +339,7 @@ def to_toml(settings: Settings) -> str:
     for section, model in sections():
         values = getattr(settings, section)
         lines = [
-            f"{key} = {_literal(getattr(values, key))}"
-            for key in model.model_fields
-            if getattr(values, key) is not None
+            f"{key} = {literal(getattr(values, key))}" for key in model.model_fields if getattr(values, key) is not None
         ]
         blocks.append("\n".join([f"[{section}]", *lines]) + "\n")
     return "\n".join(blocks)
@@ -354,12 +352,12 @@ def template() -> str:
         lines = [f"[{section}]"]
         for key, field in model.model_fields.items():
             value = field.examples[0] if field.examples else field.default
-            lines += [f"# {field.description}", f"# {key} = {_literal(value)}"]
+            lines += [f"# {field.description}", f"# {key} = {literal(value)}"]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 
 
-def _literal(value: object) -> str:
+def literal(value: object) -> str:
     """``value`` as a TOML literal."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -368,10 +366,10 @@ def _literal(value: object) -> str:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, BaseModel):
-        return _literal(value.model_dump(exclude_defaults=True))
+        return literal(value.model_dump(exclude_defaults=True))
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + " }" if value else "{}"
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        return "[" + ", ".join(map(literal, value)) + "]"
     text = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
