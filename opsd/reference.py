@@ -59,8 +59,8 @@ def _metrics() -> str:
 
 def _settings() -> str:
     parts = [
-        "# Settings\n\nOf `/etc/opsd/opsd.toml`, which may be empty or missing; `opsd config init` writes one with every "
-        "setting, `opsd config check` tells whether it is good.\n"
+        "# Settings\n\nOf `/etc/opsd/opsd.toml`, which may be empty or missing; `opsd config init` writes one with "
+        "every setting, `opsd config check` tells whether it is good.\n"
     ]
     for section, model in config.sections():
         rows = []

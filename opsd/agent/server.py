@@ -42,7 +42,7 @@ from opsd.agent.web_config import WebConfig
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-MAX_CONNECTIONS = 16
+MAX_CONNECTIONS = 64
 CONNECTION_S = 5.0
 """A connection is closed after this many seconds, whatever it is doing."""
 POLL_S = 0.2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import example, given, settings
@@ -102,6 +103,13 @@ def test_headers_beyond_all_measure_are_refused(address: tuple[str, int]) -> Non
     assert status(address, b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n") in (0, 414)
     assert status(address, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 1000 + b"\r\n") in (0, 431)
     assert status(address, b"GET /healthz HTTP/1.1\r\n\r\n") == 200
+
+
+def test_fifty_at_once_are_all_answered(address: tuple[str, int]) -> None:
+    """Several Prometheis, a dashboard on a wall and everybody who looks after an alert."""
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(lambda _: status(address, b"GET / HTTP/1.1\r\n\r\n"), range(50)))
+    assert answers == [200] * 50
 
 
 @pytest.mark.slow
