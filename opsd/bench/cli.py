@@ -24,6 +24,7 @@ BENCHES = {
     "recovery": "steps lost when a rank is killed and on SIGTERM",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
     "soak": "memory and CPU of the agent over an hour",
+    "trainer": "tokens/s of the trainer beside transformers' Llama under plain FSDP2",
 }
 LONG = ("soak",)
 """Left out of ``--names``, and so of ``make bench``."""

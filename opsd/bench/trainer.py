@@ -1,0 +1,139 @@
+"""``opsd bench trainer``: tokens/s of the trainer beside transformers' Llama under plain FSDP2, same shape and weights.
+
+Both train on the same micro-batches in one process, in turn, so that whatever else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from opsd.client import Reporter
+from trainer.accumulate import accumulator
+from trainer.config import Config, load
+from trainer.data.loader import Batch
+from trainer.huggingface import their_config, their_name
+from trainer.model import Decoder
+from trainer.optimizer import Optimizer
+from trainer.parallel import build
+from trainer.regions import initialise
+from trainer.world import World, join
+
+STEPS, WARMUP = 31, 3
+MICRO_BATCHES, ROWS, LENGTH, VOCAB = 2, 4, 128, 4096
+SETTINGS = (
+    "run.device=cpu", "run.steps=1000", "data.shards=-", f"data.micro_batch={ROWS}", f"data.sequence={LENGTH}",
+    f"data.batch={MICRO_BATCHES * ROWS}", "model.layers=4", "model.width=256", "model.heads=8", "model.kv_heads=4",
+    "model.ffn=704", f"model.vocab={VOCAB}", "model.nope_every=0", "model.document_mask=false",
+    "optimizer.lr=1e-3", "run.deterministic=false", "run.threads=0",
+)  # fmt: skip
+
+Step = Callable[[int], float]
+"""Trains step n and returns its loss."""
+
+
+def run() -> dict[str, float | int]:
+    """Tokens per second, the medians of 31 steps each; ``difference_loss`` is the largest, relative, in the steps."""
+    config = load("tiny", SETTINGS, {})
+    world = join(config.run, config.parallel, {})
+    try:
+        contenders = {"ours": _ours(config, world)}
+        if find_spec("transformers") is not None:
+            contenders["transformers_fsdp2"] = _peer(config)
+        return _compare(contenders)
+    finally:
+        dist.destroy_process_group()
+
+
+def _compare(contenders: dict[str, Step]) -> dict[str, float | int]:
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(WARMUP + STEPS):
+        for name, step in contenders.items():
+            began = time.perf_counter()
+            losses[name].append(step(number))
+            times[name].append(time.perf_counter() - began)
+    tokens = MICRO_BATCHES * ROWS * LENGTH
+    rates = {name: tokens / statistics.median(seconds[WARMUP:]) for name, seconds in times.items()}
+    results: dict[str, float | int] = {f"{name}_tokens_per_s": rate for name, rate in rates.items()}
+    results["tokens_per_step"] = tokens
+    for peer in contenders.keys() - {"ours"}:
+        results[f"ratio_{peer}"] = rates["ours"] / rates[peer]
+        pairs = zip(losses["ours"], losses[peer], strict=True)
+        results[f"difference_loss_{peer}"] = max(abs(a - b) / b for a, b in pairs)
+    return results
+
+
+class _Stream:
+    """The same random tokens for every contender."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def next(self) -> Batch:
+        """The next micro-batch."""
+        generator = torch.Generator().manual_seed(self._next)
+        drawn = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
+        self._next += 1
+        documents = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
+        return Batch(self._next, drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), documents)
+
+
+def _ours(config: Config, world: World) -> Step:
+    model = build(config, world)
+    gradients = accumulator(model, _Stream(), config, world, Reporter(None))
+    optimizer = Optimizer(model, config.optimizer)
+
+    def step(_: int) -> float:
+        loss, square = world.sum([gradients(MICRO_BATCHES), optimizer.take_gradients()])
+        optimizer.update(config.optimizer.lr, math.sqrt(square))
+        return loss
+
+    return step
+
+
+def _peer(config: Config) -> Step:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    stream = _Stream()
+    model = LlamaForCausalLM(LlamaConfig(**their_config(config.model, LENGTH)))
+    ours = Decoder(config.model)
+    initialise(ours, config.run.seed)
+    weights = {their_name(name): value.detach() for name, value in ours.named_parameters()}
+    model.load_state_dict(weights, strict=False)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sharded: Any = model
+    decayed = [value for name, value in model.named_parameters() if value.dim() > 1 and "embed" not in name]
+    others = [value for name, value in model.named_parameters() if value.dim() == 1 or "embed" in name]
+    settings = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True,
+    )  # fmt: skip
+
+    def step(_: int) -> float:
+        total = 0.0
+        for micro in range(MICRO_BATCHES):
+            sharded.set_requires_gradient_sync(micro == MICRO_BATCHES - 1)
+            batch = stream.next()
+            answer = sharded(input_ids=batch.tokens, labels=batch.targets, shift_labels=batch.targets, use_cache=False)
+            torch.autograd.backward(answer.loss / MICRO_BATCHES)
+            total += answer.loss.item() / MICRO_BATCHES
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
