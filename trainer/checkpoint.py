@@ -131,6 +131,7 @@ class Saver:
         self._step: int | None = None
         self._replies = b""
         self._stall_s = 0.0
+        self._newly_committed: list[int] = []
         self.committed = committed
         """Step of the newest checkpoint that is durable."""
         self.failed = False
@@ -186,6 +187,11 @@ class Saver:
         seconds, self._stall_s = self._stall_s, 0.0
         return seconds
 
+    def take_committed(self) -> list[int]:
+        """Steps whose checkpoints have become durable since the last call."""
+        newly, self._newly_committed = self._newly_committed, []
+        return newly
+
     def close(self) -> None:
         """Let the persist process end."""
         if self._process is not None:
@@ -237,6 +243,7 @@ class Saver:
             self._fail(why)
         elif state == "committed" and self._step is not None:
             self.committed = self._step
+            self._newly_committed.append(self._step)
             self._reporter.checkpoint_committed(self._step)
         self._step = None
 

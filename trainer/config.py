@@ -299,6 +299,24 @@ class MetricsSettings(_Section):
     peak_flops: NonNegativeFloat = 0.0
 
 
+class EvaluationSettings(_Section):
+    """What every checkpoint is evaluated on; without a set none is."""
+
+    perplexity: dict[str, str] = {}
+    """Files of text, or JSON lines or Parquet with it, by the name of the set."""
+    cloze: dict[str, str] = {}
+    """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set."""
+    reference: str = ""
+    """The evaluations.jsonl of a run to be compared with at equal tokens."""
+    queue: str = "{command}"
+    """How the evaluation is started, for instance ``sbatch --gpus=1 --wrap={command}``; by itself it runs here."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.perplexity or self.cloze)
+
+
 class Config(_Section):
     """All settings of a run."""
 
@@ -309,6 +327,7 @@ class Config(_Section):
     optimizer: OptimizerSettings
     schedule: ScheduleSettings
     checkpoint: CheckpointSettings
+    evaluation: EvaluationSettings = EvaluationSettings()
     metrics: MetricsSettings = MetricsSettings()
 
     def problem(self) -> str | None:

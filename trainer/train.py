@@ -24,6 +24,7 @@ from trainer.checkpoint import Saver, State, training_state
 from trainer.config import Config
 from trainer.data.loader import Loader
 from trainer.data.sources import Source, open_sources, sizes
+from trainer.evaluations import Evaluations
 from trainer.huggingface import fill
 from trainer.interval import Interval
 from trainer.metrics import MetricsLog
@@ -84,6 +85,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     size = count_parameters(config.model)
     reporter.model(flops_per_token(size, config.model, config.data.sequence), config.metrics.peak_flops)
     metrics = MetricsLog(folder / METRICS, config, size, world.size) if world.rank == 0 else None
+    evaluations = Evaluations(config, folder, reporter) if world.rank == 0 and config.evaluation.wanted else None
     interval = Interval(config.checkpoint, time.monotonic())
     due = stop = False
     skipped = 0
@@ -94,18 +96,13 @@ def train(config: Config, *, fresh: bool = False) -> bool:
         rate = config.optimizer.lr * rate_factor(step, config.schedule)
         local_loss = gradients(counts[batch])
         with reporter.phase("collective"):
-            saver.poll()
+            watch(saver, evaluations)
             # One all-reduce carries all that the ranks must agree on.
-            time_to_save = world.rank == 0 and interval.due(step, time.monotonic())
-            ours = [
-                local_loss,
-                optimizer.take_gradients(),
-                reporter.stop_requested,
-                saver.busy,
-                saver.failed,
-                time_to_save,
-            ]
-            loss_sum, square, stops, busy, failed, now_due = world.sum(ours)
+            is_due = world.rank == 0 and interval.due(step, time.monotonic())
+            flags = (reporter.stop_requested, saver.busy, saver.failed, is_due)
+            loss_sum, square, stops, busy, failed, now_due = world.sum(
+                (local_loss, optimizer.take_gradients(), *map(float, flags))
+            )
         # Every rank of the last stage has contributed the loss of its part of the batch.
         loss, norm, stop = loss_sum / (world.size // config.parallel.pp), math.sqrt(square), stops > 0
         with reporter.phase("optimizer"):
@@ -135,9 +132,22 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     loader.close()
     with reporter.phase("checkpoint"):
         saved = finish(saver, world, step, sample, digest(sample))
+    if evaluations is not None:
+        with reporter.phase("evaluation"):
+            watch(saver, evaluations)
+            evaluations.close()
     reporter.close()
     dist.destroy_process_group()
     return saved
+
+
+def watch(saver: Saver, evaluations: Evaluations | None) -> None:
+    """Take notice of checkpoints that have become durable; never waits."""
+    saver.poll()
+    if evaluations is not None:
+        for step in saver.take_committed():
+            evaluations.add(step)
+        evaluations.poll(time.monotonic())
 
 
 def open_corpora(config: Config) -> dict[str, Source]:
@@ -161,7 +171,7 @@ def persist_plan(config: Config, world: World) -> Plan:
     return Plan(
         root=str(Path(config.run.folder) / CHECKPOINTS), rank=world.rank, world=world.size, attempt=f"{attempt:08x}",
         layout=world.layout, run=os.environ.get("OPSD_RUN", ""), keep=config.checkpoint.keep,
-        every=config.checkpoint.keep_every, remote=config.checkpoint.remote,
+        every=config.checkpoint.keep_every, remote=config.checkpoint.remote, evaluated=config.evaluation.wanted,
     )  # fmt: skip
 
 

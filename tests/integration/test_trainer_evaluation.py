@@ -1,0 +1,64 @@
+"""Evaluations of a real run: one for each checkpoint, told as events, compared with a reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trainer_world import Run, eventually, make_small_corpus
+
+from opsd.checkpoints.manifest import steps
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run", make_small_corpus(tmp_path / "shards"))
+
+
+def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
+    """Each checkpoint has a line and an event with its results; the loss has fallen; none is pruned before."""
+    (tmp_path / "held.txt").write_text((Path(__file__).parents[2] / "trainer" / "config.py").read_text())
+    items = [{"context": "import ", "choices": ["torch", "qqqq"], "answer": 0}]
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
+    reference = [{"tokens": tokens, "results": {"held_loss": 1.0}} for tokens in (0, 10**6)]
+    (tmp_path / "reference.jsonl").write_text("\n".join(map(json.dumps, reference)))
+    sets = {
+        "evaluation__perplexity": f'{{held = "{tmp_path}/held.txt"}}',
+        "evaluation__cloze": f'{{items = "{tmp_path}/items.jsonl"}}',
+        "evaluation__reference": f'"{tmp_path}/reference.jsonl"',
+    }
+    codes = run.start(checkpoint__every=20, checkpoint__keep=1, **sets).wait()
+    assert codes == [0, 0], run.log().read_text()
+    lines = [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [20, 40], (run.folder / "evaluations.log").read_text()
+    assert [line["tokens"] for line in lines] == [20 * 4 * 32, 40 * 4 * 32]
+    assert lines[1]["results"]["held_loss"] < lines[0]["results"]["held_loss"] < 6.0
+    assert lines[0]["results"]["items_accuracy"] in (0.0, 1.0)
+    assert lines[0]["reference"] == {"held_loss": 1.0}
+    events = run.events("evaluation")
+    assert [event["results"] for event in events] == [line["results"] for line in lines]
+    assert events[0]["reference"] == {"held_loss": 1.0}
+
+
+def test_an_evaluation_that_fails_is_told(run: Run, tmp_path: Path) -> None:
+    """A set that cannot be read gives an event without results, and the checkpoint may go; the training goes on."""
+    sets = {"evaluation__perplexity": f'{{held = "{tmp_path}/none.txt"}}'}
+    assert run.start(run__steps=5, **sets).wait() == [0, 0], run.log().read_text()
+    (event,) = run.events("evaluation")
+    assert (event["step"], event["results"]) == (5, {})
+    assert "none.txt cannot be read" in event["why"]
+    assert not list(run.checkpoints.glob("*/awaiting-evaluation"))
+
+
+def test_a_queue_is_asked(run: Run, tmp_path: Path) -> None:
+    """With a queue command the evaluation is handed to it, and the checkpoint waits until it has been done."""
+    sets = {
+        "evaluation__perplexity": f'{{held = "{tmp_path}/none.txt"}}',
+        "evaluation__queue": f"'sh -c \"echo {{command}} > {tmp_path}/submitted\"'",
+    }
+    assert run.start(run__steps=5, **sets).wait() == [0, 0], run.log().read_text()
+    eventually(lambda: (tmp_path / "submitted").exists())
+    assert "trainer.evaluate" in (tmp_path / "submitted").read_text()
+    assert steps(run.checkpoints) == [5]
+    assert list(run.checkpoints.glob("*/awaiting-evaluation"))

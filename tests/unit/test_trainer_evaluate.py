@@ -1,0 +1,106 @@
+"""The built-in evaluator: perplexity, cloze, and the comparison with a reference run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from trainer.config import ModelSettings
+from trainer.data.shards import DOCUMENT, DataError
+from trainer.data.tokenize import train_tokenizer
+from trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items
+from trainer.model import Decoder
+
+TEXTS = ["the cat sat on the mat and größer things", "a dog and a cat"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(TEXTS, 290)
+
+
+def model(tokenizer: Tokenizer, length: int = 64, **changes: object) -> Model:
+    torch.manual_seed(0)
+    shape = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab": 300} | changes
+    return Model(Decoder(ModelSettings(**shape)), tokenizer, length)
+
+
+def test_a_model_that_knows_nothing_has_the_loss_of_chance(tokenizer: Tokenizer) -> None:
+    """With all logits equal, the loss is log(vocab), and bits per byte follow from the number of tokens and bytes."""
+    ours = model(tokenizer)
+    torch.nn.init.zeros_(ours._decoder.embedding.weight)
+    results = perplexity(ours, iter(TEXTS), "set")
+    tokens = sum(len(tokenizer.encode(text).ids) for text in TEXTS)
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert results["set_loss"] == pytest.approx(math.log(300))
+    assert results["set_bits_per_byte"] == pytest.approx(math.log2(300) * tokens / size)
+
+
+def test_every_token_is_scored_once_however_long_the_text(tokenizer: Tokenizer) -> None:
+    """A text of several windows has a likelihood for each token; with the marker, which never stands in a text."""
+    text = f"{TEXTS[0]} {DOCUMENT} {TEXTS[1]}"
+    short, long = model(tokenizer, length=7), model(tokenizer, length=64)
+    assert short.log_likelihoods(text).shape == long.log_likelihoods(text).shape
+    assert torch.allclose(short.log_likelihoods(text)[:7], long.log_likelihoods(text)[:7])
+
+
+def test_a_continuation_is_scored_without_its_context(tokenizer: Tokenizer) -> None:
+    """From a start on, only the tokens that end after it count."""
+    ours, text = model(tokenizer), TEXTS[0]
+    whole, part = ours.log_likelihoods(text), ours.log_likelihoods(text, start=8)
+    assert torch.equal(part, whole[-part.numel() :])
+    offsets = tokenizer.encode(text).offsets
+    assert part.numel() == sum(end > 8 for _, end in offsets)
+
+
+def test_the_likeliest_choice_wins(tokenizer: Tokenizer) -> None:
+    """A model trained on one continuation prefers it to another, and length is no advantage."""
+    ours = model(tokenizer)
+    optimizer = torch.optim.Adam(ours._decoder.parameters(), lr=1e-2)
+    ids = torch.tensor([[tokenizer.token_to_id(DOCUMENT), *tokenizer.encode("the cat sat").ids]])
+    for _ in range(60):
+        documents = torch.zeros(1, ids.shape[1] - 1, dtype=torch.int32)
+        loss = ours._decoder(ids[:, :-1], documents, ids[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    items = [
+        {"context": "the cat", "choices": [" sat", " and größer things"], "answer": 0},
+        {"context": "the cat", "choices": [" a", " sat"], "answer": 1},
+    ]
+    assert cloze(ours, items, "set") == {"set_accuracy": 1.0}
+    assert cloze(ours, [item | {"answer": 1 - item["answer"]} for item in items], "set") == {"set_accuracy": 0.0}
+
+
+def test_empty_sets_are_refused(tokenizer: Tokenizer) -> None:
+    """A set without a token or an item is named, not scored as 0."""
+    with pytest.raises(DataError, match="set has no text"):
+        perplexity(model(tokenizer), iter([]), "set")
+    with pytest.raises(DataError, match="set has no items"):
+        cloze(model(tokenizer), [], "set")
+
+
+@pytest.mark.parametrize("line", ["{", '{"context": "a", "choices": ["b"], "answer": 1}', '{"context": "a"}'])
+def test_bad_items_are_named(tmp_path: Path, line: str) -> None:
+    """A line that is no item is refused with its number."""
+    (tmp_path / "set.jsonl").write_text('{"context": "a", "choices": ["b", "c"], "answer": 1}\n' + line)
+    with pytest.raises(DataError, match=r"set\.jsonl, line 2"):
+        read_items(tmp_path / "set.jsonl")
+
+
+def test_the_reference_is_read_at_equal_tokens(tmp_path: Path) -> None:
+    """Between two evaluations of the reference run its results are interpolated; outside of them there are none."""
+    path = tmp_path / "evaluations.jsonl"
+    lines = [{"tokens": 300, "results": {"a": 2.0}}, {"tokens": 100, "results": {"a": 4.0, "b": 1.0}}]
+    path.write_text("\n".join(json.dumps(line) for line in [*lines, {"tokens": 200, "results": {}}]))
+    assert at_equal_tokens(path, 150) == {"a": 3.5}
+    assert at_equal_tokens(path, 100) == {"a": 4.0, "b": 1.0}
+    assert at_equal_tokens(path, 301) == {}
+    path.write_text("no json")
+    with pytest.raises(DataError, match=r"is not the evaluations\.jsonl of a run"):
+        at_equal_tokens(path, 150)

@@ -1,0 +1,191 @@
+"""``python -m trainer.evaluate RUN_FOLDER STEP``: how good the model of one checkpoint is, on the sets of the run.
+
+Appends one line to ``evaluations.jsonl`` of the run folder: ``t``, ``step``, ``tokens`` trained on, ``results`` and,
+with a reference run, what that had at equal tokens as ``reference``. Results of a set NAME are
+
+* ``NAME_loss``, nats per token, and ``NAME_bits_per_byte``, which does not depend on the tokenizer, of a set of texts;
+* ``NAME_accuracy`` of a cloze set, JSON lines with ``context``, ``choices`` and the number of the right one as
+  ``answer``: the model's choice is the continuation with the highest log-likelihood per byte (as in lighteval's CF).
+
+An evaluation that fails has a line with empty results. Exit codes: 0 evaluated; 1 failed; 2 nothing to evaluate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
+from trainer.config import Config
+from trainer.data.shards import DOCUMENT, TOKENIZER, DataError
+from trainer.data.texts import read_texts
+from trainer.data.tokenize import load_tokenizer
+from trainer.evaluations import CONFIG, RESULTS
+from trainer.model import Decoder
+from trainer.regions import region_of
+from trainer.restore import load
+
+CHECKPOINTS = "checkpoints"
+AWAITING = "awaiting-evaluation"
+FAILED, USAGE = 1, 2
+
+
+class Model:
+    """A model of a checkpoint on one device, with its tokenizer."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, length: int) -> None:
+        self._decoder, self._tokenizer, self._length = decoder.eval(), tokenizer, length
+        tokenizer.encode_special_tokens = True
+        self._begin = tokenizer.token_to_id(DOCUMENT)
+        assert self._begin is not None
+
+    @torch.no_grad()
+    def log_likelihoods(self, text: str, start: int = 0) -> torch.Tensor:
+        """Log-likelihood in nats of each token of ``text`` that ends after its first ``start`` characters, float64.
+
+        A text longer than a sequence is read in windows that do not see each other.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = [self._begin, *encoding.ids]
+        device = next(self._decoder.parameters()).device
+        parts = []
+        for at in range(0, len(ids) - 1, self._length):
+            window = torch.tensor(ids[at : at + self._length + 1], device=device)[None]
+            documents = torch.zeros(1, window.shape[1] - 1, dtype=torch.int32, device=device)
+            logits = self._decoder(window[:, :-1], documents)
+            parts.append(-F.cross_entropy(logits[0].float(), window[0, 1:], reduction="none").double().cpu())
+        wanted = torch.tensor([end > start for _, end in encoding.offsets], dtype=torch.bool)
+        return torch.cat(parts)[wanted] if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float]:
+    """Loss in nats per token and bits per byte over ``texts``. Raises DataError if there is none."""
+    total, tokens, size = 0.0, 0, 0
+    for text in texts:
+        likelihoods = model.log_likelihoods(text)
+        total -= float(likelihoods.sum())
+        tokens += likelihoods.numel()
+        size += len(text.encode())
+    if not tokens:
+        raise DataError(f"the evaluation set {name} has no text")
+    return {f"{name}_loss": total / tokens, f"{name}_bits_per_byte": total / size / math.log(2)}
+
+
+def cloze(model: Model, items: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    """Share of ``items`` of which the right choice is the likeliest per byte. Raises DataError if there is none."""
+    if not items:
+        raise DataError(f"the evaluation set {name} has no items")
+    right = 0
+    for item in items:
+        scores = [
+            float(model.log_likelihoods(item["context"] + choice, len(item["context"])).sum()) / len(choice.encode())
+            for choice in item["choices"]
+        ]
+        right += scores.index(max(scores)) == item["answer"]
+    return {f"{name}_accuracy": right / len(items)}
+
+
+def read_items(path: Path) -> list[dict[str, Any]]:
+    """The items of a cloze set. Raises DataError naming the line that is none."""
+    items = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            item = json.loads(line)
+            choices = item["choices"]
+            if not (isinstance(item["context"], str) and all(choices) and 0 <= item["answer"] < len(choices)):
+                raise ValueError("answer or choices out of range")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}, line {number}: no cloze item with context, choices and answer") from error
+        items.append(item)
+    return items
+
+
+def at_equal_tokens(reference: Path, tokens: int) -> dict[str, float]:
+    """What the run that wrote ``reference`` had after ``tokens``, between its evaluations by straight lines.
+
+    Only results that it has on both sides. Raises DataError if the file cannot be read.
+    """
+    curves: dict[str, list[tuple[int, float]]] = {}
+    try:
+        for line in reference.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            for name, value in record["results"].items():
+                curves.setdefault(name, []).append((int(record["tokens"]), float(value)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{reference} is not the evaluations.jsonl of a run: {error!r}") from error
+    found = {}
+    for name, points in curves.items():
+        at, values = zip(*sorted(points), strict=True)
+        if at[0] <= tokens <= at[-1]:
+            found[name] = float(np.interp(tokens, at, values))
+    return found
+
+
+def evaluate(config: Config, model: Model) -> dict[str, float]:
+    """The results of all sets of the run. Raises DataError."""
+    results: dict[str, float] = {}
+    for name, path in config.evaluation.perplexity.items():
+        results |= perplexity(model, read_texts([Path(path)]), name)
+    for name, path in config.evaluation.cloze.items():
+        results |= cloze(model, read_items(Path(path)), name)
+    return results
+
+
+def load_model(config: Config, folder: Path) -> tuple[Model, int]:
+    """The model of the checkpoint in ``folder``, and the samples it has been trained on.
+
+    Raises CheckpointError or DataError.
+    """
+    manifest = verify(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
+    with torch.device(device):
+        decoder = Decoder(config.model)
+    load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.named_parameters()})
+    names = sorted(name for stage in config.data.stages for name, weight in stage.weights.items() if weight)
+    corpus = Path(config.data.shards, names[0] if names else ".")
+    if config.data.fallback and not (corpus / TOKENIZER).exists():
+        corpus = Path(config.data.fallback, names[0] if names else ".")
+    return Model(decoder, load_tokenizer(corpus / TOKENIZER), config.data.sequence), manifest.sample
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Evaluate one checkpoint."""
+    run, step = Path(arguments[0]), int(arguments[1])
+    try:
+        config = Config.model_validate_json((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        print(f"trainer.evaluate: {run / CONFIG} cannot be used: {error}", file=sys.stderr)
+        return USAGE
+    folder = folder_of(run / CHECKPOINTS, step)
+    line: dict[str, Any] = {"step": step, "tokens": None, "results": {}}
+    try:
+        model, samples = load_model(config, folder)
+        line["tokens"] = samples * config.data.sequence
+        line["results"] = evaluate(config, model)
+        if config.evaluation.reference:
+            line["reference"] = at_equal_tokens(Path(config.evaluation.reference), line["tokens"])
+    except (CheckpointError, DataError) as error:
+        line["why"] = str(error)
+        print(f"trainer.evaluate: {error}", file=sys.stderr)
+    with open(run / RESULTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"t": time.time(), **line}) + "\n")
+    (folder / AWAITING).unlink(missing_ok=True)
+    return FAILED if "why" in line else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

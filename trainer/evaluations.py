@@ -1,0 +1,87 @@
+"""Evaluations of a run's checkpoints: started when one is durable, told as events when they have results."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+from opsd.client import Reporter
+from trainer.config import Config
+
+CONFIG, RESULTS = "config.json", "evaluations.jsonl"
+"""In the run folder: the settings of the run, and a line for each evaluation."""
+
+LOG = "evaluations.log"
+POLL_S = 5.0
+PLACE = "{command}"
+
+
+class Evaluations:
+    """On the first rank. One command runs at a time; one that only submits a job, like sbatch, is soon done."""
+
+    def __init__(self, config: Config, folder: Path, reporter: Reporter) -> None:
+        self._folder, self._reporter = folder, reporter
+        self._queue = shlex.split(config.evaluation.queue)
+        self._waiting: deque[int] = deque()
+        self._running: subprocess.Popen[bytes] | None = None
+        self._polled = 0.0
+        (folder / CONFIG).write_text(config.model_dump_json(indent=1), encoding="utf-8")
+        results = folder / RESULTS
+        self._read = results.stat().st_size if results.exists() else 0
+
+    def add(self, step: int) -> None:
+        """The checkpoint of ``step`` is durable."""
+        self._waiting.append(step)
+
+    def poll(self, now: float) -> None:
+        """Start what waits, and tell new results; looks every few seconds only, never waits."""
+        if now - self._polled < POLL_S:
+            return
+        self._polled = now
+        self._advance()
+
+    def close(self) -> None:
+        """See what has been started or waits through."""
+        while self._running is not None or self._waiting:
+            if self._running is not None:
+                self._running.wait()
+            self._advance()
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._running is not None and self._running.poll() is not None:
+            self._running = None
+        if self._running is None and self._waiting:
+            self._running = self._start(self._waiting.popleft())
+        self._tell()
+
+    def _start(self, step: int) -> subprocess.Popen[bytes] | None:
+        command = [sys.executable, "-m", "trainer.evaluate", str(self._folder.resolve()), str(step)]
+        words: list[str] = []
+        for word in self._queue:
+            words += command if word == PLACE else [word.replace(PLACE, shlex.join(command))]
+        try:
+            with open(self._folder / LOG, "ab") as log:
+                return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        except OSError as error:
+            self._reporter.event("evaluation", step=step, results={}, why=f"{words[0]}: {error.strerror}")
+            return None
+
+    def _tell(self) -> None:
+        try:
+            with open(self._folder / RESULTS, "rb") as file:
+                file.seek(self._read)
+                lines = file.read().splitlines(keepends=True)
+        except OSError:
+            return
+        for line in lines:
+            if not line.endswith(b"\n"):  # being written
+                return
+            self._read += len(line)
+            record = json.loads(line)
+            del record["t"]
+            self._reporter.event("evaluation", **record)
