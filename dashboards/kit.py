@@ -177,6 +177,15 @@ def board(
     )
     for variable in variables:
         result = result.with_variable(variable)
+    written = dashboard.AnnotationTarget().type("tags").tags(["opsd"]).limit(200).match_any(False)
+    result = result.annotation(
+        dashboard.AnnotationQuery()
+        .name("what agents wrote")
+        .datasource(common.DataSourceRef(type_val="grafana", uid="-- Grafana --"))
+        .enable(True)
+        .icon_color("purple")
+        .target(written)  # type: ignore[arg-type]  # the SDK knows queries here, Grafana its own tags as well
+    )
     return result.annotation(
         dashboard.AnnotationQuery()
         .name("incidents")

@@ -51,6 +51,12 @@ def _is_local_url(text: str) -> str:
     return text
 
 
+def _is_web_url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", text):
+        raise ValueError("should be http:// or https:// and a host, for instance https://grafana.example.com")
+    return text
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -199,6 +205,15 @@ class NotifySettings(_Section):
         default=None,
         examples=["https://hooks.example.com/services/..."],
         description="URL that receives a JSON object for every incident opened, escalated or resolved. Kept secret.",
+    )
+    grafana_url: Annotated[str, AfterValidator(_is_web_url)] | None = Field(
+        default=None,
+        examples=["https://grafana.example.com"],
+        description="Grafana into which incidents and actions are written as annotations.",
+    )
+    grafana_token_file: AnyPath = Field(
+        default=Path("/etc/opsd/grafana-token"),
+        description="File with the token of a Grafana service account that may write annotations.",
     )
 
 

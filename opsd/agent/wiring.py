@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from collectors.nvml import PowerControl
 from opsd.agent import collectors
 from opsd.agent.actions import Executor, Notifier
+from opsd.agent.annotate import Annotator
 from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
-from opsd.agent.responder import Responder
+from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
 from opsd.config import Settings
 from opsd.slurm.connect import choose
@@ -42,6 +43,17 @@ def _drainer(settings: Settings) -> SlurmDrainer:
     return SlurmDrainer(slurm, settings.agent.node, settings.policy.max_drained_share)
 
 
+def _listeners(settings: Settings, notifier: Notifier, log: FilteringBoundLogger) -> list[Listener]:
+    """Who is told of every change of an incident: people, and Grafana."""
+    told: list[Listener] = []
+    notify, node = settings.notify, settings.agent.node
+    if notify.webhook:
+        told.append(Announcer(notifier, node, log, muted=settings.policy.limits().muted))
+    if notify.grafana_url:
+        told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
+    return told
+
+
 def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) -> Loop:
     """The loop with everything connected to it; nothing has been collected yet."""
     agent, policy, webhook = settings.agent, settings.policy, settings.notify.webhook
@@ -63,7 +75,7 @@ def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) 
         mode_of=policy.mode_of,
         limits=limits,
         started_at=time.time(),
-        listeners=[Announcer(notifier, agent.node, log, muted=limits.muted)] if webhook else [],
+        listeners=_listeners(settings, notifier, log),
     )
     return Loop(
         Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s),

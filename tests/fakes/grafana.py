@@ -19,6 +19,7 @@ class FakeGrafana:
         self.boards: dict[str, dict[str, Any]] = {}
         self.fail: dict[str, int] = {}
         self.writes: list[str] = []
+        self.annotations: list[dict[str, Any]] = []
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -28,6 +29,10 @@ class FakeGrafana:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.reply(*fake.post(self.path, body, self.headers.get("Authorization", "")))
+
+            def do_PATCH(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.reply(*fake.patch(self.path, body, self.headers.get("Authorization", "")))
 
             def reply(self, status: int, body: object) -> None:
                 data = json.dumps(body).encode()
@@ -67,6 +72,9 @@ class FakeGrafana:
             return status, {"message": "no"}
         if authorization != f"Bearer {TOKEN}":
             return 401, {"message": "Unauthorized"}
+        if path == "/api/annotations":
+            self.annotations.append(body)
+            return 200, {"message": "Annotation added", "id": len(self.annotations)}
         if path == "/api/folders":
             self.folders[body["uid"]] = body["title"]
             self.writes.append(f"folder {body['uid']}")
@@ -79,3 +87,9 @@ class FakeGrafana:
         }
         self.writes.append(uid)
         return 200, {"uid": uid, "version": before + 1}
+
+    def patch(self, path: str, body: dict[str, Any], authorization: str) -> tuple[int, object]:
+        if authorization != f"Bearer {TOKEN}":
+            return 401, {"message": "Unauthorized"}
+        self.annotations[int(path.rpartition("/")[2]) - 1].update(body)
+        return 200, {"message": "Annotation patched"}

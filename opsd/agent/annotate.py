@@ -1,0 +1,99 @@
+"""Write incidents and what was done about them into Grafana as annotations, which every board of opsd shows.
+
+An incident is a region from when it opened to when it ended, and the beginning of an action a moment. Grafana is told
+by a thread of its own: one that is slow or down keeps nothing waiting, and beyond ``MAX_WAITING`` annotations are
+dropped, as the journal has them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from queue import Full, Queue
+from typing import TYPE_CHECKING, Any
+
+from opsd.agent.incidents import Transition
+from runbooks.base import Incident, State
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+TIMEOUT_S = 5.0
+MAX_WAITING = 100
+MAX_OPEN = 1000
+"""Incidents whose annotation is remembered until they end."""
+
+
+class AnnotationError(Exception):
+    """Grafana did not take an annotation; the message says why in one sentence, without the token."""
+
+
+class Annotator:
+    """A listener of the responder. ``token_file`` is read each time, so that a renewed token is taken up."""
+
+    def __init__(self, url: str, token_file: Path, node: str, log: FilteringBoundLogger) -> None:
+        self._url, self._token_file, self._node, self._log = url.rstrip("/"), token_file, node, log
+        self._ids: OrderedDict[str, int] = OrderedDict()
+        self._waiting: Queue[tuple[Incident, Transition]] = Queue(MAX_WAITING)
+        threading.Thread(target=self._work, name="annotate", daemon=True).start()
+
+    def __call__(self, incident: Incident, transition: Transition) -> None:
+        """Annotate ``transition``, soon. Symptoms are not annotated: their cause is."""
+        if incident.cause is None and (transition.before is None or transition.after in (State.ACTING, State.RESOLVED)):
+            with contextlib.suppress(Full):
+                self._waiting.put_nowait((incident, transition))
+
+    def _work(self) -> None:
+        while True:
+            incident, transition = self._waiting.get()
+            try:
+                self._annotate(incident, transition)
+            except AnnotationError as error:
+                self._log.warning("annotation failed", incident=incident.id, reason=str(error))
+
+    def _annotate(self, incident: Incident, transition: Transition) -> None:
+        at = round(transition.at * 1000)
+        text = f"{incident.kind} on {self._node}: {incident.summary}"
+        if transition.before is None:
+            self._remember(incident.id, self._send("POST", "", self._body(incident, at, text)))
+        elif transition.after is State.ACTING:
+            verbs = ", ".join(str(action["verb"]) for action in incident.actions if action.get("outcome") == "running")
+            self._send("POST", "", self._body(incident, at, f"{text}: {verbs or 'acting'}"))
+        elif (known := self._ids.pop(incident.id, None)) is not None:
+            self._send("PATCH", f"/{known}", {"timeEnd": at, "text": f"{text} – {incident.verdict or 'over'}"})
+        else:
+            body = self._body(incident, round(incident.opened_at * 1000), text)
+            self._send("POST", "", {**body, "timeEnd": at})
+
+    def _body(self, incident: Incident, at: int, text: str) -> dict[str, Any]:
+        tags = ["opsd", incident.kind, incident.severity.value, f"node:{self._node}"]
+        return {"time": at, "text": text, "tags": [*tags, f"job:{incident.job}"] if incident.job else tags}
+
+    def _remember(self, incident: str, answer: Any) -> None:
+        number = answer.get("id") if isinstance(answer, dict) else None
+        if isinstance(number, int):
+            self._ids[incident] = number
+            if len(self._ids) > MAX_OPEN:
+                self._ids.popitem(last=False)
+
+    def _send(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        import httpx  # 18 MiB that an agent without annotations does not pay
+
+        try:
+            token = self._token_file.read_text(encoding="ascii").strip()
+            answer = httpx.request(
+                method,
+                f"{self._url}/api/annotations{path}",
+                json=body,
+                headers={"Authorization": f"Bearer {token}"},
+                timeout=TIMEOUT_S,
+            )
+            if answer.is_success:
+                return answer.json()
+        except (OSError, UnicodeDecodeError) as error:
+            raise AnnotationError(f"{self._token_file}: the token cannot be read") from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise AnnotationError(f"Grafana does not answer as it should: {type(error).__name__}") from error
+        raise AnnotationError(f"Grafana answered with status {answer.status_code}")
