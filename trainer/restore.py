@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,6 +39,13 @@ class RestoreError(Exception):
     """There are checkpoints, but all are damaged; the message is one sentence with the way out."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Damaged:
+    """What was in memory of ``step`` turned out to be damaged when part of the state had been overwritten with it."""
+
+    step: int
+
+
 def restore(
     root: Path,
     state: State,
@@ -58,13 +67,18 @@ def restore(
     if world.rank == 0:
         wait_for_saves(root, WAIT_FOR_SAVES_S)
     newest = world.from_first(max(steps(root), default=-1) if world.rank == 0 else -1)
-    if (manifest := _from_memory(state, world, digest, newest, reporter)) is not None:
-        return _loaded(manifest, newest, world, reporter, began)
+    kept = _from_memory(state, world, digest, newest, reporter)
+    if isinstance(kept, Manifest):
+        return _loaded(kept, newest, world, reporter, began)
     manifest = _choose(root, world, reporter)
     if remote and _fetch(root, remote, -1 if manifest is None else manifest.step, world):
         manifest = _choose(root, world, reporter)
     if world.rank == 0:
         _report_incomplete(root, -1 if manifest is None else manifest.step, reporter)
+    if manifest is None and kept is not None:
+        raise RestoreError(
+            f"the only checkpoint, of step {kept.step} in memory, is damaged; run again to begin at step 0"
+        )
     if manifest is None:
         if not fresh and any((folder / REJECTED).exists() for _, folder in folders(root)):
             raise RestoreError(
@@ -96,7 +110,7 @@ def _own(rank: int) -> str:
 
 def _from_memory(
     state: State, world: World, digest: Callable[[int], str], newest: int, reporter: Reporter
-) -> Manifest | None:
+) -> Manifest | _Damaged | None:
     """Fill ``state`` from the nodes' shared memory, if what is there is whole and no older than the ``newest`` step."""
     folder = reporter.path.parent if reporter.path else None
     record = memory.read_record(folder, world.rank) if folder else None
@@ -117,20 +131,22 @@ def _from_memory(
     if why:
         reporter.event("checkpoint_rejected", step=record.step, file=_own(world.rank), why=why)
     memory.forget(folder, world.rank)
-    return None
+    return _Damaged(record.step)
 
 
 def load_memory(folder: Path, record: memory.Record, state: State) -> Manifest:
     """Fill ``state`` from what this node's memory in ``folder`` holds of the save of ``record``.
 
-    The rank's own state is verified; whose it is verifies each other one. Raises CheckpointError or OSError.
+    The rank's own state is verified while it is copied; each other one is verified by its rank. Raises CheckpointError
+    or OSError; then ``state`` is neither what it was nor what it should be.
     """
     manifest = memory.manifest_of(list(memory.records(folder, record.save)))
     own = memory.state_path(folder, record.rank)
-    with StateFile(own) as file:
-        if memory.checksum(file.content) != record.checksum:
-            raise CheckpointError(f"{own} does not match its checksum", own.name)
+    with StateFile(own) as file, ThreadPoolExecutor(1) as pool:
+        checksum = pool.submit(memory.checksum, file.content)
         load(folder, manifest, state, [entry.name for entry in manifest.files].index(own.name), file)
+        if checksum.result() != record.checksum:
+            raise CheckpointError(f"{own} does not match its checksum", own.name)
     return manifest
 
 

@@ -76,21 +76,36 @@ def test_memory_goes_on_where_the_disk_ends(run: Run, undisturbed: Run) -> None:
     assert (event["tier"], event["step"] % 20) == ("memory", 0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_damaged_memory_is_not_used(run: Run, undisturbed: Run, rank: int) -> None:
-    """A flipped bit in one rank's memory is noticed, and all ranks read from the disk."""
-    kill_after_save(run)
-    path = memory.state_path(run.folder, rank)
+def flip(path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_damaged_memory_is_not_used(run: Run, undisturbed: Run, rank: int) -> None:
+    """A flipped bit in one rank's memory is noticed, and all ranks read from the disk."""
+    kill_after_save(run)
+    path = memory.state_path(run.folder, rank)
+    flip(path)
     loaded = resume(run, undisturbed)
     (event,) = run.events("checkpoint_rejected")
     assert event["file"] == path.name
     assert "does not match its checksum" in event["why"]
     assert loaded["tier"] == "local"
+
+
+def test_a_damaged_memory_alone_is_not_begun_with(run: Run) -> None:
+    """When nothing but a damaged state is left, the run ends with a sentence; run again, it begins afresh."""
+    kill_after_save(run)
+    for folder in run.checkpoints.glob("step-*"):
+        folder.rename(run.folder / folder.name)
+    flip(memory.state_path(run.folder, 0))
+    assert run.start().wait() == [1, 1]
+    assert "in memory, is damaged; run again to begin at step 0" in run.printed()
+    finish(run, run__steps=5)
 
 
 @pytest.mark.parametrize("change", ["older", "other attempt", "gone"])
