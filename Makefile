@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo stack generate test test-packages test-fast lint bench clean
+.PHONY: help setup demo stack generate test test-packages test-fast lint bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ test-fast: $(STAMP) ## Only the tests that take seconds
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/
 	@mkdir -p bench-results
 	@for name in $$($(BIN)/opsd bench --names); do $(BIN)/opsd bench $$name --json bench-results/$$name.json || exit 1; done
+
+bench-gpu: $(STAMP) ## What the trainer reaches on the GPU here; results with date and versions under tests/gpu/results
+	$(BIN)/python tests/gpu/measure.py
 
 clean: ## Remove what make created
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache bench-results .demo

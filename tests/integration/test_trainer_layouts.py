@@ -136,12 +136,14 @@ def test_recomputing_changes_nothing(tmp_path: Path, shards: Path, alone: Run, r
 
 
 @pytest.mark.slow
-def test_compiling_changes_nothing(tmp_path: Path, shards: Path, alone: Run) -> None:
+def test_compiling_changes_nothing(tmp_path: Path, shards: Path) -> None:
     """Compiled layers train like the others, recomputed ones included."""
     if not shutil.which("g++"):
         pytest.skip("compiling for the CPU needs a C++ compiler")
-    settings = {"parallel__compile": "true", "parallel__recompute": "selective", "run__deterministic": "false"}
-    assert_same_curve(start(tmp_path, shards, {}, run__steps=5, **settings), alone)
+    small = {"model__layers": 1, "run__steps": 3, "run__deterministic": "false"}
+    plain = start(tmp_path / "plain", shards, {}, **small)
+    compiled = {"parallel__compile": "true", "parallel__recompute": "selective"}
+    assert_same_curve(start(tmp_path / "compiled", shards, {}, **small, **compiled), plain)
 
 
 def test_a_batch_that_grows(tmp_path: Path, shards: Path) -> None:
