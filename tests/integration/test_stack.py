@@ -23,7 +23,15 @@ from tests.fakes.clock import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stack")]
 
-VARIABLES = {"cluster": ".*", "node": ".*", "gpu": ".*", "job": "4242", "run": "train", "__rate_interval": "10s"}
+VARIABLES = {
+    "cluster": ".*",
+    "node": ".*",
+    "gpu": ".*",
+    "job": "4242",
+    "run": "train",
+    "check": ".*",
+    "__rate_interval": "10s",
+}
 NOT_HERE = {
     "run:opsd_goodput:ratio_rate": "goodput needs as much history as its window is long",
     "run:opsd_rank_tokens:usual6h": "the usual throughput needs more than a few seconds of history",
@@ -37,6 +45,7 @@ NOT_HERE = {
     "opsd_actions_total": "the agent only observes",
     "opsd_incidents_opened_total": "an incident that opened before the first scrape does not count",
     "opsd_run_state": "nothing restarts",
+    "opsd_preflight_": "preflights are told through node_exporter, which does not run here",
 }
 """Series of panels that may show nothing here, and why that is right."""
 

@@ -17,6 +17,8 @@ from dashboards.alerts.build import GROUPS
 from dashboards.alerts.model import Record
 from dashboards.build import outdated, rendered
 from opsd.agent.metrics_cli import catalogue
+from opsd.preflight.formats import openmetrics
+from tests.fakes.preflight_reports import GEMM, report
 
 BOARDS = [pytest.param(json.loads(text), id=path.stem) for path, text in rendered()]
 COUNTING = ("counter", "untyped")
@@ -46,7 +48,10 @@ def used(expression: str, metrics: dict[str, Metric]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def metrics() -> dict[str, Metric]:
-    return {metric.name: metric for _, metric in catalogue()}
+    """What the agent exports, and what ``opsd preflight --textfile`` writes for node_exporter."""
+    written = openmetrics(report(GEMM))
+    preflight = {name: Metric(name, "") for name in re.findall(r"^# TYPE (\w+) gauge$", written, re.MULTILINE)}
+    return {**preflight, **{metric.name: metric for _, metric in catalogue()}}
 
 
 def test_committed_boards_are_what_the_builders_make() -> None:
@@ -93,5 +98,6 @@ def test_boards_can_be_told_apart() -> None:
     boards = [json.loads(text) for _, text in rendered()]
     assert [board["uid"] for board in boards] == [
         "opsd-cluster", "opsd-job", "opsd-node", "opsd-incidents", "opsd-training",
+        "opsd-preflight",
     ]  # fmt: skip
     assert all(board["links"][0]["tags"] == ["opsd"] for board in boards)

@@ -15,7 +15,7 @@ pytest.importorskip("grafana_client")
 from opsd.cli import cli
 from tests.fakes.grafana import TOKEN, FakeGrafana
 
-UIDS = ["opsd-cluster", "opsd-job", "opsd-node", "opsd-incidents", "opsd-training"]
+UIDS = ["opsd-cluster", "opsd-job", "opsd-node", "opsd-incidents", "opsd-training", "opsd-preflight"]
 
 
 @pytest.fixture
