@@ -8,7 +8,7 @@ from types import ModuleType
 
 import click
 
-from opsd import exitcodes
+from opsd import checkout, exitcodes
 
 
 @click.group()
@@ -53,7 +53,7 @@ def check(folder: Path | None) -> None:
 
 def _rendered(folder: Path | None) -> dict[Path, str]:
     builder = _builder()
-    rendered: dict[Path, str] = builder.rendered(folder or builder.FOLDER)
+    rendered: dict[Path, str] = builder.rendered(checkout.folder("deploy/prometheus/rules", folder))
     return rendered
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from opsd import exitcodes, reference
+from opsd import checkout, exitcodes, reference
 
 
 @click.group()
@@ -16,9 +16,12 @@ def docs() -> None:
 
 
 _FOLDER = click.option(
-    "--out", "folder", type=click.Path(path_type=Path, file_okay=False), default=reference.FOLDER,
+    "--out",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    callback=lambda _context, _parameter, chosen: checkout.folder("docs", chosen),
     help="Folder instead of the checkout's docs.",
-)  # fmt: skip
+)
 
 
 @docs.command()
