@@ -17,7 +17,7 @@ COMMANDS = {
     "completion": ("opsd.completion:completion", "Print the completion script for your shell."),
     "config": ("opsd.config_cli:config", "Check, show or create the configuration file."),
     "dashboards": ("opsd.dashboards_cli:dashboards", "Build the Grafana boards, check that they are current, push them."),
-    "demo": ("opsd.demo.cli:demo", "Train a small model, break it five ways, watch it recover."),
+    "demo": ("opsd.demo.cli:demo", "Train a small model, break it six ways, watch it recover."),
     "diagnose": (
         "opsd.agent.diagnose_cli:command",
         "Why a run stands still or trains slowly: data, network or kernels.",
