@@ -128,5 +128,11 @@ EVALUATIONS = Group(
             summary="Evaluations of a run on {{ $labels.instance }} are missing",
             description="Checkpoints are no longer evaluated: a run that goes wrong is noticed late.",
         ),
+        Alert(
+            "EvalLag",
+            incident("eval_lag"),
+            summary="A run on {{ $labels.instance }} lags behind its reference",
+            description="At equal tokens its evaluations are behind: it trains, and learns too little.",
+        ),
     ),
 )
