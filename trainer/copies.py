@@ -9,6 +9,7 @@ read. ``opsd checkpoint audit`` is the command for people.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ MOST_SHARDS = 64
 ALIKE = 0.99
 """Correlation from which shards count as copies although their bits differ: equal weights that were trained further
 drift apart by rounding. Between independent ones of a thousand numbers it stays below 0.2."""
+MOMENTS = re.compile(r"exp_avg|optim|momentum|adam", re.IGNORECASE)
+"""Names of optimiser state, which is passed over: heads that share keys and values have nearly the same gradients while
+attention is still even, and copies show in the weights."""
 FEWEST = 32
 """Numbers that a shard must have to be judged."""
 
@@ -41,7 +45,7 @@ class Finding:
 
 def examine(stored: Stored) -> Finding | None:
     """What speaks for copies in a tensor; None if nothing does."""
-    if len(stored.shape) - bool(stored.ranks) < 2 or 0 in stored.shape:
+    if len(stored.shape) - bool(stored.ranks) < 2 or 0 in stored.shape or MOMENTS.search(stored.name):
         return None
     values = stored.read()
     if not values.is_floating_point():

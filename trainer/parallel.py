@@ -123,7 +123,7 @@ def _to_float8(model: Decoder) -> None:
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
-        raise ConfigError("parallel.fp8 needs torchao: pip install torchao, or set it to false") from None
+        raise ConfigError("parallel.fp8 needs torchao: pip install 'opsd[fp8]', or set it to false") from None
 
     def in_layer(module: nn.Module, name: str) -> bool:
         assert isinstance(module, nn.Linear)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from trainer_world import Run, make_small_corpus
 
-from opsd.checkpoints.manifest import folder_of, read
+from opsd.checkpoints.cli import checkpoint
+from opsd.checkpoints.manifest import MANIFEST, checksum, folder_of, read
 from trainer.config import load as load_config
 from trainer.huggingface import export
 from trainer.model import Decoder
@@ -144,6 +148,45 @@ def test_compiling_changes_nothing(tmp_path: Path, shards: Path) -> None:
     plain = start(tmp_path / "plain", shards, {}, **small)
     compiled = {"parallel__compile": "true", "parallel__recompute": "selective"}
     assert_same_curve(start(tmp_path / "compiled", shards, {}, **small, **compiled), plain)
+
+
+def test_eight_bits_are_close(tmp_path: Path, shards: Path) -> None:
+    """With parallel.fp8 the layers' products are rounded to eight bits, and the losses are still near."""
+    pytest.importorskip("torchao")
+    settings = {"model__dtype": "bfloat16", "model__ffn": 48, "run__steps": 3}
+    plain = start(tmp_path / "plain", shards, {}, **settings).curve()
+    rounded = start(tmp_path / "fp8", shards, {"dp": 2}, **settings, parallel__fp8="true").curve()
+    for step, (loss, norm) in rounded.items():
+        assert (loss, norm) == (pytest.approx(plain[step][0], rel=1e-3), pytest.approx(plain[step][1], rel=1e-2))
+        assert (loss, norm) != plain[step]
+
+
+def copy_shards_of_the_first_rank(folder: Path) -> None:
+    """Make the second rank's shards of a tensor-parallel checkpoint those of the first, and the manifest fit."""
+    record = json.loads((folder / MANIFEST).read_text())
+    first, second = (folder / entry["name"] for entry in record["files"])
+    with safe_open(second, framework="pt") as file:
+        metadata = file.metadata()
+    tensors, theirs = load_file(second), load_file(first)
+    shared = {name for name in tensors if name.endswith("attention.query.weight")}
+    save_file(tensors | {name: theirs[name] for name in shared}, second, metadata)
+    record["files"][1] |= {"size": second.stat().st_size, "checksum": checksum(second)}
+    (folder / MANIFEST).write_text(json.dumps(record))
+
+
+def test_copied_shards_are_named_at_the_start(tmp_path: Path, shards: Path) -> None:
+    """A run that begins with shards that are copies of each other says so; so does the audit of its checkpoint."""
+    run = start(tmp_path, shards, {"tp": 2}, run__steps=1)
+    folder = folder_of(run.checkpoints, 1)
+    assert CliRunner().invoke(checkpoint, ["audit", str(folder)], standalone_mode=False).return_value == 0
+    copy_shards_of_the_first_rank(folder)
+    audit = CliRunner().invoke(checkpoint, ["audit", str(run.folder), "--json"], standalone_mode=False)
+    names = [f"blocks.{layer}.attention.query.weight" for layer in range(2)]
+    assert [copies["tensor"] for copies in json.loads(audit.output)["copies"]] == [f"model.{name}" for name in names]
+    again = Run(tmp_path, shards, SHAPE | {"parallel.tp": 2, "run.steps": 2})
+    assert again.start().wait() == [0, 0], again.printed()
+    event = again.events("tp_shards_equal")[0]
+    assert (event["tensors"], event["ranks"]) == (names, [0, 1])
 
 
 def test_a_batch_that_grows(tmp_path: Path, shards: Path) -> None:

@@ -79,6 +79,11 @@ def test_independent_shards_are_left_alone(values: torch.Tensor) -> None:
     assert examine(stored(values)) is None
 
 
+def test_moments_are_passed_over() -> None:
+    """Optimiser state may be alike for good reasons, early in a run."""
+    assert examine(stored(torch.cat([drawn(32, 32)] * 2), "optimizer.exp_avg.w")) is None
+
+
 def test_files_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     """One safetensors file a rank, as nanotron writes them: equal ones are named."""
     for layer, seeds in (("q_proj", (0, 0)), ("k_proj", (1, 2))):
