@@ -16,7 +16,10 @@ COMMANDS = {
     "checkpoint": ("opsd.checkpoints.cli:checkpoint", "List, verify and audit checkpoints."),
     "completion": ("opsd.completion:completion", "Print the completion script for your shell."),
     "config": ("opsd.config_cli:config", "Check, show or create the configuration file."),
-    "dashboards": ("opsd.dashboards_cli:dashboards", "Build the Grafana boards, check that they are current, push them."),
+    "dashboards": (
+        "opsd.dashboards_cli:dashboards",
+        "Build the Grafana boards, check that they are current, push them.",
+    ),
     "demo": ("opsd.demo.cli:demo", "Train a small model, break it six ways, watch it recover."),
     "diagnose": (
         "opsd.agent.diagnose_cli:command",
