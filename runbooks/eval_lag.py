@@ -144,11 +144,12 @@ Nothing crashes and the loss may fall as it should. SmolLM3's ranks of a tensor-
 same seed; at 1 T tokens the model was behind a smaller one in its evaluations, and the training began anew.
 
 ## Diagnosis
-1. `opsd incidents show ID`: which results, by how much, and since which step.
+1. `opsd incidents show ID`: which results, by how much, and since which step; `cat RUN_FOLDER/evaluations.jsonl`.
 2. All results or some? All speak for the model or its settings; those of one kind, say mathematics, for the data.
 3. Tensor-parallel shards that are copies: `opsd checkpoint audit FOLDER`; incidents of kind `tp_seed`.
 4. What differs from the reference: settings, tokenizer, weights of the sources, learning rate at equal tokens.
-5. Is the evaluation itself the same? Evaluate a checkpoint of the reference with the command of this run.
+5. Is the evaluation the same? `diff REFERENCE/config.json RUN_FOLDER/config.json`; evaluate a checkpoint of the
+   reference with `python -m trainer.evaluate REFERENCE STEP`.
 
 ## Mitigation
 - From the beginning behind: stop, and compare a run of some thousand steps with the reference before going on.
