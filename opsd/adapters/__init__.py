@@ -1,0 +1,1 @@
+"""The rank page for other trainers: a few lines each on top of ``opsd.client``, imported by who uses them."""
