@@ -63,6 +63,13 @@ def _speed(result: dashboard.Dashboard) -> dashboard.Dashboard:
             Query(f"run:opsd_rank_tokens:rate5m{{{RUN}}}", "{{run}}"),
             Query(f"run:opsd_rank_tokens:usual6h{{{RUN}}}", "{{run}} usually"),
         ),
+        graph(
+            "MFU",
+            "Model FLOPs utilisation, mean over the ranks of each run; its denominator is "
+            "opsd_rank_peak_flops_per_second.",
+            "percentunit",
+            Query(f"avg by (run) (opsd_rank_mfu_ratio{{{RUN}}})", "{{run}}"),
+        ),
         heat_map(
             "Step times", "Ranks by the duration of their last step.", "s", Query(f"opsd_rank_step_seconds{{{RUN}}}")
         ),

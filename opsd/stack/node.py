@@ -17,6 +17,8 @@ JOB, RUN = "4242", "train"
 LOAD_WATTS = 640.0
 STEP_S = 0.5
 TOKENS = 65_536
+MODEL_FLOPS, PEAK_FLOPS = 19.2e9, 989e12
+"""Per token of a 3 B model, and per second of an H100 in bf16."""
 
 
 class Node:
@@ -72,7 +74,10 @@ class Node:
         }  # fmt: skip
         (folder / "run.json").write_text(json.dumps(run))
         pages = [folder / f"rank-{rank:04d}.page" for rank in range(GPUS)]
-        return [Reporter(page, rank=rank, gpu=rank, job=JOB, run=RUN) for rank, page in enumerate(pages)]
+        reporters = [Reporter(page, rank=rank, gpu=rank, job=JOB, run=RUN) for rank, page in enumerate(pages)]
+        for reporter in reporters:
+            reporter.model(MODEL_FLOPS, PEAK_FLOPS)
+        return reporters
 
     def _train(self) -> None:
         """All ranks in lockstep, with the loss of a run that goes well."""
