@@ -25,9 +25,10 @@ class Gpu(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What faults act on: the run's checkpoints and, where they are simulated, the GPUs."""
+    """What faults act on: the run's checkpoints, its shared memory and, where they are simulated, the GPUs."""
 
     checkpoints: Path
+    shm: Path
     gpus: Mapping[int, Gpu] | None
 
 
@@ -147,7 +148,7 @@ def _stall_loader(_stage: Stage, now: Snapshot) -> dict[str, object]:
 
 
 def _corrupt_and_crash(stage: Stage, now: Snapshot) -> dict[str, object]:
-    """Flip one bit in the largest file of the newest checkpoint, then kill a rank so that it is needed."""
+    """Flip one bit in the largest file of the newest checkpoint, then kill a rank and lose what memory kept of it."""
     folder = manifest.folder_of(stage.checkpoints, manifest.steps(stage.checkpoints)[-1])
     entry = max(manifest.read(folder).files, key=lambda file: file.size)
     with open(folder / entry.name, "r+b") as file:
@@ -156,6 +157,8 @@ def _corrupt_and_crash(stage: Stage, now: Snapshot) -> dict[str, object]:
         file.seek(entry.size // 2)
         file.write(bytes([byte[0] ^ 0x10]))
     os.kill(_rank(now, 0).pid, signal.SIGKILL)
+    for kept in stage.shm.glob("rank-0000.state*"):
+        kept.unlink(missing_ok=True)
     return {"component": "storage", "detail": entry.name}
 
 
@@ -198,7 +201,7 @@ FAULTS = (
     ),
     Fault(
         "corrupt_checkpoint",
-        "checkpoint damaged, rank killed",
+        "checkpoint damaged, rank and memory lost",
         "checkpoint_corrupt",
         _corrupt_and_crash,
         _resumed,
