@@ -15,6 +15,7 @@ from opsd.launch.console import Console
 from opsd.launch.control import ControlServer
 from opsd.launch.environment import gpu_count
 from opsd.launch.events import EventLog
+from opsd.launch.failure import RestartPolicy
 from opsd.launch.hang import HangLimits
 from opsd.launch.hang_watch import HangWatch
 from opsd.launch.loop import Loop
@@ -24,6 +25,7 @@ from opsd.launch.program import Program, ProgramNotFound
 from opsd.launch.ranks import RankStarter
 from opsd.launch.rundir import RUN_NAME, RunError, RunFolders, memory_root, new_run_name, prune
 from opsd.launch.settings import Settings
+from opsd.launch.solo import Solo
 from opsd.launch.standby import StandbyPool
 from opsd.launch.supervisor import Supervisor
 
@@ -253,22 +255,22 @@ def _supervise(settings: Settings, folders: RunFolders, events: EventLog, member
         log=folders.logs / "standby.log",
         loop=loop,
     )
-    hangs = HangWatch(settings.hang, folders, events, loop, find_py_spy()) if settings.hang is not None else None
+    hangs = HangWatch(settings.hang, folders, loop, find_py_spy()) if settings.hang is not None else None
     console = Console()
     supervisor = Supervisor(
         settings,
         folders,
         events,
         loop,
-        membership=membership,
         starter=RankStarter(settings, folders, standby),
         standby=standby,
         hangs=hangs,
         console=console,
     )
-    control = ControlServer(folders.control, loop, supervisor.control)
+    policy = RestartPolicy(settings.max_restarts, same_limit=settings.same_failures, refill_steps=settings.refill_steps)
+    control = ControlServer(folders.control, loop, supervisor.answer)
     try:
-        return supervisor.run()
+        return supervisor.run(Solo(supervisor, membership, policy))
     finally:
         control.close()
         standby.close()

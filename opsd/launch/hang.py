@@ -83,7 +83,10 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A verdict. ``rank`` is None when no rank stands out; ``evidence`` are sentences."""
+    """A verdict. ``rank`` is None when no rank stands out; ``evidence`` are sentences, which weigh ``score``.
+
+    ``stacks`` is the file with the stacks of the ranks, None if it could not be written.
+    """
 
     rank: int | None
     phase: str
@@ -93,6 +96,8 @@ class Hang:
     reason: str
     evidence: tuple[str, ...]
     ranks: tuple[Standing, ...]
+    score: int = 0
+    stacks: str | None = None
 
 
 @dataclass(slots=True)
@@ -157,8 +162,9 @@ class HangJudge:
         who = "no rank stands out" if named is None else f"rank {named}"
         reason = f"{who}: {evidence[0]}" if evidence else f"{who} has stood still in {culprit.phase}"
         return Hang(
-            named, culprit.phase, culprit.step, culprit.stuck_s, culprit.limit_s, reason, tuple(evidence), stall.ranks
-        )
+            named, culprit.phase, culprit.step, culprit.stuck_s, culprit.limit_s, reason, tuple(evidence), stall.ranks,
+            score,
+        )  # fmt: skip
 
     def limit(self, phase: str) -> float:
         """Seconds that a rank may stay unchanged in ``phase`` once it is past its first steps."""

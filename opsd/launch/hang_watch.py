@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 
 from opsd.client import RankPage, process_state
 from opsd.launch.capture import Capture, Target
@@ -16,14 +16,17 @@ from opsd.launch.rundir import RunFolders
 
 
 class HangWatch:
-    """Looks at the pages of a generation from time to time; stacks are ready when a hang's limit is reached."""
+    """Looks at the pages of a generation from time to time; stacks are ready when a hang's limit is reached.
+
+    ``suffix`` tells the files of stacks of several nodes apart.
+    """
 
     def __init__(
-        self, limits: HangLimits, folders: RunFolders, events: EventLog, loop: Loop, py_spy: str | None
+        self, limits: HangLimits, folders: RunFolders, loop: Loop, py_spy: str | None, suffix: str = ""
     ) -> None:
         self._judge = HangJudge(limits)
         self._folders = folders
-        self._events = events
+        self._suffix = suffix
         self._loop = loop
         self._py_spy = py_spy
         self._capture: Capture | None = None
@@ -50,7 +53,7 @@ class HangWatch:
             self._capture = None
 
     def look(self, generation: Generation, pages: Mapping[int, RankPage]) -> Hang | None:
-        """The hang that has been established, after its event was written; None while there is none."""
+        """The hang that has been established, with the stacks written to a file; None while there is none."""
         running = {rank.rank: pages[rank.rank] for rank in generation.running if rank.rank in pages}
         processes = {number: process_state(page) for number, page in running.items()}
         stall = self._judge.check(running, processes, time.monotonic())
@@ -63,7 +66,7 @@ class HangWatch:
             return None
         hang = self._judge.verdict(stall, self._capture.stacks)
         if hang is not None:
-            self._report(generation.number, hang, self._capture)
+            hang = replace(hang, stacks=self._write(generation.number, self._capture))
         self.relax()
         return hang
 
@@ -77,32 +80,36 @@ class HangWatch:
         capture.start()
         return capture
 
-    def _report(self, generation: int, hang: Hang, capture: Capture) -> None:
+    def _write(self, generation: int, capture: Capture) -> str | None:
         capture.ask_ranks()
-        path = self._folders.stacks / f"gen-{generation:04d}.txt"
-        written: Path | None = path
+        path = self._folders.stacks / f"gen-{generation:04d}{self._suffix}.txt"
         try:
             capture.write(path)
         except OSError:
-            written = None
-        self._events.emit(
-            "hang_detected",
-            rank=hang.rank,
-            phase=hang.phase,
-            step=hang.step,
-            stuck_s=round(hang.stuck_s, 3),
-            limit_s=round(hang.limit_s, 3),
-            reason=hang.reason,
-            evidence=list(hang.evidence),
-            stacks=None if written is None else str(written),
-            ranks=[
-                {
-                    "rank": rank.rank,
-                    "phase": rank.phase,
-                    "stuck_s": round(rank.stuck_s, 3),
-                    "process": rank.process,
-                    "step": rank.step,
-                }
-                for rank in hang.ranks
-            ],
-        )
+            return None
+        return str(path)
+
+
+def report_hang(events: EventLog, hang: Hang) -> None:
+    """Write the ``hang_detected`` event."""
+    events.emit(
+        "hang_detected",
+        rank=hang.rank,
+        phase=hang.phase,
+        step=hang.step,
+        stuck_s=round(hang.stuck_s, 3),
+        limit_s=round(hang.limit_s, 3),
+        reason=hang.reason,
+        evidence=list(hang.evidence),
+        stacks=hang.stacks,
+        ranks=[
+            {
+                "rank": rank.rank,
+                "phase": rank.phase,
+                "stuck_s": round(rank.stuck_s, 3),
+                "process": rank.process,
+                "step": rank.step,
+            }
+            for rank in hang.ranks
+        ],
+    )
