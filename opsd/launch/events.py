@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from opsd.launch.messages import say
@@ -15,13 +15,17 @@ _AT_ONCE = 1 << 20
 
 
 class EventLog:
-    """Writes events to several files. A file that cannot be written is reported once and does not stop the run."""
+    """Writes events to several files. A file that cannot be written is reported once and does not stop the run.
+
+    ``relay`` is given every event as well, for somebody else to write down.
+    """
 
     def __init__(self, run: str, node: str, targets: Sequence[Path]) -> None:
         self._common = {"run": run, "node": node}
         self._files = [(path, open(path, "ab", buffering=0)) for path in targets]  # noqa: SIM115
         self._failed: set[Path] = set()
         self.generation = 0
+        self.relay: Callable[[dict[str, object]], None] | None = None
 
     def emit(self, event: str, **fields: object) -> None:
         """Append one event of the current generation, with the time of now."""
@@ -29,8 +33,15 @@ class EventLog:
 
     def write(self, event: str, t: float | None, fields: Mapping[str, object]) -> None:
         """Append one event of the current generation; ``t`` in wall seconds, now if None."""
-        record = {"t": time.time() if t is None else t, "event": event, "generation": self.generation}
-        line = (json.dumps({**record, **self._common, **fields}, default=str) + "\n").encode()
+        own = {"t": time.time() if t is None else t, "event": event, "generation": self.generation}
+        record = {**own, **self._common, **fields}
+        self.append(record)
+        if self.relay is not None:
+            self.relay(record)
+
+    def append(self, record: Mapping[str, object]) -> None:
+        """Append an event that is complete, for instance one from another node."""
+        line = (json.dumps(record, default=str) + "\n").encode()
         for path, file in self._files:
             try:
                 file.write(line)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from opsd import exitcodes
 
@@ -126,6 +126,23 @@ class RestartPolicy:
         self._furthest = -1
         self._same: Counter[tuple[str, ...]] = Counter()
         self._user_errors: set[tuple[int | None, tuple[str, ...]]] = set()
+
+    def memory(self) -> dict[str, Any]:
+        """What the policy remembers, for JSON: another one that is given it to ``recall`` judges as this one would."""
+        return {
+            "used": self._used,
+            "refilled_at": self._refilled_at,
+            "furthest": self._furthest,
+            "same": [[list(signature), count] for signature, count in self._same.items()],
+            "user_errors": [[step, list(signature)] for step, signature in self._user_errors],
+        }
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on from what another policy remembered."""
+        self._used, self._refilled_at = int(memory["used"]), memory["refilled_at"]
+        self._furthest = int(memory["furthest"])
+        self._same = Counter({tuple(signature): int(count) for signature, count in memory["same"]})
+        self._user_errors = {(step, tuple(signature)) for step, signature in memory["user_errors"]}
 
     def judge(self, failure: Failure, *, furthest: int | None, committed: int | None) -> Stop | None:
         """None to restart after ``failure``; ``furthest`` and ``committed`` are the run's highest steps so far."""

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from opsd.client import RankPage, StepRecord
 from opsd.launch.stacks import Stack
@@ -55,6 +55,7 @@ class Standing:
     """Where one rank stands. ``process`` is the kernel's state letter, None if the process is gone.
 
     ``judged_as`` is the phase whose limit applies: not that reported for a rank that starts, or that a stack excused.
+    ``waits``: by its phase or its stack it is in a collective; ``where`` is the innermost frame of its main thread.
     """
 
     rank: int
@@ -65,6 +66,8 @@ class Standing:
     stuck_s: float
     limit_s: float
     process: str | None
+    waits: bool = False
+    where: str = ""
 
     @property
     def progress(self) -> int:
@@ -96,7 +99,7 @@ class Hang:
     reason: str
     evidence: tuple[str, ...]
     ranks: tuple[Standing, ...]
-    score: int = 0
+    score: int
     stacks: str | None = None
 
 
@@ -145,26 +148,20 @@ class HangJudge:
         longest = max(stuck, key=lambda rank: rank.stuck_s - rank.limit_s)
         return Stall(tuple(standing), longest, longest.stuck_s >= longest.limit_s - EARLY_S)
 
+    def standings(
+        self, pages: Mapping[int, RankPage], processes: Mapping[int, str | None], now: float
+    ) -> tuple[Standing, ...]:
+        """Where the ranks stand, without an opinion."""
+        return tuple(self._stand(page, processes.get(page.rank), now) for page in pages.values())
+
     def verdict(self, stall: Stall, stacks: Mapping[int, Stack]) -> Hang | None:
         """The hang behind a stall that is due; None if a stack excuses it for now."""
         if self._excuse(stall, stacks):
             return None
-        scored = [(_score(rank, stall.ranks, stacks), rank) for rank in stall.ranks]
-        scored.sort(key=lambda pair: (-pair[0][0], pair[1].changed))
-        (score, evidence), culprit = scored[0]
-        if len(scored) > 1 and score == scored[1][0][0]:
-            evidence = [f"all ranks have stood still since the same moment, in {culprit.phase}; none stands out"]
-            named = None
-        else:
-            named = culprit.rank
-        if score < _CERTAIN:
-            self._patience[culprit.phase] = self._patience.get(culprit.phase, 1.0) * FACTOR
-        who = "no rank stands out" if named is None else f"rank {named}"
-        reason = f"{who}: {evidence[0]}" if evidence else f"{who} has stood still in {culprit.phase}"
-        return Hang(
-            named, culprit.phase, culprit.step, culprit.stuck_s, culprit.limit_s, reason, tuple(evidence), stall.ranks,
-            score,
-        )  # fmt: skip
+        hang = name_culprit([_with_stack(rank, stacks.get(rank.rank)) for rank in stall.ranks])
+        if hang.score < _CERTAIN:
+            self._patience[hang.phase] = self._patience.get(hang.phase, 1.0) * FACTOR
+        return hang
 
     def limit(self, phase: str) -> float:
         """Seconds that a rank may stay unchanged in ``phase`` once it is past its first steps."""
@@ -236,7 +233,36 @@ class HangJudge:
         return excused
 
 
-def _may_be_waiting_for(rank: Standing, other: Standing, stuck: list[Standing]) -> bool:
+def name_culprit(ranks: Sequence[Standing]) -> Hang:
+    """The hang of ``ranks``, which have all stood still for too long or wait for one that has."""
+    everyone = tuple(ranks)
+    scored = [(_score(rank, everyone), rank) for rank in everyone]
+    scored.sort(key=lambda pair: (-pair[0][0], pair[1].changed))
+    (score, evidence), culprit = scored[0]
+    if len(scored) > 1 and score == scored[1][0][0]:
+        evidence = [f"all ranks have stood still since the same moment, in {culprit.phase}; none stands out"]
+        named = None
+    else:
+        named = culprit.rank
+    who = "no rank stands out" if named is None else f"rank {named}"
+    reason = f"{who}: {evidence[0]}" if evidence else f"{who} has stood still in {culprit.phase}"
+    return Hang(
+        named, culprit.phase, culprit.step, culprit.stuck_s, culprit.limit_s, reason, tuple(evidence), everyone, score
+    )
+
+
+def stuck_together(ranks: Sequence[Standing]) -> bool:
+    """True if some rank has reached its limit and does not wait for one that is still within its own."""
+    stuck = [rank for rank in ranks if rank.stuck_s >= rank.limit_s - EARLY_S]
+    return any(not any(_may_be_waiting_for(rank, other, stuck) for other in ranks) for rank in stuck)
+
+
+def _with_stack(rank: Standing, stack: Stack | None) -> Standing:
+    waits = rank.phase == "collective" or (stack is not None and stack.in_collective is not None)
+    return replace(rank, waits=waits, where=str(stack.main[0]) if stack is not None and stack.main else "")
+
+
+def _may_be_waiting_for(rank: Standing, other: Standing, stuck: Sequence[Standing]) -> bool:
     """True if ``other``, still within its limit, may be what holds ``rank`` up.
 
     A rank that is itself in a collective waits for somebody, so it holds nobody up but others in collectives. A
@@ -250,7 +276,7 @@ def _may_be_waiting_for(rank: Standing, other: Standing, stuck: list[Standing]) 
 _CERTAIN = 50
 
 
-def _score(rank: Standing, everyone: tuple[Standing, ...], stacks: Mapping[int, Stack]) -> tuple[int, list[str]]:
+def _score(rank: Standing, everyone: tuple[Standing, ...]) -> tuple[int, list[str]]:
     """How much speaks for ``rank`` as the culprit, and what."""
     score, evidence = 0, []
     others = [other for other in everyone if other.rank != rank.rank]
@@ -264,8 +290,8 @@ def _score(rank: Standing, everyone: tuple[Standing, ...], stacks: Mapping[int, 
         score += 20
         done = "no step" if rank.step is None else f"step {rank.step}"
         evidence.append(f"it has completed {done}, all others are further")
-    waiting = [other for other in others if _waits(other, stacks)]
-    if waiting and not _waits(rank, stacks):
+    waiting = [other for other in others if other.waits]
+    if waiting and not rank.waits:
         score += 10
         evidence.append(f"it is in {rank.phase} while {_ranks(waiting)} in a collective")
     if others and all(rank.changed < other.changed - _APART_S for other in others):
@@ -277,15 +303,9 @@ def _score(rank: Standing, everyone: tuple[Standing, ...], stacks: Mapping[int, 
         evidence.append(
             f"it has stood still in {rank.phase} for {rank.stuck_s:.1f} s; the limit is {rank.limit_s:.1f} s"
         )
-    stack = stacks.get(rank.rank)
-    if evidence and stack is not None and stack.main:
-        evidence.append(f"its main thread is in {stack.main[0]}")
+    if evidence and rank.where:
+        evidence.append(f"its main thread is in {rank.where}")
     return score, evidence
-
-
-def _waits(rank: Standing, stacks: Mapping[int, Stack]) -> bool:
-    stack = stacks.get(rank.rank)
-    return rank.phase == "collective" or (stack is not None and stack.in_collective is not None)
 
 
 def _ranks(ranks: list[Standing]) -> str:

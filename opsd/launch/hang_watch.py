@@ -9,7 +9,7 @@ from dataclasses import replace
 from opsd.client import RankPage, process_state
 from opsd.launch.capture import Capture, Target
 from opsd.launch.events import EventLog
-from opsd.launch.hang import Hang, HangJudge, HangLimits, Stall
+from opsd.launch.hang import Hang, HangJudge, HangLimits, Stall, Standing
 from opsd.launch.loop import Loop
 from opsd.launch.ranks import Generation
 from opsd.launch.rundir import RunFolders
@@ -54,8 +54,7 @@ class HangWatch:
 
     def look(self, generation: Generation, pages: Mapping[int, RankPage]) -> Hang | None:
         """The hang that has been established, with the stacks written to a file; None while there is none."""
-        running = {rank.rank: pages[rank.rank] for rank in generation.running if rank.rank in pages}
-        processes = {number: process_state(page) for number, page in running.items()}
+        running, processes = self._read(generation, pages)
         stall = self._judge.check(running, processes, time.monotonic())
         if stall is None:
             self.relax()
@@ -69,6 +68,17 @@ class HangWatch:
             hang = replace(hang, stacks=self._write(generation.number, self._capture))
         self.relax()
         return hang
+
+    def _read(
+        self, generation: Generation, pages: Mapping[int, RankPage | None]
+    ) -> tuple[dict[int, RankPage], dict[int, str | None]]:
+        running = {rank.rank: page for rank in generation.running if (page := pages.get(rank.rank)) is not None}
+        return running, {number: process_state(page) for number, page in running.items()}
+
+    def standings(self, generation: Generation) -> tuple[Standing, ...]:
+        """Where the ranks stand now."""
+        pages, processes = self._read(generation, {rank.rank: rank.page() for rank in generation.running})
+        return self._judge.standings(pages, processes, time.monotonic())
 
     def _begin(self, generation: Generation, stall: Stall) -> Capture:
         states = {standing.rank: standing.process for standing in stall.ranks}

@@ -59,13 +59,12 @@ def report_exit(events: EventLog, rank: Rank, failure: Failure, *, culprit: bool
     )
 
 
-def explain(stop: Stop, cause: Failure, culprit: Rank, node: str) -> str:
+def explain(stop: Stop, cause: Failure, node: str, log: str, log_tail: str) -> str:
     """Why the run stops, in one paragraph: the rule, the rank, its error, its log and how that ends."""
     step = "before its first step" if cause.step is None else f"after step {cause.step}"
-    tail = "\n".join(f"    {line}" for line in culprit.log_tail(10).splitlines())
-    return (
-        f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}. "
-        f"Its log is {culprit.log}" + (f"; it ends in\n{tail}" if tail else ".")
+    tail = "\n".join(f"    {line}" for line in log_tail.splitlines()[-10:])
+    return f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}. Its log is {log}" + (
+        f"; it ends in\n{tail}" if tail else "."
     )
 
 

@@ -68,7 +68,8 @@ class Solo:
             return
         verdict = self._policy.judge(cause, furthest=node.progress.furthest, committed=node.progress.committed)
         if verdict is not None:
-            self._end_run(verdict.code, explain(verdict, cause, culprit, node.settings.node))
+            text = explain(verdict, cause, node.settings.node, str(culprit.log), culprit.log_tail())
+            self._end_run(verdict.code, text)
             return
         say(f"rank {cause.rank} failed with {cause.cause}; restarting all ranks")
         self._restart(noticed)
