@@ -31,12 +31,12 @@ class EventLog:
         """Append one event of the current generation, with the time of now."""
         self.write(event, None, fields)
 
-    def write(self, event: str, t: float | None, fields: Mapping[str, object]) -> None:
+    def write(self, event: str, t: float | None, fields: Mapping[str, object], *, relayed: bool = True) -> None:
         """Append one event of the current generation; ``t`` in wall seconds, now if None."""
         own = {"t": time.time() if t is None else t, "event": event, "generation": self.generation}
         record = {**own, **self._common, **fields}
         self.append(record)
-        if self.relay is not None:
+        if relayed and self.relay is not None:
             self.relay(record)
 
     def append(self, record: Mapping[str, object]) -> None:

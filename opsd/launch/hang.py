@@ -158,10 +158,12 @@ class HangJudge:
         """The hang behind a stall that is due; None if a stack excuses it for now."""
         if self._excuse(stall, stacks):
             return None
-        hang = name_culprit([_with_stack(rank, stacks.get(rank.rank)) for rank in stall.ranks])
-        if hang.score < _CERTAIN:
-            self._patience[hang.phase] = self._patience.get(hang.phase, 1.0) * FACTOR
-        return hang
+        return name_culprit([_with_stack(rank, stacks.get(rank.rank)) for rank in stall.ranks])
+
+    def accept(self, phase: str, score: int) -> None:
+        """The ranks will be killed for a hang; be more patient next time if nothing but the time spoke for it."""
+        if score < _CERTAIN:
+            self._patience[phase] = self._patience.get(phase, 1.0) * FACTOR
 
     def limit(self, phase: str) -> float:
         """Seconds that a rank may stay unchanged in ``phase`` once it is past its first steps."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from opsd.client import RankPage, process_state
 from opsd.launch.capture import Capture, Target
-from opsd.launch.events import EventLog
 from opsd.launch.hang import Hang, HangJudge, HangLimits, Stall, Standing
 from opsd.launch.loop import Loop
 from opsd.launch.ranks import Generation
@@ -80,6 +79,10 @@ class HangWatch:
         pages, processes = self._read(generation, {rank.rank: rank.page() for rank in generation.running})
         return self._judge.standings(pages, processes, time.monotonic())
 
+    def accept(self, phase: str, score: int) -> None:
+        """The ranks will be killed for a hang in ``phase`` for which so much spoke."""
+        self._judge.accept(phase, score)
+
     def _begin(self, generation: Generation, stall: Stall) -> Capture:
         states = {standing.rank: standing.process for standing in stall.ranks}
         targets = tuple(
@@ -100,19 +103,18 @@ class HangWatch:
         return str(path)
 
 
-def report_hang(events: EventLog, hang: Hang) -> None:
-    """Write the ``hang_detected`` event."""
-    events.emit(
-        "hang_detected",
-        rank=hang.rank,
-        phase=hang.phase,
-        step=hang.step,
-        stuck_s=round(hang.stuck_s, 3),
-        limit_s=round(hang.limit_s, 3),
-        reason=hang.reason,
-        evidence=list(hang.evidence),
-        stacks=hang.stacks,
-        ranks=[
+def hang_fields(hang: Hang) -> dict[str, object]:
+    """The fields of a ``hang_detected`` event."""
+    return {
+        "rank": hang.rank,
+        "phase": hang.phase,
+        "step": hang.step,
+        "stuck_s": round(hang.stuck_s, 3),
+        "limit_s": round(hang.limit_s, 3),
+        "reason": hang.reason,
+        "evidence": list(hang.evidence),
+        "stacks": hang.stacks,
+        "ranks": [
             {
                 "rank": rank.rank,
                 "phase": rank.phase,
@@ -122,4 +124,4 @@ def report_hang(events: EventLog, hang: Hang) -> None:
             }
             for rank in hang.ranks
         ],
-    )
+    }

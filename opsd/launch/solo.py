@@ -9,7 +9,7 @@ from opsd import exitcodes
 from opsd.launch.control import Request
 from opsd.launch.failure import Failure, RestartPolicy, first_cause
 from opsd.launch.hang import Hang
-from opsd.launch.hang_watch import report_hang
+from opsd.launch.hang_watch import hang_fields
 from opsd.launch.membership import SingleNode
 from opsd.launch.messages import say
 from opsd.launch.postmortem import PROGRAM_NOT_FOUND, explain, report_exit
@@ -27,8 +27,11 @@ class Solo:
         self._policy = policy
         self._restarts = 0
 
-    def begin(self) -> None:
-        """Start the next generation."""
+    def start_run(self) -> None:
+        """Start the first generation."""
+        self._start()
+
+    def _start(self) -> None:
         try:
             place = self._membership.assign()
         except OSError as error:
@@ -53,7 +56,8 @@ class Solo:
 
     def hung(self, hang: Hang) -> None:
         """Restart all ranks, unless the same hang has come too often."""
-        report_hang(self._node.events, hang)
+        self._node.events.emit("hang_detected", **hang_fields(hang))
+        self._node.accept_hang(hang.phase, hang.score)
         ranks = self._node.generation.ranks
         rank = next((rank for rank in ranks if rank.rank == hang.rank), ranks[0])
         cause = Failure(
@@ -80,7 +84,7 @@ class Solo:
         self._restarts += 1
         previous = progress.recovery.previous_step if progress.recovery else progress.furthest
         progress.recovery = Recovery(noticed, previous)
-        self._node.end(self.begin)
+        self._node.end(self._start)
 
     def ended(self) -> None:
         """The run is over, or has stopped as it was told to."""

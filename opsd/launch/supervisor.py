@@ -15,7 +15,7 @@ from opsd.launch.console import Console
 from opsd.launch.control import Request
 from opsd.launch.events import EventLog
 from opsd.launch.failure import Failure
-from opsd.launch.hang import WARM_STEPS, Hang
+from opsd.launch.hang import WARM_STEPS, Hang, Standing
 from opsd.launch.hang_watch import HangWatch
 from opsd.launch.loop import Loop, Timer
 from opsd.launch.membership import Assignment
@@ -47,7 +47,7 @@ Failed = tuple[Failure, Rank]
 class RunControl(Protocol):
     """Decides about the run: what to do when something has happened on this node."""
 
-    def begin(self) -> None:
+    def start_run(self) -> None:
         """The launcher serves; bring about the first generation."""
         ...
 
@@ -134,7 +134,7 @@ class Supervisor:
         """Serve until the run is over."""
         self._control = control
         self.loop.on_signals((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), self._on_signal)
-        control.begin()
+        control.start_run()
         self._standby.study()
         self._poll()
         self.loop.every(10.0, lambda: collect_orphans(self._is_own_child))
@@ -197,6 +197,21 @@ class Supervisor:
     def _is_own_child(self, pid: int) -> bool:
         ranks = any(rank.child.pid == pid for rank in self.generation.ranks)
         return ranks or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
+
+    def accept_hang(self, phase: str, score: int) -> None:
+        """The run will be restarted for a hang in ``phase`` for which so much spoke."""
+        if self._hangs is not None:
+            self._hangs.accept(phase, score)
+
+    def standings(self) -> tuple[Standing, ...]:
+        """Where the ranks stand, none if hangs are not judged."""
+        return self._hangs.standings(self.generation) if self._hangs is not None else ()
+
+    def stand_by(self, number: int) -> None:
+        """Run no ranks in generation ``number``, but have interpreters warm for a later one."""
+        self.generation = Generation(number)
+        self.events.generation = number
+        self.set_state("spare")
 
     # -- failures ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,354 @@
+"""A launcher with fellows: runs the ranks that the plan gives this node, and is the head when it is elected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from opsd import exitcodes
+from opsd.launch.control import Request
+from opsd.launch.failure import Failure
+from opsd.launch.hang import Hang, Standing
+from opsd.launch.head import Head
+from opsd.launch.membership import Assignment, free_port
+from opsd.launch.messages import say
+from opsd.launch.postmortem import report_exit
+from opsd.launch.quorum.port import Member, Message, Plan, Quorum
+from opsd.launch.reports import BadReport, failed_to_json, failure_to_json, standings_to_json
+from opsd.launch.run_log import OF_ONE_LAUNCHER
+from opsd.launch.supervisor import Failed, Supervisor
+from opsd.launch.watch import Recovery
+
+PROGRESS_S = 1.0
+HUNG_AGAIN_S = 1.0
+"""How often the head is told of a hang that lasts."""
+FAREWELL_S = 3.0
+"""How long the head stays for the others after the end."""
+
+
+class Fence(Protocol):
+    """What makes sure, outside of the launchers, that a generation is only one. May block; is called in a thread."""
+
+    def claim(self, number: int) -> bool:
+        """True if generation ``number`` is this launcher's to begin, now and for good. Raises OSError."""
+        ...
+
+    def newest(self) -> int:
+        """The highest number that anybody has claimed. Raises OSError."""
+        ...
+
+
+class ClusterRun:
+    """The ``RunControl`` of a launcher with fellows, and the ``Listener`` of their agreement.
+
+    ``new_head`` makes the head's part when this launcher is elected; ``in_thread(work, done)`` runs ``work`` outside of
+    the loop and calls ``done`` with its result or its OSError. Without a majority within reach the launcher ends after
+    ``join_s`` seconds at the beginning, and after ``isolated_s`` later.
+    """
+
+    def __init__(
+        self,
+        node: Supervisor,
+        quorum: Quorum,
+        *,
+        new_head: Callable[[], Head],
+        fence: Fence,
+        in_thread: Callable[[Callable[[], Any], Callable[[Any], None]], None],
+        join_s: float = 600.0,
+        isolated_s: float = 60.0,
+    ) -> None:
+        self._node = node
+        self._quorum = quorum
+        self._new_head = new_head
+        self._fence = fence
+        self._in_thread = in_thread
+        self._join_s = join_s
+        self._isolated_s = isolated_s
+        self._head: Head | None = None
+        self._plan: Plan | None = None
+        self._answers: Mapping[str, Message] = {}
+        self._proposed: Plan | None = None
+        self._noticed = 0.0
+        self._told_hung = 0.0
+        self._hang: Hang | None = None
+        self._finished = False
+        self._told_to_stop = False
+
+    # -- the launcher's side -------------------------------------------------------------------------------------
+
+    def start_run(self) -> None:
+        """Look for the others."""
+        self._node.events.relay = self._relay
+        self._quorum.start(self)
+        self._node.loop.every(PROGRESS_S, self._tell_progress)
+        self._node.loop.later(self._join_s, self._nobody_came)
+
+    def _nobody_came(self) -> None:
+        if self._plan is None and self._quorum.head is None:
+            self._leave(exitcodes.FAILED, f"no majority of the launchers has come within {self._join_s:g} s")
+
+    def cannot_start(self, reason: str) -> None:
+        """Report it as the failure of this node's first rank."""
+        rank = self._assignment(self._plan).rank_offset if self._plan is not None else 0
+        failure = Failure(rank, reason, "environment", time.time())
+        self._node.end(lambda: self._tell("failed", failures=[failure_to_json(failure, time.time())]))
+
+    def failed(self, found: Sequence[Failed]) -> None:
+        """Let the head judge."""
+        for failure, rank in found:
+            report_exit(self._node.events, rank, failure, culprit=failure.kind != "communication")
+        self._tell("failed", failures=failed_to_json(found, time.time()))
+
+    def hung(self, hang: Hang) -> None:
+        """Let the head look whether a rank of another node is behind it."""
+        now = time.monotonic()
+        if now - self._told_hung >= HUNG_AGAIN_S:
+            self._told_hung = now
+            self._hang = hang
+            self._tell("hung")
+
+    def ended(self) -> None:
+        """This node is done; the others may not be."""
+        self._tell("ended", told=self._node.stopping)
+
+    def asked_to_stop(self, by: str) -> None:
+        """Stop here at once, and have all others do so: the signal may have reached this node only."""
+        if self._told_to_stop or not self._node.stopping:
+            self._node.stop(by)
+        self._told_to_stop = True
+        self._quorum.tell_head({"kind": "stop", "by": by})
+        if not self._node.generation.running:
+            limit = self._node.settings.stop_timeout_s
+            self._node.loop.later(limit, lambda: self._leave(exitcodes.REQUEUE, f"stopped after {by}"))
+
+    def stop_too_slow(self, reason: str) -> None:
+        """Kill the ranks of this node; the head ends the run."""
+        self._node.end(lambda: self._tell("late", reason=reason))
+
+    def interrupted(self) -> None:
+        """End this launcher; the others go on without it, or end by their own SIGINT."""
+        self._node.end(lambda: self._leave(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
+
+    def request(self, request: Request) -> Request:
+        """Answer ``status``, ``restart`` and ``swap``."""
+        command, plan = request.get("cmd"), self._plan
+        if command == "status":
+            nodes, spares = (plan.slots, plan.spares) if plan is not None else ((), ())
+            return {"nodes": list(nodes), "spares": list(spares), "head": self._quorum.head}
+        if command not in ("restart", "swap"):
+            return {"ok": False, "error": f"unknown command {command!r}; known are status, restart, stop, swap"}
+        if plan is None or self._proposed is not None or self._quorum.head is None:
+            return {"ok": False, "error": "the run is between two generations; ask again in a few seconds"}
+        reason = str(request.get("reason", ""))
+        if command == "restart":
+            self._tell("restart", reason=reason)
+            return {"ok": True}
+        name = str(request.get("node", ""))
+        if name not in plan.slots:
+            return {"ok": False, "error": f"{name or 'no node'} runs no ranks of this run; {', '.join(plan.slots)} do"}
+        if not set(plan.spares) - set(plan.payload["unfit"]):
+            return {"ok": False, "error": "the run has no spare"}
+        self._tell("swap", node=name, reason=reason)
+        return {"ok": True}
+
+    def close(self) -> None:
+        """Say goodbye."""
+        self._quorum.leave()
+
+    # -- the agreement's side ------------------------------------------------------------------------------------
+
+    def head_changed(self, head: str | None) -> None:
+        """Become the head, or tell the new one what it has to know."""
+        mine = head == self._quorum.own.name
+        if self._head is not None and not mine:
+            self._head.retire()
+            self._head = None
+        if mine and self._head is None:
+            self._head = self._new_head()
+            self._head.take_over(self._quorum.plan, self._answers)
+        if head is None:
+            return
+        if self._told_to_stop:
+            self._quorum.tell_head({"kind": "stop", "by": self._node.stopping})
+        if self._plan is not None:
+            self._tell_progress()
+            if not self._node.generation.running and self._quorum.own.name in self._plan.slots:
+                self._tell("ended" if self._proposed is None else "waiting", told=self._node.stopping)
+
+    def prepare(self, plan: Plan) -> None:
+        """End the ranks of the generation before, then be ready."""
+        if self._finished:
+            return
+        self._proposed = plan
+        self._noticed = time.monotonic() - float(plan.payload["noticed_s"])
+        if self._node.generation.ranks:
+            self._node.set_state("restarting")
+        self._node.end(lambda: self._prepared(plan))
+
+    def _prepared(self, plan: Plan) -> None:
+        if self._head is None:
+            self._ready(plan)
+        else:
+            self._in_thread(lambda: self._fence.claim(plan.number), lambda mine: self._claimed(plan, mine))
+
+    def _claimed(self, plan: Plan, mine: bool | OSError) -> None:
+        if isinstance(mine, OSError):
+            say(f"generation {plan.number} cannot be claimed in the run's folder: {mine.strerror or mine}")
+            self._leave(exitcodes.FAILED, f"the run's folder cannot be written: {mine.strerror or mine}")
+        elif mine:
+            self._ready(plan)
+        else:
+            self._leave(
+                exitcodes.FAILED, f"another launcher of this run has claimed generation {plan.number} or a later one"
+            )
+
+    def _ready(self, plan: Plan) -> None:
+        if self._proposed is None or self._proposed.number != plan.number:
+            return
+        try:
+            port = free_port()
+        except OSError as error:
+            self._leave(exitcodes.FAILED, str(error))
+            return
+        answer = {"port": port, "local_size": self._node.settings.local_size, **self._progress()}
+        self._quorum.ready(plan.number, answer)
+
+    def begin(self, plan: Plan, answers: Mapping[str, Message]) -> None:
+        """Start this node's ranks, if it has any."""
+        self._plan, self._answers, self._proposed = plan, answers, None
+        progress = self._node.progress
+        for name in ("furthest", "committed"):
+            known = [answer[name] for answer in answers.values() if answer[name] is not None]
+            setattr(progress, name, max(known, default=None))
+        if self._head is not None:
+            self._head.began(plan, answers)
+        if self._quorum.own.name not in plan.slots:
+            self._node.stand_by(plan.number)
+            return
+        if not plan.payload["first"]:
+            progress.recovery = Recovery(self._noticed, progress.furthest)
+        self._node.start(plan.number, self._assignment(plan), int(plan.payload["restarts"]))
+
+    def _assignment(self, plan: Plan) -> Assignment:
+        addresses = {member.name: member.address for member in plan.members}
+        sizes = [int(self._answers[name]["local_size"]) for name in plan.slots]
+        first, place = plan.slots[0], plan.slots.index(self._quorum.own.name)
+        return Assignment(
+            place, len(sizes), sum(sizes[:place]), sizes[place], sum(sizes),
+            addresses[first], int(self._answers[first]["port"]),
+        )  # fmt: skip
+
+    def isolated(self) -> None:
+        """End the ranks here, and see whether anybody goes on without this side."""
+        if self._plan is None:
+            return
+        say("fewer than half of the launchers are within reach; ending the ranks here")
+        self._proposed = None
+        self._node.end(lambda: self._node.set_state("waiting"))
+        self._node.loop.later(self._isolated_s, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._quorum.head is None:
+            self._leave(exitcodes.REQUEUE, f"no majority of the launchers within reach for {self._isolated_s:g} s")
+
+    def tied(self, absent: tuple[str, ...]) -> None:
+        """Go on if the other half has not claimed the next generation, and then cannot."""
+        if self._plan is None:
+            self._quorum.decide_tie(False)
+            return
+        number = self._plan.number + 1
+        self._in_thread(lambda: self._fence.claim(number), lambda mine: self._quorum.decide_tie(mine is True))
+
+    def joined(self, member: Member) -> None:
+        """Let the head know."""
+        if self._head is not None:
+            self._head.joined(member)
+
+    def lost(self, name: str, silent_s: float) -> None:
+        """Let the head act."""
+        if self._head is not None:
+            self._head.lost(name, silent_s)
+
+    def received(self, sender: str, message: Message) -> None:
+        """Obey the head; as the head, decide."""
+        try:
+            if not self._obey(message) and self._head is not None:
+                self._head.received(sender, message)
+        except (BadReport, KeyError, TypeError, ValueError) as error:
+            say(f"a message of {sender} is ignored: {error!r}")
+
+    def _obey(self, message: Message) -> bool:
+        kind = message.get("kind")
+        if kind == "order_stop":
+            if not self._node.stopping:
+                self._node.stop(str(message["by"]))
+        elif kind == "finish":
+            self._finish(int(message["code"]), str(message["reason"]))
+        elif kind == "standings?":
+            if message["generation"] == self._node.generation.number and self._node.generation.running:
+                self._tell("standings", ranks=standings_to_json(self._standings(), time.monotonic()))
+        elif kind == "hang":
+            self._note_hang(message)
+        else:
+            return False
+        return True
+
+    def _standings(self) -> Sequence[Standing]:
+        """Where the ranks stand now, with what the stacks have said of those that have not moved since."""
+        seen = {rank.rank: rank for rank in self._hang.ranks} if self._hang is not None else {}
+        return [
+            replace(rank, waits=seen[rank.rank].waits, where=seen[rank.rank].where)
+            if rank.rank in seen and seen[rank.rank].changed == rank.changed
+            else rank
+            for rank in self._node.standings()
+        ]
+
+    def _note_hang(self, message: Message) -> None:
+        fields = message["fields"]
+        self._node.accept_hang(str(fields["phase"]), int(message["score"]))
+        ranks = [rank.rank for rank in self._node.generation.ranks]
+        if fields["rank"] is None or fields["rank"] in ranks:
+            stacks = self._hang.stacks if self._hang is not None else None
+            self._node.events.write("hang_detected", None, {**fields, "stacks": stacks}, relayed=False)
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._quorum.tell_head({"kind": kind, "generation": self._node.generation.number, **self._progress(), **fields})
+
+    def _progress(self) -> dict[str, int | None]:
+        return {"furthest": self._node.progress.furthest, "committed": self._node.progress.committed}
+
+    def _tell_progress(self) -> None:
+        if self._plan is not None and self._plan.slots[0] == self._quorum.own.name:
+            self._tell("progress")
+
+    def _relay(self, record: dict[str, object]) -> None:
+        if record["event"] not in OF_ONE_LAUNCHER:
+            age_s = time.time() - float(str(record["t"]))
+            self._quorum.tell_head({"kind": "event", "record": record, "age_s": age_s})
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _finish(self, code: int, reason: str) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        self._node.end(lambda: self._leave(code, reason), gently=code == exitcodes.OK)
+
+    def _leave(self, code: int, reason: str) -> None:
+        """Exit; the head after the others, so that they hear of the end."""
+        if self._head is None:
+            self._node.finish(code, reason)
+            return
+        limit = time.monotonic() + FAREWELL_S
+
+        def look() -> None:
+            if len(self._quorum.alive) <= 1 or time.monotonic() > limit:
+                self._node.finish(code, reason)
+            else:
+                self._node.loop.later(0.05, look)
+
+        look()

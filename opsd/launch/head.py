@@ -1,0 +1,405 @@
+"""Decides about a run on several nodes, in the launcher that its fellows have elected.
+
+The head keeps nothing that a successor could not have: what it decided lies in the plan of the generation, what happens
+on the nodes is told again to whoever becomes head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opsd import exitcodes
+from opsd.launch.failure import Failure, RestartPolicy, first_cause
+from opsd.launch.hang import Standing, name_culprit, stuck_together
+from opsd.launch.hang_watch import hang_fields
+from opsd.launch.loop import Loop, Timer
+from opsd.launch.messages import say
+from opsd.launch.postmortem import PROGRAM_NOT_FOUND, explain
+from opsd.launch.quorum.port import Member, Message, Plan, Quorum
+from opsd.launch.reports import BadReport, Report, failed_from_json, standings_from_json
+from opsd.launch.run_log import RunLog
+
+GATHER_S = 0.1
+"""After a failure that is clearly a first cause: time for the other nodes' reports, for the record."""
+STANDINGS_S = 1.0
+"""How long a node may take to say where its ranks stand."""
+SWAP = "the swap of "
+"""How the reason of a stop begins after which the run goes on without a node."""
+_BLAMED_OFTEN = 2
+FORM_SETTLE_S = 2.0
+"""Once the nodes that are needed have come: how long the first generation waits for those that are only wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many nodes run ranks, at least and at most, and which of them first.
+
+    For ``join_s`` seconds the first generation waits for nodes, for ``wait_s`` a later one that has too few. After
+    failures that all look like the consequence of another, that other has ``victim_s`` to show; longer than it takes to
+    notice that a node is lost.
+    """
+
+    least: int
+    most: int
+    order: tuple[str, ...]
+    join_s: float = 600.0
+    wait_s: float = 0.0
+    victim_s: float = 3.0
+
+
+class Head:
+    """Makes the plans. ``over(code, reason, bad_nodes)`` is called before the other launchers are told to end."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        quorum: Quorum,
+        loop: Loop,
+        policy: RestartPolicy,
+        log: RunLog,
+        over: Callable[[int, str, tuple[str, ...]], None],
+    ) -> None:
+        self._shape = shape
+        self._quorum = quorum
+        self._loop = loop
+        self._policy = policy
+        self._log = log
+        self._over = over
+        self._plan: Plan | None = None
+        self._first_rank: dict[str, int] = {}
+        self._proposed: int | None = None
+        self._restarts = 0
+        self._unfit: set[str] = set()
+        self._gone: set[str] = set()
+        self._furthest: int | None = None
+        self._committed: int | None = None
+        self._reports: list[Report] = []
+        self._gathering: Timer | None = None
+        self._standings: dict[str, list[Standing]] | None = None
+        self._ended: dict[str, str] = {}
+        self._stopping = ""
+        self._swapping = False
+        self._blamed: Counter[str] = Counter()
+        self._waiting: Timer | None = None
+        self._finished = False
+        self._noticed = time.monotonic()
+
+    def take_over(self, plan: Plan | None, answers: Mapping[str, Message]) -> None:
+        """This launcher is head from now on; ``plan`` is the newest valid one, with what its members answered."""
+        if plan is None:
+            self._wait_for_nodes("not enough launchers have come", self._shape.join_s)
+            self._try()
+            return
+        self._policy.recall(plan.payload["policy"])
+        self._restarts = int(plan.payload["restarts"])
+        self._unfit = set(plan.payload["unfit"])
+        self._blamed = Counter(plan.payload["blamed"])
+        self._know(plan, answers)
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def joined(self, member: Member) -> None:
+        """Another launcher is there."""
+        self._gone.discard(member.name)
+        if self._waiting is not None:
+            self._try()
+        elif self._plan is not None:
+            self._log.emit("launcher_joined", joined=member.name)
+
+    def lost(self, name: str, silent_s: float) -> None:
+        """A launcher is gone, and with it, as far as anybody can tell, its node."""
+        if self._finished:
+            return
+        self._gone.add(name)
+        plan = self._plan
+        at_work = plan is not None and name in plan.slots
+        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=at_work)
+        say(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
+        if self._proposed is not None:
+            self._try()
+        elif at_work and self._waiting is None:
+            rank = self._first_rank.get(name, 0)
+            cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
+            self._noticed = time.monotonic() - silent_s
+            self._recover(Report(name, cause, "not within reach", ""))
+
+    def _try(self) -> None:
+        """Propose the next generation if there are enough nodes for it."""
+        slots = self._slots()
+        if slots is None:
+            self._proposed = None
+            if self._waiting is None:
+                self._wait_for_nodes("too few nodes are left", self._shape.wait_s)
+            return
+        wanted = len(slots) == self._shape.most
+        if self._plan is None and not wanted and self._waiting is not None:
+            self._loop.later(FORM_SETTLE_S, self._propose_if_waiting)
+            return
+        self._propose(slots)
+
+    def _propose_if_waiting(self) -> None:
+        slots = self._slots()
+        if self._waiting is not None and slots is not None:
+            self._propose(slots)
+
+    def _propose(self, slots: tuple[str, ...]) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        self._forget()
+        payload = {
+            "policy": self._policy.memory(),
+            "restarts": self._restarts,
+            "unfit": sorted(self._unfit),
+            "blamed": self._blamed,
+            "noticed_s": time.monotonic() - self._noticed,
+            "first": self._plan is None,
+        }
+        self._proposed = self._quorum.propose(slots, payload)
+
+    def _slots(self) -> tuple[str, ...] | None:
+        """Who runs ranks next: survivors where they were, fit spares in the gaps; None if that is not enough."""
+        shape, alive = self._shape, self._quorum.alive
+        before: Sequence[str] = self._plan.slots if self._plan is not None else ()
+        places = [name if name in alive and name not in self._unfit else None for name in before]
+        ranked = {name: place for place, name in enumerate(shape.order)}
+        free = sorted(alive.keys() - set(before) - self._unfit, key=lambda name: (ranked.get(name, len(ranked)), name))
+        for place, name in enumerate(places):
+            if name is None and free:
+                places[place] = free.pop(0)
+        slots = [name for name in places if name is not None]
+        slots += free[: shape.most - len(slots)]
+        return tuple(slots) if len(slots) >= shape.least else None
+
+    def _wait_for_nodes(self, reason: str, wait_s: float) -> None:
+        if self._plan is not None and wait_s > 0:
+            say(f"{reason}; waiting up to {wait_s:g} s for another")
+        self._waiting = self._loop.later(wait_s, lambda: self._too_few(reason))
+
+    def _too_few(self, reason: str) -> None:
+        self._waiting = None
+        code = exitcodes.FAILED if self._plan is None else exitcodes.REQUEUE
+        self._end(code, f"{reason}: {len(self._quorum.alive)} are there, {self._shape.least} are needed")
+
+    def began(self, plan: Plan, answers: Mapping[str, Message]) -> None:
+        """``plan`` is valid; ``answers`` say how many ranks each node has and how far the run is."""
+        before = self._plan
+        self._proposed = None
+        self._know(plan, answers)
+        for name in plan.slots:
+            if before is not None and name not in before.slots:
+                self._log.emit("spare_joined", joined=name, place=plan.slots.index(name))
+        size = sum(int(answers[name]["local_size"]) for name in plan.slots)
+        self._log.emit("generation_started", world_size=size, nodes=list(plan.slots), spares=list(plan.spares))
+
+    def _know(self, plan: Plan, answers: Mapping[str, Message]) -> None:
+        self._plan = plan
+        self._log.generation = plan.number
+        sizes = [int(answers[name]["local_size"]) for name in plan.slots]
+        self._first_rank = {name: sum(sizes[:place]) for place, name in enumerate(plan.slots)}
+        for answer in answers.values():
+            self._note_progress(answer)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def received(self, sender: str, message: Message) -> None:
+        """Something has happened on a node, or somebody there wants something."""
+        kind = message.get("kind")
+        self._note_progress(message)
+        if kind == "event":
+            self._log.relay(message["record"], float(message["age_s"]))
+        elif self._finished or kind == "progress":
+            return
+        elif kind == "stop":
+            self._stop(str(message["by"]))
+        elif self._proposed is not None or self._plan is None or message.get("generation") != self._plan.number:
+            return
+        elif kind == "failed":
+            self._gather(failed_from_json(sender, message["failures"], time.time()))
+        elif kind == "hung":
+            self._ask_standings()
+        elif kind == "standings":
+            self._standing(sender, standings_from_json(message["ranks"], time.monotonic()))
+        elif kind == "ended":
+            self._ended[sender] = str(message["told"])
+            self._all_ended()
+        elif kind == "waiting":
+            self._try()
+        elif kind == "late":
+            self._end(exitcodes.FAILED, str(message["reason"]))
+        elif kind == "restart":
+            self._restart_on_request(str(message["reason"]))
+        elif kind == "swap":
+            self._swap(str(message["node"]), str(message["reason"]))
+        else:
+            raise BadReport(f"{kind!r} is not a message that this version knows")
+
+    def _note_progress(self, message: Mapping[str, Any]) -> None:
+        for name in ("furthest", "committed"):
+            step = message.get(name)
+            if isinstance(step, int):
+                known = self._furthest if name == "furthest" else self._committed
+                setattr(self, f"_{name}", step if known is None else max(step, known))
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def _gather(self, reports: list[Report]) -> None:
+        """Wait for the reports of other nodes, longer as long as the true cause has not shown."""
+        self._reports += reports
+        clear = any(report.failure.kind != "communication" for report in self._reports)
+        if self._gathering is None:
+            self._noticed = time.monotonic()
+            self._gathering = self._loop.later(GATHER_S if clear else self._shape.victim_s, self._settle)
+        elif clear:
+            self._gathering.cancel()
+            self._gathering = self._loop.later(GATHER_S, self._settle)
+
+    def _settle(self) -> None:
+        cause = first_cause([report.failure for report in self._reports])
+        report = next(report for report in self._reports if report.failure is cause)
+        if cause.error is not None and cause.error.type == PROGRAM_NOT_FOUND:
+            self._end(exitcodes.NOT_FOUND, f"{cause.error.message} (on {report.node})")
+        else:
+            self._recover(report)
+
+    def _recover(self, report: Report) -> None:
+        cause = report.failure
+        if self._stopping and not self._swapping:
+            lost = cause.exit.startswith("the loss of node")
+            code = exitcodes.REQUEUE if lost else exitcodes.FAILED
+            self._end(code, f"rank {cause.rank} on {report.node} failed while the run was stopping: {cause.cause}")
+            return
+        verdict = self._policy.judge(cause, furthest=self._furthest, committed=self._committed)
+        if verdict is not None:
+            self._end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail))
+            return
+        say(f"rank {cause.rank} on {report.node} failed with {cause.cause}; restarting all ranks")
+        self._restarts += 1
+        self._judge_node(report.node, cause)
+        self._try()
+
+    def _judge_node(self, node: str, cause: Failure) -> None:
+        """Let a spare take the place of a node whose hardware has failed, or that was at fault twice."""
+        if cause.kind not in ("hardware", "signal", "hang") or node in self._gone:
+            return
+        self._blamed[node] += 1
+        if cause.kind == "hardware" or self._blamed[node] >= _BLAMED_OFTEN:
+            self._retire(node, f"{cause.cause}, fault number {self._blamed[node]} of this node")
+
+    def _retire(self, node: str, reason: str) -> bool:
+        """Have ``node`` run no more ranks if another can take its place."""
+        spares = self._quorum.alive.keys() - self._unfit - set(self._plan.slots if self._plan is not None else ())
+        if spares:
+            self._unfit.add(node)
+            self._log.emit("node_retired", retired=node, reason=reason)
+        return bool(spares)
+
+    # -- hangs ---------------------------------------------------------------------------------------------------
+
+    def _ask_standings(self) -> None:
+        assert self._plan is not None
+        if self._standings is None and self._gathering is None:
+            self._standings = {}
+            self._quorum.tell_all({"kind": "standings?", "generation": self._plan.number})
+            self._gathering = self._loop.later(STANDINGS_S, self._judge_hang)
+
+    def _standing(self, sender: str, ranks: list[Standing]) -> None:
+        assert self._plan is not None
+        if self._standings is not None:
+            self._standings[sender] = ranks
+            if self._standings.keys() >= set(self._plan.slots) and self._gathering is not None:
+                self._gathering.cancel()
+                self._judge_hang()
+
+    def _judge_hang(self) -> None:
+        assert self._plan is not None
+        ranks = [rank for ranks in (self._standings or {}).values() for rank in ranks]
+        silent = set(self._plan.slots) - set(self._standings or {})
+        self._standings = self._gathering = None
+        if silent or not stuck_together(ranks):
+            return
+        hang = name_culprit(ranks)
+        rank = hang.rank if hang.rank is not None else 0
+        node = max(
+            (name for name, first in self._first_rank.items() if first <= rank), key=self._first_rank.__getitem__
+        )
+        fields = hang_fields(hang)
+        self._log.emit("hang_detected", **fields, culprit_node=None if hang.rank is None else node)
+        self._quorum.tell_all({"kind": "hang", "fields": fields, "score": hang.score})
+        cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
+        self._noticed = time.monotonic()
+        self._recover(Report(node, cause, f"in {hang.stacks}" if hang.stacks else "not within reach", ""))
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _restart_on_request(self, reason: str) -> None:
+        if not self._stopping:
+            self._log.emit("restart_requested", reason=reason)
+            self._noticed = time.monotonic()
+            self._restarts += 1
+            self._try()
+
+    def _swap(self, node: str, reason: str) -> None:
+        """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
+        assert self._plan is not None
+        if self._stopping or node not in self._plan.slots:
+            return
+        if not self._retire(node, reason):
+            self._log.emit("swap_refused", swap=node, reason="there is no spare for it")
+            return
+        self._log.emit("restart_requested", reason=f"{SWAP}{node}: {reason}", swap=node)
+        self._noticed = time.monotonic()
+        self._stopping, self._swapping = f"{SWAP}{node}", True
+        self._quorum.tell_all({"kind": "order_stop", "by": self._stopping})
+
+    def _stop(self, by: str) -> None:
+        if self._stopping and not self._swapping:
+            return
+        self._stopping, self._swapping = by, False
+        if self._plan is None or self._proposed is not None:
+            self._end(exitcodes.REQUEUE, f"stopped between generations after {by}")
+        else:
+            self._quorum.tell_all({"kind": "order_stop", "by": by})
+
+    def _all_ended(self) -> None:
+        """Go on once every node's ranks have ended, in order or as they were told to, by a head before this one too."""
+        assert self._plan is not None
+        if not self._ended.keys() >= set(self._plan.slots):
+            return
+        by = self._stopping or next(filter(None, self._ended.values()), "")
+        if by.startswith(SWAP):
+            self._try()
+        elif by:
+            self._log.emit("requeued", signal=by, step=self._furthest)
+            self._end(exitcodes.REQUEUE, f"stopped in good order after {by}")
+        else:
+            self._end(exitcodes.OK, "all ranks finished")
+
+    def _forget(self) -> None:
+        """What was known of the generation that ends."""
+        if self._gathering is not None:
+            self._gathering.cancel()
+        self._gathering = self._standings = None
+        self._reports = []
+        self._ended = {}
+        self._stopping, self._swapping = "", False
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _end(self, code: int, reason: str) -> None:
+        self._forget()
+        self._finished = True
+        self._log.emit("finished", exit_code=code, reason=reason)
+        self._over(code, reason, tuple(sorted(self._gone | self._unfit)))
+        self._quorum.tell_all({"kind": "finish", "code": code, "reason": reason})
+
+    def retire(self) -> None:
+        """Another launcher is head now."""
+        self._forget()
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
