@@ -1,0 +1,553 @@
+"""The agreement as a state machine: time and messages come in, messages and calls of the listener go out.
+
+Elections follow Raft (Ongaro and Ousterhout, 2014): a head is elected for a term by more than half of the launchers; a
+launcher votes once a term, only for one that knows as new a plan as itself, and is asked beforehand (pre-vote), so that
+a flaky node deposes nobody. There is no log to replicate: the one thing agreed on is the newest plan, and the next one
+is valid once more than half of the members of the one before are ready for it. The head is the hub of a star: it hears
+of everybody, everybody hears of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from opsd.launch.quorum.codec import member_from_json, member_to_json, plan_from_json, plan_to_json
+from opsd.launch.quorum.peers import Outbox, Peer, Share, share
+from opsd.launch.quorum.port import Listener, Member, Message, Plan
+
+TIMEOUT_S = 2.0
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 0.8
+PEERS_PER_SECOND = 1280
+"""Heartbeats a second that the head of many launchers is up to; beyond that they become rarer."""
+STAGGER_S = 0.3
+"""By so much later each next launcher stands for election."""
+ASK_AGAIN_S = 0.25
+ALONE_S = 1.0
+"""How long after losing the head the others have to answer before this side counts as cut off."""
+DECIDE_S = 5.0
+"""How long the other launchers of a half wait for the first of them to settle the tie."""
+REPEAT_S = 1.0
+"""What may have been lost is said again after this."""
+STALL_S = 0.5
+"""Not called for so long, the launcher itself was held up, and the others are given that time."""
+
+Role = Literal["follower", "candidate", "head"]
+
+
+class Core:
+    """One launcher's side. ``send`` may lose messages; ``listener`` is called from ``tick``, ``receive`` and ``flush``.
+
+    A launcher that was started anew counts its messages on from a higher ``first_message`` than before.
+    """
+
+    def __init__(
+        self,
+        own: Member,
+        initial: Sequence[Member],
+        send: Callable[[Member, Message], None],
+        *,
+        first_number: int = 1,
+        first_message: int = 1,
+        timeout_s: float = TIMEOUT_S,
+        now: float = 0.0,
+    ) -> None:
+        self.own = own
+        self.head: str | None = None
+        self.plan: Plan | None = None
+        self._answers: dict[str, Message] = {}
+        self._initial = {member.name: member for member in initial}
+        self._send = send
+        self._timeout = timeout_s
+        self._now = self._ticked = now
+        self._term = 0
+        self._voted: str | None = None
+        self._role: Role = "follower"
+        self._highest = first_number - 1
+        self._proposal: Plan | None = None
+        self._proposal_answers: dict[str, Message] = {}
+        self._ready: tuple[int, Message] | None = None
+        self._peers: dict[str, Peer] = {}
+        self._head_peer: Peer | None = None
+        self._left: set[str] = set()
+        self._headless_since = now
+        self._stand_at = now + self._turn() * STAGGER_S
+        self._votes: set[str] = set()
+        self._asking: Literal["", "pre", "vote"] = ""
+        self._answered: dict[str, float] = {}
+        self._beat_at = now
+        self._cut_off: Share | None = None
+        self._tie_won = False
+        self._to_head = Outbox(first_message)
+        self._lost_head: Peer | None = None
+        self._to_all: dict[str, Outbox] = {}
+        self._seen: dict[str, int] = {}
+        self._seen_of_head = 0
+        self._listener: Listener | None = None
+        self._calls: deque[Callable[[Listener], None]] = deque()
+        self._flushing = False
+
+    # -- what the launcher asks ----------------------------------------------------------------------------------
+
+    def start(self, listener: Listener) -> None:
+        """Call ``listener`` from now on."""
+        self._listener = listener
+
+    @property
+    def alive(self) -> Mapping[str, Member]:
+        """(On the head.) Itself and those it hears of."""
+        return {self.own.name: self.own} | {name: peer.member for name, peer in self._peers.items()}
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two heartbeats."""
+        return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, len(self._peers) / PEERS_PER_SECOND))
+
+    def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> int:
+        """See ``Quorum.propose``."""
+        self._highest += 1
+        members = tuple(self.alive[name] for name in sorted(self.alive))
+        self._proposal = Plan(self._highest, slots, members, dict(payload))
+        self._proposal_answers = {}
+        for peer in self._peers.values():
+            self._send_proposal(peer)
+        proposal = self._proposal
+        self._ready = None
+        self._call(lambda listener: listener.prepare(proposal))
+        return proposal.number
+
+    def ready(self, number: int, answer: Message) -> None:
+        """See ``Quorum.ready``."""
+        self._ready = (number, answer)
+        if self._role == "head":
+            self._note_ready(self.own.name, number, answer)
+        elif self._head_peer is not None:
+            self._post(self._head_peer.member, "ready", number=number, answer=answer)
+
+    def tell_head(self, message: Message) -> None:
+        """See ``Quorum.tell_head``."""
+        if self._role == "head":
+            self._call(lambda listener: listener.received(self.own.name, message))
+            return
+        number = self._to_head.add(message)
+        if self._head_peer is not None:
+            self._post(self._head_peer.member, "tell", number=number, oldest=self._to_head.oldest, body=message)
+
+    def tell_all(self, message: Message) -> None:
+        """See ``Quorum.tell_all``."""
+        for name, peer in self._peers.items():
+            box = self._to_all.setdefault(name, Outbox())
+            number = box.add(message)
+            self._post(peer.member, "order", number=number, oldest=box.oldest, body=message)
+        self._call(lambda listener: listener.received(self.own.name, message))
+
+    def decide_tie(self, go_on: bool) -> None:
+        """See ``Quorum.decide_tie``."""
+        if self._cut_off is not Share.HALF:
+            return
+        if not go_on:
+            self._cut_off = Share.MINORITY
+            self._call(lambda listener: listener.isolated())
+            return
+        self._tie_won, self._cut_off = True, None
+        if self._role == "head":
+            self._lose_silent(self._now)
+        else:
+            self._stand()
+
+    def leave(self) -> None:
+        """Say goodbye to everybody."""
+        for member in {
+            **self._everybody(),
+            **{peer.member.name: peer.member for peer in self._peers.values()},
+        }.values():
+            if member.name != self.own.name:
+                self._post(member, "bye")
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Time has passed; to be called some ten times a second."""
+        stall = now - self._ticked
+        self._now = self._ticked = now
+        if stall > STALL_S:
+            self._forgive(stall)
+        if self._role == "head":
+            if now >= self._beat_at:
+                self._beat_at = now + self.interval_s
+                for peer in self._peers.values():
+                    self._beat(peer)
+            self._lose_silent(now)
+        else:
+            self._watch_head(now)
+        self.flush()
+
+    def _forgive(self, stall_s: float) -> None:
+        for peer in [*self._peers.values(), *([self._head_peer] if self._head_peer else [])]:
+            peer.heard += stall_s
+        self._headless_since += stall_s
+        self._stand_at += stall_s
+
+    def _beat(self, peer: Peer) -> None:
+        self._post(peer.member, "beat")
+
+    def _lose_silent(self, now: float) -> None:
+        silent = {name: peer.silence(now, self._timeout) for name, peer in self._peers.items()}
+        for name, seconds in silent.items():
+            if seconds is not None:
+                self._lose(name, seconds)
+
+    def _lose(self, name: str, silent_s: float) -> None:
+        del self._peers[name]
+        self._to_all.pop(name, None)
+        self._seen.pop(name, None)
+        part = self._share(self.alive)
+        if part is Share.MAJORITY or self._tie_won:
+            self._call(lambda listener: listener.lost(name, silent_s))
+        else:
+            self._step_down(part)
+
+    def _step_down(self, part: Share) -> None:
+        """This head has too few fellows left."""
+        self._role = "follower"
+        self._answered = dict.fromkeys(self._peers, self._now)
+        self._set_head(None)
+        self._headless_since = self._now
+        self._stand_at = self._now + STAGGER_S
+        self._cut_off_as(part, self._peers)
+
+    def _watch_head(self, now: float) -> None:
+        peer = self._head_peer
+        if peer is not None:
+            if peer.silence(now, self._timeout) is None:
+                return
+            self._lose_head()
+        if now >= self._stand_at:
+            self._stand()
+        if now - self._headless_since > ALONE_S and self._cut_off is None:
+            near = [name for name, at in self._answered.items() if at >= self._headless_since]
+            part = self._share([self.own.name, *near])
+            if part is Share.MINORITY or now - self._headless_since > ALONE_S + DECIDE_S:
+                self._cut_off_as(Share.MINORITY, near)
+            elif part is Share.HALF and self._first_of(near):
+                self._cut_off_as(part, near)
+
+    def _lose_head(self) -> None:
+        self._lost_head = self._head_peer
+        gone = self._head_peer.member.name if self._head_peer is not None else ""
+        self._set_head(None)
+        self._headless_since = self._now
+        self._answered = {}
+        self._stand_at = self._now + self._turn(without=gone) * STAGGER_S
+
+    def _cut_off_as(self, part: Share, near: Iterable[str]) -> None:
+        self._cut_off = part
+        here = {self.own.name, *near}
+        absent = tuple(sorted(self._everybody().keys() - here))
+        if part is Share.HALF:
+            self._call(lambda listener: listener.tied(absent))
+        else:
+            self._call(lambda listener: listener.isolated())
+
+    # -- elections -----------------------------------------------------------------------------------------------
+
+    @property
+    def _valid(self) -> int:
+        return self.plan.number if self.plan is not None else 0
+
+    @property
+    def _newest(self) -> int:
+        """The number of the newest plan that this launcher has been ready for, or that it knows to be valid."""
+        return max(self._valid, self._proposal.number if self._proposal is not None else 0)
+
+    def _everybody(self) -> dict[str, Member]:
+        return {member.name: member for member in self.plan.members} if self.plan is not None else self._initial
+
+    def _share(self, some: Iterable[str]) -> Share:
+        """What part ``some`` are: of the newest valid plan, and of one that may have become valid elsewhere."""
+        names = set(some)
+        part = share(names, self._everybody())
+        if self._role != "head" and self._proposal is not None and self._proposal.number > self._valid:
+            proposed = share(names, (member.name for member in self._proposal.members))
+            part = min(part, proposed, key=lambda part: part.value)
+        return part
+
+    def _turn(self, without: str = "") -> int:
+        """This launcher's place in the order in which to stand; after all others if it is no member."""
+        order = [name for name in self._everybody() if name != without and name not in self._left]
+        return order.index(self.own.name) if self.own.name in order else len(order) + 1
+
+    def _first_of(self, near: Sequence[str]) -> bool:
+        order = list(self._everybody())
+        return self.own.name in order and all(
+            order.index(self.own.name) < order.index(name) for name in near if name in order
+        )
+
+    def _stand(self) -> None:
+        self._stand_at = self._now + ASK_AGAIN_S + STAGGER_S * min(self._turn(), 4) / 4
+        self._ask("pre")
+
+    def _ask(self, what: Literal["pre", "vote"]) -> None:
+        self._asking, self._votes = what, {self.own.name}
+        if what == "vote":
+            self._term += 1
+            self._voted = self.own.name
+            self._role = "candidate"
+        for member in self._everybody().values():
+            if member.name != self.own.name:
+                self._post(member, "ask", what=what, newest=self._newest)
+        self._count()
+
+    def _count(self) -> None:
+        part = self._share(self._votes)
+        if self._asking and (part is Share.MAJORITY or (part is Share.HALF and self._tie_won)):
+            what, self._asking = self._asking, ""
+            if what == "pre":
+                self._ask("vote")
+            else:
+                self._become_head()
+
+    def _become_head(self) -> None:
+        self._role, self._asking, self._cut_off = "head", "", None
+        before = self._everybody()
+        self._peers = {
+            name: Peer(before[name], self._now) for name in self._votes if name != self.own.name and name in before
+        }
+        waiting = [name for name in before if name != self.own.name and name not in self._peers]
+        self._to_all, self._seen = {}, {}
+        self._proposal = None
+        self._beat_at = self._now
+        self._set_head(self.own.name)
+        for name in waiting if self.plan is not None else ():
+            self._peers[name] = Peer(before[name], self._now - self._grace(name))
+        lost, self._lost_head = self._lost_head, None
+        if lost is not None and self._peers.pop(lost.member.name, None) is not None:
+            silent_s = self._now - lost.heard
+            self._call(lambda listener: listener.lost(lost.member.name, silent_s))
+        for _, message in self._to_head.waiting:
+            self._call(lambda listener, message=message: listener.received(self.own.name, message))  # type: ignore[misc]
+        self._to_head.confirm(self._to_head.last)
+
+    def _grace(self, name: str) -> float:
+        """How much of the timeout has passed for a member that has not voted: all of it for the lost head."""
+        return 0.0 if self._answered.get(name, 0.0) >= self._headless_since else self._timeout * 0.75
+
+    def _set_head(self, name: str | None, peer: Peer | None = None) -> None:
+        changed = name != self.head
+        self.head, self._head_peer = name, peer
+        if name is not None:
+            self._cut_off = None
+            self._asking = ""
+        if changed:
+            self._call(lambda listener: listener.head_changed(name))
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def receive(self, now: float, sender: Member, message: Message) -> None:
+        """``message`` has come from ``sender``, whose name is proven. Raises KeyError, TypeError or ValueError."""
+        self._now = now
+        term, kind = int(message["term"]), str(message["kind"])
+        self._answered[sender.name] = now
+        if kind == "bye":
+            self._bye(sender)
+        elif kind == "ask":
+            self._answer(sender, term, str(message["what"]), int(message["newest"]))
+        else:
+            if term > self._term:
+                self._term, self._voted = term, None
+                if self._role != "follower":
+                    self._role = "follower"
+                    self._set_head(None)
+                    self._headless_since = now
+            if self._role == "head":
+                self._hear(sender, kind, message, term)
+            elif kind == "say":
+                self._vote_counts(sender, message, term)
+            elif kind in ("beat", "prepare", "begin", "order", "told") and term == self._term:
+                self._obey(sender, kind, message)
+            elif kind == "join" and self.head is not None and self._head_peer is not None:
+                self._post(sender, "see", head=member_to_json(self._head_peer.member))
+            elif kind == "see":
+                self._post(member_from_json(message["head"]), "join")
+        self.flush()
+
+    def look_for(self, member: Member) -> None:
+        """Ask somebody, member or not, where the head is, to be taken in."""
+        if self.head is None:
+            self._post(member, "join")
+
+    def unreachable(self, now: float, name: str) -> None:
+        """The launcher ``name`` is no longer there: its machine answers and says so."""
+        self._now = now
+        if self._role == "head" and name in self._peers:
+            self._lose(name, now - self._peers[name].heard)
+        elif self._head_peer is not None and name == self.head:
+            self._lose_head()
+        self.flush()
+
+    def _bye(self, sender: Member) -> None:
+        self._left.add(sender.name)
+        if self._role == "head" and sender.name in self._peers:
+            self._lose(sender.name, 0.0)
+        elif sender.name == self.head:
+            self._lose_head()
+
+    def _answer(self, sender: Member, term: int, what: str, newest: int) -> None:
+        """Vote, or say beforehand how one would vote."""
+        peer = self._head_peer
+        lives = self._role == "head" or (
+            peer is not None and peer.member.name != sender.name and peer.silence(self._now, self._timeout) is None
+        )
+        late = newest < self._newest
+        if what == "pre":
+            yes = not late and not lives and term >= self._term
+        else:
+            if term > self._term and not lives:
+                self._term, self._voted, self._role = term, None, "follower"
+            yes = not late and not lives and term == self._term and self._voted in (None, sender.name)
+            if yes:
+                self._voted = sender.name
+                self._stand_at = self._now + ASK_AGAIN_S
+        plan = plan_to_json(self.plan) if self.plan is not None and late else None
+        self._post(sender, "say", what=what, yes=yes, highest=self._highest, plan=plan, answers=self._answers)
+        if self._role == "head" and sender.name not in self._peers:
+            self._hear(sender, "join", {}, term)
+
+    def _vote_counts(self, sender: Member, message: Message, term: int) -> None:
+        self._highest = max(self._highest, int(message["highest"]))
+        if message["plan"] is not None:
+            self._learn(plan_from_json(message["plan"]), message["answers"])
+        if message["what"] == self._asking and message["yes"] and (self._asking == "pre" or term == self._term):
+            self._votes.add(sender.name)
+            self._count()
+
+    def _obey(self, sender: Member, kind: str, message: Message) -> None:
+        if self.head != sender.name or self._head_peer is None:
+            self._role = "follower"
+            self._seen_of_head = 0
+            self._set_head(sender.name, Peer(sender, self._now))
+            self._repeat(sender, "tell", self._to_head)
+        assert self._head_peer is not None
+        self._head_peer.hear(self._now)
+        if kind == "prepare":
+            self._prepare(sender, plan_from_json(message["plan"]))
+        elif kind == "begin":
+            self._learn(plan_from_json(message["plan"]), message["answers"])
+        elif kind == "order" and int(message["number"]) == max(self._seen_of_head + 1, int(message["oldest"])):
+            self._seen_of_head = int(message["number"])
+            body = message["body"]
+            self._call(lambda listener: listener.received(sender.name, body))
+        elif kind == "told":
+            self._to_head.confirm(int(message["number"]))
+        peer = self._head_peer
+        if kind == "beat" and self._now - peer.repeated >= REPEAT_S:
+            peer.repeated = self._now
+            self._repeat(sender, "tell", self._to_head)
+        if kind in ("beat", "order"):
+            self._post(sender, "here", plan=self._valid, orders=self._seen_of_head)
+
+    def _prepare(self, sender: Member, plan: Plan) -> None:
+        if self._ready is not None and self._ready[0] == plan.number:
+            self._post(sender, "ready", number=plan.number, answer=self._ready[1])
+        elif plan.number > self._newest:
+            self._highest = max(self._highest, plan.number)
+            self._proposal, self._ready = plan, None
+            self._call(lambda listener: listener.prepare(plan))
+
+    def _learn(self, plan: Plan, answers: Mapping[str, Message]) -> None:
+        """``plan`` is valid."""
+        self._highest = max(self._highest, plan.number)
+        if plan.number <= self._valid:
+            return
+        self.plan, self._answers = plan, dict(answers)
+        self._tie_won = False
+        if self._proposal is not None and self._proposal.number <= plan.number:
+            self._proposal = None
+        self._call(lambda listener: listener.begin(plan, answers))
+
+    # -- the head ------------------------------------------------------------------------------------------------
+
+    def _hear(self, sender: Member, kind: str, message: Message, term: int) -> None:
+        peer = self._peers.get(sender.name)
+        if peer is None:
+            peer = self._peers[sender.name] = Peer(sender, self._now)
+            self._left.discard(sender.name)
+            self._call(lambda listener: listener.joined(sender))
+            self._beat(peer)
+            if self._valid:
+                self._send_begin(peer)
+        peer.hear(self._now)
+        if term != self._term:
+            self._beat(peer)
+        elif kind == "here":
+            self._to_all.setdefault(sender.name, Outbox()).confirm(int(message["orders"]))
+            self._catch_up(peer, int(message["plan"]))
+        elif kind == "ready":
+            self._note_ready(sender.name, int(message["number"]), message["answer"])
+        elif kind == "tell":
+            number, body = int(message["number"]), message["body"]
+            if number == max(self._seen.get(sender.name, 0) + 1, int(message["oldest"])):
+                self._seen[sender.name] = number
+                self._call(lambda listener: listener.received(sender.name, body))
+            self._post(sender, "told", number=self._seen.get(sender.name, 0))
+
+    def _catch_up(self, peer: Peer, plan: int) -> None:
+        """Say again what seems to have been lost on the way."""
+        behind = plan < self._valid or (self._proposal is not None and peer.member.name not in self._proposal_answers)
+        if behind and self._now - peer.told >= REPEAT_S:
+            if plan < self._valid:
+                self._send_begin(peer)
+            if self._proposal is not None:
+                self._send_proposal(peer)
+        if self._now - peer.repeated >= REPEAT_S:
+            peer.repeated = self._now
+            self._repeat(peer.member, "order", self._to_all.setdefault(peer.member.name, Outbox()))
+
+    def _repeat(self, member: Member, kind: str, box: Outbox) -> None:
+        for number, body in box.waiting:
+            self._post(member, kind, number=number, oldest=box.oldest, body=body)
+
+    def _send_proposal(self, peer: Peer) -> None:
+        assert self._proposal is not None
+        peer.told = self._now
+        self._post(peer.member, "prepare", plan=plan_to_json(self._proposal))
+
+    def _send_begin(self, peer: Peer) -> None:
+        assert self.plan is not None
+        peer.told = self._now
+        self._post(peer.member, "begin", plan=plan_to_json(self.plan), answers=self._answers)
+
+    def _note_ready(self, name: str, number: int, answer: Message) -> None:
+        plan = self._proposal
+        if plan is None or number != plan.number:
+            return
+        self._proposal_answers[name] = answer
+        names = {member.name for member in plan.members}
+        if not names <= self._proposal_answers.keys():
+            return
+        part = share(names, self._everybody())
+        if part is Share.MAJORITY or (part is Share.HALF and self._tie_won):
+            answers, self._proposal = self._proposal_answers, None
+            self._learn(plan, answers)
+            for peer in self._peers.values():
+                self._send_begin(peer)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _post(self, member: Member, kind: str, **fields: Any) -> None:
+        self._send(member, {"kind": kind, "term": self._term + (kind == "ask" and self._asking == "pre"), **fields})
+
+    def _call(self, call: Callable[[Listener], None]) -> None:
+        self._calls.append(call)
+
+    def flush(self) -> None:
+        """Make the calls that are due; those that come up meanwhile are made by the outermost."""
+        if self._flushing or self._listener is None:
+            return
+        self._flushing = True
+        try:
+            while self._calls:
+                self._calls.popleft()(self._listener)
+        finally:
+            self._flushing = False

@@ -1,0 +1,89 @@
+"""What a launcher knows of another one: when it was last heard of, and how long its silence may last."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from opsd.launch.quorum.port import Member, Message
+
+PATIENCE = 3.0
+"""Times its own worst recent gap a launcher may be silent …"""
+MOST_PATIENCE = 4.0
+"""… up to so many times the usual timeout: a node that answers slowly is not a dead node."""
+_FORGET = 0.998
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another launcher that is being heard of; times on the monotonic clock of this one."""
+
+    member: Member
+    heard: float
+    worst_gap: float = 0.0
+    told: float = 0.0
+    """When it was last sent a plan."""
+    repeated: float = 0.0
+    """When it was last sent again what it has not confirmed."""
+
+    def hear(self, now: float) -> None:
+        """Something has come from it."""
+        self.worst_gap = max(self.worst_gap * _FORGET, now - self.heard)
+        self.heard = now
+
+    def silence(self, now: float, usual_s: float) -> float | None:
+        """For how long it has been silent if that is too long, else None."""
+        allowed = min(MOST_PATIENCE * usual_s, max(usual_s, PATIENCE * self.worst_gap))
+        silent = now - self.heard
+        return silent if silent > allowed else None
+
+
+class Share(Enum):
+    """What part of a body of launchers some of them are."""
+
+    MINORITY = 0
+    HALF = 1
+    MAJORITY = 2
+
+
+def share(some: Collection[str], body: Iterable[str]) -> Share:
+    """Which part of ``body`` is among ``some``."""
+    names = set(body)
+    twice = 2 * len(names.intersection(some))
+    return Share.MAJORITY if twice > len(names) else Share.HALF if twice == len(names) else Share.MINORITY
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Messages for somebody, numbered from ``next`` on and kept until they are confirmed."""
+
+    next: int = 1
+    _waiting: deque[tuple[int, Message]] = field(default_factory=deque)
+
+    @property
+    def last(self) -> int:
+        """The number of the newest message."""
+        return self.next - 1
+
+    def add(self, message: Message) -> int:
+        """Keep a message; returns its number."""
+        self._waiting.append((self.next, message))
+        self.next += 1
+        return self.last
+
+    def confirm(self, number: int) -> None:
+        """Everything up to ``number`` has arrived."""
+        while self._waiting and self._waiting[0][0] <= number:
+            self._waiting.popleft()
+
+    @property
+    def oldest(self) -> int:
+        """The number of the first one that has not been confirmed, or that of the next."""
+        return self._waiting[0][0] if self._waiting else self.next
+
+    @property
+    def waiting(self) -> tuple[tuple[int, Message], ...]:
+        """What has not been confirmed, oldest first."""
+        return tuple(self._waiting)
