@@ -92,7 +92,8 @@ class Demo:
 
         faults = tuple(fault for fault in FAULTS if gpus.simulated or not fault.simulated)
         breakable = dict(enumerate(gpus.simulated)) if gpus.simulated else None
-        director = Director(Stage(self.scene.folder / "disturbed" / "checkpoints", self.scene.shm / "disturbed", breakable), faults)
+        checkpoints = self.scene.folder / "disturbed" / "checkpoints"
+        director = Director(Stage(checkpoints, self.scene.shm / "disturbed", breakable), faults)
         view = View(simulated_gpus=gpus.simulated is not None)
         view.stage = f"2 of 2: the same {steps} steps, {len(faults)} faults"
         self._run("disturbed", steps, gpus, view, director)
