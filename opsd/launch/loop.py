@@ -39,9 +39,9 @@ class Loop:
         self.last_idle = time.monotonic()
         """Monotonic second at which the loop was last seen waiting: what happened did so after it, or at it."""
 
-    def watch(self, descriptor: int, callback: Callback) -> None:
-        """Call ``callback`` whenever ``descriptor`` is readable (a pidfd: once its process has ended)."""
-        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+    def watch(self, descriptor: int, callback: Callback, *, writable: bool = False) -> None:
+        """Call ``callback`` whenever ``descriptor`` is readable (a pidfd: once its process has ended), or writable."""
+        self._selector.register(descriptor, selectors.EVENT_WRITE if writable else selectors.EVENT_READ, callback)
 
     def unwatch(self, descriptor: int) -> None:
         """Stop watching; the descriptor must still be open."""

@@ -100,6 +100,11 @@ class Core:
         return {self.own.name: self.own} | {name: peer.member for name, peer in self._peers.items()}
 
     @property
+    def undecided(self) -> Plan | None:
+        """A plan that was proposed and may or may not have become valid."""
+        return self._proposal if self._proposal is not None and self._proposal.number > self._valid else None
+
+    @property
     def interval_s(self) -> float:
         """Seconds between two heartbeats."""
         return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, len(self._peers) / PEERS_PER_SECOND))
@@ -268,8 +273,8 @@ class Core:
         """What part ``some`` are: of the newest valid plan, and of one that may have become valid elsewhere."""
         names = set(some)
         part = share(names, self._everybody())
-        if self._role != "head" and self._proposal is not None and self._proposal.number > self._valid:
-            proposed = share(names, (member.name for member in self._proposal.members))
+        if self._role != "head" and self.undecided is not None:
+            proposed = share(names, (member.name for member in self.undecided.members))
             part = min(part, proposed, key=lambda part: part.value)
         return part
 
@@ -322,7 +327,8 @@ class Core:
         for name in waiting if self.plan is not None else ():
             self._peers[name] = Peer(before[name], self._now - self._grace(name))
         lost, self._lost_head = self._lost_head, None
-        if lost is not None and self._peers.pop(lost.member.name, None) is not None:
+        silent = lost is not None and self._answered.get(lost.member.name, 0.0) < self._headless_since
+        if lost is not None and silent and self._peers.pop(lost.member.name, None) is not None:
             silent_s = self._now - lost.heard
             self._call(lambda listener: listener.lost(lost.member.name, silent_s))
         for _, message in self._to_head.waiting:
@@ -360,12 +366,16 @@ class Core:
                     self._role = "follower"
                     self._set_head(None)
                     self._headless_since = now
+                    self._stand_at = now + self._turn() * STAGGER_S
             if self._role == "head":
                 self._hear(sender, kind, message, term)
             elif kind == "say":
                 self._vote_counts(sender, message, term)
-            elif kind in ("beat", "prepare", "begin", "order", "told") and term == self._term:
-                self._obey(sender, kind, message)
+            elif kind in ("beat", "prepare", "begin", "order", "told"):
+                if term == self._term:
+                    self._obey(sender, kind, message)
+                else:  # a head of an earlier term, which this tells it
+                    self._post(sender, "here", plan=self._valid, orders=0)
             elif kind == "join" and self.head is not None and self._head_peer is not None:
                 self._post(sender, "see", head=member_to_json(self._head_peer.member))
             elif kind == "see":
@@ -410,7 +420,9 @@ class Core:
                 self._voted = sender.name
                 self._stand_at = self._now + ASK_AGAIN_S
         plan = plan_to_json(self.plan) if self.plan is not None and late else None
-        self._post(sender, "say", what=what, yes=yes, highest=self._highest, plan=plan, answers=self._answers)
+        answers = self._answers if plan is not None else {}
+        head = member_to_json(peer.member) if peer is not None and lives else None
+        self._post(sender, "say", what=what, yes=yes, highest=self._highest, plan=plan, answers=answers, head=head)
         if self._role == "head" and sender.name not in self._peers:
             self._hear(sender, "join", {}, term)
 
@@ -418,6 +430,8 @@ class Core:
         self._highest = max(self._highest, int(message["highest"]))
         if message["plan"] is not None:
             self._learn(plan_from_json(message["plan"]), message["answers"])
+        if message["head"] is not None:
+            self._post(member_from_json(message["head"]), "join")
         if message["what"] == self._asking and message["yes"] and (self._asking == "pre" or term == self._term):
             self._votes.add(sender.name)
             self._count()

@@ -1,0 +1,173 @@
+"""Launchers that agree over real connections, each a process with an address of its own on the loopback network."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opsd.launch.membership import free_port
+from opsd.launch.quorum.wire import VERSION
+from tests.fakes import quorum_process
+
+SECRET = "11" * 32
+
+
+class Launchers:
+    """Processes by name; ``told(name)`` is what each has printed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.net = os.getpid() % 200 + 20
+
+    def member(self, number: int) -> list[Any]:
+        return [f"n{number}", f"127.{self.net}.0.{number}", self.port]
+
+    def start(
+        self, number: int, size: int, *, secret: str = SECRET, run: str = "run", seeds: list[list[Any]] | None = None
+    ) -> None:
+        own = self.member(number)
+        settings = {
+            "own": own,
+            "members": [self.member(other) for other in range(1, size + 1)],
+            "run": run,
+            "secret": secret,
+            "seeds": seeds or [],
+            "least": 2,
+        }
+        with (self.folder / own[0]).open("ab") as out:
+            script = [sys.executable, quorum_process.__file__, json.dumps(settings)]
+            self.processes[own[0]] = subprocess.Popen(script, stdout=out)
+
+    def told(self, name: str, event: str) -> list[dict[str, Any]]:
+        lines = (self.folder / name).read_text().splitlines()
+        return [record for line in lines if (record := json.loads(line))["event"] == event]
+
+    def begun(self, *names: str) -> bool:
+        """True if the newest plan of each of these has just them in it."""
+        plans = [self.told(name, "begin")[-1:] for name in names]
+        return all(plan and plan[0]["slots"] == sorted(names) for plan in plans)
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, {name: (self.folder / name).read_text() for name in self.processes}
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def launchers(tmp_path: Path) -> Iterator[Launchers]:
+    launchers = Launchers(tmp_path)
+    yield launchers
+    launchers.close()
+
+
+@pytest.fixture
+def three(launchers: Launchers) -> Launchers:
+    for number in (1, 2, 3):
+        launchers.start(number, 3)
+    launchers.until(lambda: launchers.begun("n1", "n2", "n3"))
+    return launchers
+
+
+def test_a_killed_head_is_replaced_at_once(three: Launchers) -> None:
+    """Its machine says that it is gone: nobody waits for a timeout."""
+    three.processes["n1"].kill()
+    three.until(lambda: three.begun("n2", "n3"))
+    (lost,) = three.told("n2", "lost")
+    assert lost["name"] == "n1"
+    assert lost["silent_s"] < 2.0
+
+
+def test_a_stopped_launcher_is_as_good_as_lost(three: Launchers) -> None:
+    """It answers nothing, though its connections stand; when it goes on, it takes part again."""
+    three.processes["n3"].send_signal(signal.SIGSTOP)
+    three.until(lambda: three.begun("n1", "n2"))
+    three.processes["n3"].send_signal(signal.SIGCONT)
+    three.until(lambda: three.begun("n1", "n2", "n3"))
+
+
+def test_one_that_comes_later_is_taken_in(three: Launchers) -> None:
+    """It knows one address of the run, and the secret."""
+    three.start(4, 3, seeds=[three.member(3)])
+    three.until(lambda: three.begun("n1", "n2", "n3", "n4"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"secret": "22" * 32}, "does not know the secret of this run"), ({"run": "other"}, "belongs to the run 'other'")],
+)
+def test_strangers_are_refused(three: Launchers, change: dict[str, str], text: str) -> None:
+    """Another secret or another run: one clear sentence on both sides, and no effect."""
+    before = three.told("n1", "begin")
+    three.start(4, 3, seeds=[three.member(1)], **change)  # type: ignore[arg-type]
+    three.until(lambda: three.told("n4", "said"))
+    three.until(lambda: any(text in said["text"] for said in three.told("n1", "said") + three.told("n4", "said")))
+    assert three.told("n1", "begin") == before
+    for name in ("n1", "n4"):
+        assert SECRET not in (three.folder / name).read_text()
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    payload = json.dumps(message).encode()
+    return struct.pack(">I", len(payload)) + payload
+
+
+HELLO = {"opsd": VERSION, "run": "run", "member": ["n9", "127.0.0.1", 9], "nonce": "00"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack(">I", 1 << 31),
+        frame({"opsd": VERSION}),
+        frame(HELLO | {"opsd": 99}),
+        frame(HELLO) + frame({"proof": "zz"}),
+        frame(HELLO) + frame({"proof": "00" * 32}),
+        frame([1]),  # type: ignore[arg-type]
+    ],
+)
+def test_whatever_is_sent_to_the_port_changes_nothing(three: Launchers, data: bytes) -> None:
+    """The connection is closed with a sentence; the run goes on."""
+    with socket.create_connection(tuple(three.member(1)[1:]), timeout=10) as connection:
+        connection.sendall(data)
+        while connection.recv(4096):
+            pass
+    three.until(lambda: three.told("n1", "said"))
+    assert len(three.told("n1", "said")) == 1
+    assert three.begun("n1", "n2", "n3")
+
+
+def test_a_version_that_does_not_fit_is_told_to_the_caller(three: Launchers) -> None:
+    """The other side learns why, to say it to its user."""
+    with socket.create_connection(tuple(three.member(1)[1:]), timeout=10) as connection:
+        connection.sendall(frame(HELLO | {"opsd": 99}))
+        answer = b""
+        while data := connection.recv(4096):
+            answer += data
+    assert "install the same opsd on all nodes" in json.loads(answer[4:])["refused"]
+
+
+def test_who_never_reads_holds_nobody_up(three: Launchers) -> None:
+    """Connections that say nothing are closed; the others do not notice."""
+    with socket.create_connection(tuple(three.member(1)[1:]), timeout=10) as connection:
+        assert connection.recv(1) == b""
+    assert not three.told("n1", "lost")
