@@ -33,8 +33,12 @@ class Launcher:
 
     def head_changed(self, head: str | None) -> None:
         self.heads.append(head)
+        if head == self.name:
+            assert self.network.elected.setdefault(self.core.term, head) == head, "two heads in one term"
         if head == self.name and (self.core.plan is None or not self.running):
             self._propose()
+        elif head is not None and self.core.plan is not None and not self.running:
+            self.core.tell_head({"ended": True})
 
     def _propose(self) -> None:
         if len(self.core.alive) >= self.network.least:
@@ -63,7 +67,10 @@ class Launcher:
         self._propose()
 
     def received(self, sender: str, message: Message) -> None:
-        self.heard.append((sender, message))
+        if "ended" in message:
+            self._propose()
+        else:
+            self.heard.append((sender, message))
 
 
 class Network:
@@ -78,6 +85,9 @@ class Network:
         self.random = random.Random(seed)
         self.delay: Callable[[str, str], float | None] = lambda _a, _b: 0.001 + self.random.random() * 0.002
         self.sides: dict[str, int] = {}
+        self.elected: dict[int, str] = {}
+        self.unsaid: set[tuple[str, str]] = set()
+        """(launcher, kind): messages of that kind which get lost."""
         self._events: list[tuple[float, int, Callable[[], Any]]] = []
         self._order = itertools.count()
         self._arrivals: dict[tuple[str, str], float] = {}
@@ -145,7 +155,7 @@ class Network:
     def _send(self, sender: Member, to: Member, message: Message) -> None:
         receiver = self.launchers.get(to.name)
         delay = self.delay(sender.name, to.name)
-        if receiver is None or delay is None:
+        if receiver is None or delay is None or (sender.name, message["kind"]) in self.unsaid:
             return
 
         def arrive() -> None:

@@ -2,9 +2,8 @@
 
 Elections follow Raft (Ongaro and Ousterhout, 2014): a head is elected for a term by more than half of the launchers; a
 launcher votes once a term, only for one that knows as new a plan as itself, and is asked beforehand (pre-vote), so that
-a flaky node deposes nobody. There is no log to replicate: the one thing agreed on is the newest plan, and the next one
-is valid once more than half of the members of the one before are ready for it. The head is the hub of a star: it hears
-of everybody, everybody hears of it.
+a flaky node deposes nobody. There is no log to replicate: the one thing agreed on is the newest plan (``consent.py``).
+The head is the hub of a star: it hears of everybody, everybody hears of it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from opsd.launch.quorum.codec import member_from_json, member_to_json, plan_from_json, plan_to_json
-from opsd.launch.quorum.peers import Outbox, Peer, Share, share
+from opsd.launch.quorum.consent import Consent
+from opsd.launch.quorum.peers import Outbox, Peer, Share
 from opsd.launch.quorum.port import Listener, Member, Message, Plan
 
 TIMEOUT_S = 2.0
@@ -24,8 +24,8 @@ PEERS_PER_SECOND = 1280
 STAGGER_S = 0.3
 """By so much later each next launcher stands for election."""
 ASK_AGAIN_S = 0.25
-ALONE_S = 1.0
-"""How long after losing the head the others have to answer before this side counts as cut off."""
+ALONE_S = 0.7
+"""How long the others have to answer, once the head is silent, before this side counts as cut off."""
 DECIDE_S = 5.0
 """How long the other launchers of a half wait for the first of them to settle the tie."""
 REPEAT_S = 1.0
@@ -55,23 +55,21 @@ class Core:
     ) -> None:
         self.own = own
         self.head: str | None = None
-        self.plan: Plan | None = None
-        self._answers: dict[str, Message] = {}
-        self._initial = {member.name: member for member in initial}
+        self.consent = Consent(initial, first_number)
         self._send = send
         self._timeout = timeout_s
         self._now = self._ticked = now
-        self._term = 0
+        self.term = 0
         self._voted: str | None = None
         self._role: Role = "follower"
-        self._highest = first_number - 1
-        self._proposal: Plan | None = None
         self._proposal_answers: dict[str, Message] = {}
         self._ready: tuple[int, Message] | None = None
         self._peers: dict[str, Peer] = {}
         self._head_peer: Peer | None = None
         self._left: set[str] = set()
-        self._headless_since = now
+        self._looking = True
+        """Nothing is heard of a head; the others are asked."""
+        self._looking_since = now
         self._stand_at = now + self._turn() * STAGGER_S
         self._votes: set[str] = set()
         self._asking: Literal["", "pre", "vote"] = ""
@@ -100,9 +98,9 @@ class Core:
         return {self.own.name: self.own} | {name: peer.member for name, peer in self._peers.items()}
 
     @property
-    def undecided(self) -> Plan | None:
-        """A plan that was proposed and may or may not have become valid."""
-        return self._proposal if self._proposal is not None and self._proposal.number > self._valid else None
+    def plan(self) -> Plan | None:
+        """The newest plan that is known to be valid."""
+        return self.consent.plan
 
     @property
     def interval_s(self) -> float:
@@ -110,17 +108,19 @@ class Core:
         return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, len(self._peers) / PEERS_PER_SECOND))
 
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> int:
-        """See ``Quorum.propose``."""
-        self._highest += 1
-        members = tuple(self.alive[name] for name in sorted(self.alive))
-        self._proposal = Plan(self._highest, slots, members, dict(payload))
+        """See ``Quorum.propose``. Without effect on a launcher that is head no longer, and does not know it yet."""
+        number = self.consent.highest + 1
+        if self._role != "head":
+            return number
+        alive = self.alive
+        plan = Plan(number, slots, tuple(alive[name] for name in sorted(alive)), dict(payload))
+        self.consent.propose(self.term, plan)
         self._proposal_answers = {}
+        self._ready = None
         for peer in self._peers.values():
             self._send_proposal(peer)
-        proposal = self._proposal
-        self._ready = None
-        self._call(lambda listener: listener.prepare(proposal))
-        return proposal.number
+        self._call(lambda listener: listener.prepare(plan))
+        return number
 
     def ready(self, number: int, answer: Message) -> None:
         """See ``Quorum.ready``."""
@@ -163,10 +163,7 @@ class Core:
 
     def leave(self) -> None:
         """Say goodbye to everybody."""
-        for member in {
-            **self._everybody(),
-            **{peer.member.name: peer.member for peer in self._peers.values()},
-        }.values():
+        for member in {**self.consent.electorate, **self.alive}.values():
             if member.name != self.own.name:
                 self._post(member, "bye")
 
@@ -191,23 +188,41 @@ class Core:
     def _forgive(self, stall_s: float) -> None:
         for peer in [*self._peers.values(), *([self._head_peer] if self._head_peer else [])]:
             peer.heard += stall_s
-        self._headless_since += stall_s
+        self._looking_since += stall_s
         self._stand_at += stall_s
 
     def _beat(self, peer: Peer) -> None:
         self._post(peer.member, "beat")
 
     def _lose_silent(self, now: float) -> None:
-        silent = {name: peer.silence(now, self._timeout) for name, peer in self._peers.items()}
-        for name, seconds in silent.items():
-            if seconds is not None:
+        """Lose those that are silent, unless it is this side that has lost the others.
+
+        Whether it has is judged by the usual timeout, whatever patience single ones have earned: after that the others
+        may go on without this side. While it is open, because many have just fallen silent, nobody is lost.
+        """
+        late = {name: peer for name, peer in self._peers.items() if now - peer.heard > self._timeout / 2}
+        if not late:
+            return
+        overdue = {name for name, peer in late.items() if now - peer.heard > self._timeout}
+        part = self._share(self._peers.keys() - overdue)
+        if overdue and part is not Share.MAJORITY and not self._tie_won:
+            for name in overdue:
+                self._forget(name)
+            self._step_down(part)
+            return
+        silent = {name: seconds for name in overdue if (seconds := late[name].silence(now, self._timeout)) is not None}
+        if silent and (self._tie_won or self._share(self._peers.keys() - late.keys()) is Share.MAJORITY):
+            for name, seconds in silent.items():
                 self._lose(name, seconds)
 
-    def _lose(self, name: str, silent_s: float) -> None:
+    def _forget(self, name: str) -> None:
         del self._peers[name]
         self._to_all.pop(name, None)
         self._seen.pop(name, None)
-        part = self._share(self.alive)
+
+    def _lose(self, name: str, silent_s: float) -> None:
+        self._forget(name)
+        part = self._share(self._peers)
         if part is Share.MAJORITY or self._tie_won:
             self._call(lambda listener: listener.lost(name, silent_s))
         else:
@@ -216,40 +231,57 @@ class Core:
     def _step_down(self, part: Share) -> None:
         """This head has too few fellows left."""
         self._role = "follower"
-        self._answered = dict.fromkeys(self._peers, self._now)
+        if part is Share.MINORITY:
+            for peer in self._peers.values():
+                self._post(peer.member, "adrift")
         self._set_head(None)
-        self._headless_since = self._now
+        self._look_around()
+        self._answered = dict.fromkeys(self._peers, self._now)
         self._stand_at = self._now + STAGGER_S
         self._cut_off_as(part, self._peers)
+
+    def _look_around(self, gone: str = "") -> None:
+        """Nothing is heard of a head: ask the others."""
+        self._looking, self._looking_since = True, self._now
+        self._answered = {}
+        self._stand_at = self._now + self._turn(without=gone) * STAGGER_S
 
     def _watch_head(self, now: float) -> None:
         peer = self._head_peer
         if peer is not None:
-            if peer.silence(now, self._timeout) is None:
+            if now - peer.heard <= self._timeout:
+                self._looking = False
                 return
-            self._lose_head()
+            if not self._looking:
+                self._look_around(peer.member.name)
+            if peer.silence(now, self._timeout) is not None:
+                self._part_from_head()
         if now >= self._stand_at:
             self._stand()
-        if now - self._headless_since > ALONE_S and self._cut_off is None:
-            near = [name for name, at in self._answered.items() if at >= self._headless_since]
-            part = self._share([self.own.name, *near])
-            if part is Share.MINORITY or now - self._headless_since > ALONE_S + DECIDE_S:
+        looking_s = now - self._looking_since
+        if looking_s > ALONE_S and self._cut_off is None and self.own.name in self.consent.voters:
+            near = [name for name, at in self._answered.items() if at >= self._looking_since]
+            part = self._share(near)
+            if part is Share.MINORITY or looking_s > ALONE_S + DECIDE_S:
                 self._cut_off_as(Share.MINORITY, near)
             elif part is Share.HALF and self._first_of(near):
                 self._cut_off_as(part, near)
 
     def _lose_head(self) -> None:
+        """The head is gone for certain."""
+        gone = self.head or ""
+        self._part_from_head()
+        self._look_around(gone)
+
+    def _part_from_head(self) -> None:
         self._lost_head = self._head_peer
-        gone = self._head_peer.member.name if self._head_peer is not None else ""
         self._set_head(None)
-        self._headless_since = self._now
-        self._answered = {}
-        self._stand_at = self._now + self._turn(without=gone) * STAGGER_S
 
     def _cut_off_as(self, part: Share, near: Iterable[str]) -> None:
+        if self._head_peer is not None:
+            self._part_from_head()
         self._cut_off = part
-        here = {self.own.name, *near}
-        absent = tuple(sorted(self._everybody().keys() - here))
+        absent = tuple(sorted(self.consent.electorate.keys() - {self.own.name, *near}))
         if part is Share.HALF:
             self._call(lambda listener: listener.tied(absent))
         else:
@@ -257,51 +289,38 @@ class Core:
 
     # -- elections -----------------------------------------------------------------------------------------------
 
-    @property
-    def _valid(self) -> int:
-        return self.plan.number if self.plan is not None else 0
-
-    @property
-    def _newest(self) -> int:
-        """The number of the newest plan that this launcher has been ready for, or that it knows to be valid."""
-        return max(self._valid, self._proposal.number if self._proposal is not None else 0)
-
-    def _everybody(self) -> dict[str, Member]:
-        return {member.name: member for member in self.plan.members} if self.plan is not None else self._initial
-
-    def _share(self, some: Iterable[str]) -> Share:
-        """What part ``some`` are: of the newest valid plan, and of one that may have become valid elsewhere."""
-        names = set(some)
-        part = share(names, self._everybody())
-        if self._role != "head" and self.undecided is not None:
-            proposed = share(names, (member.name for member in self.undecided.members))
-            part = min(part, proposed, key=lambda part: part.value)
-        return part
+    def _share(self, others: Iterable[str]) -> Share:
+        """What part of those that have a say this launcher and ``others`` are."""
+        return self.consent.share({self.own.name, *others}, head=self._role == "head")
 
     def _turn(self, without: str = "") -> int:
         """This launcher's place in the order in which to stand; after all others if it is no member."""
-        order = [name for name in self._everybody() if name != without and name not in self._left]
+        order = [name for name in self.consent.electorate if name != without and name not in self._left]
         return order.index(self.own.name) if self.own.name in order else len(order) + 1
 
     def _first_of(self, near: Sequence[str]) -> bool:
-        order = list(self._everybody())
+        order = list(self.consent.electorate)
         return self.own.name in order and all(
             order.index(self.own.name) < order.index(name) for name in near if name in order
         )
 
     def _stand(self) -> None:
         self._stand_at = self._now + ASK_AGAIN_S + STAGGER_S * min(self._turn(), 4) / 4
-        self._ask("pre")
+        if self.own.name in self.consent.voters:
+            self._ask("pre")
+        else:
+            for member in self.consent.electorate.values():
+                self._post(member, "join")
 
     def _ask(self, what: Literal["pre", "vote"]) -> None:
         self._asking, self._votes = what, {self.own.name}
         if what == "vote":
-            self._term += 1
+            self.term += 1
             self._voted = self.own.name
             self._role = "candidate"
-        for member in self._everybody().values():
+        for member in self.consent.voters.values():
             if member.name != self.own.name:
-                self._post(member, "ask", what=what, newest=self._newest)
+                self._post(member, "ask", what=what, newest=self.consent.newest)
         self._count()
 
     def _count(self) -> None:
@@ -315,19 +334,19 @@ class Core:
 
     def _become_head(self) -> None:
         self._role, self._asking, self._cut_off = "head", "", None
-        before = self._everybody()
+        before = self.consent.voters
+        self.consent.inherit()
         self._peers = {
             name: Peer(before[name], self._now) for name in self._votes if name != self.own.name and name in before
         }
         waiting = [name for name in before if name != self.own.name and name not in self._peers]
         self._to_all, self._seen = {}, {}
-        self._proposal = None
         self._beat_at = self._now
         self._set_head(self.own.name)
         for name in waiting if self.plan is not None else ():
             self._peers[name] = Peer(before[name], self._now - self._grace(name))
         lost, self._lost_head = self._lost_head, None
-        silent = lost is not None and self._answered.get(lost.member.name, 0.0) < self._headless_since
+        silent = lost is not None and self._answered.get(lost.member.name, 0.0) < self._looking_since
         if lost is not None and silent and self._peers.pop(lost.member.name, None) is not None:
             silent_s = self._now - lost.heard
             self._call(lambda listener: listener.lost(lost.member.name, silent_s))
@@ -337,7 +356,7 @@ class Core:
 
     def _grace(self, name: str) -> float:
         """How much of the timeout has passed for a member that has not voted: all of it for the lost head."""
-        return 0.0 if self._answered.get(name, 0.0) >= self._headless_since else self._timeout * 0.75
+        return 0.0 if self._answered.get(name, 0.0) >= self._looking_since else self._timeout * 0.75
 
     def _set_head(self, name: str | None, peer: Peer | None = None) -> None:
         changed = name != self.head
@@ -345,6 +364,7 @@ class Core:
         if name is not None:
             self._cut_off = None
             self._asking = ""
+            self._looking = False
         if changed:
             self._call(lambda listener: listener.head_changed(name))
 
@@ -358,24 +378,26 @@ class Core:
         if kind == "bye":
             self._bye(sender)
         elif kind == "ask":
-            self._answer(sender, term, str(message["what"]), int(message["newest"]))
+            self._answer(sender, term, str(message["what"]), message["newest"])
         else:
-            if term > self._term:
-                self._term, self._voted = term, None
+            if term > self.term:
+                self.term, self._voted = term, None
                 if self._role != "follower":
                     self._role = "follower"
                     self._set_head(None)
-                    self._headless_since = now
-                    self._stand_at = now + self._turn() * STAGGER_S
+                    self._look_around()
             if self._role == "head":
                 self._hear(sender, kind, message, term)
             elif kind == "say":
                 self._vote_counts(sender, message, term)
             elif kind in ("beat", "prepare", "begin", "order", "told"):
-                if term == self._term:
+                if term == self.term:
                     self._obey(sender, kind, message)
                 else:  # a head of an earlier term, which this tells it
-                    self._post(sender, "here", plan=self._valid, orders=0)
+                    self._post(sender, "here", plan=self.consent.number, orders=0)
+            elif kind == "adrift" and sender.name == self.head and term == self.term:
+                self._lose_head()
+                self._stand_at = now
             elif kind == "join" and self.head is not None and self._head_peer is not None:
                 self._post(sender, "see", head=member_to_json(self._head_peer.member))
             elif kind == "see":
@@ -403,36 +425,35 @@ class Core:
         elif sender.name == self.head:
             self._lose_head()
 
-    def _answer(self, sender: Member, term: int, what: str, newest: int) -> None:
+    def _answer(self, sender: Member, term: int, what: str, newest: Sequence[int]) -> None:
         """Vote, or say beforehand how one would vote."""
         peer = self._head_peer
         lives = self._role == "head" or (
             peer is not None and peer.member.name != sender.name and peer.silence(self._now, self._timeout) is None
         )
-        late = newest < self._newest
+        late = tuple(newest) < self.consent.newest
         if what == "pre":
-            yes = not late and not lives and term >= self._term
+            yes = not late and not lives and term >= self.term
         else:
-            if term > self._term and not lives:
-                self._term, self._voted, self._role = term, None, "follower"
-            yes = not late and not lives and term == self._term and self._voted in (None, sender.name)
+            if term > self.term and not lives:
+                self.term, self._voted, self._role = term, None, "follower"
+            yes = not late and not lives and term == self.term and self._voted in (None, sender.name)
             if yes:
                 self._voted = sender.name
                 self._stand_at = self._now + ASK_AGAIN_S
-        plan = plan_to_json(self.plan) if self.plan is not None and late else None
-        answers = self._answers if plan is not None else {}
+        news = self._news() if late and self.plan is not None else None
         head = member_to_json(peer.member) if peer is not None and lives else None
-        self._post(sender, "say", what=what, yes=yes, highest=self._highest, plan=plan, answers=answers, head=head)
+        self._post(sender, "say", what=what, yes=yes, highest=self.consent.highest, news=news, head=head)
         if self._role == "head" and sender.name not in self._peers:
             self._hear(sender, "join", {}, term)
 
     def _vote_counts(self, sender: Member, message: Message, term: int) -> None:
-        self._highest = max(self._highest, int(message["highest"]))
-        if message["plan"] is not None:
-            self._learn(plan_from_json(message["plan"]), message["answers"])
+        self.consent.highest = max(self.consent.highest, int(message["highest"]))
+        if message["news"] is not None:
+            self._learn(message["news"])
         if message["head"] is not None:
             self._post(member_from_json(message["head"]), "join")
-        if message["what"] == self._asking and message["yes"] and (self._asking == "pre" or term == self._term):
+        if message["what"] == self._asking and message["yes"] and (self._asking == "pre" or term == self.term):
             self._votes.add(sender.name)
             self._count()
 
@@ -444,10 +465,11 @@ class Core:
             self._repeat(sender, "tell", self._to_head)
         assert self._head_peer is not None
         self._head_peer.hear(self._now)
+        self._asking = ""
         if kind == "prepare":
-            self._prepare(sender, plan_from_json(message["plan"]))
+            self._prepare(sender, message)
         elif kind == "begin":
-            self._learn(plan_from_json(message["plan"]), message["answers"])
+            self._learn(message["news"])
         elif kind == "order" and int(message["number"]) == max(self._seen_of_head + 1, int(message["oldest"])):
             self._seen_of_head = int(message["number"])
             body = message["body"]
@@ -459,26 +481,28 @@ class Core:
             peer.repeated = self._now
             self._repeat(sender, "tell", self._to_head)
         if kind in ("beat", "order"):
-            self._post(sender, "here", plan=self._valid, orders=self._seen_of_head)
+            self._post(sender, "here", plan=self.consent.number, orders=self._seen_of_head)
 
-    def _prepare(self, sender: Member, plan: Plan) -> None:
-        if self._ready is not None and self._ready[0] == plan.number:
-            self._post(sender, "ready", number=plan.number, answer=self._ready[1])
-        elif plan.number > self._newest:
-            self._highest = max(self._highest, plan.number)
-            self._proposal, self._ready = plan, None
+    def _prepare(self, sender: Member, message: Message) -> None:
+        plan = plan_from_json(message["plan"])
+        if self.consent.accept(self.term, plan, int(message["after"]), tuple(map(tuple, message["bodies"]))):
+            self._ready = None
             self._call(lambda listener: listener.prepare(plan))
+        elif self._ready is not None and self._ready[0] == plan.number:
+            self._post(sender, "ready", number=plan.number, answer=self._ready[1])
 
-    def _learn(self, plan: Plan, answers: Mapping[str, Message]) -> None:
-        """``plan`` is valid."""
-        self._highest = max(self._highest, plan.number)
-        if plan.number <= self._valid:
-            return
-        self.plan, self._answers = plan, dict(answers)
-        self._tie_won = False
-        if self._proposal is not None and self._proposal.number <= plan.number:
-            self._proposal = None
-        self._call(lambda listener: listener.begin(plan, answers))
+    def _learn(self, news: Message) -> None:
+        """A plan is valid."""
+        plan, answers = plan_from_json(news["plan"]), dict(news["answers"])
+        term, number = news["ballot"]
+        if self.consent.learn(plan, answers, (int(term), int(number))):
+            self._tie_won = False
+            self._call(lambda listener: listener.begin(plan, answers))
+
+    def _news(self) -> Message:
+        """What makes others learn of the last valid plan."""
+        assert self.plan is not None
+        return {"plan": plan_to_json(self.plan), "answers": self.consent.answers, "ballot": self.consent.settled}
 
     # -- the head ------------------------------------------------------------------------------------------------
 
@@ -489,10 +513,10 @@ class Core:
             self._left.discard(sender.name)
             self._call(lambda listener: listener.joined(sender))
             self._beat(peer)
-            if self._valid:
+            if self.plan is not None:
                 self._send_begin(peer)
         peer.hear(self._now)
-        if term != self._term:
+        if term != self.term:
             self._beat(peer)
         elif kind == "here":
             self._to_all.setdefault(sender.name, Outbox()).confirm(int(message["orders"]))
@@ -508,11 +532,12 @@ class Core:
 
     def _catch_up(self, peer: Peer, plan: int) -> None:
         """Say again what seems to have been lost on the way."""
-        behind = plan < self._valid or (self._proposal is not None and peer.member.name not in self._proposal_answers)
-        if behind and self._now - peer.told >= REPEAT_S:
-            if plan < self._valid:
+        proposed = self.consent.proposal is not None and peer.member.name not in self._proposal_answers
+        behind = plan < self.consent.number
+        if (behind or proposed) and self._now - peer.told >= REPEAT_S:
+            if behind:
                 self._send_begin(peer)
-            if self._proposal is not None:
+            if proposed:
                 self._send_proposal(peer)
         if self._now - peer.repeated >= REPEAT_S:
             peer.repeated = self._now
@@ -523,34 +548,37 @@ class Core:
             self._post(member, kind, number=number, oldest=box.oldest, body=body)
 
     def _send_proposal(self, peer: Peer) -> None:
-        assert self._proposal is not None
+        consent = self.consent
+        assert consent.proposal is not None
         peer.told = self._now
-        self._post(peer.member, "prepare", plan=plan_to_json(self._proposal))
+        plan = plan_to_json(consent.proposal)
+        self._post(peer.member, "prepare", plan=plan, after=consent.number, bodies=consent.others)
 
     def _send_begin(self, peer: Peer) -> None:
-        assert self.plan is not None
         peer.told = self._now
-        self._post(peer.member, "begin", plan=plan_to_json(self.plan), answers=self._answers)
+        self._post(peer.member, "begin", news=self._news())
 
     def _note_ready(self, name: str, number: int, answer: Message) -> None:
-        plan = self._proposal
+        plan = self.consent.proposal
         if plan is None or number != plan.number:
             return
         self._proposal_answers[name] = answer
         names = {member.name for member in plan.members}
         if not names <= self._proposal_answers.keys():
             return
-        part = share(names, self._everybody())
+        part = self.consent.share(names, head=True)
         if part is Share.MAJORITY or (part is Share.HALF and self._tie_won):
-            answers, self._proposal = self._proposal_answers, None
-            self._learn(plan, answers)
+            answers = dict(self._proposal_answers)
+            self.consent.learn(plan, answers, (self.term, number))
+            self._tie_won = False
+            self._call(lambda listener: listener.begin(plan, answers))
             for peer in self._peers.values():
                 self._send_begin(peer)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def _post(self, member: Member, kind: str, **fields: Any) -> None:
-        self._send(member, {"kind": kind, "term": self._term + (kind == "ask" and self._asking == "pre"), **fields})
+        self._send(member, {"kind": kind, "term": self.term + (kind == "ask" and self._asking == "pre"), **fields})
 
     def _call(self, call: Callable[[Listener], None]) -> None:
         self._calls.append(call)
