@@ -15,5 +15,7 @@ REPEATED: Final = 70
 """``opsd launch``: the same failure came back; restarting again would not help."""
 REQUEUE: Final = 75
 """``opsd launch``: checkpointed at a step boundary after SIGTERM or SIGUSR1; run the job again."""
+FENCED: Final = 76
+"""``python -m trainer``: a later generation of the run has begun elsewhere; this rank would only be in its way."""
 NOT_FOUND: Final = 127
 """``opsd launch``: the program does not exist or cannot be executed."""

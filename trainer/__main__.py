@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from opsd.checkpoints.lease import EXIT_FENCED, Fence, Fenced, LeaseError
 from opsd.checkpoints.manifest import CheckpointError
 from trainer.config import ConfigError, load
 from trainer.data.shards import DataError
@@ -24,9 +26,11 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
     """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b).
 
     Goes on from the newest checkpoint of the run folder that verifies. Exit codes: 0 done, or stopped on request
-    with the state saved; 1 failed; 2 settings or data that cannot be used.
+    with the state saved; 1 failed; 2 settings or data that cannot be used; 76 a later generation of the run has begun.
     """
     try:
+        if fence := Fence.of(os.environ):
+            fence.check()
         saved = _train(config, overrides, fresh)
     except (ConfigError, DataError) as error:
         click.echo(f"trainer: {error}", err=True)
@@ -34,6 +38,9 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
     except (RestoreError, CheckpointError, TrainingError) as error:
         click.echo(f"trainer: {error}", err=True)
         sys.exit(FAILED)
+    except LeaseError as error:
+        click.echo(f"trainer: {error.strerror}", err=True)
+        sys.exit(EXIT_FENCED if isinstance(error, Fenced) else FAILED)
     if not saved:
         click.echo("trainer: stopped, but the last state could not be saved; see the events of the run", err=True)
         sys.exit(FAILED)

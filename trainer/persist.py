@@ -13,7 +13,8 @@ ends; ending is bounded, see ``LIMIT_S``. A rank locks its byte of the file ``.s
 persist process, so that the byte is locked as long as either lives. The first rank's process uses the locks to tell a
 part that is still to come from one that never will; the next generation uses them to wait for saves in flight before
 it chooses a checkpoint (``wait_for_saves``). File names carry the attempt, a random number of each start of the run,
-so that parts of two generations never mix.
+so that parts of two generations never mix. Once a later generation has been claimed (``opsd.checkpoints.lease``)
+nothing of an earlier one is committed any more.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opsd.checkpoints.lease import Fence
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
 from opsd.checkpoints.retention import AWAITED, prune
 from trainer.memory import Record, checksum, write_record
@@ -170,6 +172,8 @@ def _save(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any], orders: Order
                 order["save"], order["sample"], plan.layout, order["digest"], files, "local", time.time(), plan.run
             )
             _await(folder, plan)
+            if fence := Fence.of(os.environ):
+                fence.check()
             commit(folder, manifest)
         else:
             _await_commit(folder, part.name, orders)
@@ -177,7 +181,8 @@ def _save(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any], orders: Order
         _discard(folder, plan, part)
         if isinstance(error, Abandoned):
             return {"state": "abandoned"}
-        return {"state": "failed", "why": f"{folder}: {error.strerror}"}
+        why = "another start of the run has committed it" if isinstance(error, FileExistsError) else error.strerror
+        return {"state": "failed", "why": f"{folder}: {why}"}
     return {"state": "committed"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from opsd.checkpoints.lease import Fence
+from opsd.checkpoints.lease import newest as newest_claim
 from opsd.checkpoints.manifest import (
     MANIFEST,
     REJECTED,
@@ -33,6 +36,9 @@ from trainer.regions import Region
 from trainer.world import World
 
 WAIT_FOR_SAVES_S = 60.0
+WAIT_FOR_FENCED_S = 2.0
+"""A fenced generation commits only what it was about to commit. Its locks say little: those of a dead node stay for a
+minute and more on a server (NFSv4 lease)."""
 
 
 class RestoreError(Exception):
@@ -44,6 +50,11 @@ class _Damaged:
     """What was in memory of ``step`` turned out to be damaged when part of the state had been overwritten with it."""
 
     step: int
+
+
+def _patience_s() -> float:
+    fence = Fence.of(os.environ)
+    return WAIT_FOR_FENCED_S if fence and newest_claim(fence.folder) else WAIT_FOR_SAVES_S
 
 
 def restore(
@@ -65,7 +76,7 @@ def restore(
     """
     began = time.monotonic()
     if world.rank == 0:
-        wait_for_saves(root, WAIT_FOR_SAVES_S)
+        wait_for_saves(root, _patience_s())
     newest = world.from_first(max(steps(root), default=-1) if world.rank == 0 else -1)
     kept = _from_memory(state, world, digest, newest, reporter)
     if isinstance(kept, Manifest):

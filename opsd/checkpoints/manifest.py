@@ -8,6 +8,7 @@ aside by renaming its manifest to ``manifest.json.rejected``, so it no longer ex
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,6 +21,8 @@ import xxhash
 MANIFEST = "manifest.json"
 REJECTED = "manifest.json.rejected"
 FORMAT = 1
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems without hard links answer (link(2))."""
 _FOLDER = re.compile(r"step-(\d{12})")
 _BLOCK = 1 << 22
 
@@ -87,7 +90,8 @@ def sync_folder(path: Path) -> None:
 def commit(folder: Path, manifest: Manifest) -> None:
     """Make the checkpoint in ``folder`` exist.
 
-    Its files must already be synced. Raises OSError; then it does not exist.
+    Its files must already be synced. Raises OSError; then it does not exist. FileExistsError: another start of the run
+    has committed this step, and its checkpoint stays.
     """
     draft = folder / f".{MANIFEST}.{os.getpid()}"
     try:
@@ -96,12 +100,29 @@ def commit(folder: Path, manifest: Manifest) -> None:
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)
-        os.rename(draft, folder / MANIFEST)
+        _rename_new(draft, folder / MANIFEST)
     except OSError:
         draft.unlink(missing_ok=True)
         raise
     sync_folder(folder)
     sync_folder(folder.parent)
+
+
+def _rename_new(draft: Path, target: Path) -> None:
+    """Rename ``draft``. Raises FileExistsError if there is a ``target``, also if it has appeared just now."""
+    try:
+        os.link(draft, target)
+    except FileExistsError:
+        if draft.stat().st_nlink != 2:  # else an NFS server was told twice to make this link
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
+        os.rename(draft, target)
+        return
+    draft.unlink()
 
 
 def read(folder: Path, name: str = MANIFEST) -> Manifest:

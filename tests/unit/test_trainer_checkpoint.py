@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from opsd.checkpoints.lease import claim
 from opsd.checkpoints.manifest import (
     MANIFEST,
     CheckpointError,
@@ -151,7 +153,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 class Persister:
     """A real persist process with ``content`` staged, and this test in the place of its rank."""
 
-    def __init__(self, root: Path, rank: int, world: int, content: bytes, attempt: str = "0000abcd") -> None:
+    def __init__(
+        self, root: Path, rank: int, world: int, content: bytes, attempt: str = "0000abcd", generation: int = 0
+    ) -> None:
         memory = os.memfd_create("test")
         os.ftruncate(memory, len(content))
         mmap.mmap(memory, len(content))[:] = content
@@ -160,6 +164,7 @@ class Persister:
         plan = Plan(str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
+            env={**os.environ, "OPSD_RUN_DIR": str(root.parent), "OPSD_GENERATION": str(generation)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -197,7 +202,7 @@ Start = Callable[..., Persister]
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Persister] = []
 
-    def begin(rank: int, world: int, content: bytes = b"state of a rank" * 999, **more: str) -> Persister:
+    def begin(rank: int, world: int, content: bytes = b"state of a rank" * 999, **more: Any) -> Persister:
         started.append(Persister(tmp_path, rank, world, content, **more))
         return started[-1]
 
@@ -290,6 +295,44 @@ def test_an_abandoned_save_is_removed(tmp_path: Path, start: Start) -> None:
     first.order(save=STEP + 20, sample=SAMPLE)
     start(1, 2).order(save=STEP + 20, sample=SAMPLE)
     assert first.answer() == {"state": "committed"}
+
+
+def test_of_two_copies_of_a_run_only_the_later_writes(tmp_path: Path) -> None:
+    """Once the other copy has claimed a generation, this one commits nothing more and takes its part away again."""
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    assert claim(tmp_path, 1, {"node": "n1"})
+    cut_off, requeued = (
+        Persister(root, 0, 1, b"state" * 999, f"0000000{generation}", generation) for generation in (1, 2)
+    )
+    try:
+        cut_off.order(save=10, sample=0)
+        assert cut_off.answer() == {"state": "committed"}
+        assert claim(tmp_path, 2, {"node": "n2"})
+        cut_off.order(save=20, sample=0)
+        answer = cut_off.answer()
+        assert answer["state"] == "failed"
+        assert "generation 2 of the run has begun elsewhere" in answer["why"]
+        assert not folder_of(root, 20).exists()
+        requeued.order(save=20, sample=0)
+        assert requeued.answer() == {"state": "committed"}
+        assert ".00000002." in verify(folder_of(root, 20)).files[0].name
+    finally:
+        cut_off.end()
+        requeued.end()
+
+
+def test_a_step_is_committed_once(tmp_path: Path, start: Start) -> None:
+    """A second start of the run that saves the same step leaves the first one's checkpoint as it is, and says so."""
+    first, second = start(0, 1, attempt="00000001"), start(0, 1, b"other bytes", attempt="00000002")
+    first.order(save=STEP, sample=SAMPLE)
+    assert first.answer() == {"state": "committed"}
+    second.order(save=STEP, sample=SAMPLE)
+    answer = second.answer()
+    assert answer["state"] == "failed"
+    assert "another start of the run has committed it" in answer["why"]
+    assert ".00000001." in verify(folder_of(tmp_path, STEP)).files[0].name
+    assert not list(tmp_path.glob("step-*/*.00000002.*"))
 
 
 def test_a_torn_part_is_not_a_part(tmp_path: Path, start: Start) -> None:
