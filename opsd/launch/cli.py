@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from opsd import exitcodes
+from opsd.checkpoints import lease
 from opsd.launch.capture import find_py_spy
 from opsd.launch.console import Console
 from opsd.launch.control import ControlServer
 from opsd.launch.environment import gpu_count
 from opsd.launch.events import EventLog
 from opsd.launch.failure import RestartPolicy
+from opsd.launch.fellows import Count, FellowsError, find_fellows
 from opsd.launch.hang import HangLimits
 from opsd.launch.hang_watch import HangWatch
+from opsd.launch.head import Shape
 from opsd.launch.loop import Loop
 from opsd.launch.membership import SingleNode
 from opsd.launch.process import become_subreaper
 from opsd.launch.program import Program, ProgramNotFound
 from opsd.launch.ranks import RankStarter
 from opsd.launch.rundir import RUN_NAME, RunError, RunFolders, memory_root, new_run_name, prune
+from opsd.launch.secret import SecretError, job_secret
 from opsd.launch.settings import Settings
 from opsd.launch.solo import Solo
 from opsd.launch.standby import StandbyPool
-from opsd.launch.supervisor import Supervisor
+from opsd.launch.supervisor import RunControl, Supervisor
+from opsd.launch.together import with_fellows
 
 _FILE = click.Path(path_type=Path)
 
@@ -45,10 +51,11 @@ def _local_size(context: click.Context, parameter: click.Parameter, value: str) 
     return int(value)
 
 
-def _one_node(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    if value not in ("1", "1:1"):
-        raise click.BadParameter(f"{value!r}: this opsd launches on one node only; use --nnodes 1")
-    return value
+def _nodes(context: click.Context, parameter: click.Parameter, value: str) -> Count:
+    try:
+        return Count.parse(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number of nodes nor MIN:MAX") from None
 
 
 def _run_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
@@ -112,9 +119,45 @@ def shown_ranks(
     metavar="N|cpu|gpu|auto",
     help="Ranks on this node.",
 )
-@click.option("--nnodes", default="1", show_default=True, callback=_one_node, envvar="PET_NNODES", help="Nodes: 1.")
-@click.option("--standalone", is_flag=True, help="Accepted for torchrun; one node always meets by itself.")
-@click.option("--node-rank", type=click.IntRange(0, 0), default=0, envvar="PET_NODE_RANK", hidden=True)
+@click.option(
+    "--nnodes",
+    "count",
+    default="1",
+    show_default=True,
+    callback=_nodes,
+    envvar="PET_NNODES",
+    metavar="N|MIN:MAX",
+    help="Nodes that run ranks; one launcher on each. Further nodes are spares.",
+)
+@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes that stand by.")
+@click.option("--nodes", default="", help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default.")
+@click.option("--node-name", default="", help="The name of this node among them; Slurm's or the host's by default.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), help="Where the launchers listen; made from the Slurm job by default."
+)
+@click.option(
+    "--node-timeout",
+    type=click.FloatRange(0.5, 300),
+    default=2.0,
+    show_default=True,
+    help="Seconds of silence after which a node is lost, unless it is known to answer slowly.",
+)
+@click.option(
+    "--join-timeout",
+    type=click.FloatRange(1),
+    default=600.0,
+    show_default=True,
+    help="Seconds within which the nodes must have come.",
+)
+@click.option(
+    "--wait-for-node",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Seconds to wait for a node to come back when too few are left, before the run is given back to Slurm.",
+)
+@click.option("--standalone", is_flag=True, help="Accepted for torchrun; launchers meet by themselves.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, envvar="PET_NODE_RANK", hidden=True)
 @click.option("--rdzv-backend", default="static", envvar="PET_RDZV_BACKEND", hidden=True)
 @click.option("--rdzv-endpoint", default="", envvar="PET_RDZV_ENDPOINT", hidden=True)
 @click.option("--rdzv-conf", default="", envvar="PET_RDZV_CONF", hidden=True)
@@ -202,7 +245,8 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
     """Start and supervise the ranks of a job, where torchrun is used today.
 
     The flags and the environment of the ranks are torchrun's. All output of a rank goes to one log file, and from
-    there to the console.
+    there to the console. On several nodes start it once on each, with the same arguments; the folder of the run must
+    be one that all of them see.
     """
     if module and no_python:
         raise click.UsageError("--module and --no-python exclude each other; leave one out.")
@@ -211,7 +255,7 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
     except ProgramNotFound as error:
         click.echo(f"opsd launch: {error}", err=True)
         return exitcodes.NOT_FOUND
-    node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    node = options["node_name"] or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     hang_limit, run = options["hang_limit"], options["run"]
     settings = Settings(
         program=found,
@@ -232,19 +276,55 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
     )
     shared = memory_root()
     prune(shared, time.time())
+    several = options["count"].most + options["spares"] > 1
     try:
         folders = RunFolders.create(run, folder=options["run_dir"], logs=options["log_dir"], shared=shared)
-        targets = [folders.memory / "events.jsonl", folders.folder / "events.jsonl"]
+        targets = [folders.memory / "events.jsonl", *([] if several else [folders.folder / "events.jsonl"])]
         events = EventLog(run, node, targets + ([options["events"]] if options["events"] else []))
     except RunError as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
+    if several:
+        return _launch_with_fellows(settings, folders, events, options)
     membership = SingleNode(settings.local_size, options["master_addr"], options["master_port"])
-    return _supervise(settings, folders, events, membership)
+    return _supervise(settings, folders, events, lambda node: Solo(node, membership, _policy(settings)))
 
 
-def _supervise(settings: Settings, folders: RunFolders, events: EventLog, membership: SingleNode) -> int:
+def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
+    count: Count = options["count"]
+    try:
+        fellows = find_fellows(options["nodes"], settings.node, options["port"], os.environ)
+        secret = job_secret(folders.folder)
+        last = max(folders.last_generation(), lease.newest(folders.folder))
+    except (FellowsError, SecretError) as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} cannot be read: {error.strerror}") from error
+    have, need = len(fellows.members), count.least + options["spares"]
+    if have < need:
+        raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
+    timeout_s = options["node_timeout"]
+    shape = Shape(
+        count.least,
+        count.most,
+        tuple(member.name for member in fellows.members),
+        join_s=options["join_timeout"],
+        wait_s=options["wait_for_node"],
+        victim_s=timeout_s + 1.0,
+    )
+    return _supervise(
+        settings, folders, events, lambda node: with_fellows(node, fellows, shape, secret, last + 1, timeout_s)
+    )
+
+
+def _policy(settings: Settings) -> RestartPolicy:
+    return RestartPolicy(settings.max_restarts, same_limit=settings.same_failures, refill_steps=settings.refill_steps)
+
+
+def _supervise(
+    settings: Settings, folders: RunFolders, events: EventLog, control_of: Callable[[Supervisor], RunControl]
+) -> int:
     become_subreaper()
     loop = Loop()
     standby = StandbyPool(
@@ -267,10 +347,9 @@ def _supervise(settings: Settings, folders: RunFolders, events: EventLog, member
         hangs=hangs,
         console=console,
     )
-    policy = RestartPolicy(settings.max_restarts, same_limit=settings.same_failures, refill_steps=settings.refill_steps)
     control = ControlServer(folders.control, loop, supervisor.answer)
     try:
-        return supervisor.run(Solo(supervisor, membership, policy))
+        return supervisor.run(control_of(supervisor))
     finally:
         control.close()
         standby.close()

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from opsd import exitcodes
+from opsd.launch.aside import aside
 from opsd.launch.control import Request
 from opsd.launch.failure import Failure
 from opsd.launch.hang import Hang, Standing
-from opsd.launch.head import Head
+from opsd.launch.head import Head, generation_of
 from opsd.launch.membership import Assignment, free_port
 from opsd.launch.messages import say
 from opsd.launch.postmortem import report_exit
@@ -24,6 +25,8 @@ from opsd.launch.watch import Recovery
 PROGRESS_S = 1.0
 HUNG_AGAIN_S = 1.0
 """How often the head is told of a hang that lasts."""
+TIE_S = 4.0
+"""How long a half that has not most of the nodes at work leaves the claim to the other."""
 FAREWELL_S = 3.0
 """How long the head stays for the others after the end."""
 
@@ -35,17 +38,12 @@ class Fence(Protocol):
         """True if generation ``number`` is this launcher's to begin, now and for good. Raises OSError."""
         ...
 
-    def newest(self) -> int:
-        """The highest number that anybody has claimed. Raises OSError."""
-        ...
-
 
 class ClusterRun:
     """The ``RunControl`` of a launcher with fellows, and the ``Listener`` of their agreement.
 
-    ``new_head`` makes the head's part when this launcher is elected; ``in_thread(work, done)`` runs ``work`` outside of
-    the loop and calls ``done`` with its result or its OSError. Without a majority within reach the launcher ends after
-    ``join_s`` seconds at the beginning, and after ``isolated_s`` later.
+    ``new_head`` makes the head's part when this launcher is elected. Without a majority within reach the launcher ends
+    after ``join_s`` seconds at the beginning, and after ``isolated_s`` later.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class ClusterRun:
         *,
         new_head: Callable[[], Head],
         fence: Fence,
-        in_thread: Callable[[Callable[[], Any], Callable[[Any], None]], None],
         join_s: float = 600.0,
         isolated_s: float = 60.0,
     ) -> None:
@@ -63,7 +60,6 @@ class ClusterRun:
         self._quorum = quorum
         self._new_head = new_head
         self._fence = fence
-        self._in_thread = in_thread
         self._join_s = join_s
         self._isolated_s = isolated_s
         self._head: Head | None = None
@@ -182,6 +178,9 @@ class ClusterRun:
         if self._finished:
             return
         self._proposed = plan
+        if plan.payload["keep"]:
+            self._ready(plan)
+            return
         self._noticed = time.monotonic() - float(plan.payload["noticed_s"])
         if self._node.generation.ranks:
             self._node.set_state("restarting")
@@ -191,7 +190,7 @@ class ClusterRun:
         if self._head is None:
             self._ready(plan)
         else:
-            self._in_thread(lambda: self._fence.claim(plan.number), lambda mine: self._claimed(plan, mine))
+            aside(self._node.loop, lambda: self._fence.claim(plan.number), lambda mine: self._claimed(plan, mine))
 
     def _claimed(self, plan: Plan, mine: bool | OSError) -> None:
         if isinstance(mine, OSError):
@@ -224,10 +223,25 @@ class ClusterRun:
             setattr(progress, name, max(known, default=None))
         if self._head is not None:
             self._head.began(plan, answers)
+        if self._node.generation.number == generation_of(plan) and plan.payload["keep"]:
+            return
+        if self._node.generation.running:
+            # The others have gone on without this node, which has not been asked.
+            self._node.end(lambda: self._take_part(plan))
+        else:
+            self._take_part(plan)
+
+    def _take_part(self, plan: Plan) -> None:
+        if self._plan is not plan:
+            return
         if self._quorum.own.name not in plan.slots:
-            self._node.stand_by(plan.number)
+            self._node.stand_by(generation_of(plan))
+            return
+        if plan.payload["keep"]:
+            self._tell("waiting", told="")
             return
         if not plan.payload["first"]:
+            progress = self._node.progress
             progress.recovery = Recovery(self._noticed, progress.furthest)
         self._node.start(plan.number, self._assignment(plan), int(plan.payload["restarts"]))
 
@@ -242,7 +256,7 @@ class ClusterRun:
 
     def isolated(self) -> None:
         """End the ranks here, and see whether anybody goes on without this side."""
-        if self._plan is None:
+        if self._plan is None or self._finished:
             return
         say("fewer than half of the launchers are within reach; ending the ranks here")
         self._proposed = None
@@ -254,12 +268,21 @@ class ClusterRun:
             self._leave(exitcodes.REQUEUE, f"no majority of the launchers within reach for {self._isolated_s:g} s")
 
     def tied(self, absent: tuple[str, ...]) -> None:
-        """Go on if the other half has not claimed the next generation, and then cannot."""
-        if self._plan is None:
+        """Go on if the other half has not claimed the next generation, and then cannot.
+
+        The half with most of those at work, or with the first of them, comes first.
+        """
+        plan = self._plan
+        if plan is None or self._finished:
             self._quorum.decide_tie(False)
             return
-        number = self._plan.number + 1
-        self._in_thread(lambda: self._fence.claim(number), lambda mine: self._quorum.decide_tie(mine is True))
+        here = [name for name in plan.slots if name not in absent]
+        first = 2 * len(here) > len(plan.slots) or (2 * len(here) == len(plan.slots) and plan.slots[0] in here)
+        delay_s = 0.0 if first else TIE_S
+        self._node.loop.later(delay_s, lambda: self._claim_tie(plan.number + 1))
+
+    def _claim_tie(self, number: int) -> None:
+        aside(self._node.loop, lambda: self._fence.claim(number), lambda mine: self._quorum.decide_tie(mine is True))
 
     def joined(self, member: Member) -> None:
         """Let the head know."""

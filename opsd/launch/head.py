@@ -27,11 +27,20 @@ GATHER_S = 0.1
 """After a failure that is clearly a first cause: time for the other nodes' reports, for the record."""
 STANDINGS_S = 1.0
 """How long a node may take to say where its ranks stand."""
+FORM_SETTLE_S = 2.0
+"""Once the nodes that are needed have come: how long the first generation waits for the others that are expected."""
+REGROUP_S = 2.0
+"""How long a new head waits for the others to find it before it says that there are too few."""
+KEEP_S = 0.5
+"""After a spare has come or gone: how long others may follow before the members are agreed on anew."""
 SWAP = "the swap of "
 """How the reason of a stop begins after which the run goes on without a node."""
 _BLAMED_OFTEN = 2
-FORM_SETTLE_S = 2.0
-"""Once the nodes that are needed have come: how long the first generation waits for those that are only wanted."""
+
+
+def generation_of(plan: Plan) -> int:
+    """The generation of ranks that runs under ``plan``: its own number, or the one that it keeps running."""
+    return int(plan.payload["keep"]) or plan.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,8 @@ class Head:
         self._plan: Plan | None = None
         self._first_rank: dict[str, int] = {}
         self._proposed: int | None = None
+        self._keeping = False
+        self._regroup_until = 0.0
         self._restarts = 0
         self._unfit: set[str] = set()
         self._gone: set[str] = set()
@@ -98,7 +109,9 @@ class Head:
         self._restarts = int(plan.payload["restarts"])
         self._unfit = set(plan.payload["unfit"])
         self._blamed = Counter(plan.payload["blamed"])
+        self._regroup_until = time.monotonic() + REGROUP_S
         self._know(plan, answers)
+        self._keep_soon()
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +122,7 @@ class Head:
             self._try()
         elif self._plan is not None:
             self._log.emit("launcher_joined", joined=member.name)
+            self._keep_soon()
 
     def lost(self, name: str, silent_s: float) -> None:
         """A launcher is gone, and with it, as far as anybody can tell, its node."""
@@ -119,13 +133,43 @@ class Head:
         at_work = plan is not None and name in plan.slots
         self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=at_work)
         say(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
-        if self._proposed is not None:
+        if self._proposed is not None and not (self._keeping and not at_work):
             self._try()
-        elif at_work and self._waiting is None:
+        elif not at_work:
+            self._keep_soon()
+        elif self._waiting is None:
             rank = self._first_rank.get(name, 0)
             cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
             self._noticed = time.monotonic() - silent_s
             self._recover(Report(name, cause, "not within reach", ""))
+
+    def _keep_soon(self) -> None:
+        """Have those that have come vote, and those that have gone no longer count, while the ranks run on."""
+        self._loop.later(KEEP_S, self._keep)
+
+    def _keep(self) -> None:
+        plan = self._plan
+        if plan is None or self._finished or self._waiting is not None:
+            return
+        if self._proposed is not None and not self._keeping:
+            return
+        if {member.name for member in plan.members} != self._quorum.alive.keys() and self._all_alive(plan.slots):
+            self._keeping = True
+            self._proposed = self._quorum.propose(plan.slots, self._payload(keep=generation_of(plan)))
+
+    def _all_alive(self, slots: Sequence[str]) -> bool:
+        return self._quorum.alive.keys() >= set(slots)
+
+    def _payload(self, keep: int) -> dict[str, Any]:
+        return {
+            "policy": self._policy.memory(),
+            "restarts": self._restarts,
+            "unfit": sorted(self._unfit),
+            "blamed": self._blamed,
+            "noticed_s": time.monotonic() - self._noticed,
+            "first": self._plan is None,
+            "keep": keep,
+        }
 
     def _try(self) -> None:
         """Propose the next generation if there are enough nodes for it."""
@@ -133,10 +177,11 @@ class Head:
         if slots is None:
             self._proposed = None
             if self._waiting is None:
-                self._wait_for_nodes("too few nodes are left", self._shape.wait_s)
+                wait_s = max(self._shape.wait_s, self._regroup_until - time.monotonic(), 0.0)
+                self._wait_for_nodes("too few nodes are left", wait_s)
             return
-        wanted = len(slots) == self._shape.most
-        if self._plan is None and not wanted and self._waiting is not None:
+        everybody = self._quorum.alive.keys() >= set(self._shape.order)
+        if self._plan is None and not everybody and self._waiting is not None:
             self._loop.later(FORM_SETTLE_S, self._propose_if_waiting)
             return
         self._propose(slots)
@@ -151,15 +196,8 @@ class Head:
             self._waiting.cancel()
             self._waiting = None
         self._forget()
-        payload = {
-            "policy": self._policy.memory(),
-            "restarts": self._restarts,
-            "unfit": sorted(self._unfit),
-            "blamed": self._blamed,
-            "noticed_s": time.monotonic() - self._noticed,
-            "first": self._plan is None,
-        }
-        self._proposed = self._quorum.propose(slots, payload)
+        self._keeping = False
+        self._proposed = self._quorum.propose(slots, self._payload(keep=0))
 
     def _slots(self) -> tuple[str, ...] | None:
         """Who runs ranks next: survivors where they were, fit spares in the gaps; None if that is not enough."""
@@ -188,8 +226,11 @@ class Head:
     def began(self, plan: Plan, answers: Mapping[str, Message]) -> None:
         """``plan`` is valid; ``answers`` say how many ranks each node has and how far the run is."""
         before = self._plan
-        self._proposed = None
+        self._proposed, self._keeping = None, False
         self._know(plan, answers)
+        self._keep_soon()
+        if plan.payload["keep"]:
+            return
         for name in plan.slots:
             if before is not None and name not in before.slots:
                 self._log.emit("spare_joined", joined=name, place=plan.slots.index(name))
@@ -198,7 +239,7 @@ class Head:
 
     def _know(self, plan: Plan, answers: Mapping[str, Message]) -> None:
         self._plan = plan
-        self._log.generation = plan.number
+        self._log.generation = generation_of(plan)
         sizes = [int(answers[name]["local_size"]) for name in plan.slots]
         self._first_rank = {name: sum(sizes[:place]) for place, name in enumerate(plan.slots)}
         for answer in answers.values():
@@ -216,7 +257,11 @@ class Head:
             return
         elif kind == "stop":
             self._stop(str(message["by"]))
-        elif self._proposed is not None or self._plan is None or message.get("generation") != self._plan.number:
+        elif (
+            self._plan is None
+            or (self._proposed is not None and not self._keeping)
+            or message.get("generation") != generation_of(self._plan)
+        ):
             return
         elif kind == "failed":
             self._gather(failed_from_json(sender, message["failures"], time.time()))
@@ -304,7 +349,7 @@ class Head:
         assert self._plan is not None
         if self._standings is None and self._gathering is None:
             self._standings = {}
-            self._quorum.tell_all({"kind": "standings?", "generation": self._plan.number})
+            self._quorum.tell_all({"kind": "standings?", "generation": generation_of(self._plan)})
             self._gathering = self._loop.later(STANDINGS_S, self._judge_hang)
 
     def _standing(self, sender: str, ranks: list[Standing]) -> None:
@@ -360,7 +405,7 @@ class Head:
         if self._stopping and not self._swapping:
             return
         self._stopping, self._swapping = by, False
-        if self._plan is None or self._proposed is not None:
+        if self._plan is None or (self._proposed is not None and not self._keeping):
             self._end(exitcodes.REQUEUE, f"stopped between generations after {by}")
         else:
             self._quorum.tell_all({"kind": "order_stop", "by": by})

@@ -133,6 +133,7 @@ class Supervisor:
     def run(self, control: RunControl) -> int:
         """Serve until the run is over."""
         self._control = control
+        self.set_state("waiting")
         self.loop.on_signals((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), self._on_signal)
         control.start_run()
         self._standby.study()

@@ -159,6 +159,7 @@ def test_fewer_nodes_go_on_if_the_run_allows_it(tmp_path: Path) -> None:
     """Without a spare the places close up, down to the least number of nodes."""
     stage = Stage(tmp_path, *NODES, least=2)
     stage.head.take_over(None, {})
+    stage.loop.advance(2)
     stage.begun().lose("n1")
     assert stage.slots[-1] == ("n2", "n3")
     stage.begun().lose("n2")
@@ -186,7 +187,7 @@ def test_a_node_lost_during_a_proposal_replaces_it(stage: Stage) -> None:
 
 
 def test_the_first_generation_waits_for_its_nodes(tmp_path: Path) -> None:
-    """Too few: not before the last has come. Enough, but not all that are wanted: a little longer."""
+    """Too few: not before the last has come. Enough, but not all that are expected: a little longer."""
     stage = Stage(tmp_path, "n1", least=2, most=3)
     stage.head.take_over(None, {})
     stage.loop.advance(10)
@@ -194,7 +195,21 @@ def test_the_first_generation_waits_for_its_nodes(tmp_path: Path) -> None:
     for name in ("n2", "n3"):
         stage.quorum.alive[name] = member(name)
         stage.head.joined(member(name))
+    assert stage.slots == []
+    stage.loop.advance(2)
     assert stage.slots == [NODES]
+
+
+def test_a_spare_that_comes_later_gets_a_vote(stage: Stage) -> None:
+    """The members are agreed on anew; the ranks run on, and what happens meanwhile is not overheard."""
+    stage.quorum.alive["n5"] = member("n5")
+    stage.head.joined(member("n5"))
+    stage.loop.advance(1)
+    plan = stage.quorum.proposals[-1]
+    assert (plan.slots, plan.payload["keep"]) == (NODES, 1)
+    stage.fail("n2", 2, "signal")
+    stage.loop.advance(1)
+    assert stage.quorum.proposals[-1].payload["keep"] == 0
 
 
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:
@@ -288,6 +303,7 @@ def test_no_swap_without_a_spare(tmp_path: Path) -> None:
     """The run is not interrupted for nothing."""
     stage = Stage(tmp_path, *NODES)
     stage.head.take_over(None, {})
+    stage.loop.advance(2)
     stage.begun().tell("n1", "swap", node="n2", reason="")
     assert (stage.slots, stage.quorum.orders) == ([NODES], [])
     assert stage.events("swap_refused")[0]["swap"] == "n2"

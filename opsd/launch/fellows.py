@@ -1,0 +1,87 @@
+"""Which launchers a run has, and where they listen: from the command line, or from the Slurm job that it runs in."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opsd.launch.quorum.port import Member
+from opsd.slurm.hostlist import HostlistError, expand
+
+DEFAULT_PORT = 29_480
+_JOB_PORTS = range(21_000, 29_000)
+"""Below those from which the kernel gives out ports; one for each job, so that two jobs may share a node."""
+
+
+class FellowsError(Exception):
+    """The launchers of the run cannot be known; the message says what to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many nodes run ranks."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Count:
+        """``N`` or ``MIN:MAX`` as in torchrun. Raises ValueError."""
+        least, _, most = text.partition(":")
+        count = cls(int(least), int(most or least))
+        if not 1 <= count.least <= count.most:
+            raise ValueError(text)
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Fellows:
+    """All launchers of the run in the order in which they get work, and the own one among them."""
+
+    own: Member
+    members: tuple[Member, ...]
+
+
+def find_fellows(nodes: str, own_name: str, port: int | None, environ: Mapping[str, str]) -> Fellows:
+    """``nodes`` is a hostlist whose names may have addresses, ``n1=10.0.0.1,n2``; "" stands for those of the Slurm job.
+
+    Raises FellowsError.
+    """
+    given = nodes or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    if not given:
+        raise FellowsError("more than one node, and no Slurm job that says which: name them with --nodes n1,n2,…")
+    port = port or _job_port(environ)
+    members: dict[str, Member] = {}
+    for name, address in _pairs(given).items():
+        members[name] = Member(name, _resolve(address), port)
+    if own_name not in members:
+        shown = ", ".join(list(members)[:8])
+        raise FellowsError(f"this node, {own_name}, is not among the nodes of the run ({shown}); see --node-name")
+    return Fellows(members[own_name], tuple(members.values()))
+
+
+def _pairs(given: str) -> dict[str, str]:
+    if "=" not in given:
+        try:
+            return {name: name for name in expand(given)}
+        except HostlistError as error:
+            raise FellowsError(f"the nodes cannot be read: {error}") from error
+    pairs = [item.strip().partition("=") for item in given.split(",")]
+    return {name: address or name for name, _, address in pairs}
+
+
+def _resolve(host: str) -> str:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise FellowsError(
+            f"{host} has no address here ({error.strerror}); give it as --nodes {host}=ADDRESS"
+        ) from error
+    addresses = sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
+    return addresses[0]
+
+
+def _job_port(environ: Mapping[str, str]) -> int:
+    job = environ.get("SLURM_JOB_ID", "")
+    return _JOB_PORTS[int(job) % len(_JOB_PORTS)] if job.isdigit() else DEFAULT_PORT

@@ -1,0 +1,171 @@
+"""``opsd launch`` on several nodes, played on one machine: whichever node goes, the run goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from tests.fakes.launched import TRAIN
+from tests.fakes.nodes import Nodes
+
+ENDLESS = TRAIN + "\ntrain(100000, step_s=0.02)\n"
+
+
+def resumed(nodes: Nodes, times: int = 1) -> bool:
+    """True once the run has made a step again so many times."""
+    return len(nodes.events("resumed")) >= times
+
+
+def with_spare(nodes: Nodes) -> bool:
+    """True once all of n1 and n2 run ranks and n3 stands by, and everybody knows."""
+    states = [nodes.state(name)["state"] for name in nodes.names]
+    return states == ["running", "running", "spare"] and nodes.ask("n2", cmd="status")["spares"] == ["n3"]
+
+
+def slots(nodes: Nodes) -> list[list[str]]:
+    return [event["nodes"] for event in nodes.events("generation_started")]
+
+
+def test_ranks_are_numbered_over_the_nodes(tmp_path: Path) -> None:
+    """Torchrun's variables, one place to meet, and exit code 0 everywhere once all nodes are done."""
+    source = """
+        import json, os
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+                 "MASTER_ADDR", "MASTER_PORT", "OPSD_NODE", "OPSD_GENERATION")
+        print("ENV", json.dumps({name: os.environ[name] for name in names}))
+    """
+    with Nodes(tmp_path, source, "--nnodes=2", "--nproc-per-node=2", count=2) as nodes:
+        assert nodes.wait() == {"n1": exitcodes.OK, "n2": exitcodes.OK}
+        logs = sorted((nodes.run / "logs/gen-0001").glob("rank-*.log"))
+        seen = [json.loads(log.read_text().partition("ENV ")[2]) for log in logs]
+    assert [rank["RANK"] for rank in seen] == ["0", "1", "2", "3"]
+    assert [rank["OPSD_NODE"] for rank in seen] == ["n1", "n1", "n2", "n2"]
+    assert {rank["WORLD_SIZE"] for rank in seen} == {"4"}
+    assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in seen}) == 1
+    assert nodes.events("finished")[-1]["exit_code"] == 0
+
+
+@pytest.mark.parametrize("victim", ["n1", "n2"])
+def test_a_spare_takes_the_place_of_a_dead_node(tmp_path: Path, victim: str) -> None:
+    """The head's node or another: the run goes on in the next generation, on the spare."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=1", count=3) as nodes:
+        nodes.until(lambda: with_spare(nodes))
+        nodes.kill(victim)
+        nodes.until(lambda: resumed(nodes))
+        (lost,) = nodes.events("node_lost")
+        assert lost["lost"] == victim
+    places = ["n3" if name == victim else name for name in ("n1", "n2")]
+    assert slots(nodes) == [["n1", "n2"], places]
+    assert nodes.events("spare_joined")[0]["joined"] == "n3"
+
+
+@pytest.mark.slow
+def test_a_frozen_node_is_replaced_and_comes_back_as_a_spare(tmp_path: Path) -> None:
+    """It ends the ranks that it still had, and can take the place of the next one."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=1", count=3) as nodes:
+        nodes.until(lambda: with_spare(nodes))
+        nodes.freeze("n1")
+        nodes.until(lambda: resumed(nodes))
+        nodes.thaw("n1")
+        nodes.until(lambda: nodes.state("n1")["state"] == "spare")
+        nodes.kill("n2")
+        nodes.until(lambda: resumed(nodes, 2))
+    assert slots(nodes)[-1] == ["n3", "n1"]
+
+
+def test_a_failure_on_one_node_restarts_all(tmp_path: Path) -> None:
+    """The rank at fault is named with its node; twice the same at the same step ends the run everywhere."""
+    source = (
+        TRAIN
+        + """
+def fail():
+    raise ValueError("boom")
+
+train(50, at=5 if rank == 3 else None, do=fail, step_s=0.02)
+"""
+    )
+    with Nodes(tmp_path, source, "--nnodes=2", "--nproc-per-node=2", count=2) as nodes:
+        assert nodes.wait() == {"n1": exitcodes.REPEATED, "n2": exitcodes.REPEATED}
+    (finished,) = nodes.events("finished")
+    assert "Rank 3 on n2 failed after step 5 with ValueError: boom" in finished["reason"]
+    culprits = {event["rank"] for event in nodes.events("rank_exited") if event["culprit"]}
+    assert culprits == {3}
+
+
+def test_a_hang_is_named_across_nodes(tmp_path: Path) -> None:
+    """A rank that is stopped on one node, while those of the other wait for it in a collective."""
+    source = (
+        TRAIN
+        + """
+if rank == 2 and generation == 1:
+    train(8, at=7, do=lambda: os.kill(os.getpid(), signal.SIGSTOP), step_s=0.02)
+elif generation == 1:
+    train(8, step_s=0.02)
+    reporter = Reporter.from_env()
+    with reporter.phase("collective"):
+        time.sleep(600)
+else:
+    train(20, step_s=0.02)
+"""
+    )
+    flags = ("--nnodes=2", "--nproc-per-node=2", "--hang-limit=2")
+    with Nodes(tmp_path, source, *flags, count=2) as nodes:
+        assert nodes.wait() == {"n1": exitcodes.OK, "n2": exitcodes.OK}
+    (hang,) = nodes.events("hang_detected")
+    assert (hang["rank"], hang["culprit_node"]) == (2, "n2")
+
+
+def test_a_stop_on_one_node_stops_all(tmp_path: Path) -> None:
+    """A signal that reached one launcher: all ranks stop at a step boundary, and all launchers say requeue."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", count=2) as nodes:
+        nodes.until(lambda: nodes.state("n2")["state"] == "running" and nodes.state("n1")["state"] == "running")
+        nodes.processes["n2"].send_signal(signal.SIGUSR1)
+        assert nodes.wait() == {"n1": exitcodes.REQUEUE, "n2": exitcodes.REQUEUE}
+    assert nodes.events("requeued")[0]["signal"] == "SIGUSR1"
+
+
+def test_a_planned_swap_loses_no_step(tmp_path: Path) -> None:
+    """Asked for on any node: the ranks stop at a step boundary, the spare takes over, the node stands by."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=1", count=3) as nodes:
+        nodes.until(lambda: with_spare(nodes))
+        status = nodes.ask("n3", cmd="status")
+        assert (status["nodes"], status["spares"], status["head"]) == (["n1", "n2"], ["n3"], "n1")
+        assert "runs no ranks" in nodes.ask("n1", cmd="swap", node="n3")["error"]
+        assert nodes.ask("n3", cmd="swap", node="n1", reason="Xid 79") == {"ok": True}
+        nodes.until(lambda: nodes.state("n1")["state"] == "spare" and len(slots(nodes)) == 2)
+        nodes.until(lambda: nodes.state("n3")["state"] == "running")
+        assert nodes.ask("n2", cmd="swap", node="n2")["error"] == "the run has no spare"
+    assert slots(nodes)[-1] == ["n3", "n2"]
+    assert not nodes.events("rank_exited")
+
+
+def test_too_few_nodes_give_the_run_back(tmp_path: Path) -> None:
+    """Without a spare, and without leave to go on with fewer, those that are left ask for a requeue."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=3", count=3) as nodes:
+        nodes.until(lambda: nodes.state("n3")["state"] == "running" and nodes.state("n1")["state"] == "running")
+        nodes.kill("n2")
+        codes = nodes.wait()
+    assert (codes["n1"], codes["n3"]) == (exitcodes.REQUEUE, exitcodes.REQUEUE)
+    assert "too few nodes" in nodes.events("finished")[-1]["reason"]
+
+
+def test_fewer_nodes_go_on_where_that_is_allowed(tmp_path: Path) -> None:
+    """MIN:MAX: the world gets smaller."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2:3", count=3) as nodes:
+        nodes.until(lambda: nodes.state("n3")["state"] == "running" and nodes.state("n1")["state"] == "running")
+        nodes.kill("n1")
+        nodes.until(lambda: resumed(nodes))
+    assert [event["world_size"] for event in nodes.events("generation_started")] == [3, 2]
+
+
+def test_the_last_of_two_goes_on(tmp_path: Path) -> None:
+    """A half that has claimed the next generation in the common folder may go on alone."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=1:2", count=2) as nodes:
+        nodes.until(lambda: nodes.state("n2")["state"] == "running" and nodes.state("n1")["state"] == "running")
+        nodes.kill("n1")
+        nodes.until(lambda: resumed(nodes))
+    assert slots(nodes)[-1] == ["n2"]
