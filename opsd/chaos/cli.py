@@ -1,0 +1,276 @@
+"""``opsd chaos``: faults on purpose, confirmed, bounded in time, and undone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from opsd import exitcodes
+from opsd.chaos import faults, network, records, target
+from opsd.chaos.faults import Fault
+from opsd.chaos.perform import Teller, confirm, perform
+from opsd.chaos.undo import ChaosError
+from opsd.checkpoints.manifest import CheckpointError
+from opsd.launch.rundir import memory_root
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_S = 600.0
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
+_SIZES = {"M": 1 << 20, "G": 1 << 30}
+
+
+def _seconds(_ctx: click.Context, _param: click.Parameter, value: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|min)?", value)
+    seconds = float(match[1]) * _UNITS[match[2] or "s"] if match else 0.0
+    if not 0 < seconds <= MAX_S:
+        raise click.BadParameter(f"{value!r} is not a time like 30s or 2m, at most {MAX_S / 60:.0f}m")
+    return seconds
+
+
+def _bytes(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+    match = re.fullmatch(r"(\d+)([MG])B?", value)
+    if not match:
+        raise click.BadParameter(f"{value!r} is not a size like 500M or 2G")
+    return int(match[1]) * _SIZES[match[2]]
+
+
+def _like(pattern: re.Pattern[str], example: str) -> Callable[[click.Context, click.Parameter, str], str]:
+    def check(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+        if value and not pattern.fullmatch(value):
+            raise click.BadParameter(f"{value!r} is not of the form {example}")
+        return value
+
+    return check
+
+
+def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+_of_run = click.option("--run", "run_name", metavar="RUN", help="The run; not needed if only one lives on this node.")
+_of_rank = click.option("--rank", type=click.IntRange(0), help="The rank; the lowest on this node if not said.")
+_always = _options(
+    click.option("--yes", is_flag=True, help="Do not ask."),
+    click.option("--json", "as_json", is_flag=True, help="Tell what happens as JSON lines."),
+)
+_lasting = _options(
+    click.option("--for", "for_s", callback=_seconds, default="30s", show_default=True, help="How long; at most 10m."),
+    _always,
+)
+_any_node = click.option("--force", is_flag=True, help="Also on a node where no run lives.")
+
+
+class _Group(click.Group):
+    """Turns what is wrong with a target into one sentence and exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ChaosError, CheckpointError) as error:
+            raise click.UsageError(str(error)) from error
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise click.UsageError(f"{error.filename or 'this node'}: {error.strerror}") from error
+
+
+@click.group(cls=_Group)
+def chaos() -> None:
+    """Cause one fault on this node, on purpose, and undo it.
+
+    For game days and tests. Each command finds the run in shared memory, says what it will do and asks. Faults that
+    last are undone after --for, at Ctrl-C and also if this command is killed.
+
+    Ends with 0 when the fault was caused and undone, 1 if it could not be caused or undone, 2 for a wrong command
+    line, no such run or no confirmation, 3 if it was interrupted (and undone).
+    """
+
+
+@chaos.command("kill-rank")
+@_of_run
+@_of_rank
+@_always
+def kill_rank(run_name: str | None, rank: int | None, yes: bool, as_json: bool) -> int:
+    """Kill one rank (SIGKILL)."""
+    run = _owned_run(run_name)
+    return _do(faults.kill_rank(run, rank), 0.0, yes=yes, as_json=as_json)
+
+
+@chaos.command("stop-rank")
+@_of_run
+@_of_rank
+@_lasting
+def stop_rank(run_name: str | None, rank: int | None, for_s: float, yes: bool, as_json: bool) -> int:
+    """Stop one rank (SIGSTOP), wherever it is, and let it go on."""
+    run = _owned_run(run_name)
+    return _do(faults.stop_rank(run, rank), for_s, yes=yes, as_json=as_json)
+
+
+@chaos.command("hang-collective")
+@_of_run
+@_of_rank
+@click.option("--within", "within_s", callback=_seconds, default="30s", show_default=True, help="Wait so long for one.")
+@_lasting
+def hang_collective(
+    run_name: str | None, rank: int | None, within_s: float, for_s: float, yes: bool, as_json: bool
+) -> int:
+    """Stop one rank while it is in a collective, so that all others wait for it there."""
+    run = _owned_run(run_name)
+    return _do(faults.hang_collective(run, rank, within_s), for_s, yes=yes, as_json=as_json)
+
+
+@chaos.command("kill-node")
+@_of_run
+@click.option(
+    "--method",
+    type=click.Choice(["processes", "sysrq"]),
+    default="processes",
+    show_default=True,
+    help="Kill all processes of the run on this node, or really reboot the node.",
+)
+@click.option("--node", help="The name of this node, which --method sysrq wants to be told.")
+@_always
+def kill_node(run_name: str | None, method: str, node: str | None, yes: bool, as_json: bool) -> int:
+    """Lose this node: kill everything of the run on it at once, or reboot it without warning."""
+    run = target.find(memory_root(), run_name)
+    if method == "processes":
+        target.become_owner(run)
+        return _do(faults.kill_node(run), 0.0, yes=yes, as_json=as_json)
+    _need_root("a reboot")
+    here = os.uname().nodename
+    if node is None and not yes:
+        node = click.prompt(f"This reboots {here}, with every job on it. Type its name", err=True)
+    if node != here:
+        raise click.UsageError(f"this node is {here}, not {node}: say --node {here} if it is to be rebooted")
+    return _do(faults.reboot_node(here), 0.0, yes=yes, as_json=as_json)
+
+
+@chaos.command("corrupt-checkpoint")
+@_of_run
+@click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the newest if not said.")
+@click.option("--forget-memory", is_flag=True, help="Also remove the copies of it in shared memory.")
+@click.option("--leave", is_flag=True, help="Do not undo it.")
+@_lasting
+def corrupt_checkpoint(
+    run_name: str | None,
+    step: int | None,
+    forget_memory: bool,
+    leave: bool,
+    for_s: float,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Flip one bit in the largest file of a checkpoint, and flip it back."""
+    run = _owned_run(run_name)
+    fault = faults.corrupt_checkpoint(run, step, forget_memory=forget_memory, leave=leave)
+    return _do(fault, for_s, yes=yes, as_json=as_json)
+
+
+@chaos.command("fill-disk")
+@click.argument("mount", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--leave", callback=_bytes, default="100M", show_default=True, help="How much stays free (500M, 2G).")
+@_any_node
+@_lasting
+def fill_disk(mount: Path, leave: int, force: bool, for_s: float, yes: bool, as_json: bool) -> int:
+    """Fill the file system of the folder MOUNT. The space comes back even if every process of opsd is killed."""
+    _need_run(force)
+    return _do(faults.fill_disk(mount.absolute(), leave), for_s, yes=yes, as_json=as_json)
+
+
+@chaos.command("partition")
+@click.option("--peer", "peers", multiple=True, required=True, metavar="HOST", help="Name or address; may be repeated.")
+@_any_node
+@_lasting
+def partition(peers: tuple[str, ...], force: bool, for_s: float, yes: bool, as_json: bool) -> int:
+    """Cut this node off from others: nothing is sent to them any more. Needs root."""
+    _need_root("a route")
+    _need_run(force)
+    return _do(network.partition(peers), for_s, yes=yes, as_json=as_json)
+
+
+@chaos.command("slow-node")
+@click.option("--interface", help="The interface; that of the default route if not said.")
+@click.option("--rate", callback=_like(network.RATE, "100mbit"), default="", help="At most so much (100mbit).")
+@click.option("--delay", callback=_like(network.DELAY, "50ms"), default="", help="So much later (50ms).")
+@click.option("--loss", callback=_like(network.LOSS, "1%"), default="", help="Lose so many packets (1%).")
+@_any_node
+@_lasting
+def slow_node(
+    interface: str | None, rate: str, delay: str, loss: str, force: bool, for_s: float, yes: bool, as_json: bool
+) -> int:
+    """Make this node slow to answer: shape what it sends. Needs root."""
+    _need_root("traffic control")
+    _need_run(force)
+    if not (rate or delay or loss):
+        raise click.UsageError("say how slow: --rate, --delay or --loss")
+    fault = network.slow_node(interface or network.default_interface(), rate=rate, delay=delay, loss=loss)
+    return _do(fault, for_s, yes=yes, as_json=as_json)
+
+
+@chaos.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
+def list_command(as_json: bool) -> int:
+    """List the faults that are in effect on this node, or were left over."""
+    found = list(records.find(memory_root()))
+    for uid, record in found:
+        if as_json:
+            click.echo(json.dumps({**record.as_dict(), "uid": uid, "state": record.state}))
+        else:
+            click.echo(f"{record.id}: {record.text} – {record.state}")
+    if not found and not as_json:
+        click.echo("no fault of opsd chaos is in effect here")
+    return exitcodes.OK
+
+
+@chaos.command("undo")
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+def undo(ids: tuple[str, ...]) -> int:
+    """Undo faults now: those called ID, or all of this user."""
+    found = list(records.find(memory_root()))
+    if unknown := {*ids} - {record.id for _, record in found}:
+        raise click.UsageError(f"no fault {', '.join(sorted(unknown))} is in effect here: see opsd chaos list")
+    code = exitcodes.OK
+    for uid, record in found:
+        if ids and record.id not in ids:
+            continue
+        try:
+            if uid != os.geteuid():
+                raise ChaosError(f"it belongs to user {uid}, who has to undo it")
+            click.echo(f"{record.id}: {records.end(records.folder_of(memory_root(), uid), record)}")
+        except (ChaosError, OSError) as error:
+            click.echo(f"{record.id}: NOT UNDONE: {error}", err=True)
+            code = exitcodes.FAILED
+    return code
+
+
+def _do(fault: Fault, for_s: float, *, yes: bool, as_json: bool) -> int:
+    confirm(fault, for_s, yes=yes)
+    return perform(fault, for_s, records.folder_of(memory_root(), os.geteuid()), Teller(as_json))
+
+
+def _owned_run(name: str | None) -> target.Run:
+    run = target.find(memory_root(), name)
+    target.become_owner(run)
+    return run
+
+
+def _need_root(what: str) -> None:
+    if os.geteuid() != 0:
+        raise click.UsageError(f"{what} needs root: use sudo")
+
+
+def _need_run(force: bool) -> None:
+    if not force and not target.runs(memory_root()):
+        raise click.UsageError("no run of opsd launch lives on this node: say --force if it is meant all the same")

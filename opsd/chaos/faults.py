@@ -1,0 +1,204 @@
+"""The faults: what each will do, in words for whoever is to confirm it, how it begins, and how it is undone.
+
+Making a fault looks and changes nothing. Each raises ChaosError if it cannot be caused here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from opsd.chaos import target
+from opsd.chaos.target import Run
+from opsd.chaos.undo import ChaosError, Process, Release, RestoreByte, Resume, Undo, change_byte
+from opsd.checkpoints import manifest
+from opsd.client import PageError, RankPage, read_page
+
+GIB: Final = 1 << 30
+ROOT_KEEPS: Final = GIB
+"""Bytes that stay free on the file system of / whatever is asked for."""
+_POLL_S: Final = 0.001
+_STOP_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``begin`` causes it and raises ChaosError or OSError; ``undo`` is None if it is done once it is caused.
+
+    ``held`` are descriptors that whoever undoes the fault has to keep open until then.
+    """
+
+    name: str
+    text: str
+    begin: Callable[[], None]
+    undo: Undo | None = None
+    held: Sequence[int] = ()
+    notes: Sequence[str] = ()
+    run: str = ""
+
+
+def kill_rank(run: Run, number: int | None) -> Fault:
+    """SIGKILL for one rank."""
+    page = target.rank(run, number)
+    process = _process(page)
+
+    def begin() -> None:
+        if not process.signal(signal.SIGKILL):
+            raise ChaosError(f"rank {page.rank} has ended by itself meanwhile")
+
+    return Fault("kill-rank", f"kills {_described(page, run)} (SIGKILL)", begin, run=run.name)
+
+
+def stop_rank(run: Run, number: int | None) -> Fault:
+    """SIGSTOP for one rank, wherever it is."""
+    page = target.rank(run, number)
+    process = _process(page)
+    text = f"stops {_described(page, run)} (SIGSTOP)"
+    return Fault("stop-rank", text, lambda: _stop(process), Resume(process.pid, process.start), run=run.name)
+
+
+def hang_collective(run: Run, number: int | None, within_s: float) -> Fault:
+    """SIGSTOP for one rank while it is in a collective, so that all others wait for it there."""
+    page = target.rank(run, number)
+    process = _process(page)
+
+    def begin() -> None:
+        path = run.memory / f"rank-{page.rank:04d}.page"
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            if _in_collective(path, process):
+                _stop(process)
+                if _in_collective(path, process):
+                    return
+                process.signal(signal.SIGCONT)
+            time.sleep(_POLL_S)
+        raise ChaosError(f"rank {page.rank} was in no collective within {within_s:g} s")
+
+    text = f"stops {_described(page, run)} (SIGSTOP) as soon as it is in a collective, within {within_s:g} s"
+    return Fault("hang-collective", text, begin, Resume(process.pid, process.start), run=run.name)
+
+
+def kill_node(run: Run) -> Fault:
+    """SIGKILL for everything of the run on this node: nothing says goodbye, but the kernel closes its sockets."""
+
+    def begin() -> None:
+        for _ in range(2):  # the second time for what was started during the first
+            for process in list(target.everything(run)):
+                process.signal(signal.SIGKILL)
+
+    count = sum(1 for _ in target.everything(run))
+    notes = ("the node stays up, and its kernel tells the peers that the connections are closed",)
+    text = f"kills every process of {run.text} (SIGKILL), {count} at the moment"
+    return Fault("kill-node", text, begin, notes=notes, run=run.name)
+
+
+def reboot_node(node: str, trigger: Path = Path("/proc/sysrq-trigger")) -> Fault:
+    """Reboot at once, without writing anything back (kernel documentation, admin-guide/sysrq, command b)."""
+
+    def begin() -> None:
+        trigger.write_text("b", encoding="ascii")
+
+    notes = ("nothing is written back to disk, nobody is told, and every job on the node is lost", "not undone")
+    return Fault("kill-node", f"reboots node {node} this instant (sysrq b)", begin, notes=notes)
+
+
+def corrupt_checkpoint(run: Run, step: int | None, *, forget_memory: bool, leave: bool) -> Fault:
+    """One bit of the largest file of a checkpoint on disk, the newest unless ``step`` says otherwise."""
+    root = run.folder / "checkpoints"
+    known = manifest.steps(root) if root.is_dir() else []
+    if not known or step not in (None, *known):
+        asked = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        raise ChaosError(f"{asked} in {root}")
+    folder = manifest.folder_of(root, known[-1] if step is None else step)
+    entry = max(manifest.read(folder).files, key=lambda file: file.size)
+    path, offset = folder / entry.name, entry.size // 2
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        was = os.pread(file.fileno(), 1, offset)[0]
+    damage = RestoreByte(str(path), offset, was=was, now=was ^ 0x10)
+
+    def begin() -> None:
+        if not change_byte(str(path), offset, damage.was, damage.now):
+            raise ChaosError(f"{path} has been written anew meanwhile")
+        for kept in run.memory.glob("rank-*.state*") if forget_memory else ():
+            kept.unlink(missing_ok=True)
+
+    text = f"flips a bit at byte {offset} of {path}"
+    if forget_memory:
+        text += " and removes the copies of the checkpoint in memory"
+    notes = () if forget_memory else ("a restart reads the copy in memory first, where one is: see --forget-memory",)
+    return Fault("corrupt-checkpoint", text, begin, None if leave else damage, notes=notes, run=run.name)
+
+
+def fill_disk(mount: Path, leave: int) -> Fault:
+    """Reserve all but ``leave`` bytes of a file system in a file without a name, which goes with its last holder."""
+    info = mount.stat()
+    if info.st_dev == Path("/").stat().st_dev and leave < ROOT_KEEPS:
+        raise ChaosError(f"{mount} is on the file system of /, of which {ROOT_KEEPS >> 20} MB have to stay free")
+    size = _free(mount) - leave
+    if size <= 0:
+        raise ChaosError(f"only {_free(mount) >> 20} MB are free on {mount}, less than what has to stay")
+    descriptor = _nameless(mount)
+
+    def begin() -> None:
+        filled = 0
+        try:
+            while (more := min(GIB, _free(mount) - leave)) > 0:
+                os.posix_fallocate(descriptor, filled, more)
+                filled += more
+        finally:
+            os.close(descriptor)
+
+    text = f"takes {size >> 20} MB of {mount}, so that {leave >> 20} MB are left"
+    return Fault("fill-disk", text, begin, Release(str(mount)), held=(descriptor,))
+
+
+def _process(page: RankPage) -> Process:
+    return Process(page.pid, page.pid_start)
+
+
+def _described(page: RankPage, run: Run) -> str:
+    step = f", step {page.last_step.step}" if page.last_step else ""
+    return f"rank {page.rank} of {run.text} (process {page.pid}, phase {page.phase}{step})"
+
+
+def _stop(process: Process) -> None:
+    if not process.signal(signal.SIGSTOP):
+        raise ChaosError(f"process {process.pid} has ended by itself meanwhile")
+    deadline = time.monotonic() + _STOP_S
+    while process.state not in ("T", None):
+        if time.monotonic() > deadline:
+            raise ChaosError(f"process {process.pid} does not stop: it is in an uninterruptible wait")
+        time.sleep(_POLL_S)
+
+
+def _in_collective(path: Path, process: Process) -> bool:
+    try:
+        page = read_page(path)
+    except PageError as error:
+        raise ChaosError(str(error)) from error
+    if page.pid != process.pid or not process.alive:
+        raise ChaosError(f"rank {page.rank} has been started anew meanwhile")
+    return page.phase == "collective"
+
+
+def _free(mount: Path) -> int:
+    """Bytes that a user without privileges may still write there."""
+    info = os.statvfs(mount)
+    return info.f_bavail * info.f_frsize
+
+
+def _nameless(folder: Path) -> int:
+    """A file in ``folder`` that has no name. Raises OSError."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(folder, flags | os.O_TMPFILE, 0o600)
+    except OSError:  # NFS and some overlays: the name is there for a moment
+        path = folder / f".opsd-chaos-{os.getpid()}"
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        path.unlink()
+        return descriptor

@@ -1,0 +1,161 @@
+"""The process that undoes a fault: after its time, when told to, or as soon as ``opsd chaos`` is gone.
+
+``opsd chaos`` holds the other end of the guard's standard input and never undoes anything itself as long as the guard
+lives. So a normal end, Ctrl-C and kill -9 take the same way. Lines from ``opsd chaos``: the record, then ``begun``;
+lines from the guard: ``ready`` or a problem, then the result. A guard that was itself killed leaves its record behind,
+which ``opsd chaos undo`` finds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from opsd.chaos.records import Record, remove, write
+from opsd.chaos.undo import ChaosError, Process, Undo, decode
+
+BEGIN_S: Final = 120.0
+"""How long the fault may take to begin, for instance until a rank is in a collective."""
+_END_S: Final = 30.0
+_ENDINGS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a fault ended: ``undone``, and the sentence about it."""
+
+    undone: bool
+    text: str
+
+
+class Guard:
+    """A running guard. ``close`` has to follow; if this process dies the guard undoes the fault all the same.
+
+    ``held`` are descriptors that the guard keeps open until the end. Raises ChaosError if it cannot guard.
+    """
+
+    def __init__(self, record: Record, undo: Undo, folder: Path, held: Sequence[int] = ()) -> None:
+        self._undo = undo
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "opsd.chaos.guard", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=held,
+            cwd="/",
+            text=True,
+        )
+        self._tell(json.dumps(record.as_dict()))
+        answer = self._hear()
+        if answer != "ready":
+            self._process.kill()
+            self._process.communicate()
+            raise ChaosError(f"nothing was done, because it could not be undone: {answer or 'the guard has ended'}")
+
+    def begun(self) -> None:
+        """Say that the fault is in effect: its time counts from now."""
+        self._tell("begun")
+
+    def wait(self) -> Result:
+        """The result, once the fault's time is over."""
+        return self._result(self._hear())
+
+    def close(self) -> Result:
+        """Have the fault undone now; returns the result."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        return self._result(self._hear())
+
+    def _result(self, answer: str) -> Result:
+        if answer:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            return Result(**json.loads(answer))
+        self._process.wait(_END_S)
+        try:
+            return Result(True, f"the guard was killed; {self._undo.undo()}")
+        except (ChaosError, OSError) as error:
+            return Result(False, f"the guard was killed, and {error}")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _hear(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+def main() -> int:
+    """Guard the fault whose record comes over standard input; records are kept in the folder ``sys.argv[1]``."""
+    waker, signalled = _wake_on_signals()
+    folder = Path(sys.argv[1])
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as unbuffered:
+        line = unbuffered.readline()
+    if not line:
+        return 1
+    record = Record(**json.loads(line)).guarded_by(Process.of(os.getpid()))
+    try:
+        undo = decode(record.undo)
+        write(folder, record)
+    except (ChaosError, OSError) as error:
+        _say(str(error))
+        return 1
+    _say("ready")
+    if _wait(signalled, BEGIN_S):
+        record = record.begun(time.time())
+        with suppress(OSError):
+            write(folder, record)
+        _wait(signalled, record.for_s)
+    result = _end(undo)
+    if result.undone:
+        remove(folder, record)
+    _say(json.dumps({"undone": result.undone, "text": result.text}))
+    os.close(waker)
+    return 0 if result.undone else 1
+
+
+def _wake_on_signals() -> tuple[int, int]:
+    """A pipe that becomes readable when one of ``_ENDINGS`` arrives: its writing and its reading end."""
+    signalled, waker = os.pipe()
+    os.set_blocking(waker, False)
+    for number in _ENDINGS:
+        signal.signal(number, lambda _number, _frame: None)
+    signal.set_wakeup_fd(waker)
+    return waker, signalled
+
+
+def _wait(signalled: int, limit_s: float) -> bool:
+    """True as soon as ``opsd chaos`` says something; False at its end, after a signal and after ``limit_s``."""
+    ready, _, _ = select.select([sys.stdin.fileno(), signalled], [], [], limit_s)
+    return ready == [sys.stdin.fileno()] and bool(os.read(sys.stdin.fileno(), 100))
+
+
+def _end(undo: Undo) -> Result:
+    try:
+        return Result(True, undo.undo())
+    except (ChaosError, OSError) as error:
+        return Result(False, str(error))
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
