@@ -29,15 +29,40 @@ from torch import nn
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.client import PERSIST, Reporter
 from trainer import memory
+from trainer.model import Decoder
 from trainer.optimizer import Optimizer
 from trainer.persist import Plan, hold_lock, saving
 from trainer.regions import Region, region_of
+from trainer.replica import KEY, Pairing
+from trainer.world import World
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _ALIGNMENT = 64
+UPDATES = "updates"
 
 State = dict[str, Region]
+
+
+def kept(state: State, model: Decoder, world: World) -> State:
+    """What this rank saves of the ``state``: what several ranks of its node hold alike, only the first of them does.
+
+    So what survives in the memory of a node is all that its ranks need.
+    """
+    beginning = world.rank % (world.size // world.parallel.pp)  # of this rank's pipeline
+
+    def ours(name: str) -> bool:
+        shared = not model.first and name.partition(".")[2] in model.shared
+        earlier = (*state[name].earlier, beginning) if shared else state[name].earlier
+        return world.node_of(world.rank) not in map(world.node_of, earlier)
+
+    return {name: region for name, region in state.items() if ours(name)}
+
+
+def writers(state: State, world: World) -> tuple[int, ...]:
+    """The ranks that hold what no lower one does, and so write a file. All ranks call it together."""
+    alone = any(not region.earlier for name, region in state.items() if name != UPDATES)
+    return tuple(rank for rank, (writes,) in enumerate(world.gather([alone])) if writes)
 
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> State:
@@ -48,7 +73,7 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> State:
         state[f"model.{name}"] = region
         state[f"exp_avg.{name}"] = replace(region, local=moments["exp_avg"])
         state[f"exp_avg_sq.{name}"] = replace(region, local=moments["exp_avg_sq"])
-    state["updates"] = region_of(optimizer.updates.view(1))
+    state[UPDATES] = region_of(optimizer.updates.view(1))
     return state
 
 
@@ -111,7 +136,9 @@ class StateFile:
 class Saver:
     """Checkpoints of one rank. All ranks call ``save`` at the same steps, and only when none of them is busy."""
 
-    def __init__(self, plan: Plan, state: State, reporter: Reporter, committed: int) -> None:
+    def __init__(
+        self, plan: Plan, state: State, reporter: Reporter, committed: int, pairing: Pairing | None = None
+    ) -> None:
         self._reporter = reporter
         self._regions = list(state.values())
         header, starts, size = file_layout(state)
@@ -121,6 +148,10 @@ class Saver:
             plan, memory=descriptor, size=size, locks=hold_lock(Path(plan.root), plan.rank),
             shared=str(self._shared or ""),
         )  # fmt: skip
+        self._key = ""
+        if pairing is not None and self._shared is not None:
+            self._plan = replace(self._plan, target=pairing.target, source=pairing.source, listener=pairing.listener)
+            self._key = pairing.key
         staged = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         if staged[: len(header)] != header:
             if self._shared is not None:
@@ -203,6 +234,8 @@ class Saver:
         """Give the shared memory back: the run has ended in good order."""
         if self._shared is not None:
             memory.remove(self._shared, self._plan.rank)
+            if self._plan.source >= 0:
+                memory.remove(self._shared, self._plan.source)
 
     def _allocate(self, plan: Plan, size: int) -> int:
         """Memory for the staged file: beside the rank page, where the next start finds it, or else of our own."""
@@ -220,12 +253,14 @@ class Saver:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # In a session of its own: who kills the process group of a rank must not kill the copy of its state.
+        inherited = (self._plan.memory, self._plan.locks, self._plan.listener)
         process = subprocess.Popen(
             [sys.executable, "-m", "trainer.persist", json.dumps(asdict(self._plan))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            pass_fds=(self._plan.memory, self._plan.locks),
+            pass_fds=[descriptor for descriptor in inherited if descriptor >= 0],
+            env=os.environ | ({KEY: self._key} if self._key else {}),
             start_new_session=True,
         )
         assert process.stdout is not None
@@ -238,7 +273,9 @@ class Saver:
         with suppress(BrokenPipeError):  # it has died; poll finds out
             process.stdin.write(json.dumps(order).encode() + b"\n")
 
-    def _reply(self, state: str, why: str = "") -> None:
+    def _reply(self, state: str, why: str = "", copy: str = "") -> None:
+        if copy:
+            self._reporter.event("checkpoint_copy_failed", step=self._step, why=copy)
         if state == "failed":
             self._fail(why)
         elif state == "committed" and self._step is not None:

@@ -281,6 +281,8 @@ class CheckpointSettings(_Section):
     """How many of the newest are kept."""
     keep_every: NonNegativeInt = 0
     """Those of every so-many-th step are kept for good; 0 keeps none so."""
+    replicas: bool = True
+    """Whether, on several nodes, each keeps the newest state of another in its memory as well."""
     remote: str = ""
     """Where each checkpoint is copied, a URL that fsspec knows: s3://bucket/run, or a network folder."""
 

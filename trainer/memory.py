@@ -20,7 +20,8 @@ import xxhash
 
 from opsd.checkpoints.manifest import FileEntry, Manifest
 
-TIER = "memory"
+TIER, PARTNER = "memory", "partner"
+"""Where a state was: in the memory of the node of its rank, or of another."""
 _BLOCK = 1 << 24
 
 
@@ -105,13 +106,18 @@ def remove(folder: Path, rank: int) -> None:
     state_path(folder, rank).unlink(missing_ok=True)
 
 
-def records(folder: Path, save: int) -> Iterator[Record]:
-    """The records of this node's ranks that belong to one save, by rank."""
+def all_records(folder: Path) -> Iterator[Record]:
+    """What the memory of this node holds, by rank."""
     for path in sorted(folder.glob("rank-*.state.json")):
         number = path.name.removeprefix("rank-").partition(".")[0]
         record = read_record(folder, int(number)) if number.isdigit() else None
-        if record is not None and record.save == save:
+        if record is not None:
             yield record
+
+
+def records(folder: Path, save: int) -> Iterator[Record]:
+    """Those that belong to one save."""
+    return (record for record in all_records(folder) if record.save == save)
 
 
 def manifest_of(found: list[Record]) -> Manifest:

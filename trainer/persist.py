@@ -26,11 +26,13 @@ import os
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,7 @@ from opsd.checkpoints.lease import Fence
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
 from opsd.checkpoints.retention import AWAITED, prune
 from trainer.memory import Record, checksum, write_record
+from trainer.replica import KEY, Sending, serve
 
 LOCKS = ".saving"
 LIMIT_S = 600
@@ -58,7 +61,8 @@ class Plan:
     ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` that of ``hold_lock``,
     ``shared`` the folder in shared memory in which the staged file lies, if it does. Besides the newest ``keep``
     checkpoints those of every ``every``-th step are kept, and those that have yet to be uploaded to ``remote`` or
-    ``evaluated``.
+    ``evaluated``. Without ``writers`` every rank writes a file; who does not has nothing that the others have not.
+    A copy of what is staged goes to ``target``, that of rank ``source`` comes to ``listener`` (``trainer.replica``).
     """
 
     root: str
@@ -75,6 +79,15 @@ class Plan:
     every: int = 0
     remote: str = ""
     evaluated: bool = False
+    writers: tuple[int, ...] = ()
+    target: str = ""
+    source: int = -1
+    listener: int = -1
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """The ranks that write a file."""
+        return self.writers or range(self.world)
 
 
 class Abandoned(Exception):
@@ -106,6 +119,11 @@ class Orders:
             time.sleep(timeout_s)
         return None
 
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Whether the other side has gone, at the latest ``timeout_s`` from now; orders meanwhile are passed over."""
+        self.next(timeout_s)
+        return self.closed
+
 
 def main() -> None:
     """Serve orders until the rank is gone and nothing is left to be done."""
@@ -113,11 +131,22 @@ def main() -> None:
     os.nice(5)
     orders = Orders(0)
     upload: subprocess.Popen[bytes] | None = None
+    key = bytes.fromhex(os.environ.pop(KEY, ""))
+    if plan.listener >= 0:
+        arguments = (socket.socket(fileno=plan.listener), key, Path(plan.shared), plan.source, plan.attempt)
+        threading.Thread(target=serve, args=arguments, daemon=True).start()
     with mmap.mmap(plan.memory, plan.size) as memory:
         while not orders.closed:
             order = orders.next()
             if order and "save" in order:
-                answer = _save(plan, memory, order, orders)
+                record = _declare(plan, memory, order)
+                sending = Sending(plan.target, key, record, memory) if plan.target else None
+                if sending is not None:
+                    sending.start()
+                answer = _save(plan, memory, record, orders)
+                if sending is not None:
+                    sending.finish(orders.wait_closed)
+                    answer["copy"] = sending.why
                 with suppress(BrokenPipeError):
                     os.write(1, json.dumps(answer).encode() + b"\n")
                 if plan.rank == 0 and answer["state"] == "committed":
@@ -157,26 +186,40 @@ def _locked(locks: int, start: int, length: int) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def _save(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any], orders: Orders) -> dict[str, str]:
-    folder = folder_of(Path(plan.root), order["save"])
+def _declare(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any]) -> Record:
+    """With its checksum taken, the copy in memory is a checkpoint."""
+    with memoryview(memory) as view:
+        record = Record(
+            plan.rank, order["save"], order["sample"], order["digest"], plan.attempt, plan.layout, plan.size,
+            checksum(view), plan.run, time.time(),
+        )  # fmt: skip
+    if plan.shared:
+        try:
+            write_record(Path(plan.shared), record)
+        except OSError as error:
+            print(f"opsd: the checkpoint is not kept in memory: {error}", file=sys.stderr)
+    return record
+
+
+def _save(plan: Plan, memory: mmap.mmap, record: Record, orders: Orders) -> dict[str, str]:
+    folder = folder_of(Path(plan.root), record.step)
     part = None
     try:
-        with memoryview(memory) as view:
-            digest = checksum(view)
-            _keep_in_memory(plan, order, digest)
-            folder.mkdir(parents=True, exist_ok=True)
-            part = write_part(folder, plan, view, digest)
+        folder.mkdir(parents=True, exist_ok=True)
+        if plan.rank in plan.parts:
+            with memoryview(memory) as view:
+                part = write_part(folder, plan, view, record.checksum)
         if plan.rank == 0:
             files = _gather(folder, plan, orders)
             manifest = Manifest(
-                order["save"], order["sample"], plan.layout, order["digest"], files, "local", time.time(), plan.run
+                record.step, record.sample, plan.layout, record.digest, files, "local", time.time(), plan.run
             )
             _await(folder, plan)
             if fence := Fence.of(os.environ):
                 fence.check()
             commit(folder, manifest)
         else:
-            _await_commit(folder, part.name, orders)
+            _await_commit(folder, part.name if part else f".{plan.attempt}.", orders)
     except (OSError, Abandoned) as error:
         _discard(folder, plan, part)
         if isinstance(error, Abandoned):
@@ -206,18 +249,6 @@ def _await(folder: Path, plan: Plan) -> None:
     wanted = (plan.remote, plan.evaluated)
     for name in (name for name, is_wanted in zip(AWAITED, wanted, strict=True) if is_wanted):
         (folder / name).touch()
-
-
-def _keep_in_memory(plan: Plan, order: Mapping[str, Any], digest: str) -> None:
-    if plan.shared:
-        record = Record(
-            plan.rank, order["save"], order["sample"], order["digest"], plan.attempt, plan.layout, plan.size, digest,
-            plan.run, time.time(),
-        )  # fmt: skip
-        try:
-            write_record(Path(plan.shared), record)
-        except OSError as error:
-            print(f"opsd: the checkpoint is not kept in memory: {error}", file=sys.stderr)
 
 
 def write_part(folder: Path, plan: Plan, view: memoryview, digest: str) -> FileEntry:
@@ -277,19 +308,20 @@ def wait_for_saves(root: Path, timeout_s: float) -> bool:
 def _gather(folder: Path, plan: Plan, orders: Orders) -> tuple[FileEntry, ...]:
     while True:
         # Locks before files: a process may finish its part and end in between.
-        gone = {rank for rank in range(1, plan.world) if orders.closed and not _locked(plan.locks, rank, 1)}
+        gone = {rank for rank in plan.parts if rank and orders.closed and not _locked(plan.locks, rank, 1)}
         parts = parts_of(folder, plan.attempt)
-        if len(parts) == plan.world:
-            return tuple(parts[rank] for rank in range(plan.world))
+        if len(parts) == len(plan.parts):
+            return tuple(parts[rank] for rank in plan.parts)
         if gone - parts.keys():
             raise Abandoned
         _wait(orders)
 
 
-def _await_commit(folder: Path, part: str, orders: Orders) -> None:
+def _await_commit(folder: Path, name: str, orders: Orders) -> None:
+    """Wait for a manifest with files of which ``name`` is the name or a part of it."""
     while not orders.closed:
         with suppress(CheckpointError):
-            if any(entry.name == part for entry in read(folder).files):
+            if any(name in entry.name for entry in read(folder).files):
                 return
         _wait(orders)
 

@@ -21,8 +21,8 @@ class Region:
     local: torch.Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    first: bool = True
-    """Whether no rank with a lower coordinate in the mesh holds the same region."""
+    earlier: tuple[int, ...] = ()
+    """The lower ranks that hold the same region."""
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -37,8 +37,14 @@ def region_of(tensor: torch.Tensor) -> Region:
         return Region(local, shape, (0,) * tensor.dim())
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     coordinate = tensor.device_mesh.get_coordinate() or ()
-    first = not any(at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
-    return Region(local, shape, tuple(offset), first)
+    ranks = tensor.device_mesh.mesh
+    mine = int(ranks[tuple(coordinate)])
+    alike = ranks[tuple(
+        slice(None) if placement.is_replicate() else at
+        for at, placement in zip(coordinate, tensor.placements, strict=True)
+    )]  # fmt: skip
+    earlier = tuple(rank for rank in alike.flatten().tolist() if rank < mine)
+    return Region(local, shape, tuple(offset), earlier)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from opsd.client import Reporter
 from trainer import memory
 from trainer.checkpoint import State, StateFile
 from trainer.config import ConfigError
+from trainer.exchange import carry_out, moves, newest_whole, survey
 from trainer.persist import wait_for_saves
 from trainer.regions import Region
 from trainer.world import World
@@ -122,27 +123,36 @@ def _own(rank: int) -> str:
 def _from_memory(
     state: State, world: World, digest: Callable[[int], str], newest: int, reporter: Reporter
 ) -> Manifest | _Damaged | None:
-    """Fill ``state`` from the nodes' shared memory, if what is there is whole and no older than the ``newest`` step."""
+    """Fill ``state`` from the nodes' shared memory, if what is there is whole and no older than the ``newest`` step.
+
+    States that are in the memory of another node than that of their rank are brought there first.
+    """
     folder = reporter.path.parent if reporter.path else None
-    record = memory.read_record(folder, world.rank) if folder else None
-    if record and (record.digest != digest(record.sample) or record.layout != world.layout or record.step < newest):
-        record = None
-    save = record.save if record else 0
-    if world.least(save) == 0 or world.least(save) != -world.least(-save):
+
+    def usable(record: memory.Record) -> bool:
+        return record.step >= newest and record.layout == world.layout and record.digest == digest(record.sample)
+
+    held = survey(folder, world, usable)
+    save = newest_whole(held, world.size)
+    if save is None or world.least(folder is not None) == 0:
         return None
     assert folder is not None
-    assert record is not None
+    planned = list(moves(held, world.local_size, world.size, save))
+    carry_out(planned, folder, world)
     why = ""
     try:
+        record = memory.read_record(folder, world.rank)
+        if record is None or record.save != save.number:
+            raise CheckpointError("it could not be brought here", _own(world.rank))
         manifest = load_memory(folder, record, state)
     except (CheckpointError, OSError) as error:
         why = str(error)
     if world.least(not why) == 1:
-        return manifest
+        return replace(manifest, tier=memory.PARTNER) if planned else manifest
     if why:
-        reporter.event("checkpoint_rejected", step=record.step, file=_own(world.rank), why=why)
+        reporter.event("checkpoint_rejected", step=save.step, file=_own(world.rank), why=why)
     memory.forget(folder, world.rank)
-    return _Damaged(record.step)
+    return _Damaged(save.step)
 
 
 def load_memory(folder: Path, record: memory.Record, state: State) -> Manifest:

@@ -20,15 +20,16 @@ from opsd.checkpoints.manifest import steps
 from opsd.client import Reporter
 from trainer.accumulate import accumulator, micro_batches
 from trainer.audit import Audit
-from trainer.checkpoint import Saver, State, training_state
-from trainer.config import Config
+from trainer.checkpoint import Saver, State, kept, training_state, writers
+from trainer.config import Config, ConfigError
 from trainer.data.loader import Loader
 from trainer.data.sources import Source, open_sources, sizes
 from trainer.evaluations import Evaluations
+from trainer.exchange import pair
 from trainer.huggingface import fill
 from trainer.interval import Interval
 from trainer.metrics import MetricsLog
-from trainer.model import Decoder, count_parameters, flops_per_token
+from trainer.model import count_parameters, flops_per_token
 from trainer.optimizer import Optimizer
 from trainer.parallel import build
 from trainer.persist import Plan
@@ -39,6 +40,8 @@ from trainer.world import World, join
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 SETTLE_POLL_S = 0.01
+SEEN_WITHIN_S = 5.0
+"""A network file system may show a new file on other nodes this late."""
 
 
 class TrainingError(Exception):
@@ -63,6 +66,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
 
     folder = Path(config.run.folder)
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    if world.nodes > 1:
+        demand_common(folder / CHECKPOINTS, world)
     mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
     digest = partial(config.digest, mixture, {name: source.index.digest for name, source in sources.items()})
     manifest = restore(
@@ -74,13 +79,15 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     step, sample = (manifest.step, manifest.sample) if manifest else (0, 0)
     loader.begin(sample)
 
+    paired = config.checkpoint.replicas and world.nodes > 1
     audit = Audit(model, world, reporter)
     audit(step)
     saver = Saver(
-        persist_plan(config, world),
-        owned(state, model),
+        persist_plan(config, world, state),
+        kept(state, model, world),
         reporter,
         committed=max(steps(folder / CHECKPOINTS), default=0),
+        pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
     )
     size = count_parameters(config.model)
     reporter.model(flops_per_token(size, config.model, config.data.sequence), config.metrics.peak_flops)
@@ -156,23 +163,34 @@ def open_corpora(config: Config) -> dict[str, Source]:
     return open_sources(config.data, config.model.vocab, part=part, parts=parts)
 
 
-def owned(state: State, model: Decoder) -> State:
-    """What this rank saves of the ``state``: what several ranks hold alike, only the first of them does."""
-
-    def ours(name: str) -> bool:
-        return state[name].first and (model.first or name.partition(".")[2] not in model.shared)
-
-    return {name: region for name, region in state.items() if ours(name)}
-
-
-def persist_plan(config: Config, world: World) -> Plan:
+def persist_plan(config: Config, world: World, state: State) -> Plan:
     """What the persist processes of this start of the run need to know."""
     attempt = world.from_first(secrets.randbits(32))
     return Plan(
         root=str(Path(config.run.folder) / CHECKPOINTS), rank=world.rank, world=world.size, attempt=f"{attempt:08x}",
         layout=world.layout, run=os.environ.get("OPSD_RUN", ""), keep=config.checkpoint.keep,
         every=config.checkpoint.keep_every, remote=config.checkpoint.remote, evaluated=config.evaluation.wanted,
+        writers=writers(state, world),
     )  # fmt: skip
+
+
+def demand_common(folder: Path, world: World) -> None:
+    """All nodes see the same ``folder``, which the parts of a checkpoint need. Raises ConfigError."""
+    probe = folder / f".start.{world.from_first(secrets.randbits(62))}"
+    if world.rank == 0:
+        probe.touch()
+    world.least(0)
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not (seen := probe.exists()) and time.monotonic() < deadline:
+        time.sleep(SETTLE_POLL_S)
+    blind = [str(rank) for rank, (sees,) in enumerate(world.gather([seen])) if not sees]
+    if world.rank == 0:
+        probe.unlink()
+    if blind:
+        raise ConfigError(
+            f"run.folder {folder.parent} is not the same folder on all nodes: what rank 0 writes there is not seen by "
+            f"rank{'s' * (len(blind) > 1)} {', '.join(blind)}; put it on storage that the nodes share"
+        )
 
 
 def finish(saver: Saver, world: World, step: int, sample: int, digest: str) -> bool:

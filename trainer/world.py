@@ -31,6 +31,17 @@ class World:
     context: DeviceMesh | None = None
     ends: dist.ProcessGroup | None = None
     """The first and the last rank of this rank's pipeline, if it is one of them."""
+    local_size: int = 1
+    """Ranks on each node; the ranks of a node are neighbours."""
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the ranks are on."""
+        return -(-self.size // self.local_size)
+
+    def node_of(self, rank: int) -> int:
+        """The node, from 0, that ``rank`` is on."""
+        return rank // self.local_size
 
     @property
     def layout(self) -> dict[str, int]:
@@ -71,6 +82,14 @@ class World:
         packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values])
         dist.all_reduce(packed)
         return packed.tolist()
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The ``values``, int64 and as many on each rank, of all ranks in their order."""
+        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
+        packed = mine.new_empty(self.size * len(mine))
+        dist.all_gather_into_tensor(packed, mine)
+        gathered: list[list[int]] = packed.view(self.size, -1).tolist()
+        return gathered
 
     def from_first(self, value: int) -> int:
         """The first rank's ``value``, an int64, on every rank."""
@@ -114,7 +133,7 @@ def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str
         shape = (size // (parallel.cp * parallel.tp), parallel.cp, parallel.tp)
         context = init_device_mesh(device.type, shape, mesh_dim_names=("rest", "cp", "tp"))["cp"]
     ends = _join_ends(rank, size, parallel.pp) if parallel.pp > 1 else None
-    return World(rank, size, device, mesh, parallel, context, ends)
+    return World(rank, size, device, mesh, parallel, context, ends, local_size)
 
 
 def _join_ends(rank: int, size: int, stages: int) -> dist.ProcessGroup | None:

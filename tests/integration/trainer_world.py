@@ -148,8 +148,11 @@ class Run:
         """The folder of the checkpoints."""
         return self.folder / "checkpoints"
 
-    def start(self, *arguments: str, world: int = 2, **settings: object) -> World:
-        """Start ``world`` ranks; ``settings`` are overrides with ``__`` for the dot."""
+    def start(self, *arguments: str, world: int = 2, nodes: int = 1, apart: bool = False, **settings: object) -> World:
+        """Start ``world`` ranks on ``nodes``; ``settings`` are overrides with ``__`` for the dot.
+
+        With ``apart`` each node has a run folder of its own, which is a mistake.
+        """
         self.generation += 1
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "config.toml"
@@ -158,18 +161,26 @@ class Run:
         values |= {name.replace("__", "."): value for name, value in settings.items()}
         overrides = [f"--set={name}={value}" for name, value in values.items()]
         port = _free_port()
-        pages = [self.folder / f"rank-{rank:04d}.page" for rank in range(world)]
+        here = world // nodes
+        pages = [self.memory(rank // here, nodes) / f"rank-{rank:04d}.page" for rank in range(world)]
         ranks = []
         for rank in range(world):
             environment = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OPSD_RANK_PAGE": str(pages[rank]),
-                "OPSD_RUN_DIR": str(self.folder), "OPSD_GENERATION": str(self.generation), "OPSD_RUN": "test",
+                "RANK": str(rank), "LOCAL_RANK": str(rank % here), "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(here), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "OPSD_RANK_PAGE": str(pages[rank]), "OPSD_GENERATION": str(self.generation), "OPSD_RUN": "test",
+                "OPSD_RUN_DIR": str(pages[rank].parent if apart else self.folder),
             }  # fmt: skip
             arguments_of_rank = [str(config), *overrides, *arguments]
             ranks.append(CONTEXT.Process(target=rank_main, args=(arguments_of_rank, environment, str(self.log(rank)))))
             ranks[-1].start()
         return World(ranks, pages)
+
+    def memory(self, node: int, nodes: int = 2) -> Path:
+        """Where the rank pages and the memory of a node are."""
+        folder = self.folder / f"node-{node}" if nodes > 1 else self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def log(self, rank: int = 0) -> Path:
         """Where a rank's output goes."""
@@ -196,7 +207,7 @@ class Run:
         return [event for event in self._events() if event["event"] == kind]
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        for page in sorted(self.folder.glob("rank-*.page")):
+        for page in sorted(self.folder.rglob("rank-*.page")):
             if events_path(page).exists():
                 for line in events_path(page).read_text().splitlines():
                     yield json.loads(line)

@@ -1,0 +1,128 @@
+"""A run on several nodes, each with a memory of its own: what remains of its state when one of them is lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_world import Run, eventually, make_small_corpus
+
+from opsd.checkpoints.manifest import folder_of, read, steps
+from trainer import memory
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_small_corpus(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
+    """Two nodes with a rank each were killed with step 20 on disk, in memory and in each other's memory."""
+    run = Run(tmp_path_factory.mktemp("killed"), shards)
+    world = run.start(nodes=2, run__steps=100_000, checkpoint__every=20)
+
+    def is_copied() -> bool:
+        found = [record.step for node in (0, 1) for record in memory.all_records(run.memory(node))]
+        return len(found) == 4 and len(set(found)) == 1 and found[0] in steps(run.checkpoints)
+
+    eventually(is_copied)
+    world.kill()
+    assert is_copied(), "the next save was faster than this test"
+    return run
+
+
+@pytest.fixture
+def run(killed: Run, tmp_path: Path) -> Run:
+    shutil.copytree(killed.folder, tmp_path / "run")
+    return Run(tmp_path / "run", killed.shards)
+
+
+def lose_disk(run: Run) -> None:
+    run.checkpoints.rename(run.folder / "lost")
+
+
+def lose_node(run: Run) -> None:
+    """The last node is replaced by one that has nothing in its memory."""
+    for path in run.memory(1).glob("*.state*"):
+        path.unlink()
+
+
+def damage_copy(run: Run) -> None:
+    """The copy that the first node keeps of the lost one's state has changed."""
+    lose_node(run)
+    with open(memory.state_path(run.memory(0), 1), "r+b") as state:
+        state.seek(-1, 2)
+        last = state.read(1)
+        state.seek(-1, 2)
+        state.write(bytes([last[0] ^ 1]))
+
+
+def swap_nodes(run: Run) -> None:
+    """The nodes come back in another order, and without their copies of each other's state."""
+    for node, other in ((0, 1), (1, 0)):
+        memory.remove(run.memory(node), other)
+    for old, new in (("node-0", "away"), ("node-1", "node-0"), ("away", "node-1")):
+        (run.folder / old).rename(run.folder / new)
+
+
+def resume(run: Run, **settings: object) -> dict[str, Any]:
+    """Go on for ten steps; steps that were computed before came out the same. How the state was loaded."""
+    until = max(run.curve()) + 10
+    assert run.start(nodes=2, run__steps=until, **settings).wait() == [0, 0], run.printed()
+    assert max(run.curve()) == until
+    event: dict[str, Any] = run.events("checkpoint_loaded")[-1]
+    return event
+
+
+def test_a_lost_node_is_replaced_from_its_partners_memory(run: Run) -> None:
+    """Neither the memory of one node nor any disk is left, and nothing is lost; at the end memory is given back."""
+    (saved,) = steps(run.checkpoints)
+    lose_disk(run)
+    lose_node(run)
+    event = resume(run)
+    assert (event["tier"], event["step"]) == ("partner", saved)
+    assert not list(run.folder.glob("node-*/*.state*"))
+
+
+def test_ranks_on_other_nodes_than_before(run: Run) -> None:
+    """When the nodes come back in another order each rank finds its state where it is."""
+    lose_disk(run)
+    swap_nodes(run)
+    assert resume(run)["tier"] == "partner"
+
+
+def test_a_damaged_copy_is_not_used(run: Run) -> None:
+    """The copy of a lost node's state is verified, and when it is damaged all ranks read the disk."""
+    damage_copy(run)
+    assert resume(run)["tier"] == "local"
+    assert "does not match its checksum" in run.events("checkpoint_rejected")[-1]["why"]
+
+
+def test_without_replicas_a_lost_node_means_the_disk(run: Run) -> None:
+    """Every rank decides alike when one node's memory is gone, whatever the others have."""
+    memory.remove(run.memory(0), 1)
+    lose_node(run)
+    assert resume(run, checkpoint__replicas="false")["tier"] == "local"
+    assert not run.events("checkpoint_rejected")
+
+
+def test_whole_replicas_on_each_node(tmp_path: Path, shards: Path) -> None:
+    """With a whole replica on each node memory suffices, and what both hold is written to the disk once."""
+    run = Run(tmp_path, shards, {"parallel.replicas": 2})
+    world = run.start(nodes=2, run__steps=100_000, checkpoint__every=20)
+    eventually(lambda: steps(run.checkpoints) and len(list(memory.all_records(run.memory(1)))) == 2)
+    world.kill()
+    assert len(read(folder_of(run.checkpoints, steps(run.checkpoints)[0])).files) == 1
+    assert resume(run)["tier"] == "memory"
+
+
+def test_nodes_that_do_not_share_the_folder(tmp_path: Path, shards: Path) -> None:
+    """A run folder that is another one on each node is refused at the start, with the ranks and the way out."""
+    run = Run(tmp_path, shards)
+    world = run.start(nodes=2, apart=True)
+    assert world.wait() == [2, 2]
+    assert "is not the same folder on all nodes" in run.printed()
+    assert "not seen by rank 1; put it on storage that the nodes share" in run.printed()

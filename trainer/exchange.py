@@ -1,0 +1,152 @@
+"""States in the memory of several nodes: which make up a whole checkpoint, and bringing each rank its own.
+
+After a node was lost, or when the ranks are on other nodes than before, a rank's newest state may be in the memory of
+another node: that of its former node, or that which keeps a copy of it (``trainer.replica``).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import mmap
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer import memory
+from trainer.replica import Pairing
+from trainer.world import World
+
+_BLOCK = 1 << 26
+_ADDRESS_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Save:
+    """Names one save: ``number`` is ``memory.Record.save``."""
+
+    step: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The state of ``rank`` goes to it from the memory of the node of rank ``source``."""
+
+    rank: int
+    source: int
+
+
+Held = Sequence[Mapping[int, Save]]
+"""For each node, whose states are in its memory, and of which save."""
+
+
+def newest_whole(held: Held, size: int) -> Save | None:
+    """The newest save of which the states of all ``size`` ranks are somewhere."""
+    of_rank = [{states[rank] for states in held if rank in states} for rank in range(size)]
+    return max(set.intersection(*of_rank), default=None)
+
+
+def moves(held: Held, local_size: int, size: int, save: Save) -> Iterator[Move]:
+    """What is to be moved so that the state of each rank in ``save`` is on its node; the ranks of a node share it."""
+    for rank in range(size):
+        if held[rank // local_size].get(rank) != save:
+            node = next(number for number, states in enumerate(held) if states.get(rank) == save)
+            yield Move(rank, node * local_size + rank % local_size)
+
+
+def survey(folder: Path | None, world: World, usable: Callable[[memory.Record], bool]) -> list[dict[int, Save]]:
+    """What the memory of each node holds that is ``usable``; the first rank of a node looks into ``folder``."""
+    found = [0] * (2 * world.size)
+    if folder is not None and world.rank % world.local_size == 0:
+        for record in memory.all_records(folder):
+            if record.rank < world.size and usable(record):
+                found[2 * record.rank : 2 * record.rank + 2] = record.step, record.save
+    rows = world.gather(found)[:: world.local_size]
+    return [
+        {rank: Save(row[2 * rank], row[2 * rank + 1]) for rank in range(world.size) if row[2 * rank + 1]}
+        for row in rows
+    ]
+
+
+def carry_out(planned: Sequence[Move], folder: Path, world: World) -> None:
+    """Do this rank's share of the moves; what could not be kept where it went is missing there afterwards."""
+    for move in planned:
+        if world.rank == move.source:
+            _send(folder, move.rank, world.device)
+        elif world.rank == move.rank:
+            _receive(folder, move, world.device)
+
+
+def _send(folder: Path, rank: int, device: torch.device) -> None:
+    record = memory.read_record(folder, rank)
+    text = json.dumps(asdict(record)).encode() if record else b""
+    dist.send(torch.tensor(len(text), device=device), rank)
+    if record is None:
+        return
+    dist.send(torch.tensor(list(text), dtype=torch.uint8, device=device), rank)
+    with open(memory.state_path(folder, rank), "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as state:
+        for begin in range(0, record.size, _BLOCK):
+            count = min(_BLOCK, record.size - begin)
+            block = torch.frombuffer(state, dtype=torch.uint8, count=count, offset=begin)
+            dist.send(block.to(device), rank)
+            del block  # it keeps the mapping from being closed
+
+
+def _receive(folder: Path, move: Move, device: torch.device) -> None:
+    length = torch.zeros((), dtype=torch.int64, device=device)
+    dist.recv(length, move.source)
+    if not length.item():
+        return
+    text = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    dist.recv(text, move.source)
+    record = memory.Record(**json.loads(bytes(text.tolist())))
+    buffer = torch.empty(min(_BLOCK, record.size), dtype=torch.uint8, device=device)
+    try:
+        memory.forget(folder, move.rank)
+        descriptor = memory.open_state(folder, move.rank, record.size)
+    except OSError as error:
+        print(f"trainer: there is no room for the state of rank {move.rank}: {error.strerror}", file=sys.stderr)
+        descriptor = -1
+    for begin in range(0, record.size, _BLOCK):
+        block = buffer[: min(_BLOCK, record.size - begin)]
+        dist.recv(block, move.source)
+        if descriptor >= 0:
+            os.pwrite(descriptor, block.cpu().numpy().data, begin)
+    if descriptor >= 0:
+        os.close(descriptor)
+        memory.write_record(folder, record)
+
+
+def pair(world: World, job_secret: str = "") -> Pairing:
+    """Agree on which rank sends its states to which: to its neighbour on the next node, the last node's to the first.
+
+    The key with which a state is proven to come from this run is drawn anew at each start and shared through the
+    process group; ``job_secret`` is a part of it where the job has one.
+    """
+    host = _own_address(os.environ["MASTER_ADDR"])
+    listener = socket.create_server((str(host), 0), family=socket.AF_INET6 if host.version == 6 else socket.AF_INET)
+    port = listener.getsockname()[1]
+    drawn = [secrets.randbits(62) for _ in range(4)]
+    packed = host.packed.ljust(_ADDRESS_BYTES, b"\0")
+    rows = world.gather([host.version, port, *packed, *drawn])
+    source, target = ((world.rank + sign * world.local_size) % world.size for sign in (-1, 1))
+    version, port, *rest = rows[target]
+    address = ipaddress.ip_address(bytes(rest[: 16 if version == 6 else 4]))
+    key = b"".join(number.to_bytes(8, "big") for number in rows[0][-4:]) + job_secret.encode()
+    return Pairing(f"{address} {port}", listener.detach(), source, key.hex())
+
+
+def _own_address(toward: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address of this node on the network on which it reaches ``toward``."""
+    family, kind, protocol, _, address = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return ipaddress.ip_address(probe.getsockname()[0])
