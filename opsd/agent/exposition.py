@@ -9,6 +9,7 @@ to prometheus-client.
 from __future__ import annotations
 
 import gzip
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -31,6 +32,9 @@ Values = dict[tuple[str, ...], float]
 class Exposition(Collector):
     """Renders what ``latest`` returns: groups of samples, any number of groups per metric.
 
+    What was rendered of the same groups before is answered again, so that fifty scrapers cost as much as one. Safe to
+    be used from several threads.
+
     Of two samples of one series only the first is rendered, as a duplicate makes Prometheus refuse the whole scrape.
     """
 
@@ -39,46 +43,46 @@ class Exposition(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._starts: dict[str, dict[tuple[str, ...], str]] = {}
+        self._guard = threading.Lock()
+        self._groups: Sequence[Iterable[Sample]] | None = None
+        self._bodies: dict[tuple[bool, bool], bytes] = {}
 
     def render(self, accept: str = "", accept_encoding: str = "") -> tuple[bytes, dict[str, str]]:
         """Body and headers for a scrape with these request headers: OpenMetrics and gzip if the scraper takes them."""
         encode, content_type = choose_encoder(accept)
-        if content_type.startswith(_OPENMETRICS):
-            body = self._render(openmetrics=True)
-        elif content_type.startswith(_PLAIN):
-            body = self._render(openmetrics=False)
-        else:
-            body = encode(self._registry)
         headers = {"Content-Type": content_type}
-        if gzip_accepted(accept_encoding):
-            body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
-        return body, headers
+        zipped = bool(gzip_accepted(accept_encoding))
+        if zipped:
+            headers["Content-Encoding"] = "gzip"
+        if content_type.startswith((_OPENMETRICS, _PLAIN)):
+            return self._body(openmetrics=content_type.startswith(_OPENMETRICS), zipped=zipped), headers
+        body = encode(self._registry)
+        return _zip(body) if zipped else body, headers
+
+    def _body(self, *, openmetrics: bool, zipped: bool) -> bytes:
+        with self._guard:
+            groups = self._latest()
+            if groups is not self._groups:
+                self._groups, self._bodies = groups, {}
+            plain, wanted = (openmetrics, False), (openmetrics, zipped)
+            if plain not in self._bodies:
+                self._bodies[plain] = self._render(groups, openmetrics=openmetrics)
+            if wanted not in self._bodies:
+                self._bodies[wanted] = _zip(self._bodies[plain])
+            return self._bodies[wanted]
 
     def collect(self) -> Iterator[Family]:
         """The samples as families of prometheus-client, in the order in which metrics first appear."""
-        for metric, values in self._grouped():
+        for metric, values in _grouped(self._latest()):
             family = Family(_family_name(metric), metric.help, _TYPES[metric.kind], _unit(metric))
             for labels, value in values.items():
                 family.add_sample(metric.name, dict(zip(metric.labels, labels, strict=True)), value)
             yield family
 
-    def _grouped(self) -> Iterable[tuple[Metric, Values]]:
-        families: dict[str, tuple[Metric, Values]] = {}
-        metric: Metric | None = None
-        values: Values = {}
-        for group in self._latest():
-            for sample_metric, value, labels in group:
-                if sample_metric is not metric:
-                    metric = sample_metric
-                    values = families.setdefault(metric.name, (metric, {}))[1]
-                if labels not in values:
-                    values[labels] = value
-        return families.values()
-
-    def _render(self, *, openmetrics: bool) -> bytes:
+    def _render(self, groups: Iterable[Iterable[Sample]], *, openmetrics: bool) -> bytes:
         lines: list[str] = []
         starts: dict[str, dict[tuple[str, ...], str]] = {}
-        for metric, values in self._grouped():
+        for metric, values in _grouped(groups):
             lines.append(_header(metric, openmetrics=openmetrics))
             known, used = self._starts.get(metric.name, {}), starts.setdefault(metric.name, {})
             for labels, value in values.items():
@@ -90,6 +94,24 @@ class Exposition(Collector):
         if openmetrics:
             lines.append("# EOF\n")
         return "".join(lines).encode()
+
+
+def _zip(body: bytes) -> bytes:
+    return gzip.compress(body, compresslevel=1)
+
+
+def _grouped(groups: Iterable[Iterable[Sample]]) -> Iterable[tuple[Metric, Values]]:
+    families: dict[str, tuple[Metric, Values]] = {}
+    metric: Metric | None = None
+    values: Values = {}
+    for group in groups:
+        for sample_metric, value, labels in group:
+            if sample_metric is not metric:
+                metric = sample_metric
+                values = families.setdefault(metric.name, (metric, {}))[1]
+            if labels not in values:
+                values[labels] = value
+    return families.values()
 
 
 def _number(value: float) -> str:

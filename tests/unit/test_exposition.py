@@ -81,11 +81,28 @@ def test_a_series_delivered_twice_is_rendered_once() -> None:
 
 def test_series_that_are_gone_are_not_kept() -> None:
     """Neither in the answer nor in memory."""
-    groups = [[Sample(METRICS[0], math.pi, ("0", "a"))]]
-    exposition = Exposition(lambda: groups)
-    exposition.render()
-    groups[:] = [[Sample(METRICS[4], 1.0)]]
+    snapshots = [[[Sample(METRICS[0], math.pi, ("0", "a"))]], [[Sample(METRICS[4], 1.0)]]]
+    exposition = Exposition(lambda: snapshots[0])
+    assert b"celsius" in exposition.render()[0]
+    del snapshots[0]
     assert b"celsius" not in exposition.render()[0]
+
+
+def test_scrapers_at_the_same_time_share_one_rendering() -> None:
+    """The samples of a snapshot are gone through once, whatever number of scrapers asks in whatever form."""
+    looks = []
+
+    class Group(list[Sample]):
+        def __iter__(self):
+            looks.append(1)
+            return super().__iter__()
+
+    groups = [Group([Sample(METRICS[4], 1.0)])]
+    exposition = Exposition(lambda: groups)
+    bodies = [exposition.render(OPENMETRICS, "gzip")[0] for _ in range(50)]
+    assert len(looks) == 1 and len(set(bodies)) == 1
+    assert gzip.decompress(bodies[0]) == exposition.render(OPENMETRICS)[0]
+    assert exposition.render()[0] != exposition.render(OPENMETRICS)[0] and len(looks) == 2
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
