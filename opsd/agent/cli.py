@@ -6,13 +6,18 @@ import os
 import signal
 import threading
 import time
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from opsd import exitcodes
 from opsd.config import Settings
 from opsd.config_cli import load
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 STOP_WITHIN_S = 1.5
 """After a signal to stop the process ends by force after this long, whatever a driver or a disk is doing."""
@@ -69,6 +74,8 @@ def serve(settings: Settings) -> int:
     history = History()
     stale_s = max(5.0, 3 * settings.agent.interval_s)
     server.start(App(lambda: loop.snapshot, facts, stale_s=stale_s, history=history))
+    if settings.slurm.enabled:
+        carry_out_orders(settings, log, stop)
     log.info("agent started", listen=server.address, **facts)
     systemd.notify("READY=1")
 
@@ -82,6 +89,19 @@ def serve(settings: Settings) -> int:
     journal.close()
     log.info("agent stopped")
     return exitcodes.OK
+
+
+def carry_out_orders(settings: Settings, log: FilteringBoundLogger, stop: threading.Event) -> None:
+    """Tell Slurm, once it answers again, what it could not be told before."""
+    from opsd.slurm.connect import choose
+    from opsd.slurm.orders import Orders, keep_carrying_out
+
+    def say(sentence: str) -> None:
+        log.warning("order to Slurm", outcome=sentence)
+
+    orders = Orders(settings.agent.state_dir)
+    parts = (orders, cache(lambda: choose().slurm), settings.policy.drain_rules(), say, stop)
+    threading.Thread(target=keep_carrying_out, args=parts, name="slurm-orders", daemon=True).start()
 
 
 def stop_on_signals() -> threading.Event:

@@ -1,37 +1,48 @@
-"""Draining this node in Slurm: off unless configured, within the cluster's budget, never without Slurm's answer."""
+"""Draining this node in Slurm: off unless configured, by the rules of the cluster, never without Slurm's answer."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from opsd.agent.actions import ActionError
-from opsd.slurm import budget
-from opsd.slurm.drain import OWN_PREFIX, drain, give_back
-from opsd.slurm.port import Slurm, SlurmError
+from opsd.slurm import ownership
+from opsd.slurm.drain import OWN_PREFIX
+from opsd.slurm.orders import Order, Orders
+from opsd.slurm.ownership import Rules
+from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
 
 
 class SlurmDrainer:
-    """Drains ``node`` while opsd holds less than ``share`` of all nodes. ``slurm`` is called at each use."""
+    """Drains ``node`` within ``rules``. ``slurm`` is called at each use.
 
-    def __init__(self, slurm: Callable[[], Slurm], node: str, share: float) -> None:
-        self._connect, self._node, self._share = slurm, node, share
+    What Slurm did not answer to waits in ``orders``, if there are any, and is done once it answers.
+    """
+
+    def __init__(self, slurm: Callable[[], Slurm], node: str, rules: Rules, orders: Orders | None = None) -> None:
+        self._connect, self._node, self._rules, self._orders = slurm, node, rules, orders
 
     def __call__(self, node: str, reason: str) -> str:
-        """Drain ``node`` and say what was done. Raises ActionError.
+        """Drain ``node`` and say what was done; ``reason`` gets opsd's prefix if it lacks it. Raises ActionError.
 
         Agents of several nodes may see the same free place and take it at the same time. Each looks again afterwards,
         and those who came last give their node back.
         """
         if node != self._node:
             raise ActionError(f"this agent drains {self._node} only, not {node}")
+        told = reason if reason.startswith(OWN_PREFIX) else f"{OWN_PREFIX} {reason}"
         try:
-            slurm = self._connect()
-            if refusal := budget.why_not(slurm.nodes(), node, self._share):
-                raise ActionError(refusal)
-            fresh = drain(slurm, [node], f"{OWN_PREFIX} {reason}")
-            if fresh and budget.surplus(slurm.nodes(), node, self._share):
-                give_back(slurm, [node])
-                raise ActionError("other agents have drained their nodes at the same time; this one was given back")
+            fresh = ownership.drain(self._connect(), [node], told, self._rules)
+        except SlurmUnavailable as error:
+            raise ActionError(f"Slurm: {error}{self._later(node, told)}") from error
         except (SlurmError, ValueError) as error:
             raise ActionError(f"Slurm: {error}") from error
         return f"drained {node}" if fresh else f"{node} was drained by opsd already"
+
+    def _later(self, node: str, told: str) -> str:
+        if self._orders is not None:
+            with suppress(OSError):
+                self._orders.put(Order("drain", (node,), time.time(), told))
+                return f"; {node} is drained once Slurm answers"
+        return ""

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 from opsd.agent.policy import Limits
 from opsd.agent.quiet import Quiet, parse_weekly
+from opsd.slurm.ownership import Rules
 
 Mode = Literal["observe", "recommend", "act"]
 
@@ -102,6 +103,27 @@ class PolicySettings(_Part):
         le=1,
         description="Share of the cluster's nodes that opsd may hold drained or down at once; one node always.",
     )
+
+    drain_cooldown_s: float = Field(
+        default=3600.0, ge=0, description="A node that was given back is not drained again within this many seconds."
+    )
+    max_returns: int = Field(
+        default=2,
+        ge=1,
+        description="A node that was drained again this often soon after its return is given back by people only.",
+    )
+    relapse_days: float = Field(
+        default=14.0, gt=0, description="How many days after a return a new drain is a relapse."
+    )
+    return_profile: Literal["quick", "standard", "burn-in", "spare"] = Field(
+        default="standard", description="Preflight that a drained node must have passed before it is given back."
+    )
+
+    def drain_rules(self) -> Rules:
+        """What decides whether nodes may be drained and given back."""
+        return Rules(
+            self.max_drained_share, self.drain_cooldown_s, self.max_returns, self.relapse_days, self.return_profile
+        )
 
     def mode_of(self, kind: str) -> Mode:
         """The mode that applies to incidents of ``kind``."""

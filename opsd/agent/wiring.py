@@ -19,6 +19,7 @@ from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
 from opsd.config import Settings
 from opsd.slurm.connect import choose
+from opsd.slurm.orders import Orders
 from runbooks import RUNBOOKS
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def build_journal(settings: Settings, log: FilteringBoundLogger) -> Journal:
 def _drainer(settings: Settings) -> SlurmDrainer:
     """Drains this node through the Slurm of this machine, which is looked for when it is needed."""
     slurm = cache(lambda: choose().slurm)
-    return SlurmDrainer(slurm, settings.agent.node, settings.policy.max_drained_share)
+    orders = Orders(settings.agent.state_dir)
+    return SlurmDrainer(slurm, settings.agent.node, settings.policy.drain_rules(), orders)
 
 
 def _listeners(settings: Settings, notifier: Notifier, log: FilteringBoundLogger) -> list[Listener]:

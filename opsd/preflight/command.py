@@ -167,9 +167,10 @@ def quarantine(report: Report, settings: Settings, written: Path | None, console
         evidence = settings.agent.state_dir / f"preflight-{report.node}-{report.started:.0f}.json"
         keep(report, {"json": evidence}, None, console)
     slurm = cache(lambda: choose().slurm)
-    drainer = SlurmDrainer(slurm, report.node, settings.policy.max_drained_share)
+    rules = settings.policy.drain_rules()
+    drainer = SlurmDrainer(slurm, report.node, rules)
     try:
-        done = act(report, evidence.absolute(), drainer, slurm)
+        done = act(report, evidence.absolute(), drainer, slurm, rules)
     except ActionError as error:
         say(console, f"{report.node} was left as it is: {error}")
     else:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from opsd.agent.actions import ActionError
 from opsd.preflight.report import Report
-from opsd.slurm.drain import OWN_PREFIX, give_back
+from opsd.slurm.drain import OWN_PREFIX
+from opsd.slurm.ownership import Proof, Rules, give_back
 from opsd.slurm.port import Slurm, SlurmError
 
+DEFAULT: Final = Rules()
 MARK: Final = "preflight"
 """The reasons of these drains begin with it, after opsd's prefix: only such nodes are given back here."""
 
@@ -22,11 +25,17 @@ def reason_for(report: Report, evidence: Path) -> str:
     return f"{MARK} {report.profile} failed: {names or 'no check ran'}; see {evidence}"
 
 
-def act(report: Report, evidence: Path, drain: Callable[[str, str], str], slurm: Callable[[], Slurm]) -> str:
+def act(
+    report: Report,
+    evidence: Path,
+    drain: Callable[[str, str], str],
+    slurm: Callable[[], Slurm],
+    rules: Rules = DEFAULT,
+) -> str:
     """Drain or give back the node of ``report`` and say what was done, "" if nothing. Raises ActionError.
 
     An interrupted preflight knows nothing and does nothing. A node is given back only if it was an earlier preflight of
-    the same profile that took it out, and never if somebody else or an incident did.
+    the same profile that took it out, and never if somebody else or an incident did, or if it comes back too often.
     """
     if report.interrupted:
         return ""
@@ -36,6 +45,9 @@ def act(report: Report, evidence: Path, drain: Callable[[str, str], str], slurm:
         found = slurm().nodes([report.node])
         if not found or not found[0].reason.startswith(f"{OWN_PREFIX} {MARK} {report.profile} "):
             return ""
-        return f"gave {report.node} back to Slurm" if give_back(slurm(), [report.node]) else ""
+        rules = replace(rules, profile=report.profile)
+        passed = {report.node: Proof(report.ended, passed=True)}
+        back = give_back(slurm(), [report.node], passed, rules, now=report.ended)
+        return f"gave {report.node} back to Slurm" if back else ""
     except SlurmError as error:
         raise ActionError(f"Slurm: {error}") from error

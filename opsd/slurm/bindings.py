@@ -143,6 +143,12 @@ class PyslurmSlurm:
     def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
         self._ask("update_nodes", list(names), update, reason)
 
+    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
+        return self._commands.comments(names)
+
+    def set_comment(self, name: str, text: str) -> None:
+        self._commands.set_comment(name, text)
+
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         found = [Job(**{**fields, "nodes": tuple(fields["nodes"])}) for fields in self._ask("jobs", list(ids), node)]
         return sorted(found, key=lambda job: job.id)

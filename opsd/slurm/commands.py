@@ -9,10 +9,12 @@ from functools import cached_property
 
 from opsd.slurm.hostlist import compress
 from opsd.slurm.output import (
+    COMMENT_FIELDS,
     JOB_FIELDS,
     NODE_FIELDS,
     failure,
     format_option,
+    parse_comments,
     parse_configuration,
     parse_job_id,
     parse_jobs,
@@ -71,6 +73,17 @@ class CommandSlurm:
     def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
         told = [f"reason={reason}"] if reason else []
         self._run("scontrol", "update", f"nodename={compress(names)}", f"state={update}", *told)
+
+    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
+        separator = self._separator()
+        chosen = [f"--nodes={compress(names)}"] if names else []
+        output = self._run(
+            "sinfo", "--noheader", "--all", *chosen, "--Format", format_option(COMMENT_FIELDS, separator)
+        )
+        return parse_comments(output.stdout, separator)
+
+    def set_comment(self, name: str, text: str) -> None:
+        self._run("scontrol", "update", f"nodename={name}", f"comment={text}")
 
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         separator = self._separator()

@@ -30,6 +30,7 @@ from opsd.slurm.port import (
 from opsd.slurm.runner import Output
 
 NODE_FIELDS = ("NodeList", "StateComplete", "Timestamp", "User", "Reason")
+COMMENT_FIELDS = ("NodeList", "Comment")
 JOB_FIELDS = (
     "JobID", "State", "Reason", "UserName", "Partition", "NodeList", "BatchHost", "SubmitTime", "StartTime", "EndTime",
     "RestartCnt", "Name",
@@ -63,6 +64,15 @@ def parse_nodes(text: str, separator: str) -> tuple[Node, ...]:
                 name, base, frozenset(flags), told.strip(), by.strip() if told else "", epoch(at) if told else None
             )
     return tuple(found[name] for name in sorted(found))
+
+
+def parse_comments(text: str, separator: str) -> dict[str, str]:
+    """The comments in the output of sinfo with ``COMMENT_FIELDS``, by name of the node. Raises SlurmRejected."""
+    return {
+        name: "" if comment.strip() in CONFIGURED_NOT else comment.strip()
+        for names, comment in records(text, separator, len(COMMENT_FIELDS))
+        for name in _hosts(names)
+    }
 
 
 def parse_jobs(text: str, separator: str) -> tuple[Job, ...]:

@@ -148,6 +148,14 @@ class Slurm(Protocol):
         """Drain, resume or down nodes. ``reason`` is required for drain and down."""
         ...
 
+    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
+        """The comment of each of these nodes, or of all; "" where there is none. Unknown names are left out."""
+        ...
+
+    def set_comment(self, name: str, text: str) -> None:
+        """Replace the comment of a node. It outlives drains, a restart of the controller and its configuration."""
+        ...
+
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         """The jobs with these ids, or on one node, or all that this user may see. Unknown ids are left out."""
         ...

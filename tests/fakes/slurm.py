@@ -41,6 +41,7 @@ class FakeSlurm:
         self.by_name = {node.name: node for node in nodes}
         self.error: SlurmError | None = None
         self.updates: list[tuple[tuple[str, ...], str, str]] = []
+        self.by_comment: dict[str, str] = {}
         self._jobs = list(jobs)
         self._config = config or {}
         self._operator = operator
@@ -75,6 +76,15 @@ class FakeSlurm:
         self.updates.append((tuple(names), update, reason))
         for name in names:
             self.by_name[name] = _updated(self.by_name[name], update, reason)
+
+    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
+        return {node.name: self.by_comment.get(node.name, "") for node in self.nodes(names)}
+
+    def set_comment(self, name: str, text: str) -> None:
+        self._answer()
+        if not self._operator:
+            raise SlurmDenied("scontrol update: Invalid user id")
+        self.by_comment[name] = text
 
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         self._answer()

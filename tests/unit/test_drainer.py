@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from opsd.agent.actions import ActionError, Executor
 from opsd.agent.drainer import SlurmDrainer
 from opsd.slurm.budget import allowance, held, surplus, why_not
+from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node, SlurmUnavailable
 from runbooks.base import Action
 from tests.fakes.slurm import FakeSlurm
@@ -25,7 +26,7 @@ def cluster(*nodes: Node, idle: int = 40) -> FakeSlurm:
 
 
 def drainer(slurm: FakeSlurm, node: str = "n07", share: float = 0.05) -> SlurmDrainer:
-    return SlurmDrainer(lambda: slurm, node, share)
+    return SlurmDrainer(lambda: slurm, node, Rules(share))
 
 
 def test_a_node_is_drained_with_opsds_reason() -> None:

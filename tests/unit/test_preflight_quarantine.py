@@ -10,6 +10,7 @@ from opsd.agent.actions import ActionError
 from opsd.agent.drainer import SlurmDrainer
 from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report
+from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
 from tests.fakes.preflight_reports import GEMM, VERSIONS, report
 from tests.fakes.slurm import FakeSlurm
@@ -29,7 +30,7 @@ def cluster(reason: str = "", flags: frozenset[str] = frozenset(), by: str = "ro
 
 
 def acted(slurm: FakeSlurm, found: Report) -> str:
-    return act(found, EVIDENCE, SlurmDrainer(lambda: slurm, "n01", 0.05), lambda: slurm)
+    return act(found, EVIDENCE, SlurmDrainer(lambda: slurm, "n01", Rules()), lambda: slurm)
 
 
 def test_a_node_that_failed_is_drained_with_its_evidence() -> None:

@@ -1,0 +1,40 @@
+"""Whether a preflight proves a node good: the newest one that ran the whole of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from opsd.preflight.base import Check
+from opsd.preflight.engine import select
+from opsd.preflight.history import History
+from opsd.preflight.report import Report
+from opsd.preflight.settings import PreflightSettings
+from opsd.slurm.ownership import Proof
+
+_SEARCHED = 100
+
+
+def newest(
+    node: str,
+    profile: str,
+    checks: Iterable[Check],
+    settings: PreflightSettings,
+    history: History,
+    reports: Iterable[Report] = (),
+) -> Proof | None:
+    """The newest preflight ``profile`` of ``node`` in ``history`` and ``reports``, None if there is none.
+
+    One that was cut short by --only, --skip or an interruption proves nothing and is left out, unless it failed.
+    Raises SelectionError for settings that leave no check, and HistoryError.
+    """
+    required = {check.name for check in select(tuple(checks), profile, skip=settings.skip)}
+    runs = [run for run in history.runs(node, _SEARCHED) if run.profile == profile]
+    kept = (history.report(run.id) for run in runs)
+    given = (report for report in reports if report.node == node and report.profile == profile)
+    whole = [r for r in (*given, *kept) if not r.interrupted and (not r.passed or required <= _checks(r))]
+    last = max(whole, key=lambda report: report.started, default=None)
+    return Proof(last.started, last.passed) if last else None
+
+
+def _checks(report: Report) -> set[str]:
+    return {result.check for result in report.results}

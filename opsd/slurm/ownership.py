@@ -1,0 +1,205 @@
+"""Taking nodes out of service and giving them back, by the rules: whose they are, how many, how often, how proved.
+
+Cluster-wide state is in Slurm alone: the reason says who holds a node, the comment (``opsd.slurm.record``) how often
+it was out. So it does not matter on which node a command is given. The rules are pure; ``drain`` and ``give_back``
+carry out what they admit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from opsd.slurm import budget, record
+from opsd.slurm import drain as effects
+from opsd.slurm.port import Node, Slurm, SlurmRejected
+from opsd.slurm.record import Record
+
+DAY_S = 86_400.0
+MANUAL = "manual"
+"""Stands in a reason where an incident would, for a drain that a person asked for."""
+
+
+class Refused(SlurmRejected):
+    """The rules do not allow it; the message has a sentence for each node that stands against it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """``share`` of the cluster's nodes may be held at once; a node rests ``cooldown_s`` between two drains.
+
+    A node is given back once it passed the preflight ``profile`` less than ``check_age_s`` seconds ago, unless it was
+    drained again within ``relapse_days`` of ``max_returns`` earlier returns.
+    """
+
+    share: float = 0.05
+    cooldown_s: float = 3600.0
+    max_returns: int = 2
+    relapse_days: float = 14.0
+    profile: str = "standard"
+    check_age_s: float = DAY_S
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """When a preflight began (epoch seconds), and whether the node passed it."""
+
+    at: float
+    passed: bool
+
+
+def reason(kind: str, text: str = "", *, incident: str = MANUAL, evidence: str = "") -> str:
+    """The reason of a drain: ``opsd:<incident> <kind>: <text>; see <evidence>``, in one line."""
+    about = f"{effects.OWN_PREFIX}{incident} {kind}"
+    said = f"{about}: {text}" if text else about
+    return " ".join((f"{said}; see {evidence}" if evidence else said).split())
+
+
+def kind_of(told: str) -> str:
+    """The kind in a reason that ``reason`` made, "unknown" in one of another form."""
+    words = told.removeprefix(effects.OWN_PREFIX).split()
+    return words[1].rstrip(":;") if told.startswith(effects.OWN_PREFIX) and len(words) > 1 else "unknown"
+
+
+def against_drain(
+    nodes: Sequence[Node], records: Mapping[str, Record], names: Sequence[str], rules: Rules, now: float
+) -> list[str]:
+    """Why ``names`` may not be drained, a sentence each; empty if they may be. ``nodes`` are all of the cluster."""
+    known = {node.name: node for node in nodes}
+    against = [f"Slurm has no node {name}" for name in names if name not in known]
+    fresh = [name for name in dict.fromkeys(names) if name in known and not _held(known[name])]
+    against += [sentence for name in fresh if (sentence := _foreign(known[name]))]
+    against += [sentence for name in fresh if (sentence := _resting(name, records.get(name, Record()), rules, now))]
+    ours, limit = budget.held(nodes), budget.allowance(nodes, rules.share)
+    if fresh and len(ours) + len(fresh) > limit:
+        listed = f" ({', '.join(node.name for node in ours[:5])}{' …' if len(ours) > 5 else ''})" if ours else ""
+        against.append(
+            f"opsd holds {len(ours)} of {len(nodes)} nodes already{listed}; {limit} may be held at once "
+            "(policy.max_drained_share)"
+        )
+    return against
+
+
+def against_return(node: Node, history: Record, checked: Proof | None, rules: Rules, now: float) -> str:
+    """Why ``node`` may not be given back, "" if it may be. A node that nobody holds needs no return and may be."""
+    if not _out(node):
+        return ""
+    return _foreign(node) or _relapsing(node.name, history, rules) or _unproved(node, checked, rules, now)
+
+
+def drain(
+    slurm: Slurm, names: Sequence[str], told: str, rules: Rules, *, force: bool = False, now: float | None = None
+) -> tuple[str, ...]:
+    """Drain the nodes with the reason ``told`` and return those that opsd did not hold before.
+
+    ``force`` lifts the budget and the cool-down, never the right of others to their nodes. Nodes that were drained by
+    somebody else at the same time, beyond the budget, are given back. Raises Refused (and drains none), NotOurs and
+    SlurmError.
+    """
+    at = time.time() if now is None else now
+    nodes, comments = slurm.nodes(), slurm.comments(names)
+    records = {name: record.read(comment) for name, comment in comments.items()}
+    against = against_drain(nodes, records, names, rules, at)
+    if against and not force:
+        raise Refused("; ".join(against))
+    fresh = effects.drain(slurm, names, told)
+    late = [name for name in fresh if not force and budget.surplus(slurm.nodes(), name, rules.share)]
+    if late:
+        effects.give_back(slurm, late)
+        raise Refused(f"other nodes were drained at the same time; {', '.join(late)} went back into service")
+    for name in fresh:
+        slurm.set_comment(name, record.write(comments[name], records[name].drained(kind_of(told), at)))
+    return fresh
+
+
+def give_back(
+    slurm: Slurm,
+    names: Sequence[str],
+    checked: Mapping[str, Proof],
+    rules: Rules,
+    *,
+    force: bool = False,
+    now: float | None = None,
+) -> tuple[str, ...]:
+    """Resume the nodes and return those that opsd had held; ``checked`` is what is known of their preflights.
+
+    ``force`` lifts the checks and the rule about relapses, never the right of others to their nodes. Raises Refused
+    (and resumes none), NotOurs and SlurmError.
+    """
+    at = time.time() if now is None else now
+    comments = slurm.comments(names)
+    records = {name: record.read(comment) for name, comment in comments.items()}
+    nodes = slurm.nodes(names)
+    against = [against_return(node, records[node.name], checked.get(node.name), rules, at) for node in nodes]
+    if any(against) and not force:
+        raise Refused("; ".join(filter(None, against)))
+    back = effects.give_back(slurm, names)
+    for name in back:
+        slurm.set_comment(name, record.write(comments[name], records[name].returned(at)))
+    return back
+
+
+def why_relapsing(slurm: Slurm, name: str, rules: Rules) -> str:
+    """Why the node's own history keeps it out of service, "" if it does not. Raises SlurmError."""
+    return _relapsing(name, record.read(slurm.comments([name]).get(name, "")), rules)
+
+
+def day(at: float) -> str:
+    """The epoch second ``at`` in local time, to the minute."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def _out(node: Node) -> bool:
+    return node.state == "down" or "drain" in node.flags
+
+
+def _held(node: Node) -> bool:
+    return _out(node) and effects.owned(node)
+
+
+def _foreign(node: Node) -> str:
+    if not _out(node) or effects.owned(node):
+        return ""
+    whose = f"by {node.reason_by or 'somebody'}: {node.reason}" if node.reason else "without a reason"
+    return f"{node.name} was taken out of service {whose}; opsd leaves it alone"
+
+
+def _resting(name: str, history: Record, rules: Rules, now: float) -> str:
+    last = max((stay.back or stay.out for stay in history.stays), default=None)
+    if last is None or now - last >= rules.cooldown_s:
+        return ""
+    return (
+        f"{name} was last taken out or given back by opsd at {day(last)}; it may be drained again "
+        f"{rules.cooldown_s:.0f} s later (policy.drain_cooldown_s)"
+    )
+
+
+def _relapsing(name: str, history: Record, rules: Rules) -> str:
+    relapses = history.relapses(rules.relapse_days * DAY_S)
+    if len(relapses) < rules.max_returns:
+        return ""
+    told = ", ".join(
+        f"{f'back {day(one.back)}' if one.back else f'out {day(one.out)}'}, out again {day(again.out)} ({again.kind})"
+        for one, again in relapses
+    )
+    return (
+        f"{name} came back to service and failed again {len(relapses)} times: {told}; have it repaired, "
+        "then give it back with --force and a reason"
+    )
+
+
+def _unproved(node: Node, checked: Proof | None, rules: Rules, now: float) -> str:
+    needed = f"run `opsd preflight --profile {rules.profile}` on it"
+    if checked is None:
+        return f"{node.name} has no result of preflight {rules.profile}; {needed}"
+    if node.reason_at is not None and checked.at < node.reason_at:
+        return (
+            f"the last preflight {rules.profile} of {node.name} ({day(checked.at)}) is older than its drain "
+            f"({day(node.reason_at)}); {needed}"
+        )
+    if not checked.passed:
+        return f"{node.name} failed preflight {rules.profile} at {day(checked.at)}; repair it, then {needed}"
+    if now - checked.at > rules.check_age_s:
+        return f"the preflight {rules.profile} of {node.name} is of {day(checked.at)} and too old; {needed}"
+    return ""

@@ -1,0 +1,79 @@
+"""What opsd writes into a node's comment: when it was out of service and why, and whether it is ready as a spare.
+
+Slurm forgets a node's reason when it is given back. Its comment outlives that, a restart of slurmctld and
+``scontrol reconfigure``, can be set while the cluster runs, on 22.05 as on 25.11, and is shown by sinfo. (Features
+must stand in slurm.conf, which takes them back at each reconfigure, and sbatch would select by them; ``Extra`` is
+parsed by newer releases as a constraint.) The record is the part in brackets; the rest belongs to other people::
+
+    rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- spare=ready@1763711000]
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+KEPT_STAYS = 8
+KEPT_S = 90 * 86_400.0
+_RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
+_STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
+_SPARE = re.compile(r"spare=(\w+)@(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One time out of service for an incident of ``kind``. Epoch seconds, ``back`` is None while it lasts."""
+
+    kind: str
+    out: float
+    back: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """``stays`` are oldest first. ``spare`` is "" for a node that is none, else "ready" or "unready" since a time."""
+
+    stays: tuple[Stay, ...] = ()
+    spare: str = ""
+    spare_at: float = 0.0
+
+    def drained(self, kind: str, at: float) -> Record:
+        """The record of a node that is taken out at ``at``; old and surplus stays are forgotten."""
+        kept = [stay for stay in self.stays if at - (stay.back or stay.out) < KEPT_S]
+        return replace(self, stays=(*kept, Stay(re.sub(r"[^\w.-]", "_", kind), at))[-KEPT_STAYS:])
+
+    def returned(self, at: float) -> Record:
+        """The record of a node that is given back at ``at``."""
+        stays = tuple(replace(stay, back=at) if stay.back is None else stay for stay in self.stays)
+        return replace(self, stays=stays)
+
+    def relapses(self, within_s: float) -> list[tuple[Stay, Stay]]:
+        """Each stay that another one followed less than ``within_s`` seconds after the node had been given back.
+
+        Of a node that people gave back without opsd only the time of its drain is known, which counts instead.
+        """
+        pairs = zip(self.stays, self.stays[1:], strict=False)
+        return [(one, next_one) for one, next_one in pairs if next_one.out - (one.back or one.out) < within_s]
+
+
+def read(comment: str) -> Record:
+    """The record in a node's comment; what cannot be read in it is left out."""
+    match = _RECORD.search(comment)
+    words = (match[1] or "").split() if match else []
+    stays = [
+        Stay(m[1], float(m[2]), float(m[3]) if m[3] else None)
+        for word in words
+        if (m := _STAY.fullmatch(word)) is not None
+    ]
+    spare = next((m for word in words if (m := _SPARE.fullmatch(word))), None)
+    return Record(tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0)
+
+
+def write(comment: str, record: Record) -> str:
+    """``comment`` with ``record`` in the place of the one that it had; an empty record leaves none."""
+    words = [
+        f"{stay.kind}={stay.out:.0f}-{f'{stay.back:.0f}' if stay.back is not None else ''}" for stay in record.stays
+    ]
+    words += [f"spare={record.spare}@{record.spare_at:.0f}"] if record.spare else []
+    others = _RECORD.sub("", comment).strip()
+    return f"{others} [opsd1 {' '.join(words)}]".strip() if words else others

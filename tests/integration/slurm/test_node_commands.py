@@ -1,0 +1,74 @@
+"""`opsd drain` and `opsd return` on a real Slurm cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from opsd.preflight.checks import CHECKS
+from opsd.slurm import record
+from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.orders import Orders
+from opsd.slurm.ownership import Rules
+from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
+
+pytestmark = pytest.mark.xdist_group("slurm")
+
+
+def opsd(cluster: Cluster, node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on ``node``; its state folder is in the shared one."""
+    settings = [f"--set=agent.node={node}", f"--set=agent.state_dir={cluster.shared / f'state-{node}'}"]
+    path = f"PYTHONPATH={':'.join(sys.path)}"
+    command = ("env", path, sys.executable, "-m", "opsd", *arguments, *settings)
+    return cluster.nodes[node].run(*command, check=False, timeout=120)
+
+
+def test_a_node_goes_out_and_comes_back_proved(cluster: Cluster) -> None:
+    """Out with reason and evidence; back only after a preflight that is newer; its comment remembers both."""
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    slurm.set_comment("n1", "rack 12")
+    assert opsd(cluster, "n1", "drain", "n1", "--kind=ib_link", "--reason=clean the cable").returncode == exitcodes.OK
+    (node,) = slurm.nodes(["n1"])
+    assert node.reason.startswith("opsd:manual ib_link: clean the cable; see ")
+    assert Path(node.reason.rpartition(" ")[2]).exists()
+    refused = opsd(cluster, "n1", "return", "n1", "--set=policy.return_profile=quick")
+    assert (refused.returncode, "has no result of preflight quick" in refused.stdout) == (exitcodes.FAILED, True)
+    assert opsd(cluster, "n1", "preflight", "--only=numa").returncode == exitcodes.OK
+    refused = opsd(cluster, "n1", "return", "n1", "--set=policy.return_profile=quick")
+    assert "has no result of preflight quick" in refused.stdout
+    others = [check.name for check in CHECKS if check.name != "numa"]
+    whole = f"--set=preflight.skip={others}"
+    assert opsd(cluster, "n1", "preflight", whole).returncode == exitcodes.OK
+    back = opsd(cluster, "n1", "return", "n1", "--set=policy.return_profile=quick", whole)
+    assert (back.returncode, back.stdout) == (exitcodes.OK, "gave back n1\n")
+    wait_until(lambda: slurm.nodes(["n1"])[0].usable, "the node is in service again")
+    comment = slurm.comments()["n1"]
+    (stay,) = record.read(comment).stays
+    assert (comment.startswith("rack 12 [opsd1 ib_link="), stay.back is not None) == (True, True)
+    again = opsd(cluster, "n1", "drain", "n1", "--reason=again")
+    assert (again.returncode, "policy.drain_cooldown_s" in again.stdout) == (exitcodes.FAILED, True)
+    slurm.set_comment("n1", "")
+    assert slurm.comments(["n1", "n2"]) == {"n1": "", "n2": ""}
+
+
+def test_a_controller_that_is_away_is_told_later(cluster: Cluster) -> None:
+    """The order waits on the node, is carried out once slurmctld is back, and only once."""
+    slurm = CommandSlurm(runner_on(cluster.controller), deadline_s=2.0)
+    cluster.stop_controller()
+    try:
+        said = opsd(cluster, "n2", "drain", "n2", "--reason=loose fan")
+    finally:
+        cluster.start_controller()
+    assert (said.returncode, "when Slurm answers again" in said.stdout) == (exitcodes.FAILED, True)
+    wait_until(slurm.responds, "the controller is back")
+    orders, done = Orders(cluster.shared / "state-n2"), list[str]()
+    wait_until(lambda: done.extend(orders.carry_out(slurm, Rules(), time.time())) or done, "told")
+    assert done == ["drained n2"]
+    assert slurm.nodes(["n2"])[0].reason.startswith("opsd:manual maintenance: loose fan")
+    assert orders.waiting() == []
+    slurm.set_comment("n2", "")

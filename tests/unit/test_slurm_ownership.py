@@ -1,0 +1,222 @@
+"""Draining and giving back by the rules: the cap, the cool-down, the proof, relapses, and orders that had to wait."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd import exitcodes
+from opsd.agent.actions import ActionError
+from opsd.agent.drainer import SlurmDrainer
+from opsd.slurm import ownership, record
+from opsd.slurm.drain import NotOurs
+from opsd.slurm.node_cli import Desk
+from opsd.slurm.orders import Order, Orders
+from opsd.slurm.ownership import DAY_S, Proof, Refused, Rules
+from opsd.slurm.port import Node, SlurmDenied, SlurmUnavailable
+from opsd.slurm.record import Record, Stay
+from tests.fakes.slurm import FakeSlurm
+
+NOW = 1_763_700_000.0
+DRAIN = frozenset({"drain"})
+RULES = Rules(share=0.1)
+DOWN = SlurmUnavailable("scontrol has not answered within 12 s")
+
+
+def cluster(*nodes: Node, idle: int = 20, operator: bool = True) -> FakeSlurm:
+    return FakeSlurm([*nodes, *(Node(f"n{number:02d}", "idle") for number in range(idle))], operator=operator)
+
+
+def held(name: str, at: float = NOW - 100) -> Node:
+    return Node(name, "idle", DRAIN, "opsd:manual gpu_xid: Xid 79", "root", at)
+
+
+def test_a_reason_tells_incident_kind_and_evidence_in_one_line() -> None:
+    """And the kind can be read back from it."""
+    told = ownership.reason("gpu_xid", "Xid 79\nagain", incident="gpu_xid-20261121-ab", evidence="/var/lib/opsd/e.json")
+    assert told == "opsd:gpu_xid-20261121-ab gpu_xid: Xid 79 again; see /var/lib/opsd/e.json"
+    assert ownership.kind_of(told) == "gpu_xid"
+    assert ownership.kind_of("replace the fan") == "unknown"
+
+
+def test_a_drain_is_remembered_beyond_the_return() -> None:
+    """The comment keeps what Slurm's reason forgets, and leaves other people's words alone."""
+    slurm = cluster()
+    slurm.by_comment["n01"] = "rack 12"
+    assert ownership.drain(slurm, ["n01"], "opsd:manual ib_link", RULES, now=NOW) == ("n01",)
+    passed = {"n01": Proof(NOW + 50, passed=True)}
+    assert ownership.give_back(slurm, ["n01"], passed, RULES, now=NOW + 60) == ("n01",)
+    assert slurm.by_comment["n01"] == f"rack 12 [opsd1 ib_link={NOW:.0f}-{NOW + 60:.0f}]"
+
+
+def test_the_cap_counts_all_that_are_asked_for() -> None:
+    """Two of 21 nodes at 10 %: one is held, so of two more neither is taken."""
+    slurm = cluster(held("x1"))
+    with pytest.raises(Refused, match=r"opsd holds 1 of 21 nodes already \(x1\); 2 may be held at once"):
+        ownership.drain(slurm, ["n01", "n02"], "opsd:manual x", RULES, now=NOW)
+    assert slurm.updates == []
+    assert ownership.drain(slurm, ["n01", "n02"], "opsd:manual x", RULES, force=True, now=NOW) == ("n01", "n02")
+
+
+def test_a_node_rests_between_two_drains() -> None:
+    """A node given back a minute ago is left in service; after the cool-down it may go."""
+    slurm = cluster()
+    slurm.by_comment["n01"] = f"[opsd1 ib_link={NOW - 900:.0f}-{NOW - 60:.0f}]"
+    with pytest.raises(Refused, match="n01 was last taken out or given back by opsd at"):
+        ownership.drain(slurm, ["n01"], "opsd:manual x", RULES, now=NOW)
+    assert ownership.drain(slurm, ["n01"], "opsd:manual x", RULES, now=NOW + 3600) == ("n01",)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_other_peoples_nodes_are_theirs_even_by_force(force: bool) -> None:
+    """Neither drained nor given back."""
+    slurm = cluster(Node("x1", "idle", DRAIN, "replace the fan", "alice"))
+    with pytest.raises((Refused, NotOurs), match="by alice: replace the fan"):
+        ownership.drain(slurm, ["x1"], "opsd:manual x", RULES, force=force, now=NOW)
+    with pytest.raises((Refused, NotOurs), match="by alice: replace the fan"):
+        ownership.give_back(slurm, ["x1"], {"x1": Proof(NOW, True)}, RULES, force=force, now=NOW)
+    assert slurm.updates == []
+
+
+@pytest.mark.parametrize(
+    ("checked", "why"),
+    [
+        (None, "has no result of preflight standard"),
+        (Proof(NOW - 200, passed=True), "is older than its drain"),
+        (Proof(NOW - 50, passed=False), "failed preflight standard"),
+    ],
+)
+def test_a_node_is_given_back_once_it_is_proved(checked: Proof | None, why: str) -> None:
+    """The preflight must be of the right profile, newer than the drain, and passed."""
+    slurm = cluster(held("x1"))
+    proofs = {"x1": checked} if checked else {}
+    with pytest.raises(Refused, match=f"{why}.*opsd preflight --profile standard"):
+        ownership.give_back(slurm, ["x1"], proofs, RULES, now=NOW)
+    assert slurm.updates == []
+    assert ownership.give_back(slurm, ["x1"], {"x1": Proof(NOW - 50, passed=True)}, RULES, now=NOW) == ("x1",)
+
+
+def test_a_proof_does_not_last() -> None:
+    """Days after the check nobody knows how the node is."""
+    slurm = cluster(held("x1", NOW - 5 * DAY_S))
+    with pytest.raises(Refused, match="too old"):
+        ownership.give_back(slurm, ["x1"], {"x1": Proof(NOW - 2 * DAY_S, passed=True)}, RULES, now=NOW)
+
+
+def test_a_node_that_relapses_is_left_to_people() -> None:
+    """Twice back and out again within days: the dates are told, and only force gives it back."""
+    slurm = cluster(held("x1"))
+    day = 86_400
+    stays = [(f"ib_link={NOW - back * day - 50:.0f}-{NOW - back * day:.0f}") for back in (9, 4)]
+    slurm.by_comment["x1"] = f"[opsd1 {' '.join(stays)} gpu_xid={NOW - 100:.0f}-]"
+    passed = {"x1": Proof(NOW - 50, passed=True)}
+    with pytest.raises(Refused, match=r"x1 came back to service and failed again 2 times: back 2025-11-\d\d .*gpu_xid"):
+        ownership.give_back(slurm, ["x1"], passed, RULES, now=NOW)
+    patient = Rules(relapse_days=3.0)
+    assert not ownership.why_relapsing(slurm, "x1", patient)
+    assert ownership.give_back(slurm, ["x1"], passed, RULES, force=True, now=NOW) == ("x1",)
+
+
+words = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
+stays = st.builds(Stay, words, st.integers(1, 10**9).map(float), st.one_of(st.none(), st.integers(1, 10**9).map(float)))
+records = st.builds(
+    Record, st.lists(stays, max_size=8).map(tuple), st.sampled_from(["ready", "unready"]), st.integers(1, 9).map(float)
+)
+
+
+@given(st.text(st.characters(codec="ascii", exclude_characters="[]"), max_size=40), records)
+def test_a_record_survives_in_any_comment(comment: str, kept: Record) -> None:
+    """What is written is read again, once, and the words of others stay."""
+    text = record.write(record.write(comment, Record((Stay("old", 1.0),))), kept)
+    assert record.read(text) == kept
+    assert text.startswith(comment.strip())
+    assert record.write(text, Record()) == comment.strip()
+
+
+@given(st.text(max_size=60))
+def test_any_comment_can_be_read(comment: str) -> None:
+    """Whoever wrote it."""
+    assert isinstance(record.read(f"{comment}[opsd1 {comment}]"), Record)
+
+
+def desk(slurm: FakeSlurm, folder: Path, said: list[str]) -> Desk:
+    return Desk(slurm, RULES, Orders(folder), said.append, NOW)
+
+
+def test_a_dry_run_says_what_would_be_done(tmp_path: Path) -> None:
+    """And what stands against it, with the same exit codes, and touches nothing."""
+    slurm, said = cluster(held("x1"), held("x2")), list[str]()
+    order = Order("drain", ("n01",), NOW, "opsd:manual x")
+    assert desk(slurm, tmp_path, said).carry_out(order, dry_run=True) == exitcodes.FAILED
+    assert "2 may be held at once" in said[-1]
+    assert desk(cluster(), tmp_path, said).carry_out(order, dry_run=True) == exitcodes.OK
+    assert said[-1] == "would drain n01 with the reason opsd:manual x"
+    unknown = Order("return", ("nowhere",), NOW)
+    assert desk(slurm, tmp_path, said).carry_out(unknown, dry_run=False) == exitcodes.FAILED
+    assert said[-1] == "Slurm has no node nowhere"
+    assert slurm.updates == []
+
+
+def test_an_order_waits_for_slurm_and_is_carried_out_once(tmp_path: Path) -> None:
+    """The command says so; the agent does it when Slurm answers, and not again."""
+    slurm, said = cluster(), list[str]()
+    slurm.error = DOWN
+    order = Order("drain", ("n01",), NOW, "opsd:manual x")
+    assert desk(slurm, tmp_path, said).carry_out(order, dry_run=False) == exitcodes.FAILED
+    assert ("Slurm does not answer" in said[0], "when Slurm answers again" in said[1]) == (True, True)
+    orders = Orders(tmp_path)
+    assert orders.carry_out(slurm, RULES, NOW + 5) == []
+    slurm.error = None
+    assert orders.carry_out(slurm, RULES, NOW + 10) == ["drained n01"]
+    assert orders.carry_out(slurm, RULES, NOW + 20) == []
+    assert slurm.updates == [(("n01",), "drain", "opsd:manual x")]
+
+
+def test_an_order_that_was_overtaken_is_dropped(tmp_path: Path) -> None:
+    """Someone drained the node by hand, repaired it and gave it back: the old order does not take it out again."""
+    slurm, orders = cluster(), Orders(tmp_path)
+    orders.put(Order("drain", ("n01",), NOW, "opsd:manual x"))
+    slurm.by_comment["n01"] = f"[opsd1 ib_link={NOW + 10:.0f}-{NOW + 20:.0f}]"
+    (said,) = orders.carry_out(slurm, RULES, NOW + 30)
+    assert "no longer up to date" in said
+    assert (slurm.updates, orders.waiting()) == ([], [])
+
+
+def test_an_order_that_slurm_refuses_is_given_up(tmp_path: Path) -> None:
+    """So is a file that is none, and one of the day before yesterday."""
+    slurm, orders = cluster(operator=False), Orders(tmp_path)
+    orders.put(Order("drain", ("n01",), NOW, "opsd:manual x"))
+    (said,) = orders.carry_out(slurm, RULES, NOW)
+    assert "given up: scontrol update: Invalid user id" in said
+    path = orders.put(Order("drain", ("n01",), NOW, "opsd:manual x"))
+    path.write_text("{}")
+    assert orders.carry_out(slurm, RULES, NOW) == [f"{path} is no order; it was removed"]
+    orders.put(Order("drain", ("n01",), NOW - 2 * DAY_S, "opsd:manual x"))
+    assert "no longer up to date" in orders.carry_out(slurm, RULES, NOW)[0]
+
+
+def test_the_agents_own_drain_waits_as_well(tmp_path: Path) -> None:
+    """A node that must go is drained although slurmctld was away when that was found."""
+    slurm, orders = cluster(), Orders(tmp_path)
+    slurm.error = DOWN
+    drainer = SlurmDrainer(lambda: slurm, "n07", RULES, orders)
+    for _ in range(2):
+        with pytest.raises(ActionError, match="n07 is drained once Slurm answers"):
+            drainer("n07", "opsd:gpu_lost-1 gpu_lost: GPU 2 is lost")
+    slurm.error = None
+    assert orders.carry_out(slurm, RULES, time.time()) == ["drained n07"]
+    assert slurm.by_name["n07"].reason == "opsd:gpu_lost-1 gpu_lost: GPU 2 is lost"
+
+
+def test_without_permission_nothing_is_kept(tmp_path: Path) -> None:
+    """Trying again would not help."""
+    slurm, said = cluster(operator=False), list[str]()
+    order = Order("drain", ("n01",), NOW, "opsd:manual x")
+    assert desk(slurm, tmp_path, said).carry_out(order, dry_run=False) == exitcodes.FAILED
+    assert (said, Orders(tmp_path).waiting()) == (["scontrol update: Invalid user id"], [])
+    with pytest.raises(SlurmDenied):
+        ownership.drain(slurm, ["n01"], "opsd:manual x", RULES, now=NOW)
