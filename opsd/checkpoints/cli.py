@@ -1,4 +1,4 @@
-"""``opsd checkpoint``: list and verify checkpoints from their manifests."""
+"""``opsd checkpoint``: list, verify, prune and upload checkpoints from their manifests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.table import Table
 from opsd import exitcodes
 from opsd.checkpoints.audit import audit
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, read, verify
-from opsd.checkpoints.retention import PRUNED
+from opsd.checkpoints.remote import AWAITING, Remote, RemoteError
+from opsd.checkpoints.retention import PRUNED, prune, reasons
 
 SUBFOLDER = "checkpoints"
 
@@ -40,7 +41,7 @@ class Entry:
 
 @click.group()
 def checkpoint() -> None:
-    """List and verify checkpoints from their manifests.
+    """List, verify, prune and upload checkpoints from their manifests.
 
     PATH is a run folder, its checkpoints folder, or the folder of one checkpoint.
     """
@@ -105,6 +106,64 @@ def audit_command(path: Path, as_json: bool) -> int:
     """
     complete = [entry.folder for entry in find(path) if entry.state == "complete"] if path.is_dir() else []
     return audit(complete[-1] if complete else path, as_json=as_json)
+
+
+@checkpoint.command("prune")
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--keep", type=click.IntRange(1), default=3, show_default=True, help="How many of the newest stay.")
+@click.option("--keep-every", type=click.IntRange(0), default=0, metavar="N", help="Those of every N-th step stay too.")
+@click.option("--dry-run", is_flag=True, help="Say what would go and change nothing.")
+def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
+    """Remove old checkpoints by the rules of the trainer.
+
+    Those that await an upload or an evaluation stay, and all of them while the newest is not whole. Only files that a
+    manifest names are removed. Exit code 1 if a file could not be removed.
+    """
+    root = path if dict(folders(path)) else path / SUBFOLDER
+    sizes = {entry.step: entry.size for entry in find(root)}
+    kept = reasons(root, keep, keep_every)
+    try:
+        going = [step for step, reason in kept.items() if not reason] if dry_run else prune(root, keep, keep_every)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} could not be removed: {error.strerror}") from error
+    for step in sorted({*kept, *going}):
+        fate = ("would be removed" if dry_run else "removed") if step in going else f"kept: {kept[step]}"
+        click.echo(f"step {step}: {fate}, {_bytes(sizes[step])}")
+    if not going:
+        click.echo(f"nothing to remove under {root}")
+    return exitcodes.OK
+
+
+@checkpoint.command("upload")
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("url")
+@click.option("--dry-run", is_flag=True, help="Say what would be uploaded and send nothing.")
+def upload_command(path: Path, url: str, dry_run: bool) -> int:
+    """Copy the complete checkpoints under PATH that URL does not have to it, oldest first, and read them back.
+
+    URL is one that fsspec knows, s3://bucket/run for instance, or a folder. What was read back is compared with the
+    manifest, which is written last. Exit code 1 if one could not be copied.
+    """
+    entries = [entry for entry in find(path) if entry.state == "complete"]
+    try:
+        remote = Remote.open(url)
+        there = set(remote.steps())
+        for entry in entries:
+            if entry.step in there:
+                click.echo(f"step {entry.step}: already there")
+                continue
+            if not dry_run:
+                remote.upload(entry.folder)
+                (entry.folder / AWAITING).unlink(missing_ok=True)
+            click.echo(f"step {entry.step}: {'would be uploaded' if dry_run else 'uploaded'}, {_bytes(entry.size)}")
+    except RemoteError as error:
+        raise click.UsageError(str(error)) from error
+    except Exception as error:  # clients of object storages raise what they like
+        raise click.ClickException(f"{url}: {type(error).__name__}: {str(error) or 'no reason given'}") from error
+    if not entries:
+        click.echo(f"no complete checkpoint under {path}", err=True)
+        return exitcodes.FAILED
+    return exitcodes.OK
 
 
 def find(path: Path) -> list[Entry]:

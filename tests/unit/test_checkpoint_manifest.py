@@ -205,7 +205,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert precious.exists()
 
 
-def run(*arguments: str | Path) -> Result:
+def run(*arguments: object) -> Result:
     return CliRunner().invoke(checkpoint, [str(a) for a in arguments], standalone_mode=False)
 
 
@@ -228,6 +228,62 @@ def test_list_shows_every_state(tmp_path: Path) -> None:
     table = run("list", tmp_path).output.splitlines()
     assert len(table) == 6
     assert "dp2" in table[-1]
+
+
+def test_prune_by_hand_follows_the_rules_of_the_trainer(tmp_path: Path) -> None:
+    """A dry run says what would go and why the others stay, and the real one does just that."""
+    root = tmp_path / "checkpoints"
+    for step in (10, 20, 25, 30, 40):
+        make(root, step)
+    (manifest.folder_of(root, 10) / "awaiting-evaluation").touch()
+    rules = (tmp_path, "--keep", 2, "--keep-every", 20)
+    dry = run("prune", *rules, "--dry-run")
+    assert [line.split(", ")[0] for line in dry.output.splitlines()] == [
+        "step 10: kept: awaiting evaluation", "step 20: kept: every 20 steps one is kept",
+        "step 25: would be removed", "step 30: kept: among the newest", "step 40: kept: among the newest",
+    ]  # fmt: skip
+    assert manifest.steps(root) == [10, 20, 25, 30, 40]
+    assert "step 25: removed" in run("prune", *rules).output
+    assert manifest.steps(root) == [10, 20, 30, 40]
+    again = run("prune", *rules)
+    assert again.return_value == exitcodes.OK
+    assert "nothing to remove" in again.output
+
+
+def test_prune_by_hand_spares_all_while_the_newest_is_not_whole(tmp_path: Path) -> None:
+    """With a file of the newest missing nothing goes, and the reason is said."""
+    for step in (10, 20):
+        make(tmp_path, step)
+    (manifest.folder_of(tmp_path, 20) / "rank-0001.safetensors").unlink()
+    result = run("prune", tmp_path, "--keep", 1)
+    assert "step 10: kept: the newest, of step 20, is not whole" in result.output
+    assert manifest.steps(tmp_path) == [10, 20]
+
+
+def test_upload_by_hand(tmp_path: Path) -> None:
+    """What the other place does not have is copied and verified; a dry run sends nothing."""
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    make(root, 10)
+    (make(root, 20) / "awaiting-upload").touch()
+    assert "step 20: would be uploaded" in run("upload", tmp_path, there, "--dry-run").output
+    assert manifest.steps(there) == []
+    assert run("upload", tmp_path, f"file://{there}").return_value == exitcodes.OK
+    assert manifest.verify(manifest.folder_of(there, 20)).tier == "remote"
+    assert not (manifest.folder_of(root, 20) / "awaiting-upload").exists()
+    assert run("upload", tmp_path, there).output == "step 10: already there\nstep 20: already there\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"), [("nosuch://x", "nosuch://x cannot be used"), ("file:///proc/nowhere", "file:///proc/nowhere")]
+)
+def test_an_upload_that_cannot_be_done_says_why(tmp_path: Path, url: str, sentence: str) -> None:
+    """An unknown protocol or a storage that refuses is one sentence, and the checkpoint stays."""
+    make(tmp_path, 10)
+    result = CliRunner().invoke(checkpoint, ["upload", str(tmp_path), url])
+    assert result.exit_code in (exitcodes.FAILED, exitcodes.USAGE)
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+    assert manifest.steps(tmp_path) == [10]
 
 
 def test_list_of_nothing_says_so(tmp_path: Path) -> None:
