@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 import time
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import click
 from rich.markup import escape
@@ -14,18 +18,41 @@ from rich.table import Table
 from opsd import exitcodes
 from opsd.config_cli import load
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 
+def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``command`` the argument ``agent``, made from --url, --config, --ca-file and --credentials-file."""
 
-def agent_options(command: Command) -> Command:
-    """Add --url, --config and --json to ``command``."""
+    @wraps(command)
+    def run(
+        *args: Any, url: str | None, file: Path | None, ca_file: Path | None, credentials_file: Path | None, **rest: Any
+    ) -> Any:
+        return command(*args, agent=Agent(url, file, ca_file, _credentials(credentials_file)), **rest)
+
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print the agent's answer as it is."),
+        click.option(
+            "--credentials-file",
+            envvar="OPSD_AGENT_CREDENTIALS_FILE",
+            type=click.Path(path_type=Path),
+            help="File with USER:PASSWORD for the agent; or OPSD_AGENT_CREDENTIALS holds them itself.",
+        ),
+        click.option(
+            "--ca-file",
+            envvar="OPSD_AGENT_CA_FILE",
+            type=click.Path(path_type=Path),
+            help="Trust the certificates in this file instead of the system's.",
+        ),
         click.option("--config", "file", type=click.Path(path_type=Path), help="Take the address from FILE."),
         click.option("--url", help="Where the agent listens, for instance http://node-17:9477."),
     ):
-        command = option(command)
-    return command
+        run = option(run)
+    return run
+
+
+def agent_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``with_agent``, and --json."""
+    return with_agent(
+        click.option("--json", "as_json", is_flag=True, help="Print the agent's answer as it is.")(command)
+    )
 
 
 class NoAgent(Exception):
@@ -37,33 +64,92 @@ class Refused(Exception):
 
 
 class Agent:
-    """The API of one agent, at ``url`` or where the configuration in ``file`` lets it listen."""
+    """The API of one agent, at ``url`` or where the configuration in ``file`` lets it listen.
 
-    def __init__(self, url: str | None, file: Path | None) -> None:
+    ``ca_file`` has the certificates to trust instead of the system's, ``credentials`` are user and password. Raises
+    click.UsageError if these would go over a network in the clear.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        file: Path | None,
+        ca_file: Path | None = None,
+        credentials: tuple[str, str] | None = None,
+    ) -> None:
+        self.named, self.file = url is not None, file
         self.base = (url or f"http://{load(file).agent.listen}").rstrip("/")
+        self._ca_file, self._credentials = ca_file, credentials
+        if credentials is not None and not _private(self.base):
+            raise click.UsageError(f"the password would go to {self.base} in the clear: use https")
 
     def get(self, path: str, **query: str | int | Sequence[str]) -> Any:
         """What the agent answers. Raises NoAgent and Refused."""
         import httpx
 
         try:
-            answer = httpx.get(self.base + path, params=query, timeout=5.0, trust_env=False)
+            answer = httpx.get(
+                self.base + path,
+                params=query,
+                auth=self._credentials,
+                verify=_trusting(self._ca_file) if self._ca_file else True,
+                timeout=5.0,
+                trust_env=False,
+            )
             body = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise NoAgent(
                 f"no agent answers at {self.base} ({error}); start one with `opsd agent`, or name one with --url"
             ) from error
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise Refused(
+                f"{body.get('error', 'not admitted')}: put USER:PASSWORD into a file and name it with --credentials-file"
+            )
         if answer.is_error:
             raise Refused(str(body.get("error", answer.status_code)))
         return body
 
+    def ask(self, path: str, **query: str | int | Sequence[str]) -> Any:
+        """What the agent answers; ends the command with one sentence if it does not."""
+        try:
+            return self.get(path, **query)
+        except (NoAgent, Refused) as error:
+            fail(str(error))
 
-def get(url: str | None, file: Path | None, path: str, **query: str | int | Sequence[str]) -> Any:
-    """What the agent answers; ends the command with one sentence if there is none."""
+
+def _credentials(file: Path | None) -> tuple[str, str] | None:
+    """User and password from ``file``, or from OPSD_AGENT_CREDENTIALS. Raises click.UsageError."""
+    text = os.environ.get("OPSD_AGENT_CREDENTIALS", "")
+    source = "OPSD_AGENT_CREDENTIALS"
+    if file is not None:
+        source = str(file)
+        try:
+            text = file.read_text(encoding="utf-8").strip()
+            mode = file.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"{file} cannot be read: {error}") from error
+        if mode & 0o077:
+            raise click.UsageError(f"others may read the password in {file}: chmod 600 {file}")
+    if not text:
+        return None
+    user, colon, password = text.partition(":")
+    if not (user and colon):
+        raise click.UsageError(f"{source} does not hold USER:PASSWORD")
+    return user, password
+
+
+def _private(base: str) -> bool:
+    """True if nobody on a network can read what is sent to ``base``."""
+    url = urlsplit(base)
+    return url.scheme == "https" or url.hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def _trusting(file: Path) -> ssl.SSLContext:
+    """A context that trusts the certificates in ``file``. Raises click.UsageError."""
     try:
-        return Agent(url, file).get(path, **query)
-    except (NoAgent, Refused) as error:
-        fail(str(error))
+        return ssl.create_default_context(cafile=file)
+    except OSError as error:
+        raise click.UsageError(f"{file} holds no certificates that can be used: {error}") from error
 
 
 def fail(sentence: str) -> NoReturn:

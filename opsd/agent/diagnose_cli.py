@@ -25,14 +25,13 @@ _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknow
 @click.command("diagnose")
 @click.option("--job", default="", help="Only the job with this id, or the run with this name.")
 @agent_options
-def command(job: str, url: str | None, file: Path | None, as_json: bool) -> int:
+def command(job: str, agent: Agent, as_json: bool) -> int:
     """Diagnose the runs on this node now: do they hang, and is it data, network or kernels that slow them down.
 
     Asks the agent, or reads the rank pages of this machine where none runs. Ends with 1 if there is no such run.
     """
     incidents: Sequence[dict[str, Any]] = ()
     try:
-        agent = Agent(url, file)
         answer = agent.get("/api/v1/ranks", job=job)
         ranks, now = [to_rank(rank) for rank in answer["ranks"]], answer["at"]
         incidents = agent.get("/api/v1/incidents", state="current")["incidents"]
@@ -40,9 +39,9 @@ def command(job: str, url: str | None, file: Path | None, as_json: bool) -> int:
     except Refused as error:
         fail(str(error))
     except NoAgent as error:
-        if url is not None:
+        if agent.named:
             fail(str(error))
-        settings = load(file)
+        settings = load(agent.file)
         ranks, now, node = _local(settings.ranks.root, job), time.monotonic(), settings.agent.node
     diagnoses = diagnose(ranks, node, now)
     if not diagnoses:

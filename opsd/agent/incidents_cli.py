@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from opsd.agent.ask import agent_options, clock_time, get, plain_table, printable
+from opsd.agent.ask import Agent, agent_options, clock_time, plain_table, printable
 from runbooks.base import Culprit
 
 _INCIDENTS = {"resolved": "green", "escalated": "bold red"}
@@ -32,9 +31,9 @@ def incidents() -> None:
 @agent_options
 @click.option("--state", "states", multiple=True, help="Only this state; current: all that are not over. Repeatable.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="At most this many.")
-def list_incidents(url: str | None, file: Path | None, as_json: bool, states: tuple[str, ...], limit: int) -> None:
+def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: int) -> None:
     """List incidents, newest first."""
-    answer = get(url, file, "/api/v1/incidents", state=list(states), limit=limit)
+    answer = agent.ask("/api/v1/incidents", state=list(states), limit=limit)
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return
@@ -54,9 +53,9 @@ def list_incidents(url: str | None, file: Path | None, as_json: bool, states: tu
 @incidents.command("show")
 @click.argument("id")
 @agent_options
-def show_incident(id: str, url: str | None, file: Path | None, as_json: bool) -> None:
+def show_incident(id: str, agent: Agent, as_json: bool) -> None:
     """Everything about the incident ID."""
-    answer = get(url, file, f"/api/v1/incidents/{id}")
+    answer = agent.ask(f"/api/v1/incidents/{id}")
     if as_json:
         click.echo(json.dumps(answer, indent=1))
     else:
@@ -65,12 +64,12 @@ def show_incident(id: str, url: str | None, file: Path | None, as_json: bool) ->
 
 @incidents.command()
 @agent_options
-def stats(url: str | None, file: Path | None, as_json: bool) -> None:
+def stats(agent: Agent, as_json: bool) -> None:
     """Sum up the incidents by kind.
 
     Detection is from the oldest evidence to the opening, resolution from there to the end; both are medians.
     """
-    answer = get(url, file, "/api/v1/statistics")
+    answer = agent.ask("/api/v1/statistics")
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return

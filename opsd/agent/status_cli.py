@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from opsd.agent.ask import agent_options, get, plain_table, printable
+from opsd.agent.ask import Agent, agent_options, plain_table, printable
 
 _STATES = {"ok": "green", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}
 
 
 @click.command()
 @agent_options
-def status(url: str | None, file: Path | None, as_json: bool) -> None:
+def status(agent: Agent, as_json: bool) -> None:
     """What the agent of this node sees right now."""
-    answer = get(url, file, "/api/v1/status")
+    answer = agent.ask("/api/v1/status")
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return

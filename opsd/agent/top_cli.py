@@ -11,7 +11,6 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from opsd import exitcodes
-from opsd.agent.ask import Agent, NoAgent, Refused, fail, plain_table, printable
+from opsd.agent.ask import Agent, NoAgent, Refused, fail, plain_table, printable, with_agent
 
 _PHASES = {
     "data": "yellow",
@@ -37,18 +36,17 @@ MAX_INCIDENTS = 8
 
 
 @click.command()
-@click.option("--url", help="Where the agent listens, for instance http://node-17:9477.")
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Take the address from FILE.")
+@with_agent
 @click.option(
     "--interval", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between looks."
 )
 @click.option("--once", is_flag=True, help="Print one look and end.")
-def top(url: str | None, file: Path | None, interval: float, once: bool) -> int:
+def top(agent: Agent, interval: float, once: bool) -> int:
     """Watch the GPUs, ranks and incidents of a node live; q or Ctrl-C ends it.
 
     Ends with 1 if no agent answers at the start; one that is away for a while later is waited for.
     """
-    agent, console = Agent(url, file), Console(highlight=False)
+    console = Console(highlight=False)
     try:
         view = look(agent)
     except (NoAgent, Refused) as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import http.client
+import os
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +54,7 @@ def served(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     text = f"tls_server_config: {{cert_file: {crt}, key_file: {key}}}\nbasic_auth_users: {{prometheus: '{HASH}'}}\n"
     server = Server("127.0.0.1:0", SILENT, load(write(tmp_path, text)))
     snapshot = Snapshot(1, time.monotonic() + 1e6, 0.0)
-    server.start(App(lambda: snapshot, {"node": "n"}, stale_s=5.0))
+    server.start(App(lambda: snapshot, {"node": "n", "mode": "observe"}, stale_s=5.0))
     yield server.server_port, tmp_path
     server.close()
 
@@ -136,3 +138,30 @@ def test_an_agent_with_a_wrong_configuration_does_not_start(tmp_path: Path) -> N
     done = opsd.run("agent", "--config", str(opsd.config), f"--set=agent.web_config={file}")
     assert done.returncode == 2
     assert done.stderr.strip() == f"opsd: {file}: {tmp_path}/none.crt: No such file or directory"
+
+
+def status(port: int, folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "opsd", "status", "--url", f"https://localhost:{port}", *options]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_commands_take_certificate_and_password_from_files(served: tuple[int, Path]) -> None:
+    """Or from the environment; without them one sentence says what is missing."""
+    port, folder = served
+    trust = f"--ca-file={folder / 'server.crt'}"
+    password = folder / "password"
+    password.write_text("prometheus:secret\n")
+    password.chmod(0o600)
+    named = f"--credentials-file={password}"
+    assert status(port, folder, trust, named).returncode == 0
+    assert status(port, folder, trust, OPSD_AGENT_CREDENTIALS="prometheus:secret").returncode == 0
+    for options, said in (
+        ((trust,), "put USER:PASSWORD into a file and name it with --credentials-file"),
+        ((named,), "CERTIFICATE_VERIFY_FAILED"),
+        ((f"--ca-file={password}", named), "holds no certificates that can be used"),
+        ((trust, named, f"--url=http://node-17:{port}"), "in the clear: use https"),
+    ):
+        done = status(port, folder, *options)
+        assert done.returncode in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
+    password.chmod(0o644)
+    assert "chmod 600" in status(port, folder, trust, named).stderr
