@@ -36,13 +36,36 @@ def micro_batches(config: Config, world: World, batch: int) -> int:
     rows = config.data.micro_batch
     count, rest = divmod(batch, world.data_size * rows)
     if rest:
-        raise ConfigError(f"data.batch {batch} is not a multiple of {world.data_size} ranks x data.micro_batch {rows}")
+        each = world.size // world.data_size
+        parts = f"{world.data_size} ranks" if each == 1 else f"{world.data_size} groups of {each} ranks"
+        fitting = fitting_ranks(config)
+        near = [size for size in fitting if size < world.size][-2:]
+        near += [size for size in fitting if size > world.size][:1]
+        raise ConfigError(
+            f"data.batch {batch} is not a multiple of {parts} x data.micro_batch {rows}; "
+            + (f"start {' or '.join(map(str, near))} ranks" if near else "make data.micro_batch smaller")
+        )
     if count < config.parallel.pp:
         raise ConfigError(
             f"data.batch {batch} gives {count} micro-batches a step, fewer than the parallel.pp "
             f"{config.parallel.pp} stages; make data.micro_batch smaller or data.batch larger"
         )
     return count
+
+
+def fitting_ranks(config: Config) -> list[int]:
+    """All numbers of ranks that share every global batch of the run evenly in its layout, ascending.
+
+    A run may go on with any of them: the samples and their order are the same, and only rounding differs.
+    """
+    layout, batches = config.parallel, config.data.batches
+    parts = range(layout.replicas, min(batches) // config.data.micro_batch + 1, layout.replicas)
+    counts = {count: [divmod(batch, count * config.data.micro_batch) for batch in batches] for count in parts}
+    return [
+        count * layout.tp * layout.pp * layout.cp
+        for count, shares in counts.items()
+        if all(rest == 0 and micro >= layout.pp for micro, rest in shares)
+    ]
 
 
 def accumulator(model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> Accumulate:

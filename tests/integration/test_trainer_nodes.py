@@ -34,6 +34,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
     return run
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
+    """Ten steps on one rank."""
+    run = Run(tmp_path_factory.mktemp("undisturbed"), shards, {"data.batch": 12})
+    assert run.start(world=1, run__steps=10).wait() == [0]
+    return run
+
+
 @pytest.fixture
 def run(killed: Run, tmp_path: Path) -> Run:
     shutil.copytree(killed.folder, tmp_path / "run")
@@ -117,6 +125,19 @@ def test_whole_replicas_on_each_node(tmp_path: Path, shards: Path) -> None:
     world.kill()
     assert len(read(folder_of(run.checkpoints, steps(run.checkpoints)[0])).files) == 1
     assert resume(run)["tier"] == "memory"
+
+
+def test_fewer_nodes_at_the_same_global_batch(tmp_path: Path, shards: Path, undisturbed: Run) -> None:
+    """Four ranks on two nodes, then three on one: the same samples, and losses that agree to rounding."""
+    run = Run(tmp_path, shards, {"data.batch": 12})
+    for world, nodes, until in ((4, 2, 5), (3, 1, 10)):
+        assert run.start(world=world, nodes=nodes, run__steps=until).wait() == [0] * world, run.printed()
+        manifest = read(folder_of(run.checkpoints, until))
+        assert (manifest.sample, manifest.layout) == (12 * until, {"dp": world})
+    ours, theirs = run.curve(), undisturbed.curve()
+    assert list(ours) == list(range(1, 11))
+    for step, point in ours.items():
+        assert point == pytest.approx(theirs[step], rel=1e-3)
 
 
 def test_nodes_that_do_not_share_the_folder(tmp_path: Path, shards: Path) -> None:

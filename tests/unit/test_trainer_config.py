@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.accumulate import fitting_ranks
 from trainer.config import Config, ConfigError, load
 
 SHARDS = "data.shards=/data"
@@ -39,6 +40,23 @@ def test_smollm3_is_as_published() -> None:
     assert config.schedule.decay_end == config.run.steps == 4_720_000
     assert decay / config.run.steps == pytest.approx(0.11)
     assert (config.optimizer.lr, config.model.rope_theta, config.model.document_mask) == (2e-4, 50_000, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["data.batch=12"], [1, 2, 3, 4, 6, 12]),
+        (["data.batch=12", "data.micro_batch=2"], [1, 2, 3, 6]),
+        (["data.batch=12", "parallel.replicas=2"], [2, 4, 6, 12]),
+        (["data.batch=12", "parallel.tp=2"], [2, 4, 6, 8, 12, 24]),
+        (["data.batch=12", "parallel.pp=2"], [2, 4, 6, 8, 12]),
+        (["data.batch=12", "data.batch_warmup=[[5, 4]]"], [1, 2, 4]),
+        (["data.batch=2", "data.micro_batch=3"], []),
+    ],
+)
+def test_numbers_of_ranks_that_share_the_batch(settings: list[str], expected: list[int]) -> None:
+    """A run may go on with any number of ranks that splits all its batches, with a micro-batch for each stage."""
+    assert fitting_ranks(load("tiny", [SHARDS, "data.micro_batch=1", *settings], {})) == expected
 
 
 def test_overrides_keep_their_types(tiny: Config) -> None:
