@@ -27,7 +27,7 @@ HUNG_AGAIN_S = 1.0
 """How often the head is told of a hang that lasts."""
 TIE_S = 4.0
 """How long a half that has not most of the nodes at work leaves the claim to the other."""
-FAREWELL_S = 3.0
+FAREWELL_S = 1.0
 """How long the head stays for the others after the end."""
 
 

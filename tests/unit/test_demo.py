@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, checksum, commit, folder_of, verify
 from opsd.client import Reporter, read_page
-from opsd.demo.faults import Director, Fault, Stage, Trial, observe
+from opsd.demo.faults import FAULTS, Director, Fault, Stage, Trial, observe
 from opsd.demo.report import differing_steps, losses
 from opsd.demo.text import copy_text
 from opsd.demo.view import culprit_name, describe_event, sparkline
@@ -52,7 +55,7 @@ def at_step(tmp_path: Path):
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path, None)
+    return Stage(tmp_path, tmp_path, None)
 
 
 def test_faults_come_one_after_the_other_on_a_steady_run(at_step, stage: Stage) -> None:
@@ -182,3 +185,30 @@ def test_an_incident_told_twice_fails_the_trial(at_step, stage: Stage) -> None:
     assert not trial.passed
     observe(trial, at_step(9, 4.0, incidents=[{**incident("a", 2.0), "symptoms": [{"kind": "rank_crash"}]}]))
     assert trial.passed
+
+
+def test_a_damaged_checkpoint_is_all_that_is_left(tmp_path: Path) -> None:
+    """The fault takes the copy in memory away too, from which the run would go on without ever reading the damage."""
+    folder = folder_of(tmp_path / "checkpoints", 20)
+    folder.mkdir(parents=True)
+    (folder / "rank-0000.safetensors").write_bytes(bytes(100))
+    entry = FileEntry("rank-0000.safetensors", 100, checksum(folder / "rank-0000.safetensors"))
+    commit(folder, Manifest(20, 80, {"dp": 1}, "digest", (entry,), "local", 0.0, "run"))
+    kept = [tmp_path / "rank-0000.state", tmp_path / "rank-0000.state.json"]
+    for path in kept:
+        path.write_bytes(b"")
+    (fault,) = (fault for fault in FAULTS if fault.kind == "corrupt_checkpoint")
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        page = replace(read_page(written(tmp_path)), pid=rank.pid)
+        expected = fault.inject(Stage(tmp_path / "checkpoints", tmp_path, None), replace(NOTHING, pages=(page,)))
+        assert rank.wait(10) == -signal.SIGKILL
+    assert expected == {"component": "storage", "detail": "rank-0000.safetensors"}
+    with pytest.raises(CheckpointError, match="checksum"):
+        verify(folder)
+    assert not any(path.exists() for path in kept)
+
+
+def written(folder: Path) -> Path:
+    """A page of rank 0."""
+    Reporter(folder / "rank-0000.page").step(step=20)
+    return folder / "rank-0000.page"

@@ -37,6 +37,7 @@ class World:
             self.now += POLL_S
             hang = self.look()
             if hang is not None:
+                self.judge.accept(hang.phase, hang.score)
                 return hang
         return None
 
