@@ -102,9 +102,8 @@ class Agent:
                 f"no agent answers at {self.base} ({error}); start one with `opsd agent`, or name one with --url"
             ) from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise Refused(
-                f"{body.get('error', 'not admitted')}: put USER:PASSWORD into a file and name it with --credentials-file"
-            )
+            said = body.get("error", "not admitted")
+            raise Refused(f"{said}: put USER:PASSWORD into a file and name it with --credentials-file")
         if answer.is_error:
             raise Refused(str(body.get("error", answer.status_code)))
         return body

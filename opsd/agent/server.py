@@ -2,6 +2,7 @@
 
 ========================= ==========================================================================
 ``/``                     this node for people; ``?refresh=5`` loads it again every 5 s
+``/job/ID``               one job, or one run by its name, on this node
 ``/runbooks/NAME``        the page of a runbook or an alert; ``/runbooks/`` lists them
 ``/metrics``              every series, Prometheus text or OpenMetrics
 ``/healthz``              200 while the loop ticks, 503 otherwise
@@ -27,15 +28,17 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from opsd import __version__
 from opsd.agent import api
 from opsd.agent.exposition import Exposition
+from opsd.agent.ledgers import Ledgers
 from opsd.agent.loop import Snapshot
 from opsd.agent.page import REFRESH_S, node_page
 from opsd.agent.page_history import History
 from opsd.agent.page_html import HEADERS
+from opsd.agent.page_job import job_page
 from opsd.agent.page_runbooks import runbook_list, runbook_page
 from opsd.agent.web_config import WebConfig
 
@@ -73,10 +76,12 @@ class App:
         *,
         stale_s: float,
         history: History | None = None,
+        ledgers: Ledgers | None = None,
     ) -> None:
         self._latest = latest
         self._facts = facts
         self._history = history or History()
+        self._ledgers = ledgers or Ledgers()
         self._stale_s = stale_s
         self._exposition = Exposition(lambda: latest().samples)
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
@@ -96,6 +101,8 @@ class App:
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
             return self._incident(request.path.rpartition("/")[2])
+        if request.path.startswith("/job/"):
+            return self._job(unquote(request.path.removeprefix("/job/")))
         if request.path.startswith("/runbooks/"):
             return _runbook(request.path.removeprefix("/runbooks/"))
         return _problem(HTTPStatus.NOT_FOUND, f"nothing at {request.path}; see /")
@@ -140,6 +147,13 @@ class App:
         refresh_s = next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
         latest, now = self._latest(), time.monotonic()
         return HTTPStatus.OK, node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now), HEADERS
+
+    def _job(self, id: str) -> Answer:
+        latest, now = self._latest(), time.monotonic()
+        body = job_page(latest, self._history, self._ledgers.of, id, str(self._facts.get("node", "")), now)
+        if body is None:
+            return _problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
+        return HTTPStatus.OK, body, HEADERS
 
 
 def _runbook(name: str) -> Answer:

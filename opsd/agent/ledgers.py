@@ -1,0 +1,100 @@
+"""The ledgers of the runs of this node, for the page of a job.
+
+A ledger is made from the files of the run, which may be long and may lie on a file system that hangs. So it is made in
+a process of its own, when somebody looks, and requests wait for nothing: they get what was made last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from collectors.base import RunFact
+
+FRESH_S: Final = 60.0
+REST: Final = 50.0
+"""A ledger is not made anew before so many times the time that it took, which keeps this below 2 % of a core."""
+DEADLINE_S: Final = 30.0
+MAX_METRICS: Final = 16 << 20
+"""Bytes of metrics.jsonl that fit into ``MAX_MEMORY`` once they are parsed."""
+MAX_MEMORY: Final = 160 << 20
+"""Bytes: the maker lives in the agent's control group, whose limit is 256 MiB."""
+KEPT: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A ledger as ``opsd ledger --json`` prints it, or None and why there is none."""
+
+    ledger: Mapping[str, Any] | None
+    problem: str = ""
+
+
+class Ledgers:
+    """What was made last. Safe to be used from several threads."""
+
+    def __init__(
+        self,
+        make: Callable[[Path], Made] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make, self._clock = make or make_ledger, clock
+        self._made: dict[str, tuple[Made, float]] = {}
+        self._busy = False
+        self._guard = threading.Lock()
+
+    def of(self, run: RunFact) -> Made:
+        """The ledger of ``run``, not older than a minute or so; the first time that it is being made."""
+        with self._guard:
+            made, stale_at = self._made.get(run.folder, (Made(None, "it is being made: load the page again"), 0.0))
+            if self._clock() >= stale_at and not self._busy:
+                self._busy = True
+                threading.Thread(target=self._renew, args=(run.folder,), name="ledger", daemon=True).start()
+        return made
+
+    def _renew(self, folder: str) -> None:
+        began = self._clock()
+        made = self._make(Path(folder))
+        with self._guard:
+            self._busy = False
+            ended = self._clock()
+            self._made.pop(folder, None)
+            self._made[folder] = made, ended + max(FRESH_S, REST * (ended - began))
+            while len(self._made) > KEPT:
+                del self._made[next(iter(self._made))]
+
+
+def make_ledger(folder: Path) -> Made:
+    """The ledger of the run in ``folder``, made by ``opsd ledger`` at the lowest priority and within limits."""
+    try:
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size > MAX_METRICS:
+            return Made(None, f"the run is too long for the agent: opsd ledger {folder} has it")
+        maker = subprocess.Popen(
+            [sys.executable, "-P", "-m", "opsd", "ledger", "--json", "--", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.setpriority(os.PRIO_PROCESS, maker.pid, 19)
+        resource.prlimit(maker.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+        out, err = maker.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        maker.kill()
+        return Made(None, f"{folder} does not answer")
+    except OSError as error:
+        return Made(None, f"{error.filename or folder}: {error.strerror}")
+    if maker.returncode:
+        return Made(None, err.strip().rpartition("\n")[2] or "opsd ledger was killed")
+    return Made(json.loads(out))

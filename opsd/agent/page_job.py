@@ -1,0 +1,131 @@
+"""The page of a job: its runs on this node, their ranks, incidents, speed, and where their time went. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Final
+
+from collectors.base import RankFact, RunFact
+from opsd.agent.api import newest_first
+from opsd.agent.ledgers import Made
+from opsd.agent.loop import Snapshot
+from opsd.agent.page_history import LOSS, TOKENS, History
+from opsd.agent.page_html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
+from opsd.agent.page_parts import MAX_RANKS, incidents, phase_shares, ranks, span
+
+MFU: Final = "opsd_rank_mfu_ratio"
+GRAD_NORM: Final = "opsd_rank_grad_norm"
+
+Values = Mapping[tuple[str, str, str], float]
+"""The newest value of a series by its name, the run and the rank."""
+
+
+def job_page(
+    snapshot: Snapshot, history: History, ledger_of: Callable[[RunFact], Made], id: str, node: str, now: float
+) -> bytes | None:
+    """The page of the job or run ``id`` as UTF-8, None if none of its runs is on this node.
+
+    ``now`` is the monotonic second of the request.
+    """
+    runs = [run for run in snapshot.runs if id and id in (run.job, run.run)]
+    if not runs:
+        return None
+    names = {id, *(run.run for run in runs), *(run.job for run in runs if run.job)}
+    of_job = [rank for rank in snapshot.ranks if rank.run in names]
+    values = _values(snapshot)
+    parts = [
+        incidents([i for i in newest_first(snapshot) if i.job in names], snapshot.wall),
+        *(_run(run, [rank for rank in of_job if rank.run == run.run], values, history) for run in runs),
+        ranks(of_job, now),
+        _speed(of_job, values),
+        *(_ledger(run, ledger_of(run)) for run in runs),
+    ]
+    title = f"job {id}" if any(run.job == id for run in runs) else f"run {id}"
+    header = join((Html(f"<h1>{h(title)}</h1>"), facts([("node", node), ("seen", f"{now - snapshot.at:.1f} s ago")])))
+    footer = join(
+        (link("/", "this node"), link("/runbooks/", "runbooks"), link("/api/v1/ranks", "/api/v1/ranks")), " · "
+    )
+    return document(f"{title} – opsd", header, join(parts), footer)
+
+
+def _values(snapshot: Snapshot) -> Values:
+    wanted = (TOKENS, LOSS, MFU, GRAD_NORM)
+    return {
+        (sample.metric.name, sample.labels[0], sample.labels[1]): sample.value
+        for group in snapshot.samples
+        for sample in group
+        if sample.metric.name in wanted
+    }
+
+
+def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: History) -> Html:
+    def of(name: str) -> list[float]:
+        return [value for (metric, owner, _), value in values.items() if metric == name and owner == run.run]
+
+    tokens, loss, mfu = of(TOKENS), of(LOSS), of(MFU)
+    saved = [rank.committed_step for rank in here if rank.committed_step is not None]
+    steps = [rank.steps[-1].step for rank in here if rank.steps]
+    times = [rank.steps[-1].duration_s for rank in here if rank.steps]
+    pairs: list[tuple[str, object]] = [
+        ("state", pill(run.state, "good") if run.alive else pill(f"{run.state}, no launcher", "warn")),
+        ("generation", run.generation),
+        ("ranks here", f"{len(here)} of {run.world_size}"),
+        ("step", max(steps) if steps else "–"),
+        ("step time", f"{max(times):.3f} s (slowest rank)" if times else "–"),
+        ("tokens/s here", _drawn(sum(tokens), ",.0f", history.values(TOKENS, run.run), "tokens/s") if tokens else "–"),
+        ("MFU", f"{fmean(mfu):.1%}" if mfu else "–"),
+        ("loss", _drawn(fmean(loss), ".4g", history.values(LOSS, run.run), "loss") if loss else "–"),
+        ("checkpoint", f"step {min(saved)}" if saved else "none yet"),
+    ]
+    return card(f"run-{h(run.run)}", f"Run {run.run}", facts(pairs))
+
+
+def _drawn(value: float, form: str, past: Sequence[float], label: str) -> Html:
+    return join((format(value, form), sparkline(past, label)))
+
+
+def _speed(of_job: Sequence[RankFact], values: Values) -> Html:
+    if not of_job:
+        return Html("")
+
+    def cell(rank: RankFact, name: str, form: str) -> str:
+        value = values.get((name, rank.run, str(rank.rank)))
+        return "–" if value is None else format(value, form)
+
+    rows = [
+        (
+            f"{rank.run} {rank.rank}",
+            cell(rank, TOKENS, ",.0f"),
+            cell(rank, MFU, ".1%"),
+            cell(rank, LOSS, ".4g"),
+            cell(rank, GRAD_NORM, ".3g"),
+            phase_shares([rank]),
+        )
+        for rank in of_job[:MAX_RANKS]
+    ]
+    columns = ("Rank", "Tokens/s", "MFU", "Loss", "Gradient norm", "Where the time of its steps goes")
+    return card("speed", "Speed and learning", table("Speed and learning", columns, rows))
+
+
+def _ledger(run: RunFact, made: Made) -> Html:
+    title = f"Where the time of {run.run} went"
+    if made.ledger is None:
+        return card(f"ledger-{h(run.run)}", title, nothing(f"No ledger: {made.problem}"))
+    wall = made.ledger["wall_s"] or 1.0
+    rows = [
+        (name.replace("_", " "), span(seconds), f"{seconds / wall:.1%}")
+        for name, seconds in made.ledger["buckets"].items()
+        if seconds
+    ]
+    summary = facts(
+        [
+            ("ETTR", f"{made.ledger['ettr']:.1%}"),
+            ("wall clock", span(made.ledger["wall_s"])),
+            ("generations", made.ledger["generations"]),
+            ("steps", made.ledger["steps"]),
+        ]
+    )
+    notes = join(nothing(f"Note: {note}") for note in made.ledger["notes"])
+    body = join((summary, table(title, ("Bucket", "Time", "Share"), rows), notes))
+    return card(f"ledger-{h(run.run)}", title, body)

@@ -1,0 +1,143 @@
+"""What the page of a node and the page of a job have in common: incidents, ranks, and lengths of time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Final
+
+from collectors.base import RankFact
+from opsd.agent.correlate import symptoms_of
+from opsd.agent.page_html import Html, card, h, join, link, nothing, pill, table
+from runbooks.base import Incident, Severity, State
+
+MAX_INCIDENTS: Final = 8
+MAX_ENDED: Final = 4
+MAX_RANKS: Final = 32
+MAX_LISTED: Final = 6
+"""Sentences of evidence, actions and symptoms shown of an incident; the API has them all."""
+
+TONES: Final = {Severity.CRITICAL: "bad", Severity.WARNING: "warn", Severity.INFO: ""}
+
+
+def incidents(known: Sequence[Incident], wall: float) -> Html:
+    """The open ones of ``known`` (newest first) with all that is known of each, and the last that are over."""
+    ids = {i.id for i in known}
+    roots = [i for i in known if i.cause not in ids]
+    severe = {severity: number for number, severity in enumerate(TONES)}
+    open_ones = sorted((i for i in roots if i.resolved_at is None), key=lambda i: severe[i.severity])
+    ended = [i for i in roots if i.resolved_at is not None]
+    body = join(_incident(i, symptoms_of(i.id, known), wall, unfold=True) for i in open_ones[:MAX_INCIDENTS])
+    rest = len(open_ones) - MAX_INCIDENTS
+    more = nothing(f"{rest} more: /api/v1/incidents?state=current") if rest > 0 else Html("")
+    past = join(_incident(i, symptoms_of(i.id, known), wall, unfold=False) for i in ended[:MAX_ENDED])
+    return join(
+        (
+            card("incidents", "Open incidents", join((body, more)) if open_ones else nothing("None is open.")),
+            card("ended", "Incidents that are over", past) if ended else Html(""),
+        )
+    )
+
+
+def _incident(incident: Incident, symptoms: Sequence[Incident], wall: float, *, unfold: bool) -> Html:
+    over = incident.resolved_at is not None
+    state = pill(incident.state.value, "good" if incident.state is State.RESOLVED else "")
+    tone = "" if over else TONES[incident.severity]
+    ago = span(wall - (incident.resolved_at if incident.resolved_at is not None else incident.opened_at))
+    when = f"{'over for' if over else 'for'} {ago}"
+    head = join((pill(incident.severity.value, tone), state, h(incident.summary), h(f" – {when}")))
+    cost = incident.cost.text or (f"{incident.cost.gpu_seconds:.0f} GPU seconds" if incident.cost.gpu_seconds else "")
+    rows = (
+        ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
+        ("Costs", cost),
+        ("Job", incident.job),
+        ("Evidence", _list(evidence.text for evidence in incident.evidence)),
+        ("Done", _list(_done(action) for action in incident.actions)),
+        ("Symptoms", _list(symptom.summary for symptom in symptoms)),
+        ("Verdict", incident.verdict),
+        ("Page", link(f"/runbooks/{incident.kind}", f"runbook {incident.kind}")),
+        ("All of it", link(f"/api/v1/incidents/{incident.id}", incident.id)),
+    )
+    body = "".join(f"<dt>{name}</dt><dd>{h(value)}</dd>" for name, value in rows if value)
+    return Html(f"<details{' open' if unfold else ''}><summary>{head}</summary><dl>{body}</dl></details>")
+
+
+def _done(action: Mapping[str, object]) -> str:
+    said = f"{action.get('verb', '')} {action.get('target', '')}: {action.get('outcome', '')}"
+    return f"{said} ({action['detail']})" if action.get("detail") else said
+
+
+def _list(texts: Iterable[str]) -> Html:
+    every = [*texts]
+    shown = every[:MAX_LISTED]
+    if len(every) > len(shown):
+        shown.append(f"and {len(every) - len(shown)} more")
+    return Html(f"<ul>{''.join(f'<li>{h(text)}</li>' for text in shown)}</ul>") if shown else Html("")
+
+
+def ranks(ranks: Sequence[RankFact], now: float) -> Html:
+    """What each rank does; ``now`` is the monotonic second of the request."""
+    if not ranks:
+        return card("ranks", "Ranks", nothing("No rank is on this node."))
+    usual = {run: _usual([r for r in ranks if r.run == run]) for run in {r.run for r in ranks}}
+    columns = ("Rank", "GPU", "State", "Phase", "For", "Step", "Step time", "Saved")
+    rows = [_rank(rank, usual[rank.run], now) for rank in ranks[:MAX_RANKS]]
+    more = nothing(f"and {len(ranks) - MAX_RANKS} more: /api/v1/ranks") if len(ranks) > MAX_RANKS else Html("")
+    return card("ranks", "Ranks", join((table("Ranks", columns, rows), more)))
+
+
+def _usual(ranks: Sequence[RankFact]) -> float:
+    """The median of the ranks' last step times, 0 if there is none."""
+    times = [rank.steps[-1].duration_s for rank in ranks if rank.steps]
+    return median(times) if times else 0.0
+
+
+def _rank(rank: RankFact, usual_s: float, now: float) -> Sequence[object]:
+    last = rank.steps[-1] if rank.steps else None
+    slow = last is not None and usual_s > 0 and last.duration_s > 1.2 * usual_s
+    live = rank.live and rank.process not in ("Z", "T")
+    state = (
+        pill("running", "good")
+        if live
+        else pill({"T": "stopped", "Z": "zombie"}.get(rank.process or "", rank.state), "warn")
+    )
+    took = f"{last.duration_s:.3f} s" if last else "–"
+    return (
+        f"{rank.run} {rank.rank}",
+        "–" if rank.gpu is None else rank.gpu,
+        state,
+        rank.phase,
+        span(now - rank.phase_since) if live else "–",
+        last.step if last else "–",
+        pill(took, "warn") if slow else took,
+        "–" if rank.committed_step is None else rank.committed_step,
+    )
+
+
+def phase_shares(ranks: Sequence[RankFact]) -> str:
+    """The phases of the last steps by their share, largest first; `opsd ledger` accounts for the whole run."""
+    spent: dict[str, float] = {}
+    for rank in ranks:
+        for step in rank.steps:
+            for phase, seconds in step.phase_s.items():
+                spent[phase] = spent.get(phase, 0.0) + seconds
+    total = sum(spent.values())
+    shares = sorted(((seconds / total, phase) for phase, seconds in spent.items() if seconds > 0), reverse=True)
+    return ", ".join(f"{phase} {share:.0%}" for share, phase in shares[:4] if share >= 0.005) or "–"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def span(seconds: float) -> str:
+    """A length of time in words: 4 s, 12 min, 3 h 20 min, 2 d 4 h."""
+    whole = max(0, int(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    if whole < 172_800:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
