@@ -37,10 +37,12 @@ COMMANDS = {
         "opsd.slurm.node_cli:give_back",
         "Give nodes that were drained back to Slurm, once they are proved good.",
     ),
+    "requeue": ("opsd.slurm.requeue_cli:requeue", "Put a job back into the queue, to start at once elsewhere."),
     "runbook": ("opsd.runbook_cli:runbook", "List the runbooks or show one."),
     "slurm": ("opsd.slurm.cli:slurm", "What opsd may do with Slurm on this machine."),
     "stack": ("opsd.stack.cli:stack", "Show the whole monitoring stack on this machine, and an alert."),
     "status": ("opsd.agent.status_cli:status", "What the agent of this node sees right now."),
+    "swap": ("opsd.agent.swap_cli:swap", "Let a spare take the place of a node of a run."),
     "targets": ("opsd.targets_cli:targets", "List the agents of all nodes for Prometheus, from Slurm."),
     "top": ("opsd.agent.top_cli:top", "Watch the GPUs, ranks and incidents of this node live."),
 }

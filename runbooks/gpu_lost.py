@@ -8,6 +8,7 @@ from collectors.base import GpuFact
 from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
 from runbooks.gpus import blamed, gpu_of, job_text, xids_of
 from runbooks.signals import counted, text
+from runbooks.swap import swap_out
 
 
 def _finding(gpu: GpuFact, view: View) -> Finding:
@@ -38,7 +39,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     why = f"{incident.summary}: drain the node and reboot it; twice in a week is a case for the vendor"
-    return (Action("notify", target=view.node, reason=why),)
+    return (*swap_out(incident, view), Action("notify", target=view.node, reason=why))
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -71,7 +72,9 @@ The rank on it dies or hangs with the next kernel, and the job with it. Other ca
 
 ## What opsd does by itself
 - observe: opens the incident, and resolves it once the same GPU answers again.
-- recommend, act: the same, and notifies. A reboot is left to people and to Slurm.
+- recommend: the same, and notifies.
+- act: a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain allows it. A
+  reboot is left to people and to Slurm.
 """)
 
 RUNBOOK = Runbook(

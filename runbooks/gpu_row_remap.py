@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from runbooks.base import Action, Evidence, Finding, Incident, Page, Runbook, Severity, View
 from runbooks.gpus import blamed, job_text, newest
 from runbooks.signals import text
+from runbooks.swap import swap_out
 
 PENDING = "opsd_gpu_row_remap_pending"
 FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
@@ -47,7 +48,8 @@ def _finding(view: View, uuid: str, gpu: int, failed: bool, rows: float | None) 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     failed = incident.severity is Severity.CRITICAL
     advice = "take the node out, the GPU has to be replaced" if failed else "reset the GPU when its job is over"
-    return (Action("notify", target=view.node, reason=f"{incident.summary}: {advice}"),)
+    told = Action("notify", target=view.node, reason=f"{incident.summary}: {advice}")
+    return (*swap_out(incident, view), told) if failed else (told,)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -78,7 +80,9 @@ Pending: none right now, the next error in the same row may end the rank. Failed
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it when neither flag is set any more.
-- recommend, act: the same, and notifies. It does not reset GPUs.
+- recommend: the same, and notifies.
+- act: if the remapping failed, a run on several nodes with a spare swaps this node for it at a step boundary, and the
+  node is drained if policy.drain allows it. It does not reset GPUs.
 """)
 
 RUNBOOK = Runbook(

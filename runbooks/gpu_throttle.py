@@ -9,6 +9,7 @@ from collectors.base import RankFact
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
 from runbooks.gpus import loaded, rank_on
 from runbooks.signals import counted, integer, latest, number, seconds_spent, text, usual
+from runbooks.swap import swap_out
 
 THERMAL = ("sw_thermal", "hw_thermal")
 REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")
@@ -131,14 +132,15 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     default = latest(view, "opsd_gpu_power_limit_default_watts", UUID=uuid)
     if not thermal or limit is None or default is None:
         cause = "check the cooling" if thermal else "check power supplies and the board"
-        return (Action("notify", target=view.node, reason=f"{incident.summary}: {cause}, then replace the node"),)
+        told = Action("notify", target=view.node, reason=f"{incident.summary}: {cause}, then replace the node")
+        return (*swap_out(incident, view), told)
     least = max(LOWEST * default, latest(view, "opsd_gpu_power_limit_min_watts", UUID=uuid) or 0.0)
     power = view.select("DCGM_FI_DEV_POWER_USAGE", UUID=uuid)
     draws = [draw for series in power if (draw := usual(series, SHORT_LIMIT_S)) is not None]
     watts = round(max(min([CUT * limit, *(BELOW_DRAW * draw for draw in draws)]), least))
     told = Action("notify", target=view.node, reason=f"{incident.summary}: have its cooling serviced, replace the node")
     if watts >= limit:
-        return (told,)
+        return (*swap_out(incident, view), told)
     args = {"gpu": gpu, "watts": watts, "restore_watts": _limit_before(incident, limit)}
     why = f"{incident.summary}: less power is less heat, and a steady clock"
     return (Action("set_power_limit", target=uuid, args=args, reason=why), told)
@@ -199,7 +201,8 @@ share. Above the hardware threshold clocks fall by half or more.
 - act: for heat, lowers the power limit of this GPU by 15 %, or to 5 % below what it draws while throttled if that is
   less, and notifies that the node needs service; once more if the GPU is still throttled a minute later, never below
   60 % of its default limit. For a power brake, or a hardware slowdown without heat, it only notifies: that is work
-  for hands. It does not raise the limit again by itself.
+  for hands. Where less power does not help, a run on several nodes with a spare swaps this node for it, and the node
+  is drained if policy.drain allows it. It does not raise the limit again by itself.
 """)
 
 RUNBOOK = Runbook(

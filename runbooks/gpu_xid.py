@@ -10,6 +10,7 @@ from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Pa
 from runbooks.gpus import by_gpu, driver_restarted, job_text
 from runbooks.runs import FRESH_S, REMEMBERED_S
 from runbooks.signals import integer, number, text
+from runbooks.swap import swap_out
 from runbooks.xids import (
     AMBIGUOUS,
     DAY_S,
@@ -53,6 +54,9 @@ ADVICE: Mapping[str, str] = {
     "workflow": "drain the node and read the driver's messages beside it; mostly the GPU has to be reset",
     "contact_support": "not in NVIDIA's catalogue: drain the node and ask the vendor",
 }
+
+NODE_GOES = frozenset({DIAGNOSTICS, "reset_gpu", "drain_and_reset", "reboot_node", "check_mechanicals"})
+"""What cannot be done while a rank works on the node."""
 
 ANSWERED_S = 2.5
 QUIET_S = 300.0
@@ -177,8 +181,10 @@ def _times(xid: Event) -> str:
 
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    advice = ADVICE.get(text(incident.data, "action"), ADVICE["contact_support"])
-    return (Action("notify", target=view.node, reason=f"{incident.summary}: {advice}"),)
+    action = text(incident.data, "action")
+    told = f"{incident.summary}: {ADVICE.get(action, ADVICE['contact_support'])}"
+    swaps = swap_out(incident, view) if action in NODE_GOES else ()
+    return (*swaps, Action("notify", target=view.node, reason=told))
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -222,8 +228,10 @@ should have been reset fails again soon.
 ## What opsd does by itself
 - observe: opens the incident; resolves it once the node, driver or GPU has started anew or the driver asks for nothing
   any more, and where a restart is enough, once the rank trains again.
-- recommend, act: the same, and notifies with what the Xid calls for. Resets and reboots are left to people and to
-  Slurm; the launcher restarts ranks in every mode.
+- recommend: the same, and notifies with what the Xid calls for.
+- act: if that cannot be done under a running job, a run on several nodes with a spare swaps this node for it, and the
+  node is drained if policy.drain allows it. Resets and reboots are left to people and to Slurm; the launcher restarts
+  ranks in every mode.
 """)
 
 RUNBOOK = Runbook(

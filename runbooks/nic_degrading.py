@@ -9,6 +9,7 @@ from statistics import median
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
 from runbooks.ports import Port, dependent, job_text, name, port_of
 from runbooks.signals import growth, text
+from runbooks.swap import swap_out
 from runbooks.trends import due, each_minute, hours_until
 
 ERRORS = "opsd_ib_errors_total"
@@ -124,7 +125,7 @@ def _finding(view: View, port: Port, faults: Sequence[_Fault]) -> Finding:
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     why = f"{incident.summary}: clean or replace cable and module before the link is lost"
-    return (Action("notify", target=view.node, reason=why),)
+    return (*swap_out(incident, view), Action("notify", target=view.node, reason=why))
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -173,7 +174,9 @@ Some bandwidth now. Later the link flaps or is lost, and the job with it.
 
 ## What opsd does by itself
 - observe: opens the incident; resolves it after five minutes that were nearly free of errors.
-- recommend, act: the same, and notifies.
+- recommend: the same, and notifies.
+- act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
+  policy.drain allows it.
 """)
 
 RUNBOOK = Runbook(

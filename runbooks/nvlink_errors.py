@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
 from runbooks.gpus import blamed, by_gpu, fresh, job_text
 from runbooks.signals import growth, text
+from runbooks.swap import swap_out
 
 ERRORS, UP = "opsd_gpu_nvlink_errors_total", "opsd_gpu_nvlink_up"
 SHORT_S = 60.0
@@ -72,7 +73,8 @@ def _finding(view: View, uuid: str, gpu: int, down: Sequence[str], errors: Seque
 
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=f"{incident.summary}: swap the node out at the next checkpoint"),)
+    told = Action("notify", target=view.node, reason=f"{incident.summary}: swap the node out at the next checkpoint")
+    return (*swap_out(incident, view), told)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -120,7 +122,9 @@ faults.
 
 ## What opsd does by itself
 - observe: opens the incident; resolves it after five minutes with all links up and no further errors.
-- recommend, act: the same, and notifies.
+- recommend: the same, and notifies.
+- act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
+  policy.drain allows it.
 """)
 
 RUNBOOK = Runbook(

@@ -20,10 +20,12 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from opsd.agent.incidents import Outcome
+from opsd.agent.swap import SwapError, planned_swap
 from opsd.client import PageError, RankPage, process_state, read_page
+from opsd.slurm.ownership import reason
 from runbooks.base import Action
 
-VERBS = ("kill_process", "set_power_limit", "restart_generation", "drain_node", "notify")
+VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "drain_node", "notify")
 
 CONTROL_TIMEOUT_S = 5.0
 MAX_ANSWER = 65_536
@@ -85,6 +87,7 @@ class Executor:
             "kill_process": self._kill_process,
             "set_power_limit": self._set_power_limit,
             "restart_generation": self._restart_generation,
+            "swap_node": self._swap_node,
             "drain_node": self._drain_node,
             "notify": self._tell,
         }
@@ -142,13 +145,33 @@ class Executor:
         return f"power limit of GPU {gpu} set to {watts:g} W"
 
     def _restart_generation(self, action: Action) -> str:
-        control = Path(str(action.args.get("control", "")))
-        if control.parent.parent != self._shm or ".." in control.parts:
-            raise ActionError(f"{control} is not the control socket of a run under {self._shm}")
+        control = self._control(action)
         answer = ask_launcher(control, {"cmd": "restart", "reason": str(action.args.get("reason") or action.reason)})
         if answer.get("ok") is not True:
             raise ActionError(f"the launcher refused: {answer.get('error') or answer}")
         return "the launcher restarts the generation"
+
+    def _swap_node(self, action: Action) -> str:
+        """Have a spare take the node's place, and drain it whether that worked or not: jobs on it go on."""
+        node, control = _name(action, "node"), self._control(action)
+        why = " ".join(action.reason.split())
+        try:
+            swapped = planned_swap(lambda request: ask_launcher(control, request), node, why)
+        except (SwapError, ActionError) as error:
+            swapped, refusal = "", str(error)
+        if self._drain is None:
+            if not swapped:
+                raise ActionError(refusal)
+            return f"{swapped}; not drained, which policy.drain would allow"
+        kind, incident = str(action.args.get("kind", "")), str(action.args.get("incident", ""))
+        drained = self._drain(node, reason(kind, why, incident=incident, evidence=f"opsd incidents show {incident}"))
+        return f"{swapped or f'not swapped: {refusal}'}; {drained}"
+
+    def _control(self, action: Action) -> Path:
+        control = Path(str(action.args.get("control", "")))
+        if control.parent.parent != self._shm or ".." in control.parts:
+            raise ActionError(f"{control} is not the control socket of a run under {self._shm}")
+        return control
 
     def _drain_node(self, action: Action) -> str:
         if self._drain is None:

@@ -1,0 +1,73 @@
+"""A planned swap: a node leaves a run at a step boundary and a spare takes its place; no step is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Ask = Callable[[Mapping[str, object]], Mapping[str, Any]]
+"""Sends a request to a launcher of the run and returns its answer. Raises an exception with one sentence."""
+
+PATIENCE_S = 20.0
+POLL_S = 0.25
+
+
+class SwapError(Exception):
+    """A swap that cannot be or was not done; the message says why in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who takes part in a run: nodes with ranks by node rank, its spares, and the node that leads."""
+
+    nodes: tuple[str, ...]
+    spares: tuple[str, ...]
+    head: str
+
+    @classmethod
+    def of(cls, status: Mapping[str, Any]) -> Members:
+        """The members in a launcher's answer to ``status``. A launcher of one node tells only its own name."""
+        nodes = _names(status.get("nodes")) or _names([status.get("node", "")])
+        return cls(nodes, _names(status.get("spares")), str(status.get("head") or ""))
+
+    def why_not(self, node: str) -> str:
+        """Why ``node`` cannot be swapped out, "" if it can."""
+        if node not in self.nodes:
+            return f"{node} runs no ranks of this run; {', '.join(self.nodes) or 'no node'} does"
+        return "" if self.spares else "the run has no spare; start it with more nodes than it needs"
+
+
+def planned_swap(
+    ask: Ask,
+    node: str,
+    reason: str,
+    *,
+    patience_s: float = PATIENCE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Have ``node`` swapped out, wait until it has no ranks any more, and say who took over.
+
+    Raises SwapError if that cannot be, the launcher refuses, or it has not happened after ``patience_s`` seconds, and
+    whatever ``ask`` raises.
+    """
+    before = Members.of(ask({"cmd": "status"}))
+    if why_not := before.why_not(node):
+        raise SwapError(why_not)
+    answer = ask({"cmd": "swap", "node": node, "reason": reason})
+    if answer.get("ok") is not True:
+        raise SwapError(f"the launcher refused: {answer.get('error') or 'no reason given'}")
+    deadline = clock() + patience_s
+    while node in (now := Members.of(ask({"cmd": "status"}))).nodes:
+        if clock() > deadline:
+            raise SwapError(f"the launcher agreed, but {node} still runs ranks after {patience_s:g} s")
+        sleep(POLL_S)
+    came = [name for name in now.nodes if name not in before.nodes]
+    return f"{node} is out of the run, {', '.join(came) or 'nobody'} took its place"
+
+
+def _names(value: object) -> tuple[str, ...]:
+    listed: Sequence[object] = value if isinstance(value, list) else []
+    return tuple(name for name in listed if isinstance(name, str) and name)

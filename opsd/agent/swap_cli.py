@@ -1,0 +1,78 @@
+"""``opsd swap``: exchange a node of a run for one of its spares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from opsd import exitcodes
+from opsd.agent.actions import ActionError, ask_launcher
+from opsd.agent.swap import Members, SwapError, planned_swap
+from opsd.config_cli import load
+
+
+@click.command()
+@click.argument("node")
+@click.option("--run", "run_name", help="The run, if several have a launcher here.")
+@click.option("--reason", default="asked for by hand", show_default=True, help="Why; it stands in the run's events.")
+@click.option("--dry-run", is_flag=True, help="Say which spare would come, and do nothing.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+def swap(
+    node: str, run_name: str | None, reason: str, dry_run: bool, file: Path | None, overrides: tuple[str, ...]
+) -> int:
+    """Let a spare take the place of NODE at the next step boundary; no step is lost.
+
+    To be called on any node of the run. NODE stays in the allocation and in service: `opsd drain` takes it out. Exits
+    with 0 once NODE has no ranks any more, 1 if the run has no spare or its launcher refuses, 2 if the command line is
+    wrong.
+    """
+    root = load(file, overrides).ranks.root
+    try:
+        control, status = _launcher(root, run_name, node)
+        if dry_run:
+            click.echo(_plan(Members.of(status), node, str(status.get("run"))))
+            return exitcodes.OK
+        click.echo(planned_swap(lambda request: ask_launcher(control, request), node, reason))
+    except (ActionError, SwapError) as error:
+        click.echo(f"opsd: {error}", err=True)
+        return exitcodes.FAILED
+    return exitcodes.OK
+
+
+def _launcher(root: Path, run_name: str | None, node: str) -> tuple[Path, dict[str, Any]]:
+    """Control socket and status of the run that is meant. Raises SwapError."""
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for control in sorted(root.glob("*/control.sock")):
+        try:
+            found[control.parent.name] = (control, ask_launcher(control, {"cmd": "status"}))
+        except ActionError as error:
+            if control.parent.name == run_name:
+                raise SwapError(str(error)) from error
+    if run_name is not None and run_name not in found:
+        raise SwapError(f"run {run_name} has no launcher on this node; there is {', '.join(found) or 'none at all'}")
+    wanted = [run_name] if run_name else [name for name, (_, status) in found.items() if _has(status, node)]
+    if len(wanted) == 1:
+        return found[wanted[0]]
+    if not wanted:
+        where = f"these run here: {', '.join(found)}" if found else "call it on a node of the run"
+        raise SwapError(f"no run with a launcher on this node has ranks on {node}; {where}")
+    raise SwapError(f"{', '.join(wanted)} have ranks on {node}; name one with --run")
+
+
+def _has(status: dict[str, Any], node: str) -> bool:
+    return node in Members.of(status).nodes
+
+
+def _plan(members: Members, node: str, run: str) -> str:
+    """What a swap would do. Raises SwapError if it cannot be done."""
+    if why_not := members.why_not(node):
+        raise SwapError(why_not)
+    lead = f"; it leads the run, {members.spares[0]} or another node takes that over" if node == members.head else ""
+    others = f" (then {', '.join(members.spares[1:])})" if members.spares[1:] else ""
+    return (
+        f"run {run} would checkpoint at a step boundary and go on with {members.spares[0]}{others} in the place of "
+        f"{node}, node rank {members.nodes.index(node)}{lead}"
+    )

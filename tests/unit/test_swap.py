@@ -1,0 +1,130 @@
+"""Planned swaps: by the agent for a node that must go, and by hand with `opsd swap`."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from opsd import exitcodes
+from opsd.agent.actions import Executor
+from opsd.agent.drainer import SlurmDrainer
+from opsd.agent.swap import SwapError, planned_swap
+from opsd.agent.swap_cli import swap
+from opsd.slurm.ownership import Rules
+from opsd.slurm.port import Node
+from runbooks.base import Action
+from tests.fakes.launchers import SwappingLauncher
+from tests.fakes.slurm import FakeSlurm
+
+NODES = [f"n{number:02d}" for number in range(4)]
+CONTROL = "r/control.sock"
+DRAINED = "opsd:gpu_lost-1 gpu_lost: GPU 2 is lost; see opsd incidents show gpu_lost-1"
+
+
+def swap_out(shm: Path) -> Action:
+    args = {"node": "n02", "control": str(shm / CONTROL), "incident": "gpu_lost-1", "kind": "gpu_lost"}
+    return Action("swap_node", "n02", args, "GPU 2 is lost")
+
+
+def executor(shm: Path, slurm: FakeSlurm | None) -> Executor:
+    drainer = SlurmDrainer(lambda: slurm, "n02", Rules()) if slurm else None
+    return Executor(shm=shm, notify=lambda _text, _fields: None, drain_node=drainer)
+
+
+def cluster() -> FakeSlurm:
+    return FakeSlurm([Node(name, "allocated") for name in (*NODES, "s1")])
+
+
+def test_the_agent_swaps_its_node_and_drains_it(tmp_path: Path) -> None:
+    """The launcher is asked with the reason, the swap is waited for, the drain names incident and kind."""
+    launcher, slurm = SwappingLauncher(NODES, ["s1"], control=tmp_path / CONTROL), cluster()
+    ok, detail = executor(tmp_path, slurm).perform(swap_out(tmp_path))
+    assert (ok, detail) == (True, "n02 is out of the run, s1 took its place; drained n02")
+    assert launcher.requests == [{"cmd": "swap", "node": "n02", "reason": "GPU 2 is lost"}]
+    assert launcher.nodes == ["n00", "n01", "s1", "n03"]
+    assert slurm.updates == [(("n02",), "drain", DRAINED)]
+
+
+def test_without_a_spare_the_node_is_drained_all_the_same(tmp_path: Path) -> None:
+    """The job goes on as long as it can, and no other one gets the node."""
+    launcher, slurm = SwappingLauncher(NODES, [], control=tmp_path / CONTROL), cluster()
+    ok, detail = executor(tmp_path, slurm).perform(swap_out(tmp_path))
+    assert (ok, "not swapped: the run has no spare" in detail, "drained n02" in detail) == (True, True, True)
+    assert launcher.requests == []
+    assert slurm.updates == [(("n02",), "drain", DRAINED)]
+
+
+def test_a_launcher_that_is_gone_does_not_keep_the_node_in_service(tmp_path: Path) -> None:
+    """Its control socket does not answer; the drain is done."""
+    ok, detail = executor(tmp_path, slurm := cluster()).perform(swap_out(tmp_path))
+    assert (ok, "does not answer" in detail, len(slurm.updates)) == (True, True, 1)
+
+
+def test_where_draining_is_not_allowed_only_the_swap_is_done(tmp_path: Path) -> None:
+    """And if there is nothing that could be done, that is a failure."""
+    SwappingLauncher(NODES, ["s1"], control=tmp_path / CONTROL)
+    ok, detail = executor(tmp_path, None).perform(swap_out(tmp_path))
+    assert (ok, "not drained, which policy.drain would allow" in detail) == (True, True)
+    ok, detail = executor(tmp_path, None).perform(swap_out(tmp_path))
+    assert (ok, detail) == (False, "n02 runs no ranks of this run; n00, n01, s1, n03 does")
+
+
+def test_only_a_run_of_this_node_is_spoken_to(tmp_path: Path) -> None:
+    """A path elsewhere is refused before anything is touched."""
+    action = Action("swap_node", "n02", {"node": "n02", "control": "/tmp/x/control.sock"}, "x")
+    ok, detail = executor(tmp_path, slurm := cluster()).perform(action)
+    assert (ok, "is not the control socket of a run" in detail, slurm.updates) == (False, True, [])
+
+
+def test_a_swap_that_does_not_come_is_a_failure() -> None:
+    """The launcher agreed and did nothing: after the patience that is said."""
+    ticks = itertools.count()
+    launcher = SwappingLauncher(NODES, ["s1"], slowly=True)
+    with pytest.raises(SwapError, match="agreed, but n02 still runs ranks after 20 s"):
+        planned_swap(launcher, "n02", "x", clock=lambda: float(next(ticks)), sleep=lambda _s: None)
+
+
+def test_a_launcher_of_one_node_has_no_spare() -> None:
+    """It tells neither nodes nor spares; that is an answer and no error."""
+    with pytest.raises(SwapError, match="the run has no spare"):
+        planned_swap(lambda _request: {"ok": True, "node": "n00"}, "n00", "x")
+
+
+def by_hand(root: Path, *arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(swap, [*arguments, f"--set=ranks.root={root}"], standalone_mode=False)
+    assert done.exception is None, done.exception
+    return done.return_value, done.output
+
+
+def test_a_dry_run_names_the_spare_and_does_nothing(tmp_path: Path) -> None:
+    """And what would happen to the lead; then the real thing."""
+    launcher = SwappingLauncher(NODES, ["s1", "s2"], control=tmp_path / CONTROL)
+    code, said = by_hand(tmp_path, "n00", "--dry-run")
+    assert code == exitcodes.OK
+    assert (
+        "run r would checkpoint at a step boundary and go on with s1 (then s2) in the place of n00, node rank 0" in said
+    )
+    assert "it leads the run" in said
+    assert launcher.requests == []
+    code, said = by_hand(tmp_path, "n00", "--reason=new fan")
+    assert (code, said) == (exitcodes.OK, "n00 is out of the run, s1 took its place\n")
+    assert launcher.requests == [{"cmd": "swap", "node": "n00", "reason": "new fan"}]
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_what_cannot_be_swapped_is_said(tmp_path: Path, dry: list[str]) -> None:
+    """No spare, no such node, no such run, two runs on the node: one sentence and exit code 1."""
+    assert "call it on a node of the run" in by_hand(tmp_path, "n00", *dry)[1]
+    SwappingLauncher(NODES, [], control=tmp_path / CONTROL)
+    SwappingLauncher(["n00"], [], control=tmp_path / "q/control.sock", run="q")
+    for arguments, why in (
+        (["n01"], "the run has no spare"),
+        (["n77"], "no run with a launcher on this node has ranks on n77; these run here: q, r"),
+        (["n00"], "q, r have ranks on n00; name one with --run"),
+        (["n01", "--run=x"], "run x has no launcher on this node; there is q, r"),
+    ):
+        code, said = by_hand(tmp_path, *arguments, *dry)
+        assert (code, why in said) == (exitcodes.FAILED, True), said
