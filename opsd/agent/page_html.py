@@ -40,6 +40,7 @@ summary{cursor:pointer}summary .pill{margin-right:.4rem}
 dl{display:grid;grid-template-columns:6rem 1fr;gap:.2rem .8rem;margin:.5rem 0 0 1rem}dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere}dd ul{margin:0;padding-left:1.1rem}.none{color:var(--soft);margin:0}
 code{overflow-wrap:anywhere}
+@media(min-width:40rem){td:last-child,th:last-child{white-space:normal}}
 article{max-width:46rem}article pre{overflow-x:auto}
 @media(max-width:40rem){body{font-size:14px}td svg{display:none}th,td{padding-right:.6rem}
 header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}

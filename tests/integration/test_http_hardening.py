@@ -17,7 +17,7 @@ from opsd.agent.server import CONNECTION_S, App, Server
 from tests.fakes.agent import SILENT
 
 VALUE = Metric("opsd_fake_value", "A value.", labels=("source",))
-PATHS = ("/", "/metrics", "/healthz", "/api/v1/incidents", "/api/v1/ranks", "/runbooks/gpu_throttle")
+PATHS = ("/", "/metrics", "/healthz", "/api/v1/incidents", "/api/v1/ranks", "/job/4242", "/runbooks/gpu_throttle")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,7 @@ def test_bytes_that_are_no_request_do_no_harm(address: tuple[str, int], request:
     "path",
     [
         "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/runbooks/../server.py", "/runbooks/%00",
+        "/job/%00", "/job/../api",
         "/runbooks/..%2f..%2fetc%2fpasswd", "file:///etc/passwd", "/api/v1/incidents/%2e%2e%2fconfig",
     ],
 )  # fmt: skip

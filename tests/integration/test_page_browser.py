@@ -14,19 +14,23 @@ from pathlib import Path
 
 import pytest
 
+from opsd.agent.ledgers import Ledgers, Made
 from opsd.agent.loop import Snapshot
 from opsd.agent.page_history import History
 from opsd.agent.server import App, Request, Server
 from tests.fakes.agent import SILENT
 from tests.fakes.incidents import incident
 from tests.unit.test_page import gpu, rank, run, samples, snapshot
+from tests.unit.test_page_job import LEDGER, speeds
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="chromium (Debian package chromium) is not installed"),
     pytest.mark.slow,
 ]
-DESKTOP, PHONE = (1280, 900), (390, 844)
+DESKTOP, PHONE = (1280, 900), (360, 800)
+LIGHT, DARK = "--blink-settings=preferredColorScheme=1", "--blink-settings=preferredColorScheme=0"
+PAGES = {"node": "/", "job": "/job/4242"}
 LONG = "GPU 3 is throttled by hw_thermal and by a very long list of reasons that goes on and on"
 MEASURE = "<script>document.title=document.documentElement.scrollWidth+' '+innerWidth</script>"
 
@@ -37,17 +41,27 @@ def node() -> tuple[Snapshot, History]:
         history.note(snapshot(1000.0 + second, samples=(samples(8, second / 3, 60 + second % 7),)))
     whole = snapshot(
         time.monotonic(), gpus=[gpu(i) for i in range(8)], ranks=[rank(i) for i in range(8)],
-        samples=(samples(8, 10.0),), incidents=(incident(summary=LONG),),
-        runs=[run("a-run-with-quite-a-long-name-2026-11-21")],
+        samples=(samples(8, 10.0), speeds("train", range(8))), incidents=(incident(summary=LONG, job="4242"),),
+        runs=[run(), run("a-run-with-quite-a-long-name-2026-11-21", job="")],
     )  # fmt: skip
     return whole, history
 
 
+def application() -> App:
+    shown, history = node()
+    ledgers = Ledgers(lambda _: Made(LEDGER))
+    for _ in range(100):
+        if ledgers.of(shown.runs[0]).ledger:
+            break
+        time.sleep(0.01)
+    facts = {"node": "node-17", "mode": "observe"}
+    return App(lambda: shown, facts, stale_s=1e9, history=history, ledgers=ledgers)
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    shown, history = node()
     server = Server("127.0.0.1:0", SILENT)
-    server.start(App(lambda: shown, {"node": "node-17", "mode": "observe"}, stale_s=1e9, history=history))
+    server.start(application())
     yield f"http://{server.address}"
     server.close()
 
@@ -69,27 +83,31 @@ def png_size(file: Path) -> tuple[int, int]:
     return width, height
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_a_browser_shows_it(url: str, size: tuple[int, int], tmp_path: Path) -> None:
-    """With its style and its lines; the picture is kept where OPSD_SCREENSHOTS says."""
+@pytest.mark.parametrize(
+    ("page", "size", "scheme"),
+    [("node", DESKTOP, LIGHT), ("node", PHONE, DARK), ("job", DESKTOP, DARK), ("job", PHONE, LIGHT)],
+    ids=["node-desktop-light", "node-phone-dark", "job-desktop-dark", "job-phone-light"],
+)
+def test_a_browser_shows_it(url: str, page: str, size: tuple[int, int], scheme: str, tmp_path: Path) -> None:
+    """With its style and its lines, light and dark; the picture is kept where OPSD_SCREENSHOTS says."""
     folder = Path(os.environ.get("OPSD_SCREENSHOTS", tmp_path))
-    picture = folder / f"page-{size[0]}.png"
-    browse(url, size, tmp_path, f"--screenshot={picture}")
+    picture = folder / f"{page}-{size[0]}-{'dark' if scheme == DARK else 'light'}.png"
+    browse(url + PAGES[page], size, tmp_path, scheme, f"--screenshot={picture}")
     assert png_size(picture) == size
     assert picture.stat().st_size > 20_000
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_it_never_scrolls_sideways(size: tuple[int, int], tmp_path: Path) -> None:
-    """Only its tables do, each by itself. A copy of the page measures itself."""
-    shown, history = node()
-    answer = App(lambda: shown, {"node": "node-17"}, stale_s=1e9, history=history)
-    _, body, _ = answer(Request("/", {}))
-    copy = tmp_path / "copy.html"
-    copy.write_bytes(body + MEASURE.encode())
-    found = re.search(r"<title>(\d+) (\d+)</title>", browse(copy.as_uri(), size, tmp_path, "--dump-dom"))
-    assert found is not None
-    assert int(found[1]) <= int(found[2])
+    """Only its tables do, each by itself. Copies of the pages measure themselves."""
+    app = application()
+    for page, path in PAGES.items():
+        _, body, _ = app(Request(path, {}))
+        copy = tmp_path / f"{page}.html"
+        copy.write_bytes(body + MEASURE.encode())
+        found = re.search(r"<title>(\d+) (\d+)</title>", browse(copy.as_uri(), size, tmp_path, "--dump-dom"))
+        assert found is not None
+        assert int(found[1]) <= int(found[2]), page
 
 
 def test_the_browser_reads_what_was_written(url: str, tmp_path: Path) -> None:
