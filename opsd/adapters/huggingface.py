@@ -10,11 +10,11 @@ saves at the next step boundary and ends; ``trainer.train(resume_from_checkpoint
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from opsd.adapters.phases import Phases, any_rank
 from opsd.client import Reporter
 
 
@@ -23,7 +23,7 @@ class RankPageCallback(TrainerCallback):
 
     def __init__(self, reporter: Reporter | None = None) -> None:
         self._reporter = reporter or Reporter.from_env()
-        self._phase: AbstractContextManager[None] | None = None
+        self._phases = Phases(self._reporter)
         self._loss = self._norm = float("nan")
         self._tokens = 0
 
@@ -31,31 +31,31 @@ class RankPageCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """What comes before the first step is waiting for data."""
-        self._enter("data")
+        self._phases.enter("data")
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """A batch is there; forward and backward cannot be told apart from outside and count as forward."""
-        self._enter("forward")
+        self._phases.enter("forward")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Gradients are complete."""
-        self._enter("optimizer")
+        self._phases.enter("optimizer")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """A step is done; loss and gradient norm are those of the last log, nan before the first."""
-        self._leave()
+        self._phases.leave()
         tokens = int(state.num_input_tokens_seen)
         self._reporter.step(tokens=tokens - self._tokens, loss=self._loss, grad_norm=self._norm, step=state.global_step)
         self._tokens = tokens
-        if self._reporter.stop_requested:
+        if any_rank(self._reporter.stop_requested, args.device):
             control.should_save = control.should_training_stop = True
-        self._enter("evaluation" if control.should_evaluate else "checkpoint" if control.should_save else "data")
+        self._phases.enter("evaluation" if control.should_evaluate else "checkpoint" if control.should_save else "data")
         return control
 
     def on_log(
@@ -73,7 +73,7 @@ class RankPageCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint has been written."""
         self._reporter.checkpoint_committed(state.global_step)
-        self._enter("data")
+        self._phases.enter("data")
 
     def on_evaluate(
         self,
@@ -86,21 +86,11 @@ class RankPageCallback(TrainerCallback):
         """An evaluation is done."""
         if state.is_world_process_zero:
             self._reporter.event("evaluation", step=state.global_step, results=metrics or {})
-        self._enter("checkpoint" if control.should_save else "data")
+        self._phases.enter("checkpoint" if control.should_save else "data")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The training has ended in good order."""
-        self._leave()
+        self._phases.leave()
         self._reporter.close()
-
-    def _enter(self, name: str) -> None:
-        self._leave()
-        self._phase = self._reporter.phase(name)
-        self._phase.__enter__()
-
-    def _leave(self) -> None:
-        if self._phase is not None:
-            self._phase.__exit__(None, None, None)
-            self._phase = None

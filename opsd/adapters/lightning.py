@@ -1,0 +1,122 @@
+"""PyTorch Lightning under the supervision of ``opsd launch``::
+
+    from opsd.adapters.lightning import RankPageCallback
+
+    trainer = lightning.Trainer(callbacks=[RankPageCallback()], ...)
+    trainer.fit(model, data, ckpt_path="last")
+
+Steps, losses, phases, saves and validations go to the rank page. When the launcher asks for it, the trainer saves
+``last.ckpt`` at the next step boundary and ends; ``ckpt_path="last"`` goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from opsd.adapters.phases import Phases, any_rank
+from opsd.client import Reporter
+
+STOPPED = "last.ckpt"
+LOG_EVERY = 50
+"""Lightning's own default."""
+
+
+class RankPageCallback(Callback):
+    """Writes the rank page of this process; without ``opsd launch`` it writes to private memory.
+
+    ``tokens`` counts those of a batch. The loss is read every ``log_every_n_steps`` steps of the trainer, because
+    reading it waits for the GPU; a gradient norm is known if the module logs ``grad_norm``.
+    """
+
+    def __init__(self, reporter: Reporter | None = None, *, tokens: Callable[[Any], int] | None = None) -> None:
+        self._reporter = reporter or Reporter.from_env()
+        self._phases = Phases(self._reporter)
+        self._count = tokens
+        self._tokens = self._step = 0
+        self._loss = float("nan")
+        self._saving: int | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What comes before the first batch is waiting for data."""
+        self._step = trainer.global_step
+        self._phases.enter("data")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """A batch is there."""
+        self._saved()
+        self._tokens += self._count(batch) if self._count else 0
+        self._phases.enter("forward")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """A loss is there."""
+        self._phases.enter("backward")
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Gradients are complete."""
+        self._phases.enter("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A batch is done, and a step unless gradients are still being accumulated."""
+        self._phases.leave()
+        if trainer.global_step == self._step:
+            self._phases.enter("data")
+            return
+        self._step = trainer.global_step
+        if self._step % (getattr(trainer, "log_every_n_steps", 0) or LOG_EVERY) == 0:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            self._loss = float("nan") if loss is None else float(loss)
+        norm = float(trainer.callback_metrics.get("grad_norm", float("nan")))
+        self._reporter.step(tokens=self._tokens, loss=self._loss, grad_norm=norm, step=self._step)
+        self._tokens = 0
+        if any_rank(self._reporter.stop_requested, pl_module.device):
+            trainer.should_stop = True
+            trainer.save_checkpoint(_folder(trainer) / STOPPED)
+        self._phases.enter("data")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is about to be written; it has been when the training goes on."""
+        self._saving = trainer.global_step
+        self._phases.enter("checkpoint")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A validation begins."""
+        self._saved()
+        self._phases.enter("evaluation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A validation is done."""
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            results = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self._reporter.event("evaluation", step=trainer.global_step, results=results)
+        self._phases.enter("data")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The training has ended in good order."""
+        self._saved()
+        self._phases.leave()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """What other callbacks saved at the end has been written, too."""
+        self._saved()
+        self._phases.leave()
+        self._reporter.close()
+
+    def _saved(self) -> None:
+        if self._saving is not None:
+            self._reporter.checkpoint_committed(self._saving)
+            self._saving = None
+
+
+def _folder(trainer: Trainer) -> Path:
+    """Where ``ckpt_path="last"`` looks."""
+    saver = trainer.checkpoint_callback
+    return Path(getattr(saver, "dirpath", None) or trainer.default_root_dir)

@@ -1,0 +1,78 @@
+"""The callback for PyTorch Lightning, in the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from opsd.client import Reporter, events_path, read_page, write_request
+
+lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+
+from opsd.adapters.lightning import RankPageCallback  # noqa: E402
+
+pytestmark = pytest.mark.slow  # the library alone takes seconds to import
+
+
+class Line(lightning.LightningModule):  # type: ignore[name-defined, misc]
+    """Learns y = x; a batch has 4 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return ((self.layer(batch[0]) - batch[0]) ** 2).mean()
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return self._loss(batch)
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(tmp_path: Path, reporter: Reporter, **settings: object) -> lightning.Trainer:
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64, 1)), batch_size=4)
+    saver = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=6, log_every_n_steps=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, num_sanity_val_steps=1,
+        callbacks=[saver, RankPageCallback(reporter, tokens=lambda batch: len(batch[0]))], **settings,
+    )  # fmt: skip
+    trainer.fit(Line(), data, data, ckpt_path="last")
+    return trainer
+
+
+def test_a_training_fills_its_page(tmp_path: Path) -> None:
+    """Steps, tokens over accumulated batches, losses, phases, saves and validations of a real Trainer are there."""
+    path = tmp_path / "rank-0000.page"
+    fit(tmp_path, Reporter(path), accumulate_grad_batches=2, val_check_interval=6)
+    page = read_page(path)
+    assert (page.state, page.steps_reported, page.committed_step) == ("finished", 6, 6)
+    assert [step.step for step in page.steps] == [1, 2, 3, 4, 5, 6]
+    assert page.tokens == 6 * 2 * 4
+    assert 0 < page.steps[-1].loss < 10
+    assert all(page.steps[-1].phase(name) > 0 for name in ("data", "forward", "backward", "optimizer"))
+    assert page.steps[3].phase("checkpoint") > 0
+    assert page.steps[3].phase("evaluation") > 0
+    events = [json.loads(line) for line in events_path(path).read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in events] == [("evaluation", 3), ("evaluation", 6)]
+    assert events[0]["results"]["val_loss"] > 0
+
+
+def test_a_stop_is_a_save_and_an_orderly_end(tmp_path: Path) -> None:
+    """Asked to stop, the Trainer saves the step it is at and ends; it goes on from there."""
+    path = tmp_path / "rank-0000.page"
+    reporter = Reporter(path)
+    write_request(path, "checkpoint_and_stop")
+    fit(tmp_path, reporter)
+    page = read_page(path)
+    assert (page.state, page.steps_reported, page.committed_step) == ("finished", 1, 1)
+    fit(tmp_path, Reporter(path))
+    assert [step.step for step in read_page(path).steps] == [2, 3, 4, 5, 6]
