@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Final, Generic
 
 from collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
+from collectors.evaluations import METRICS as EVALUATION_METRICS
+from collectors.evaluations import Evaluations
 from collectors.pages import Client, P, Page, rank_fact, step_facts
 from collectors.processes import process_letter
 from collectors.run_files import RUN_STATES, parse_event, parse_run
@@ -69,6 +71,7 @@ RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=
 METRICS: Final = (
     UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
     MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
+    *EVALUATION_METRICS,
 )  # fmt: skip
 
 
@@ -177,6 +180,7 @@ class _Run(Generic[P]):
         self._client = client
         self._linger_s = linger_s
         self._events = Tail("events.jsonl")
+        self._evaluations = Evaluations(folder.name)
         self._relayed: set[tuple[object, ...]] = set()
         self._ranks: dict[int, _Rank[P]] = {}
         self._seen_alive: float | None = None
@@ -206,7 +210,10 @@ class _Run(Generic[P]):
             fact = self._fact(page, process)
             facts.append(fact)
             samples += self._rank_samples(fact, page, now)
+        for event in events:
+            self._evaluations.note(event)
         if facts or errors:
+            samples += self._evaluations.samples()
             samples.append(Sample(PAGE_ERRORS, errors, (self._run,)))
         return Reading(tuple(samples), events, tuple(facts))
 

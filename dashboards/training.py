@@ -11,10 +11,10 @@ RUN = f'{ALL}, run=~"$run"'
 
 
 def build() -> dashboard.Dashboard:
-    """Rows: learning, speed, data, checkpoints."""
+    """Rows: learning, speed, data, evaluations, checkpoints."""
     variables = [label_variable("run", "Run", "opsd_rank_step", within=ALL)]
     result = board("opsd-training", "opsd / training", "Loss, gradient and speed of runs.", variables, within=ALL)
-    for row in (_learning, _speed, _data, _checkpoints):
+    for row in (_learning, _speed, _data, _evaluations, _checkpoints):
         result = row(result)
     return result
 
@@ -111,10 +111,41 @@ def _data(result: dashboard.Dashboard) -> dashboard.Dashboard:
     )
 
 
+def _evaluations(result: dashboard.Dashboard) -> dashboard.Dashboard:
+    return add_row(
+        result,
+        "Evaluations",
+        graph(
+            "Results",
+            "Of the newest checkpoint that was evaluated, at most 32 of each run.",
+            "none",
+            Query(f"max by (run, name) (opsd_evaluation_result{{{RUN}}})", "{{run}} {{name}}"),
+            floor=None,
+        ),
+        graph(
+            "Against the reference run",
+            "Result over that of the reference run at equal tokens: below 1 a loss is better and a score is worse.",
+            "none",
+            Query(
+                f"max by (run, name) (opsd_evaluation_result{{{RUN}}}) "
+                f"/ max by (run, name) (opsd_evaluation_reference{{{RUN}}})",
+                "{{run}} {{name}}",
+            ),
+            floor=None,
+        ),
+        graph(
+            "Step evaluated last",
+            "Behind the newest checkpoint where evaluations wait for a free node.",
+            "none",
+            Query(f"max by (run) (opsd_evaluation_step{{{RUN}}})", "{{run}}"),
+        ),
+    )
+
+
 def _checkpoints(result: dashboard.Dashboard) -> dashboard.Dashboard:
     return add_row(
         result,
-        "Checkpoints and evaluations",
+        "Checkpoints",
         graph(
             "Newest checkpoint",
             "Step of the newest checkpoint that is durable on all ranks.",

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+import time
 from pathlib import Path
 
 from opsd.bench.ports import Port
@@ -16,6 +17,7 @@ GPUS = 8
 JOB, RUN = "4242", "train"
 LOAD_WATTS = 640.0
 STEP_S = 0.5
+CHECKPOINT_STEPS = 40
 TOKENS = 65_536
 MODEL_FLOPS, PEAK_FLOPS = 19.2e9, 989e12
 """Per token of a 3 B model, and per second of an H100 in bf16."""
@@ -73,6 +75,8 @@ class Node:
             "launcher_start": process_start(os.getpid()), "world_size": GPUS, "control": "", "folder": str(folder),
         }  # fmt: skip
         (folder / "run.json").write_text(json.dumps(run))
+        self._events, self._metrics = folder / "events.jsonl", folder / "metrics.jsonl"
+        _append(self._events, event="generation_started", generation=1, world_size=GPUS, standby=0, ranks=[])
         pages = [folder / f"rank-{rank:04d}.page" for rank in range(GPUS)]
         reporters = [Reporter(page, rank=rank, gpu=rank, job=JOB, run=RUN) for rank, page in enumerate(pages)]
         for reporter in reporters:
@@ -90,10 +94,34 @@ class Node:
                 self._stop.wait(STEP_S * share)
                 for entered in phases:
                     entered.__exit__(None, None, None)
+            curve = 2.0 + 8.0 / (1 + step / 20)
+            _append(self._metrics, step=step, generation=1, step_s=STEP_S, data_s=STEP_S * 0.05)
+            if step % CHECKPOINT_STEPS == 0:
+                self._evaluate(step, curve)
             for rank in self._ranks:
-                loss = 2.0 + 8.0 / (1 + step / 20) + noise.gauss(0, 0.01)
+                loss = curve + noise.gauss(0, 0.01)
                 rank.step(tokens=TOKENS // GPUS, loss=loss, grad_norm=1.0 + noise.gauss(0, 0.02))
-                if step % 40 == 0:
+                if step % CHECKPOINT_STEPS == 0:
                     rank.checkpoint_committed(step)
             self._port.carry(1 << 30)
             step += 1
+
+    def _evaluate(self, step: int, loss: float) -> None:
+        """A run that is as good as its reference."""
+        results = {"loss": round(loss + 0.05, 4), "cloze_accuracy": round(1 / loss, 4)}
+        reference = {name: round(value * 1.005, 4) for name, value in results.items()}
+        tokens = step * TOKENS
+        _append(
+            self._events,
+            event="evaluation",
+            generation=1,
+            step=step,
+            tokens=tokens,
+            results=results,
+            reference=reference,
+        )
+
+
+def _append(file: Path, **line: object) -> None:
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"t": time.time(), **line}) + "\n")

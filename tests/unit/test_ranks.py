@@ -242,6 +242,15 @@ def test_a_run_without_launcher_has_events_too(run: Path, collector: RanksCollec
     assert (event.kind, event.data["rank"], event.data["run"]) == ("data_worker_restarted", 1, "r1")
 
 
+def test_an_evaluation_stays_visible(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """Its event comes once, its results are series for as long as the run is reported."""
+    reporter(run, 1).event("evaluation", step=40, tokens=1000, results={"loss": 2.5}, reference={})
+    for _ in range(2):
+        found = {s.metric.name: s for s in read(collector).samples if s.metric.name.startswith("opsd_evaluation_")}
+        assert found["opsd_evaluation_result"].labels == ("r1", "loss")
+        assert (found["opsd_evaluation_result"].value, found["opsd_evaluation_step"].value) == (2.5, 40.0)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "other version", "foreign", "another rank"])
 def test_a_page_that_cannot_be_used_is_counted(
     run: Path, collector: RanksCollector[client.RankPage], damage: str
