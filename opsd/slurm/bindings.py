@@ -159,6 +159,15 @@ class PyslurmSlurm:
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._ask("set_start_time", job, at)
 
+    def exclude(self, job: int, names: Sequence[str]) -> None:
+        self._commands.exclude(job, names)
+
+    def shrink(self, job: int, names: Sequence[str]) -> None:
+        self._commands.shrink(job, names)
+
+    def release(self, job: int) -> None:
+        self._commands.release(job)
+
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         return self._commands.submit(script, options)
 

@@ -16,6 +16,7 @@ from opsd.slurm.output import (
     format_option,
     parse_comments,
     parse_configuration,
+    parse_excluded,
     parse_job_id,
     parse_jobs,
     parse_nodes,
@@ -104,6 +105,16 @@ class CommandSlurm:
 
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._run("scontrol", "update", f"jobid={job}", f"starttime={_when(at)}")
+
+    def exclude(self, job: int, names: Sequence[str]) -> None:
+        avoided = parse_excluded(self._run("scontrol", "show", "job", str(job), "--oneliner").stdout)
+        self._run("scontrol", "update", f"jobid={job}", f"excnodelist={compress([*avoided, *names])}")
+
+    def shrink(self, job: int, names: Sequence[str]) -> None:
+        self._run("scontrol", "update", f"jobid={job}", f"nodelist={compress(names)}")
+
+    def release(self, job: int) -> None:
+        self._run("scontrol", "release", str(job))
 
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         return parse_job_id(self._run("sbatch", "--parsable", *options, stdin=script).stdout)

@@ -144,6 +144,12 @@ def parse_version(text: str) -> Version:
     return version
 
 
+def parse_excluded(text: str) -> tuple[str, ...]:
+    """The nodes that a job avoids in the output of ``scontrol show job --oneliner``. Raises SlurmRejected."""
+    match = re.search(r" ExcNodeList=(\S*)", text)
+    return () if match is None or match[1] in CONFIGURED_NOT else _hosts(match[1])
+
+
 def parse_job_id(text: str) -> int:
     """The id that ``sbatch --parsable`` printed. Raises SlurmRejected."""
     return _integer(text.strip().partition(";")[0])

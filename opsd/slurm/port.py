@@ -172,6 +172,18 @@ class Slurm(Protocol):
         """
         ...
 
+    def exclude(self, job: int, names: Sequence[str]) -> None:
+        """Keep a pending job off these nodes too, besides those it was told to avoid before."""
+        ...
+
+    def shrink(self, job: int, names: Sequence[str]) -> None:
+        """Give back the nodes of a running job but ``names``, its batch host among them. Its owner may do that."""
+        ...
+
+    def release(self, job: int) -> None:
+        """Take the hold off a job."""
+        ...
+
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         """Submit a batch script with the options of sbatch and return the job's id."""
         ...

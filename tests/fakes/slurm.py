@@ -96,6 +96,15 @@ class FakeSlurm:
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._answer()
 
+    def exclude(self, job: int, names: Sequence[str]) -> None:
+        self._answer()
+
+    def shrink(self, job: int, names: Sequence[str]) -> None:
+        self._answer()
+
+    def release(self, job: int) -> None:
+        self._answer()
+
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         self._answer()
         return 1

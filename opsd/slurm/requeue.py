@@ -1,0 +1,256 @@
+"""Putting a job back into the queue without the nodes that it lost, and having it start at once.
+
+Slurm by itself takes minutes: it notices a dead node after SlurmdTimeout, waits for that node before the job is back in
+the queue, and then lets it wait two minutes more. So whoever may update nodes takes the dead ones down; an ordinary
+user shrinks the job to the living ones, which its owner may do as long as the batch host lives, and keeps it off the
+dead ones. Then the start time is set as soon as the job is pending, because Slurm overwrites what was set before.
+
+All that is done is seen in Slurm itself, so any number of processes may attend to the same requeue, also after a
+restart of slurmctld, and it happens once: the number of restarts tells.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from opsd.slurm.allocation import Allocation
+from opsd.slurm.check import may_update_nodes
+from opsd.slurm.drain import take_down
+from opsd.slurm.hostlist import compress
+from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmError, SlurmRejected, SlurmUnavailable
+
+LIMIT_S = 900.0
+"""Longer than Slurm itself takes with its default settings (about 9 minutes)."""
+POLL_S = 0.1
+RETRY_S = 2.0
+"""How long a controller that does not answer is left alone."""
+LEAD_S = 5.0
+"""How long the attending job leaves the requeue itself to the job that asked for it."""
+REASON = "opsd:requeue node_lost"
+_ALIVE = ("running", "configuring", "suspended", "stopped", "resizing", "signaling", "stage_out")
+_STOPPING = ("completing", "requeued", "requeue_fed")
+_HELD = ("requeue_hold", "special_exit")
+
+Move = Literal["requeue", "wait", "release", "start", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """The nodes that the job is not to come back on.
+
+    ``lost`` ones do not answer: they are also taken down, with ``reason``, where that is allowed. ``unfit`` ones are
+    only avoided; draining them is for the agent to decide.
+    """
+
+    lost: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+    reason: str = REASON
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.lost, *self.unfit)
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """How the job stands: pending and free to start, or running again. ``avoided`` are nodes it was told to avoid."""
+
+    job: int
+    state: str
+    restarts: int
+    avoided: tuple[str, ...] = ()
+
+
+def next_move(job: Job, restarts: int) -> Move:
+    """What is to be done with a job that had been restarted ``restarts`` times when the requeue was decided. Pure.
+
+    Raises SlurmRejected if the job has ended.
+    """
+    if job.state in _HELD:
+        return "release"
+    if job.state in _STOPPING:
+        return "wait"
+    if job.state == "pending":
+        return "start"
+    if job.state in _ALIVE:
+        return "requeue" if job.restarts <= restarts else "done"
+    raise SlurmRejected(f"job {job.id} has ended ({job.state}) and cannot be put back into the queue; submit it again")
+
+
+def requeue_now(
+    slurm: Slurm,
+    job: int,
+    without: Without = Without(),
+    *,
+    restarts: int | None = None,
+    lead_s: float = 0.0,
+    limit_s: float = LIMIT_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+    say: Callable[[str], object] = print,
+) -> Requeued:
+    """Put ``job`` back into the queue and have it start as soon as it can; returns when nothing is left to do for it.
+
+    ``restarts`` is how often it had been restarted when that was decided (SLURM_RESTART_COUNT), so that a job which
+    somebody has requeued meanwhile is left alone; None is as often as now. For ``lead_s`` seconds the requeue itself is
+    left to another process. While the controller is down it is asked again. Raises SlurmError: the job is not ours, not
+    known or has ended, a node is not the job's, or ``limit_s`` seconds have passed.
+    """
+    began = clock()
+    attempt = _Attempt(slurm, job, without, restarts, say)
+    while True:
+        pause = POLL_S
+        try:
+            requeued = attempt.step(may_requeue=clock() - began >= lead_s)
+            if requeued is not None:
+                return requeued
+        except SlurmUnavailable as error:
+            attempt.tell(f"Slurm does not answer and will be asked again: {error}")
+            pause = RETRY_S
+        if clock() - began > limit_s:
+            raise SlurmUnavailable(
+                f"job {job} is not back in the queue after {limit_s:g} s; see scontrol show job {job}"
+            )
+        sleep(pause)
+
+
+class _Attempt:
+    """One process's part in a requeue. What it remembers saves questions; nothing is wrong if it is forgotten."""
+
+    def __init__(
+        self, slurm: Slurm, job: int, without: Without, restarts: int | None, say: Callable[[str], object]
+    ) -> None:
+        self._slurm = slurm
+        self._job = job
+        self._without = without
+        self._restarts = restarts
+        self._say = say
+        self._told = ""
+        self._may: bool | None = None
+        self._down = not without.lost
+
+    def tell(self, sentence: str) -> None:
+        if sentence != self._told:
+            self._told = sentence
+            self._say(sentence)
+
+    def step(self, *, may_requeue: bool) -> Requeued | None:
+        """Look, and do the next thing; the outcome once there is nothing more to do."""
+        found = self._slurm.jobs([self._job])
+        if not found:
+            raise SlurmRejected(f"there is no job {self._job} that waits or runs and that this user may see")
+        job = found[0]
+        if self._restarts is None:
+            self._restarts = job.restarts
+        move = next_move(job, self._restarts)
+        if move == "done":
+            return Requeued(job.id, job.state, job.restarts)
+        if move == "start":
+            return self._start(job)
+        if move == "release":
+            self._slurm.release(job.id)
+        elif move == "requeue" and may_requeue:
+            self._requeue(job)
+        elif move == "wait":
+            self._take_down()
+        return None
+
+    def _requeue(self, job: Job) -> None:
+        if self._may_update():
+            if strangers := sorted(set(self._in_service(self._without.lost)) - set(job.nodes)):
+                raise SlurmRejected(f"job {job.id} does not run on {compress(strangers)}; nothing was done")
+        elif living := [name for name in job.nodes if name not in self._without.lost]:
+            self._shrink(job, living)
+        self.tell(f"requeueing job {job.id}")
+        try:
+            self._slurm.requeue(job.id)
+        except SlurmRejected:
+            if next_move(self._slurm.jobs([job.id])[0], job.restarts) == "requeue":
+                raise
+        self._take_down()
+
+    def _in_service(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of ``names`` on which Slurm would still start jobs."""
+        return tuple(node.name for node in self._slurm.nodes(names) if node.usable) if names else ()
+
+    def _may_update(self) -> bool:
+        if self._may is None:
+            self._may = may_update_nodes(self._slurm)
+        return self._may
+
+    def _shrink(self, job: Job, living: Sequence[str]) -> None:
+        if len(living) == len(job.nodes) or job.batch_host not in living:
+            return
+        try:
+            self._slurm.shrink(job.id, living)
+        except SlurmRejected as error:
+            self.tell(f"the lost nodes stay with job {job.id} until Slurm notices their death: {error}")
+
+    def _take_down(self) -> None:
+        if self._down or not self._may_update():
+            return
+        for name in self._without.lost:
+            try:
+                take_down(self._slurm, name, self._without.reason)
+            except (SlurmRejected, SlurmDenied) as error:
+                self.tell(str(error))
+        self._down = True
+
+    def _start(self, job: Job) -> Requeued:
+        self._take_down()
+        avoided = self._in_service(self._without.names)
+        if avoided:
+            try:
+                self._slurm.exclude(job.id, avoided)
+            except SlurmRejected as error:
+                self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
+                avoided = ()
+        self._slurm.set_start_time(job.id)
+        return Requeued(job.id, job.state, job.restarts, avoided)
+
+
+def requeue_from_inside(
+    slurm: Slurm,
+    allocation: Allocation,
+    without: Without = Without(),
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "opsd"),
+    log: str = "/dev/null",
+    say: Callable[[str], object] = print,
+) -> Requeued:
+    """``requeue_now`` for a process of the job itself, which Slurm ends while the requeue is under way.
+
+    What is to be done after that is left to a job of a minute, submitted before: it needs one processor on any node,
+    one of those that this job gives back at the latest. Its output goes to ``log``. Raises SlurmError.
+    """
+    try:
+        attendant = slurm.submit(*_attendant(allocation, without, command, log))
+        say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
+    except SlurmUnavailable:
+        say("Slurm does not answer; the requeue waits for it")
+    except SlurmError as error:
+        say(f"job {allocation.job} may start up to three minutes late: {error}")
+    return requeue_now(slurm, allocation.job, without, restarts=allocation.restarts, say=say)
+
+
+def _attendant(
+    allocation: Allocation, without: Without, command: Sequence[str], log: str
+) -> tuple[str, tuple[str, ...]]:
+    """The script and the options of the job that attends to a requeue."""
+    told = [f"--lost={name}" for name in without.lost] + [f"--without={name}" for name in without.unfit]
+    argv = [
+        *command, "requeue", str(allocation.job), f"--restarts={allocation.restarts}", f"--lead={LEAD_S:g}",
+        f"--reason={without.reason}", *told,
+    ]  # fmt: skip
+    options = (
+        f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M", "--time=20",
+        "--no-requeue", f"--output={log}", *allocation.same_queue,
+        *([f"--exclude={compress(without.names)}"] if without.names else []),
+    )  # fmt: skip
+    return f"#!/bin/sh\nexec {shlex.join(argv)}\n", options

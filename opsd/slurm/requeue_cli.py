@@ -1,0 +1,68 @@
+"""``opsd requeue``: a job back into the queue without its bad nodes, and started as soon as it can be."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from opsd import exitcodes
+from opsd.slurm.allocation import AllocationError, allocation
+from opsd.slurm.connect import choose
+from opsd.slurm.drain import OWN_PREFIX
+from opsd.slurm.port import SlurmError
+from opsd.slurm.requeue import LIMIT_S, REASON, Requeued, Without, requeue_from_inside, requeue_now
+
+
+def _reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not value.startswith(OWN_PREFIX) or not value.isprintable():
+        raise click.BadParameter(f"{value!r} is not one line that begins with {OWN_PREFIX}")
+    return value
+
+
+@click.command()
+@click.argument("job", type=click.IntRange(1), envvar="SLURM_JOB_ID")
+@click.option(
+    "--lost", multiple=True, metavar="NODE", help="A node that is dead: taken down as well, if that is allowed."
+)
+@click.option("--without", "unfit", multiple=True, metavar="NODE", help="A node that the job is not to come back on.")
+@click.option("--reason", default=REASON, show_default=True, callback=_reason, help="Why nodes are taken down.")
+@click.option(
+    "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
+)
+@click.option("--lead", default=0.0, type=click.FloatRange(0), hidden=True)
+@click.option("--limit", default=LIMIT_S, show_default=True, type=click.FloatRange(1), help="Seconds to keep trying.")
+def requeue(
+    job: int,
+    lost: tuple[str, ...],
+    unfit: tuple[str, ...],
+    reason: str,
+    restarts: int | None,
+    lead: float,
+    limit: float,
+) -> int:
+    """Put JOB (default: the one this runs in) back into the queue and have it start as soon as it can.
+
+    Faster than Slurm by itself, which waits for dead nodes and then two minutes more; opsd slurm check says which
+    settings help. The owner of the job needs no further rights unless the node of the batch script is dead.
+    """
+    slurm, without = choose().slurm, Without(lost, unfit, reason)
+    try:
+        if os.environ.get("SLURM_JOB_ID") == str(job):
+            done = requeue_from_inside(slurm, allocation(os.environ), without, say=click.echo)
+        else:
+            done = requeue_now(
+                slurm, job, without, restarts=restarts, lead_s=lead, limit_s=limit, say=click.echo
+            )  # fmt: skip
+    except (SlurmError, AllocationError) as error:
+        click.echo(f"opsd requeue: {error}", err=True)
+        return exitcodes.FAILED
+    click.echo(_told(done))
+    return exitcodes.OK
+
+
+def _told(done: Requeued) -> str:
+    if done.state != "pending":
+        return f"job {done.job} runs again; it has been restarted {done.restarts} times"
+    avoided = f", and not on {', '.join(done.avoided)}" if done.avoided else ""
+    return f"job {done.job} is in the queue and starts as soon as there are nodes for it{avoided}"

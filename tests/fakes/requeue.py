@@ -1,0 +1,108 @@
+"""A Slurm in memory whose job goes through a requeue as Slurm's own jobs do."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+
+from opsd.slurm.port import Job, Node, NodeUpdate, SlurmDenied, SlurmRejected, SlurmUnavailable
+from tests.fakes.slurm import FakeSlurm
+
+COMPLETING_LOOKS = 2
+"""How often a job is seen completing once nothing holds it up."""
+
+
+def running(*nodes: str, user: str = "alice", restarts: int = 0) -> Job:
+    """Job 7 on ``nodes``, the first of which is its batch host."""
+    return Job(7, "running", "", user, "train", nodes, nodes[0], 0.0, 0.0, None, restarts, "train")
+
+
+class FakeQueue(FakeSlurm):
+    """One job. A node in ``dead`` holds it up while it completes, unless it was taken down or the job has shrunk.
+
+    ``calls`` are the requests that changed something, ``submitted`` the scripts and their options. The controller is
+    away at the requests whose numbers are in ``away``; a requeue counts twice, and may be carried out unheard. A job
+    that is completing takes no changes.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        job: Job,
+        *,
+        dead: Sequence[str] = (),
+        operator: bool = True,
+        owner: bool = True,
+        away: Container[int] = (),
+    ) -> None:
+        super().__init__(nodes, operator=operator)
+        self.job = job
+        self.calls: list[str] = []
+        self.submitted: list[tuple[str, tuple[str, ...]]] = []
+        self._away = away
+        self._requests = 0
+        self._dead = dead
+        self._owner = operator or owner
+        self._looks = 0
+
+    def _answer(self) -> None:
+        super()._answer()
+        self._requests += 1
+        if self._requests in self._away:
+            raise SlurmUnavailable("the controller is away")
+
+    def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
+        self._answer()
+        if self.job.state == "completing" and not self._held_up():
+            self._looks += 1
+            if self._looks > COMPLETING_LOOKS:
+                again = self.job.restarts + 1
+                self.job = replace(self.job, state="pending", reason="BeginTime", nodes=(), restarts=again)
+        return [self.job] if not ids or self.job.id in ids else []
+
+    def _held_up(self) -> bool:
+        return any(name in self._dead and self.by_name[name].state != "down" for name in self.job.nodes)
+
+    def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
+        super().update_nodes(names, update, reason)
+        self.calls.append(f"{update} {' '.join(names)}")
+
+    def requeue(self, job: int) -> None:
+        self._change()
+        self.calls.append("requeue")
+        self.job = replace(self.job, state="completing")
+        self._answer()
+
+    def submit(self, script: str, options: Sequence[str] = ()) -> int:
+        self._answer()
+        assert not self.calls
+        self.submitted.append((script, tuple(options)))
+        return 8
+
+    def shrink(self, job: int, names: Sequence[str]) -> None:
+        self._change()
+        if self.job.batch_host not in names:
+            raise SlurmRejected("scontrol update: Invalid node name specified")
+        self.calls.append(f"shrink to {' '.join(names)}")
+        self.job = replace(self.job, nodes=tuple(names))
+
+    def exclude(self, job: int, names: Sequence[str]) -> None:
+        self._change("pending")
+        self.calls.append(f"exclude {' '.join(names)}")
+
+    def set_start_time(self, job: int, at: float | None = None) -> None:
+        self._change("pending")
+        self.calls.append("start")
+        self.job = replace(self.job, reason="")
+
+    def release(self, job: int) -> None:
+        self._change("requeue_hold")
+        self.calls.append("release")
+        self.job = replace(self.job, state="pending", reason="BeginTime")
+
+    def _change(self, state: str = "running") -> None:
+        self._answer()
+        if not self._owner:
+            raise SlurmDenied("scontrol: Access/permission denied; this needs root, or the owner of the job")
+        if self.job.state != state:
+            raise SlurmRejected("scontrol: Requested operation is presently disabled")

@@ -1,0 +1,63 @@
+"""What the environment says of the job that a process belongs to."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from opsd.slurm.allocation import AllocationError, allocation, in_job
+
+STEP = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_JOB_NODELIST": "n[008-010],login",
+    "SLURMD_NODENAME": "n009",
+    "SLURM_JOB_PARTITION": "train",
+    "SLURM_JOB_ACCOUNT": "lab",
+}
+
+
+def test_a_first_start() -> None:
+    """Nodes in Slurm's order with their padding; never restarted, and no end is told."""
+    own = allocation(STEP)
+    assert own.nodes == ("n008", "n009", "n010", "login")
+    assert (own.job, own.node, own.restarts, own.ends_at) == (4242, "n009", 0, None)
+    assert own.same_queue == ("--partition=train", "--account=lab")
+    assert in_job(STEP)
+    assert not in_job({})
+
+
+def test_a_restart_with_a_time_limit() -> None:
+    """The count of restarts and the end of the job are numbers."""
+    own = allocation({**STEP, "SLURM_RESTART_COUNT": "3", "SLURM_JOB_END_TIME": "1795246610"})
+    assert (own.restarts, own.ends_at) == (3, 1795246610.0)
+
+
+def test_addresses_of_cloud_nodes() -> None:
+    """Names that nobody resolves come with their addresses, of either kind."""
+    own = allocation({**STEP, "SLURM_NODE_ALIASES": "n008:10.0.0.8:ip-10-0-0-8,n009:[fd00::9]:host,n010::"})
+    assert own.addresses == {"n008": "10.0.0.8", "n009": "fd00::9"}
+    assert allocation({**STEP, "SLURM_NODE_ALIASES": "(null)"}).addresses == {}
+
+
+def test_ten_thousand_nodes_are_no_effort() -> None:
+    """The largest clusters are expanded in well under a second."""
+    began = time.monotonic()
+    assert len(allocation({**STEP, "SLURM_JOB_NODELIST": "gpu[00001-10000]"}).nodes) == 10_000
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"SLURM_JOB_ID": ""}, "not inside a Slurm job"),
+        ({"SLURM_JOB_ID": "12_3"}, "not inside a Slurm job"),
+        ({"SLURM_JOB_NODELIST": ""}, "has no SLURM_JOB_NODELIST; start this with srun or sbatch"),
+        ({"SLURM_JOB_NODELIST": "n[1-"}, "brackets do not match"),
+        ({"SLURM_RESTART_COUNT": "many"}, "SLURM_RESTART_COUNT is 'many'"),
+    ],
+)
+def test_a_torn_environment_is_named(change: dict[str, str], problem: str) -> None:
+    """One sentence says what is missing or wrong."""
+    with pytest.raises(AllocationError, match=problem):
+        allocation({**STEP, **change})

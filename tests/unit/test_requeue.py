@@ -1,0 +1,176 @@
+"""A requeue: what is done in which order, with rights and without, and that it is done once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd.slurm.allocation import allocation
+from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
+from opsd.slurm.requeue import Requeued, Without, next_move, requeue_from_inside, requeue_now
+from tests.fakes.clock import FakeClock
+from tests.fakes.requeue import FakeQueue, running
+
+ANYWHERE = Without()
+NODES = ("n1", "n2", "n3", "n4")
+
+
+def queue(*, restarts: int = 0, **more: Any) -> FakeQueue:
+    """A job of n1, n2 and n3 on a cluster of four."""
+    return FakeQueue([Node(name, "idle") for name in NODES], running("n1", "n2", "n3", restarts=restarts), **more)
+
+
+def ask(
+    slurm: FakeQueue,
+    without: Without = ANYWHERE,
+    *,
+    each_pause: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> tuple[Requeued, list[str]]:
+    """The outcome of a requeue of job 7, and what was said on the way."""
+    clock, said = FakeClock(), list[str]()
+
+    def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        each_pause()
+
+    return requeue_now(slurm, 7, without, clock=clock.monotonic, sleep=sleep, say=said.append, **more), said
+
+
+def test_an_operator_takes_the_dead_node_down() -> None:
+    """Requeue first, as it may be refused; then drain and down; the start time once the job is pending."""
+    slurm = queue(dead=("n2",))
+    done, _ = ask(slurm, Without(lost=("n2",), reason="opsd:42 node_lost"))
+    assert slurm.calls == ["requeue", "drain n2", "down n2", "start"]
+    assert slurm.by_name["n2"].reason == "opsd:42 node_lost"
+    assert done == Requeued(7, "pending", 1)
+
+
+def test_an_owner_shrinks_the_job_and_avoids_the_dead_node() -> None:
+    """Slurm does not know yet that the node is dead: the job must neither wait for it nor come back on it."""
+    slurm = queue(dead=("n2",), operator=False)
+    done, _ = ask(slurm, Without(lost=("n2",)))
+    assert slurm.calls == ["shrink to n1 n3", "requeue", "exclude n2", "start"]
+    assert done == Requeued(7, "pending", 1, ("n2",))
+
+
+def test_an_owner_waits_for_slurm_if_the_batch_host_is_dead() -> None:
+    """A job cannot be shrunk by its batch host: the start is at once all the same when Slurm has noticed."""
+    slurm = queue(dead=("n1",), operator=False)
+    pauses = iter(range(1000))
+
+    def notice() -> None:
+        if next(pauses) == 500:
+            slurm.by_name["n1"] = Node("n1", "down", frozenset({"not_responding"}), "Not responding")
+
+    done, _ = ask(slurm, Without(lost=("n1",)), each_pause=notice)
+    assert slurm.calls == ["requeue", "start"]
+    assert done.state == "pending"
+
+
+def test_a_living_node_is_avoided_and_not_drained() -> None:
+    """Whether a bad node goes out of service is for the agent to decide, within the share that it may drain."""
+    slurm = queue()
+    done, _ = ask(slurm, Without(unfit=("n3",)))
+    assert slurm.calls == ["requeue", "exclude n3", "start"]
+    assert done.avoided == ("n3",)
+
+
+def test_a_node_that_others_hold_is_left_alone() -> None:
+    """What a person has drained is not set down; the job is requeued nevertheless."""
+    slurm = queue()
+    slurm.by_name["n2"] = Node("n2", "allocated", frozenset({"drain"}), "replacing a fan", "bob")
+    _, said = ask(slurm, Without(lost=("n2",)))
+    assert slurm.calls == ["requeue", "start"]
+    assert any("replacing a fan" in sentence for sentence in said)
+
+
+def test_a_job_that_was_requeued_meanwhile_is_left_alone() -> None:
+    """The count of restarts tells that somebody else has done it."""
+    slurm = queue(restarts=1)
+    done, _ = ask(slurm, restarts=0)
+    assert slurm.calls == []
+    assert done == Requeued(7, "running", 1)
+
+
+def test_a_hold_after_a_requeue_is_taken_off() -> None:
+    """A script that failed after --requeue=expedite, or an exit code in RequeueExitHold, must not end the run."""
+    slurm = queue()
+    slurm.job = replace(slurm.job, state="requeue_hold", nodes=())
+    ask(slurm)
+    assert slurm.calls == ["release", "start"]
+
+
+def test_the_lead_is_left_to_another() -> None:
+    """The attending job requeues by itself only if nobody else has done so in time."""
+    slurm, seen = queue(), list[int]()
+    ask(slurm, lead_s=5.0, each_pause=lambda: seen.append(len(slurm.calls)))
+    assert seen.count(0) >= 49
+    assert slurm.calls == ["requeue", "start"]
+
+
+@given(outages=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=5), operator=st.booleans())
+def test_it_is_done_once_whenever_the_controller_is_away(outages: list[tuple[int, int]], operator: bool) -> None:
+    """Whichever requests go unanswered, the job is requeued one time, without its dead node, and may start."""
+    away = {start + step for start, length in outages for step in range(length)}
+    slurm = queue(dead=("n2",), operator=operator, away=away)
+    done, _ = ask(slurm, Without(lost=("n2",)))
+    assert done.restarts == 1
+    assert slurm.calls.count("requeue") == 1
+    assert slurm.calls[-1] == "start"
+    assert ("down n2" in slurm.calls) == operator
+    assert ("exclude n2" in slurm.calls) != operator
+
+
+def test_it_gives_up_with_a_sentence() -> None:
+    """A controller that stays away does not hold anybody for ever."""
+    slurm = queue()
+    slurm.error = SlurmUnavailable("the controller is away")
+    with pytest.raises(SlurmUnavailable, match="job 7 is not back in the queue after 30 s"):
+        ask(slurm, limit_s=30.0)
+
+
+def test_a_job_of_somebody_else_is_refused() -> None:
+    """Slurm's no is passed on, and nothing was touched before it."""
+    slurm = queue(operator=False, owner=False)
+    with pytest.raises(SlurmDenied, match="owner of the job"):
+        ask(slurm, Without(lost=("n2",)))
+    assert slurm.calls == []
+
+
+def test_a_node_of_another_job_is_refused() -> None:
+    """A wrong job id must not take down a node that the job has nothing to do with."""
+    slurm = queue()
+    with pytest.raises(SlurmRejected, match="job 7 does not run on n4; nothing was done"):
+        ask(slurm, Without(lost=("n4",)))
+    assert slurm.calls == []
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "cancelled", "timeout", "node_fail"])
+def test_a_job_that_has_ended_is_refused(state: str) -> None:
+    """It needs a new submission, and says so."""
+    with pytest.raises(SlurmRejected, match=rf"job 7 has ended \({state}\).*submit it again"):
+        next_move(replace(running("n1"), state=state), 0)
+
+
+def test_a_launcher_leaves_the_end_to_another_job() -> None:
+    """It will be killed by the requeue: before that it submits a small job that sees it through, off the bad nodes."""
+    slurm = queue(dead=("n2",), restarts=2)
+    own = allocation(
+        {
+            "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "2",
+            "SLURM_JOB_PARTITION": "train", "SLURM_JOB_ACCOUNT": "lab",
+        }
+    )  # fmt: skip
+    done = requeue_from_inside(slurm, own, Without(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
+    assert done == Requeued(7, "pending", 3, ("n3",))
+    [(script, options)] = slurm.submitted
+    assert script == (
+        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=5 '--reason=opsd:4 node_lost' --lost=n2 --without=n3\n"
+    )
+    assert {"--partition=train", "--account=lab", "--exclude=n[2-3]", "--no-requeue", "--nodes=1"} <= set(options)
