@@ -6,10 +6,10 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo stack generate test test-packages test-fast lint bench bench-gpu clean
+.PHONY: help setup demo cluster-demo stack generate test test-packages test-fast lint bench bench-gpu clean
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv with everything for development
 
@@ -25,6 +25,12 @@ demo: $(STAMP) ## Train a tiny model, break it six ways, watch it recover
 
 stack: $(STAMP) ## Prometheus, Alertmanager and an agent on this machine; a GPU overheats, the alert arrives
 	$(BIN)/opsd stack
+
+pictures: $(STAMP) ## Take the pictures of the documentation anew: the pages of the stack in a real browser
+	$(BIN)/opsd stack --pictures docs/pictures
+
+cluster-demo: $(STAMP) test-packages ## A real Slurm cluster here trains a model, loses its head node, and goes on
+	$(BIN)/python -m tests.integration.slurm.cluster_demo
 
 generate: $(STAMP) ## Write rules, boards, reference pages and the example configuration anew
 	$(BIN)/opsd alerts build

@@ -24,9 +24,10 @@ BENCHES = {
     "recovery": "steps lost when a rank is killed and on SIGTERM",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
     "soak": "memory and CPU of the agent over an hour",
+    "swap": "how long a run stands still when a node of it goes, on a real Slurm cluster in namespaces",
     "trainer": "tokens/s of the trainer beside transformers' Llama under plain FSDP2",
 }
-LONG = ("soak",)
+LONG = ("soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
 
 
@@ -40,7 +41,7 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every value with its name; a value that is itself a table has a row for each of its own."""
     for key, value in results.items():
         if isinstance(value, Mapping):
-            yield from ((f"{key} {name}", inner) for name, inner in value.items())
+            yield from ((f"{key} {name}", inner) for name, inner in _rows(value))
         else:
             yield key, value
 

@@ -146,7 +146,8 @@ class Cluster:
     def heal(self) -> None:
         """Undo ``partition``."""
         for host in self.hosts.values():
-            host.plug()
+            if host.on:
+                host.plug()
 
     def states(self) -> dict[str, str]:
         """The state of each node as sinfo shows it: idle, mixed, drained, down*."""

@@ -96,6 +96,7 @@ class Host:
         self.name = name
         self.address = address
         self._network = network
+        self.on = True
         self._port = f"port-{name}"
         self._spaces = self._begin()
 
@@ -117,11 +118,13 @@ class Host:
         """Lose power: nobody hears of it, neither by a FIN nor by a reset."""
         self._network.configure(f"link delete {self._port}")
         self._spaces.kill()
+        self.on = False
 
     def power_on(self) -> None:
         """Boot again after ``power_off``; daemons have to be started anew."""
         self._spaces = self._begin()
         self.connect()
+        self.on = True
 
     def unplug(self) -> None:
         """Cut the network cable."""

@@ -1,0 +1,169 @@
+"""The trainer as a Slurm job on the test cluster: a launcher on every node of the job, a step of its own each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opsd.demo.text import copy_text
+from tests.integration.slurm.cluster import Cluster, wait_until
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name} --nodes={nodes} --ntasks-per-node=1 --no-kill --requeue --open-mode=append
+#SBATCH --output={folder}/job.out
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HOME={folder} PYTHONUNBUFFERED=1 {environment}
+for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    srun --no-kill --wait=0 --kill-on-bad-exit=0 --nodes=1 --ntasks=1 --nodelist="$node" \\
+        --output={folder}/launcher-"$node".log --open-mode=append \\
+        {python} -m opsd launch {flags} --run-id={name} --run-dir={folder}/run {program} &
+done
+wait
+"""
+
+
+def make_data(folder: Path, text_bytes: int = 1_000_000) -> Path:
+    """Token shards of Python's own sources, which all nodes can read."""
+    copy_text(folder / "text", text_bytes)
+    made = subprocess.run(
+        [sys.executable, "-m", "trainer.data", str(folder / "text"), "--out", str(folder / "data")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        raise RuntimeError(f"the shards could not be made: {made.stderr}")
+    return folder / "data"
+
+
+@dataclass
+class Training:
+    """One run of the tiny model over ``active`` nodes, one rank on each, and so many ``spares``."""
+
+    cluster: Cluster
+    data: Path
+    name: str
+    active: int = 3
+    spares: int = 1
+    steps: int = 200
+    flags: Sequence[str] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of the run is, seen by all hosts."""
+        return self.cluster.shared / self.name
+
+    @property
+    def head(self) -> str:
+        """The node of the head."""
+        return str(self.events("generation_started")[-1]["node"])
+
+    def ask(self, node: str, **request: str) -> dict[str, Any]:
+        """The answer of a node's launcher on its control socket."""
+        program = (
+            "import json, sys; from pathlib import Path; from opsd.agent.actions import ask_launcher; "
+            "print(json.dumps(ask_launcher(Path(sys.argv[1]), json.loads(sys.argv[2]), timeout_s=10.0)))"
+        )
+        socket = f"/dev/shm/opsd/{self.name}/control.sock"
+        done = self.cluster.nodes[node].run(sys.executable, "-c", program, socket, json.dumps(request))
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    def submit(self) -> int:
+        """Submit the job; returns its number."""
+        self.folder.mkdir(exist_ok=True)
+        values = {
+            "data.shards": self.data,
+            "data.batch": 2 * self.active,
+            "run.steps": self.steps,
+            "schedule.decay_start": self.steps * 4 // 5,
+            "schedule.decay_end": self.steps,
+            "checkpoint.every": 20,
+        } | dict(self.settings)
+        program = ["-m", "trainer", "tiny", *(f"--set={key}={value}" for key, value in values.items())]
+        script = SCRIPT.format(
+            name=self.name,
+            nodes=self.active + self.spares,
+            folder=self.folder,
+            python=sys.executable,
+            flags=" ".join([f"--nnodes={self.active}", f"--spares={self.spares}", *self.flags]),
+            program=" ".join(program),
+            environment=" ".join(f"{key}={value}" for key, value in self.environment.items()),
+        )
+        (self.folder / "job.sbatch").write_text(script)
+        done = self.cluster.controller.run("sbatch", "--parsable", str(self.folder / "job.sbatch"))
+        return int(done.stdout.strip())
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """What has happened, all or of one kind."""
+        try:
+            lines = (self.folder / "run/events.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        records = (json.loads(line) for line in lines if line.endswith("}"))
+        return [record for record in records if kind in (None, record["event"])]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, in the order of writing."""
+        try:
+            lines = (self.folder / "run/metrics.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each step; the last word counts."""
+        return {line["step"]: line["loss"] for line in self.metrics()}
+
+    @property
+    def step(self) -> int:
+        """The highest step so far, 0 before the first."""
+        return max((line["step"] for line in self.metrics()), default=0)
+
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
+        """Wait for something in the run."""
+        try:
+            wait_until(condition, what, timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; {self.report()}") from error
+
+    def until_steady(self) -> None:
+        """Wait until ranks make steps, a checkpoint is durable and the spares are known to stand by."""
+        self.until(lambda: self.events("checkpoint_committed"), "a checkpoint")
+        self.until(lambda: self.standing_by() == self.spares, "the spares")
+
+    def standing_by(self) -> int:
+        """How many launchers are members without ranks."""
+        plans = sorted((self.folder / "run/generations").glob("*.json"))
+        started = self.events("generation_started")
+        joined = {event["joined"] for event in self.events("launcher_joined")}
+        known = set(started[-1]["spares"]) if started else set()
+        return len(known | (joined - set(started[-1]["nodes"]))) if started and plans else 0
+
+    @property
+    def places(self) -> list[str]:
+        """The nodes that run ranks, by node rank."""
+        nodes: list[str] = self.events("generation_started")[-1]["nodes"]
+        return nodes
+
+    def finish(self, timeout_s: float = 240.0) -> int:
+        """Wait for the end; returns the launchers' exit code."""
+        self.until(lambda: self.events("finished"), "the end of the run", timeout_s)
+        return int(self.events("finished")[-1]["exit_code"])
+
+    def gap_s(self, generation: int) -> float:
+        """Seconds between the last step before ``generation`` and its first one."""
+        lines = self.metrics()
+        before = max(float(line["t"]) for line in lines if line["generation"] < generation)
+        return min(float(line["t"]) for line in lines if line["generation"] == generation) - before
+
+    def report(self) -> str:
+        """What the job and its launchers have said, for a test that fails."""
+        logs = [*sorted(self.folder.glob("*.log")), self.folder / "job.out"]
+        texts = [f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs if log.exists()]
+        return "\n".join([*map(json.dumps, self.events()[-12:]), *texts])
