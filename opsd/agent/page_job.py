@@ -37,9 +37,9 @@ def job_page(
     parts = [
         incidents([i for i in newest_first(snapshot) if i.job in names], snapshot.wall),
         *(_run(run, [rank for rank in of_job if rank.run == run.run], values, history) for run in runs),
+        *(_ledger(run, ledger_of(run)) for run in runs),
         ranks(of_job, now),
         _speed(of_job, values),
-        *(_ledger(run, ledger_of(run)) for run in runs),
     ]
     title = f"job {id}" if any(run.job == id for run in runs) else f"run {id}"
     header = join((Html(f"<h1>{h(title)}</h1>"), facts([("node", node), ("seen", f"{now - snapshot.at:.1f} s ago")])))

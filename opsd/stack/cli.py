@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,15 @@ import click
 
 from opsd import exitcodes
 from opsd.simulated.gpus import NoCompilerError, SimulationError
+from opsd.stack.node import JOB
+from opsd.stack.pictures import PictureError, take
 
 if TYPE_CHECKING:
     from opsd.stack.world import Stack
 
 GPU = 3
-FIRST_DATA_S, TOLD_S = 60.0, 45.0
-"""What is promised: data within a minute, and the alert 45 s after the fault, at a scrape every 15 s."""
+FIRST_DATA_S, TOLD_S, LEDGER_S = 60.0, 45.0, 30.0
+"""Data within a minute, the alert 45 s after the fault at a scrape every 15 s, a ledger soon after the first look."""
 
 
 @click.command()
@@ -26,7 +29,10 @@ FIRST_DATA_S, TOLD_S = 60.0, 45.0
     "--scrape", default=15.0, show_default=True, type=click.FloatRange(1, 60), help="Seconds between scrapes."
 )
 @click.option("--keep", is_flag=True, help="Leave everything running until Ctrl-C.")
-def stack(scrape: float, keep: bool) -> None:
+@click.option(
+    "--pictures", type=click.Path(file_okay=False, path_type=Path), help="Take pictures of the pages into this folder."
+)
+def stack(scrape: float, keep: bool, pictures: Path | None) -> None:
     """Start Prometheus, Alertmanager and an agent with simulated GPUs, overheat one, and wait for the alert.
 
     Everything listens on loopback ports and is gone afterwards. Exits with 1 if the alert does not arrive in time.
@@ -39,11 +45,13 @@ def stack(scrape: float, keep: bool) -> None:
         try:
             with world.Stack(Path(folder), scrape_s=scrape) as running:
                 told = _show(running)
+                if pictures is not None:
+                    _take_pictures(running, pictures)
                 if keep:
                     click.echo("everything is left running; Ctrl-C ends it")
                     while True:
                         time.sleep(3600)
-        except (world.StackError, NoCompilerError, SimulationError) as error:
+        except (world.StackError, NoCompilerError, SimulationError, PictureError) as error:
             click.echo(f"opsd: {error}", err=True)
             sys.exit(exitcodes.FAILED)
     sys.exit(exitcodes.OK if told else exitcodes.FAILED)
@@ -72,3 +80,17 @@ def _show(running: Stack) -> bool:
     for name in ("summary", "node", "gpu", "job", "cost", "next_step", "runbook_url"):
         click.echo(f"  {name:<12}{alert['annotations'].get(name, '')}")
     return at - planted <= TOLD_S
+
+
+def _take_pictures(running: Stack, folder: Path) -> None:
+    """Once the page of the job has its ledger, which is made when somebody looks for the first time."""
+    from opsd.stack.world import eventually
+
+    def has_ledger() -> bool:
+        with urllib.request.urlopen(f"{running.agent}/job/{JOB}", timeout=10) as answer:  # noqa: S310  # loopback
+            return b"ETTR" in answer.read()
+
+    if not eventually(has_ledger, LEDGER_S):
+        raise PictureError(f"the page of job {JOB} has no ledger after {LEDGER_S:.0f} s")
+    for file in take(running.agent, folder):
+        click.echo(f"wrote {file}")

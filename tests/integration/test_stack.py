@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ pytest.importorskip("grafana_foundation_sdk")
 from dashboards.build import rendered
 from opsd.cli import cli
 from opsd.simulated.gpus import NoCompilerError
+from opsd.stack.pictures import BROWSERS, take
 from opsd.stack.world import Stack, StackError, get
 from tests.fakes.clock import eventually
 
@@ -132,6 +134,14 @@ def test_every_panel_shows_data(stack: Stack) -> None:
 
     assert eventually(lambda: not empty(), 45), empty()
     assert stack.query(filled('max(run:opsd_rank_step:max{cluster=~"$cluster", run=~"$run"})'))[0]["value"][1] > "0"
+
+
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="chromium is not installed")
+def test_pictures_of_its_pages_are_taken(stack: Stack, tmp_path: Path) -> None:
+    """As the documentation has them."""
+    for file in take(stack.agent, tmp_path):
+        committed = Path(__file__).parents[2] / "docs/pictures" / file.name
+        assert file.read_bytes()[:24] == committed.read_bytes()[:24], "another size: make pictures"
 
 
 def test_a_node_that_is_down_has_no_other_alerts(stack: Stack) -> None:
