@@ -40,7 +40,7 @@ class Setting:
 
 def findings(setting: Setting) -> list[Finding]:
     """Everything that the rules find."""
-    rules = (_schedule, _interval, _retention, _denominator, _script)
+    rules = (_schedule, _interval, _retention, _evaluation, _denominator, _script)
     return [finding for rule in rules for finding in rule(setting)]
 
 
@@ -86,6 +86,12 @@ def _retention(setting: Setting) -> Iterator[Finding]:
         sizes = quantity(wanted, "bytes"), quantity(setting.free, "bytes")
         summary = f"{setting.config.checkpoint.keep + 1} checkpoints need {sizes[0]}, and {sizes[1]} are free"
         yield Finding(Verdict.FAIL, summary, "make room, keep fewer, or put the run's folder elsewhere")
+
+
+def _evaluation(setting: Setting) -> Iterator[Finding]:
+    if not setting.config.evaluation.wanted:
+        summary = "no checkpoint is evaluated: a model that learns too little looks like one that learns"
+        yield Finding(Verdict.WARN, summary, "set evaluation.perplexity or evaluation.cloze, and a reference run")
 
 
 def _denominator(setting: Setting) -> Iterator[Finding]:

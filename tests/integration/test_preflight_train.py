@@ -50,6 +50,39 @@ def test_a_rank_is_killed_and_training_goes_on(tmp_path: Path, shards: Path) -> 
     assert not (tmp_path / "shm").exists(), "the agent of the node would take the drill for an incident"
 
 
+def evaluation_sets(folder: Path, items: int) -> list[str]:
+    """The settings with a set of texts and one of cloze items."""
+    (folder / "texts.txt").write_text("def main() -> None:\n    print('words')\n")
+    item = '{"context": "import", "choices": [" os", " banana"], "answer": 0}\n'
+    (folder / "cloze.jsonl").write_text(item * items)
+    return [
+        f'--train-set=evaluation.perplexity={{code = "{folder}/texts.txt"}}',
+        f'--train-set=evaluation.cloze={{imports = "{folder}/cloze.jsonl"}}',
+    ]
+
+
+def test_a_checkpoint_is_evaluated_once(tmp_path: Path, shards: Path) -> None:
+    """Two steps are trained, and their checkpoint has results on every set."""
+    code, report = preflight(tmp_path, shards, "run_evaluation", *evaluation_sets(tmp_path, 100))
+    assert code == exitcodes.OK, report.to_json()
+    [result] = report.results
+    assert result.verdict is Verdict.PASS
+    assert result.values[0].value > 0
+
+
+def test_evaluation_sets_are_read(tmp_path: Path, shards: Path) -> None:
+    """A set that is too small is a warning, one that is not there a failure; the quick profile looks no further."""
+    settings = [*evaluation_sets(tmp_path, 10), "--profile=quick"]
+    (tmp_path / "texts.txt").unlink()
+    code, report = preflight(tmp_path, shards, "run_evaluation", *settings)
+    assert code == exitcodes.FAILED
+    found = "\n".join(finding.summary for finding in report.results[0].findings)
+    assert "texts.txt" in found
+    code, report = preflight(tmp_path, shards, "run_evaluation", *settings[1:])
+    assert code == exitcodes.OK
+    assert "imports has 10 items, too few" in report.results[0].findings[0].summary
+
+
 def test_a_run_that_cannot_be_read_is_said_in_one_sentence(tmp_path: Path, shards: Path) -> None:
     """It counts as failed: nothing is known about it."""
     code, report = preflight(tmp_path, shards, "run_config", "--train-set=model.layrs=3")

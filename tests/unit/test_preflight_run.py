@@ -30,7 +30,7 @@ def config(*overrides: str, preset: str = "smollm3-3b") -> Config:
 
 def said(*overrides: str, ranks: int = 384, **fields: Any) -> str:
     """All findings as one text, each with its verdict."""
-    run = config(*overrides)
+    run = config('evaluation.perplexity={web = "/data/web.txt"}', *overrides)
     setting = Setting(run, predict(run, ranks), **{"nodes": 48, "script": GOOD, **fields})
     return "\n".join(f"{finding.verdict}: {finding.summary}; {finding.advice}" for finding in findings(setting))
 
@@ -78,6 +78,7 @@ def test_a_good_run_is_left_alone() -> None:
         (["checkpoint.every=4720000"], {}, "fail: checkpoint.every 4720000 is not reached"),
         ([], {"free": 100e9}, "fail: 4 checkpoints need 148 GB, and 100 GB are free"),
         (["run.device=cuda", "metrics.peak_flops=0"], {}, "warn: metrics.peak_flops is not set"),
+        (["evaluation.perplexity={}"], {}, "warn: no checkpoint is evaluated"),
         ([], {"script": None}, "warn: no batch script was given"),
         ([], {"script": GOOD.replace("#SBATCH --requeue\n", "")}, "fail: the batch script has no --requeue"),
         ([], {"script": GOOD.replace("--signal=USR1@300", "")}, "fail: the batch script asks for no signal"),

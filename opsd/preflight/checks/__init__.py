@@ -28,6 +28,7 @@ from opsd.preflight.checks import (
     pressure,
     run_config,
     run_data,
+    run_evaluation,
     run_steps,
     storage_local,
     storage_shared,
@@ -61,5 +62,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     storage_shared.CHECK,
     run_config.CHECK,
     run_data.CHECK,
+    run_evaluation.CHECK,
     run_steps.CHECK,
 )

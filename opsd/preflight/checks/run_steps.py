@@ -6,11 +6,9 @@ last checkpoint back. The layout must fit onto one node; the global batch is cut
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from opsd.checkpoints.manifest import CheckpointError, Manifest, folder_of, steps, verify
+from opsd.preflight import drill
 from opsd.preflight.base import Check, Context, CouldNotRunError, Finding, Measure, Measurement, Outcome, Progress
 from opsd.preflight.base import Verdict as V
 from opsd.preflight.plan import predict
@@ -30,6 +29,11 @@ if TYPE_CHECKING:
 
 SAVE_EVERY: Final = 10
 STEPS: Final = 40
+SETTINGS: Final = (
+    f"checkpoint.every={SAVE_EVERY}", "checkpoint.minutes=0", "checkpoint.mttf_hours=0", "evaluation.perplexity={}",
+    "evaluation.cloze={}",
+)  # fmt: skip
+"""Evaluating is tried by a check of its own."""
 POLL_S: Final = 0.2
 AS_PREDICTED: Final = 0.7
 """A run that reaches less than this share of the predicted speed has something wrong with it."""
@@ -41,7 +45,7 @@ def run(context: Context, progress: Progress) -> Outcome:
     ranks = devices_of(context)
     with tempfile.TemporaryDirectory(prefix="opsd-drill-", dir=context.local_dir or None) as name:
         folder = Path(name)
-        process, output = _start(context, config, ranks, folder)
+        process, output = drill.start(context, config, ranks, folder, STEPS, SETTINGS)
         try:
             killed = _drill(folder, lambda: process.poll() is not None, progress)
             code = process.wait(timeout=context.seconds * 3)
@@ -50,35 +54,17 @@ def run(context: Context, progress: Progress) -> Outcome:
         finally:
             process.kill()
             process.wait()
+        last = drill.last_line(output)
         if killed is None:
-            raise CouldNotRunError(f"the run ended with {code} before a checkpoint was durable: {_last_line(output)}")
-        return _outcome(folder, config, ranks, killed, code, _last_line(output))
-
-
-def _start(context: Context, config: Config, ranks: int, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    readers = max(1, ranks // (config.parallel.tp * config.parallel.pp * config.parallel.cp))
-    settings = [
-        *context.overrides, f"run.steps={STEPS}", f"run.folder={folder}", f"checkpoint.every={SAVE_EVERY}",
-        f"data.batch={readers * config.data.micro_batch * config.parallel.pp}", "data.batch_warmup=[]",
-        f"schedule.decay_end={max(config.schedule.decay_end, STEPS)}",
-    ]  # fmt: skip
-    command = [
-        sys.executable, "-P", "-m", "opsd", "launch", f"--nproc-per-node={ranks}", "--standalone", "--redirects=3",
-        f"--run-id=drill-{os.getpid()}", f"--run-dir={folder}", f"--events={folder / 'drill.jsonl'}",
-        "-m", "trainer", context.train, *(f"--set={setting}" for setting in settings),
-    ]  # fmt: skip
-    output = folder / "output"
-    with output.open("wb") as file:
-        # Rank pages of its own: the node's agent shall not take the drill for an incident.
-        environment = {**os.environ, "OPSD_SHM": str(folder / "shm")}
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT), output
+            raise CouldNotRunError(f"the run ended with {code} before a checkpoint was durable: {last}")
+        return _outcome(folder, config, ranks, killed, code, last)
 
 
 def _drill(folder: Path, ended: Callable[[], bool], progress: Progress) -> float | None:
     """Kill the last rank after the first durable checkpoint; the wall second, None if the run ended before."""
     while not ended():
         progress(min(0.9, len(_metrics(folder)) / STEPS), "")
-        events = _events(folder)
+        events = drill.events(folder)
         started = [event for event in events if event["event"] == "generation_started"]
         if started and any(event["event"] == "checkpoint_committed" for event in events):
             os.kill(int(started[-1]["ranks"][-1]["pid"]), signal.SIGKILL)
@@ -88,7 +74,7 @@ def _drill(folder: Path, ended: Callable[[], bool], progress: Progress) -> float
 
 
 def _outcome(folder: Path, config: Config, ranks: int, killed: float, code: int, last: str) -> Outcome:
-    resumed = next((e["t"] for e in _events(folder) if e["event"] == "resumed" and e["t"] > killed), None)
+    resumed = next((e["t"] for e in drill.events(folder) if e["event"] == "resumed" and e["t"] > killed), None)
     if code or resumed is None:
         summary = f"after a rank was killed the run did not go on (exit code {code}): {last}"
         return Outcome((), (Finding(V.FAIL, summary, "read its logs; no month-long run survives without this"),))
@@ -122,25 +108,8 @@ def _last_checkpoint(folder: Path) -> Manifest:
     return verify(folder_of(root, saved[-1]))
 
 
-def _events(folder: Path) -> list[dict[str, Any]]:
-    return _lines(folder / "drill.jsonl")
-
-
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    return _lines(folder / "metrics.jsonl")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that may be growing."""
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines() if line]
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
+    return drill.lines(folder / "metrics.jsonl")
 
 
 CHECK = Check(

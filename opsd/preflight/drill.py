@@ -1,0 +1,59 @@
+"""A few real steps of the run under the launcher, in a folder of their own and unseen by the node's agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opsd.preflight.base import Context
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+
+def start(
+    context: Context, config: Config, ranks: int, folder: Path, steps: int, settings: Sequence[str]
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """The launcher with the trainer, and the file with all that they print.
+
+    The global batch is cut down to one micro-batch a rank, or one for each pipeline stage.
+    """
+    readers = max(1, ranks // (config.parallel.tp * config.parallel.pp * config.parallel.cp))
+    all_settings = [
+        *context.overrides, f"run.steps={steps}", f"run.folder={folder}",
+        f"data.batch={readers * config.data.micro_batch * config.parallel.pp}", "data.batch_warmup=[]",
+        f"schedule.decay_end={max(config.schedule.decay_end, steps)}", "checkpoint.remote=", *settings,
+    ]  # fmt: skip
+    command = [
+        sys.executable, "-P", "-m", "opsd", "launch", f"--nproc-per-node={ranks}", "--standalone", "--redirects=3",
+        f"--run-id=drill-{os.getpid()}", f"--run-dir={folder}", f"--events={folder / 'drill.jsonl'}",
+        "-m", "trainer", context.train, *(f"--set={setting}" for setting in all_settings),
+    ]  # fmt: skip
+    output = folder / "output"
+    with output.open("wb") as file:
+        environment = {**os.environ, "OPSD_SHM": str(folder / "shm")}
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT), output
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """What the launcher and the ranks have told so far."""
+    return lines(folder / "drill.jsonl")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may be growing."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines() if line]
+
+
+def last_line(path: Path) -> str:
+    """The last words of a program that failed."""
+    printed = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip()[:300] for line in reversed(printed) if line.strip()), "it printed nothing")
