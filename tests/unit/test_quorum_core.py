@@ -208,7 +208,7 @@ def test_orders_reach_everybody_over_a_bad_network() -> None:
     network.delay = lambda _a, _b: None if network.random.random() < 0.3 else 0.001
     for number in range(10):
         network.launchers["n0001"].core.tell_all({"n": number})
-    network.run(5)
+    network.run(20)
     for launcher in network.living:
         assert [message["n"] for _, message in launcher.heard] == list(range(10))
 

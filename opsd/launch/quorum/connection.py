@@ -13,7 +13,7 @@ from typing import Any
 from opsd.launch.loop import Loop
 from opsd.launch.quorum.codec import member_from_json, member_to_json
 from opsd.launch.quorum.port import Member, Message
-from opsd.launch.quorum.wire import VERSION, Frames, WireError, new_nonce, session_key
+from opsd.launch.quorum.wire import VERSION, Frames, WireError, encode, new_nonce, session_key
 
 GREETING_S = 2.0
 """How long a connection may take to be made and proven."""
@@ -60,7 +60,7 @@ class Connection:
         self._frames = Frames()
         self._nonce = new_nonce()
         self._out = bytearray()
-        self._held: list[Message] = []
+        self._held: list[bytes] = []
         self._over = False
         self._retrying = False
         self._theirs: dict[str, Any] = {}
@@ -78,14 +78,14 @@ class Connection:
             loop.later(0.0, lambda: self.close(OSError(result, os.strerror(result))))
             loop.watch(sock.fileno(), lambda: None, writable=True)
 
-    def send(self, message: Message) -> None:
-        """Send once the other side is proven, until then keep it."""
+    def send(self, payload: bytes) -> None:
+        """Send an encoded message once the other side is proven, until then keep it."""
         if self._over:
             return
         if self.peer is None:
-            self._held.append(message)
+            self._held.append(payload)
             return
-        self._write(self._frames.pack(message))
+        self._write(self._frames.pack(payload))
 
     def close(self, why: Exception | None = None) -> None:
         """End the connection; what has not been sent is lost."""
@@ -114,7 +114,7 @@ class Connection:
             return
         self._loop.unwatch(self._sock.fileno())
         self._loop.watch(self._sock.fileno(), self._readable)
-        self._write(self._frames.pack(self._greeting()))
+        self._write(self._frames.pack(encode(self._greeting())))
 
     def _greeting(self) -> dict[str, Any]:
         return {
@@ -171,7 +171,7 @@ class Connection:
         if not self._theirs:
             self._check(message)
             self._theirs = message
-            self._write(self._frames.pack({**self._greeting(), "proof": self._proof("called").hex()}))
+            self._write(self._frames.pack(encode({**self._greeting(), "proof": self._proof("called").hex()})))
             return
         if not hmac.compare_digest(bytes.fromhex(message["proof"]), self._proof("caller")):
             raise WireError("it does not know the secret of this run")
@@ -181,12 +181,12 @@ class Connection:
 
     def _prove_after(self, message: Message) -> None:
         if "refused" in message:
-            raise WireError(f"it refuses: {str(message['refused'])[:200]}")
+            raise WireError(f"it refuses: {str(message['refused'])!r:.200}")
         self._check(message)
         self._theirs = message
         if not hmac.compare_digest(bytes.fromhex(message["proof"]), self._proof("called")):
             raise WireError("it does not know the secret of this run")
-        self._write(self._frames.pack({"proof": self._proof("caller").hex()}))
+        self._write(self._frames.pack(encode({"proof": self._proof("caller").hex()})))
         self._open(self._key("called"), self._key("caller"))
 
     def _check(self, message: Message) -> None:
@@ -194,13 +194,14 @@ class Connection:
         why = ""
         if message["opsd"] != VERSION:
             why = (
-                f"its opsd speaks version {message['opsd']} and this one {VERSION}; install the same opsd on all nodes"
+                f"its opsd speaks version {message['opsd']!r:.20} and this one {VERSION}; "
+                "install the same opsd on all nodes"
             )
         elif message["run"] != self._own.run:
             why = f"it belongs to the run {message['run']!r:.80} and not to {self._own.run!r}"
         if why:
             if self.expected is None:
-                self._write(self._frames.pack({"refused": why}))
+                self._write(self._frames.pack(encode({"refused": why})))
             raise WireError(why)
 
     def _proof(self, who: str) -> bytes:
@@ -219,6 +220,6 @@ class Connection:
         self.peer = member_from_json(self._theirs["member"])
         self._deadline.cancel()
         self._opened(self)
-        for message in self._held:
-            self.send(message)
+        for payload in self._held:
+            self.send(payload)
         self._held.clear()

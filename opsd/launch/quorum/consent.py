@@ -9,10 +9,12 @@ its own proposals, until one of those is valid.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from opsd.launch.quorum.codec import Answers
 from opsd.launch.quorum.peers import Share, share
-from opsd.launch.quorum.port import Member, Message, Plan
+from opsd.launch.quorum.port import Member, Plan
 
 Ballot = tuple[int, int]
 """Term and number."""
@@ -28,7 +30,7 @@ class Consent:
 
     def __init__(self, initial: Sequence[Member], first_number: int) -> None:
         self.plan: Plan | None = None
-        self.answers: Mapping[str, Message] = {}
+        self.answers = Answers.of({})
         self.settled: Ballot = (0, 0)
         """Under which ``plan`` was proposed."""
         self.proposal: Plan | None = None
@@ -39,11 +41,22 @@ class Consent:
         self.electorate: Mapping[str, Member] = {member.name: member for member in initial}
         """The members of the last valid plan; before the first one those that were named at the beginning."""
         self._accepted: Ballot = (0, 0)
+        self._founders = Plan(0, (), tuple(sorted(initial, key=lambda member: member.name)))
+        self._mark = hashlib.sha256(repr(self._founders.members).encode()).hexdigest()[:16]
+
+    @property
+    def base(self) -> tuple[Plan, str]:
+        """In relation to what the members of a proposal are told, and a mark by which others know that they have it."""
+        return (self.plan, str(self.plan.number)) if self.plan is not None else (self._founders, self._mark)
 
     @property
     def number(self) -> int:
         """Of the last valid plan; 0 before the first."""
         return self.plan.number if self.plan is not None else 0
+
+    def accepted(self, ballot: Ballot) -> Plan | None:
+        """The proposal under ``ballot``, if it is the one that this launcher has accepted last."""
+        return self.proposal if self._accepted == ballot else None
 
     @property
     def voters(self) -> dict[str, Member]:
@@ -77,11 +90,6 @@ class Consent:
         self.highest = max(self.highest, plan.number)
         self.proposal, self._accepted = plan, (term, plan.number)
 
-    @property
-    def others(self) -> tuple[Body, ...]:
-        """The bodies to be told with a proposal; that of the last valid plan is known from its number."""
-        return self.bodies if self.plan is not None else (*self.bodies, tuple(self.electorate))
-
     def accept(self, term: int, plan: Plan, after: int, bodies: tuple[Body, ...]) -> bool:
         """Accept a proposal of the head of ``term``, made after plan ``after`` was valid; False if it is too old.
 
@@ -93,7 +101,7 @@ class Consent:
         self.proposal, self.bodies, self._accepted = plan, bodies, (term, plan.number)
         return True
 
-    def learn(self, plan: Plan, answers: Mapping[str, Message], ballot: Ballot) -> bool:
+    def learn(self, plan: Plan, answers: Answers, ballot: Ballot) -> bool:
         """``plan``, proposed under ``ballot``, is valid; True if that is news."""
         self.highest = max(self.highest, plan.number)
         if ballot <= self.settled:

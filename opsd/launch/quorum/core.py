@@ -8,11 +8,12 @@ The head is the hub of a star: it hears of everybody, everybody hears of it.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from opsd.launch.quorum.codec import member_from_json, member_to_json, plan_from_json, plan_to_json
+from opsd.launch.quorum.codec import Answers, member_from_json, member_to_json, plan_from_json, plan_to_json
 from opsd.launch.quorum.consent import Consent
 from opsd.launch.quorum.peers import Outbox, Peer, Share
 from opsd.launch.quorum.port import Listener, Member, Message, Plan
@@ -23,13 +24,18 @@ PEERS_PER_SECOND = 1280
 """Heartbeats a second that the head of many launchers is up to; beyond that they become rarer."""
 STAGGER_S = 0.3
 """By so much later each next launcher stands for election."""
-ASK_AGAIN_S = 0.25
+ASK_AGAIN_S = 0.15
+"""A candidate asks again after this, then after twice that, and so on up to half a second; of many launchers rarer."""
 ALONE_S = 0.7
 """How long the others have to answer, once the head is silent, before this side counts as cut off."""
 DECIDE_S = 5.0
 """How long the other launchers of a half wait for the first of them to settle the tie."""
 REPEAT_S = 1.0
 """What may have been lost is said again after this."""
+SEEK_S, LIKELY = 1.0, 3
+"""Without a head, so often the first so many launchers are asked for it."""
+NEAR_S = 10.0
+"""How often a launcher says something to the next head, and nothing more than that it is there."""
 STALL_S = 0.5
 """Not called for so long, the launcher itself was held up, and the others are given that time."""
 
@@ -63,6 +69,7 @@ class Core:
         self._voted: str | None = None
         self._role: Role = "follower"
         self._proposal_answers: dict[str, Message] = {}
+        self._prepare_message: Message = {}
         self._ready: tuple[int, Message] | None = None
         self._peers: dict[str, Peer] = {}
         self._head_peer: Peer | None = None
@@ -70,6 +77,8 @@ class Core:
         self._looking = True
         """Nothing is heard of a head; the others are asked."""
         self._looking_since = now
+        self._asked = 0
+        """How often the others were asked since then."""
         self._stand_at = now + self._turn() * STAGGER_S
         self._votes: set[str] = set()
         self._asking: Literal["", "pre", "vote"] = ""
@@ -77,6 +86,7 @@ class Core:
         self._beat_at = now
         self._cut_off: Share | None = None
         self._tie_won = False
+        self._near_at = now + SEEK_S * self._turn() / (len(initial) + 1)
         self._to_head = Outbox(first_message)
         self._lost_head: Peer | None = None
         self._to_all: dict[str, Outbox] = {}
@@ -105,7 +115,8 @@ class Core:
     @property
     def interval_s(self) -> float:
         """Seconds between two heartbeats."""
-        return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, len(self._peers) / PEERS_PER_SECOND))
+        size = max(len(self._peers), len(self.consent.electorate))
+        return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, size / PEERS_PER_SECOND))
 
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> int:
         """See ``Quorum.propose``. Without effect on a launcher that is head no longer, and does not know it yet."""
@@ -117,6 +128,7 @@ class Core:
         self.consent.propose(self.term, plan)
         self._proposal_answers = {}
         self._ready = None
+        self._prepare_message = self._proposal(whole=False)
         for peer in self._peers.values():
             self._send_proposal(peer)
         self._call(lambda listener: listener.prepare(plan))
@@ -178,12 +190,29 @@ class Core:
         if self._role == "head":
             if now >= self._beat_at:
                 self._beat_at = now + self.interval_s
+                beat = self._message("beat")
                 for peer in self._peers.values():
-                    self._beat(peer)
+                    self._send(peer.member, beat)
             self._lose_silent(now)
         else:
             self._watch_head(now)
+            if now >= self._near_at:
+                self._near_at = now + (SEEK_S if self.head is None else NEAR_S)
+                self._keep_near()
         self.flush()
+
+    def _keep_near(self) -> None:
+        """Have a connection to whoever would be the next head, so that an election need not wait for it.
+
+        Without a head, ask the most likely ones whether they are.
+        """
+        order = (
+            member
+            for name, member in self.consent.electorate.items()
+            if name not in (self.head, self.own.name) and name not in self._left
+        )
+        for member in itertools.islice(order, LIKELY if self.head is None else 1):
+            self._post(member, "join" if self.head is None else "near")
 
     def _forgive(self, stall_s: float) -> None:
         for peer in [*self._peers.values(), *([self._head_peer] if self._head_peer else [])]:
@@ -242,7 +271,7 @@ class Core:
 
     def _look_around(self, gone: str = "") -> None:
         """Nothing is heard of a head: ask the others."""
-        self._looking, self._looking_since = True, self._now
+        self._looking, self._looking_since, self._asked = True, self._now, 0
         self._answered = {}
         self._stand_at = self._now + self._turn(without=gone) * STAGGER_S
 
@@ -305,7 +334,9 @@ class Core:
         )
 
     def _stand(self) -> None:
-        self._stand_at = self._now + ASK_AGAIN_S + STAGGER_S * min(self._turn(), 4) / 4
+        pause_s = min(ASK_AGAIN_S * 2**self._asked, max(0.5, len(self.consent.electorate) / 500))
+        self._stand_at = self._now + pause_s + STAGGER_S * min(self._turn(), 4) / 4
+        self._asked += 1
         if self.own.name in self.consent.voters:
             self._ask("pre")
         else:
@@ -313,17 +344,21 @@ class Core:
                 self._post(member, "join")
 
     def _ask(self, what: Literal["pre", "vote"]) -> None:
-        self._asking, self._votes = what, {self.own.name}
+        if self._asking != what or what == "vote":
+            self._asking, self._votes = what, {self.own.name}
         if what == "vote":
             self.term += 1
             self._voted = self.own.name
             self._role = "candidate"
+        ask = self._message("ask", what=what, newest=self.consent.newest)
         for member in self.consent.voters.values():
-            if member.name != self.own.name:
-                self._post(member, "ask", what=what, newest=self.consent.newest)
+            if member.name not in self._votes:
+                self._send(member, ask)
         self._count()
 
     def _count(self) -> None:
+        if 2 * len(self._votes) < len(self.consent.electorate):
+            return
         part = self._share(self._votes)
         if self._asking and (part is Share.MAJORITY or (part is Share.HALF and self._tie_won)):
             what, self._asking = self._asking, ""
@@ -343,8 +378,11 @@ class Core:
         self._to_all, self._seen = {}, {}
         self._beat_at = self._now
         self._set_head(self.own.name)
-        for name in waiting if self.plan is not None else ():
-            self._peers[name] = Peer(before[name], self._now - self._grace(name))
+        beat = self._message("beat")
+        for name in waiting:
+            if self.plan is not None:
+                self._peers[name] = Peer(before[name], self._now - self._grace(name))
+            self._send(before[name], beat)
         lost, self._lost_head = self._lost_head, None
         silent = lost is not None and self._answered.get(lost.member.name, 0.0) < self._looking_since
         if lost is not None and silent and self._peers.pop(lost.member.name, None) is not None:
@@ -440,7 +478,8 @@ class Core:
             yes = not late and not lives and term == self.term and self._voted in (None, sender.name)
             if yes:
                 self._voted = sender.name
-                self._stand_at = self._now + ASK_AGAIN_S
+        if yes:
+            self._stand_at = self._now + ASK_AGAIN_S + self._turn() * STAGGER_S
         news = self._news() if late and self.plan is not None else None
         head = member_to_json(peer.member) if peer is not None and lives else None
         self._post(sender, "say", what=what, yes=yes, highest=self.consent.highest, news=news, head=head)
@@ -464,7 +503,7 @@ class Core:
             self._set_head(sender.name, Peer(sender, self._now))
             self._repeat(sender, "tell", self._to_head)
         assert self._head_peer is not None
-        self._head_peer.hear(self._now)
+        self._head_peer.hear(self._now, self.interval_s)
         self._asking = ""
         if kind == "prepare":
             self._prepare(sender, message)
@@ -484,8 +523,13 @@ class Core:
             self._post(sender, "here", plan=self.consent.number, orders=self._seen_of_head)
 
     def _prepare(self, sender: Member, message: Message) -> None:
-        plan = plan_from_json(message["plan"])
-        if self.consent.accept(self.term, plan, int(message["after"]), tuple(map(tuple, message["bodies"]))):
+        after, wanted = int(message["after"]), message["base"]
+        base, mark = self.consent.base
+        if after > self.consent.number or wanted not in (None, mark):
+            self._post(sender, "lack", plan=self.consent.number)
+            return
+        plan = plan_from_json(message["plan"], base if wanted == mark else None)
+        if self.consent.accept(self.term, plan, after, tuple(map(tuple, message["bodies"]))):
             self._ready = None
             self._call(lambda listener: listener.prepare(plan))
         elif self._ready is not None and self._ready[0] == plan.number:
@@ -493,16 +537,19 @@ class Core:
 
     def _learn(self, news: Message) -> None:
         """A plan is valid."""
-        plan, answers = plan_from_json(news["plan"]), dict(news["answers"])
         term, number = news["ballot"]
-        if self.consent.learn(plan, answers, (int(term), int(number))):
+        ballot = int(term), int(number)
+        plan = plan_from_json(news["plan"]) if news["plan"] is not None else self.consent.accepted(ballot)
+        answers = Answers(str(news["answers"]))
+        if plan is not None and self.consent.learn(plan, answers, ballot):
             self._tie_won = False
             self._call(lambda listener: listener.begin(plan, answers))
 
-    def _news(self) -> Message:
-        """What makes others learn of the last valid plan."""
+    def _news(self, *, accepted: bool = False) -> Message:
+        """What makes others learn of the last valid plan; without the plan itself for those who have accepted it."""
         assert self.plan is not None
-        return {"plan": plan_to_json(self.plan), "answers": self.consent.answers, "ballot": self.consent.settled}
+        plan = None if accepted else plan_to_json(self.plan)
+        return {"plan": plan, "answers": self.consent.answers.packed, "ballot": self.consent.settled}
 
     # -- the head ------------------------------------------------------------------------------------------------
 
@@ -515,7 +562,7 @@ class Core:
             self._beat(peer)
             if self.plan is not None:
                 self._send_begin(peer)
-        peer.hear(self._now)
+        peer.hear(self._now, self.interval_s)
         if term != self.term:
             self._beat(peer)
         elif kind == "here":
@@ -523,6 +570,11 @@ class Core:
             self._catch_up(peer, int(message["plan"]))
         elif kind == "ready":
             self._note_ready(sender.name, int(message["number"]), message["answer"])
+        elif kind == "lack":
+            if int(message["plan"]) < self.consent.number:
+                self._send_begin(peer)
+            if self.consent.proposal is not None:
+                self._send(sender, self._proposal(whole=True))
         elif kind == "tell":
             number, body = int(message["number"]), message["body"]
             if number == max(self._seen.get(sender.name, 0) + 1, int(message["oldest"])):
@@ -548,11 +600,18 @@ class Core:
             self._post(member, kind, number=number, oldest=box.oldest, body=body)
 
     def _send_proposal(self, peer: Peer) -> None:
+        peer.told = self._now
+        self._send(peer.member, self._prepare_message)
+
+    def _proposal(self, *, whole: bool) -> Message:
+        """The proposal: to most in relation to what they know, to others as a whole."""
         consent = self.consent
         assert consent.proposal is not None
-        peer.told = self._now
-        plan = plan_to_json(consent.proposal)
-        self._post(peer.member, "prepare", plan=plan, after=consent.number, bodies=consent.others)
+        base, mark = consent.base
+        bodies = (*consent.bodies, tuple(consent.electorate)) if whole and self.plan is None else consent.bodies
+        plan = plan_to_json(consent.proposal, None if whole else base)
+        number = consent.number
+        return self._message("prepare", plan=plan, base=None if whole else mark, after=number, bodies=bodies)
 
     def _send_begin(self, peer: Peer) -> None:
         peer.told = self._now
@@ -563,22 +622,29 @@ class Core:
         if plan is None or number != plan.number:
             return
         self._proposal_answers[name] = answer
+        if len(self._proposal_answers) < len(plan.members):
+            return
         names = {member.name for member in plan.members}
         if not names <= self._proposal_answers.keys():
             return
         part = self.consent.share(names, head=True)
         if part is Share.MAJORITY or (part is Share.HALF and self._tie_won):
-            answers = dict(self._proposal_answers)
+            answers = Answers.of(self._proposal_answers)
             self.consent.learn(plan, answers, (self.term, number))
             self._tie_won = False
             self._call(lambda listener: listener.begin(plan, answers))
+            begin = self._message("begin", news=self._news(accepted=True))
             for peer in self._peers.values():
-                self._send_begin(peer)
+                peer.told = self._now
+                self._send(peer.member, begin)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def _post(self, member: Member, kind: str, **fields: Any) -> None:
-        self._send(member, {"kind": kind, "term": self.term + (kind == "ask" and self._asking == "pre"), **fields})
+        self._send(member, self._message(kind, **fields))
+
+    def _message(self, kind: str, **fields: Any) -> Message:
+        return {"kind": kind, "term": self.term + (kind == "ask" and self._asking == "pre"), **fields}
 
     def _call(self, call: Callable[[Listener], None]) -> None:
         self._calls.append(call)

@@ -14,6 +14,8 @@ from opsd.launch.quorum.port import Listener, Member, Message, Plan
 from opsd.launch.quorum.transport import Transport
 
 TICK_S = 0.05
+FEW = 64
+"""With more launchers than this, ticks are twice as long."""
 LOOK_S = 1.0
 
 
@@ -78,7 +80,7 @@ class TcpQuorum:
         """Listen and look for the others. Raises OSError if the port cannot be had."""
         self._transport.listen()
         self._core.start(listener)
-        self._loop.every(TICK_S, self._tick)
+        self._loop.every(TICK_S if len(self._core.consent.electorate) <= FEW else 2 * TICK_S, self._tick)
         if self._seeds:
             self._loop.every(LOOK_S, self._look)
             self._loop.later(0.0, self._look)

@@ -10,7 +10,7 @@ from enum import Enum
 from opsd.launch.quorum.port import Member, Message
 
 PATIENCE = 3.0
-"""Times its own worst recent gap a launcher may be silent …"""
+"""Times its own worst recent delay a launcher may be silent …"""
 MOST_PATIENCE = 4.0
 """… up to so many times the usual timeout: a node that answers slowly is not a dead node."""
 _FORGET = 0.998
@@ -22,20 +22,21 @@ class Peer:
 
     member: Member
     heard: float
-    worst_gap: float = 0.0
+    worst_delay: float = 0.0
+    """Of what came, beyond the usual interval."""
     told: float = 0.0
     """When it was last sent a plan."""
     repeated: float = 0.0
     """When it was last sent again what it has not confirmed."""
 
-    def hear(self, now: float) -> None:
-        """Something has come from it."""
-        self.worst_gap = max(self.worst_gap * _FORGET, now - self.heard)
+    def hear(self, now: float, interval_s: float) -> None:
+        """Something has come from it, at the latest expected after ``interval_s``."""
+        self.worst_delay = max(self.worst_delay * _FORGET, now - self.heard - interval_s)
         self.heard = now
 
     def silence(self, now: float, usual_s: float) -> float | None:
         """For how long it has been silent if that is too long, else None."""
-        allowed = min(MOST_PATIENCE * usual_s, max(usual_s, PATIENCE * self.worst_gap))
+        allowed = min(MOST_PATIENCE * usual_s, usual_s + PATIENCE * max(0.0, self.worst_delay - usual_s / 3))
         silent = now - self.heard
         return silent if silent > allowed else None
 

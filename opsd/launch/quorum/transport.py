@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 
 from opsd.launch.loop import Loop
 from opsd.launch.quorum.connection import Connection, Identity
 from opsd.launch.quorum.port import Member, Message
-from opsd.launch.quorum.wire import WireError
+from opsd.launch.quorum.wire import WireError, encode
 
-PROBE_S = 0.3
-"""A launcher whose connection broke is called again at once and after this; refused both times, it is gone."""
+PROBE_S = 0.15
+REFUSALS = 2
+"""A launcher whose connection broke is called again at once and after ``PROBE_S``; refused both times, it is gone."""
 SAY_AGAIN_S = 60.0
 MAX_STRANGERS = 256
 FAREWELL_S = 0.3
@@ -43,6 +45,7 @@ class Transport:
         self._strangers: set[Connection] = set()
         self._refused: dict[str, int] = {}
         self._closing = False
+        self._encoded: deque[tuple[Message, bytes]] = deque(maxlen=4)
 
     def listen(self) -> None:
         """Raises OSError if the address or port cannot be had."""
@@ -57,7 +60,16 @@ class Transport:
         if connection is None and not self._closing:
             connection = self._call(member)
         if connection is not None:
-            connection.send(message)
+            connection.send(self._payload(message))
+
+    def _payload(self, message: Message) -> bytes:
+        """What is sent to many is encoded once: messages are not changed after they were sent."""
+        for known, payload in self._encoded:
+            if known is message:
+                return payload
+        payload = encode(message)
+        self._encoded.append((message, payload))
+        return payload
 
     def close(self) -> None:
         """Send what is waiting, for a moment, and end all connections."""
@@ -124,13 +136,19 @@ class Transport:
             return
         if was_open and not isinstance(why, WireError):
             self._loop.later(0.0, lambda: self._probe(member))
-        elif isinstance(why, OSError) and why.errno == errno.ECONNREFUSED and member.name in self._refused:
-            self._refused[member.name] += 1
-            if self._refused[member.name] == 1:
-                self._loop.later(PROBE_S, lambda: self._probe(member))
-            else:
-                del self._refused[member.name]
-                self._unreachable(member.name)
+        elif isinstance(why, OSError) and why.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
+            self._probed(member, refused=why.errno == errno.ECONNREFUSED)
+
+    def _probed(self, member: Member, *, refused: bool) -> None:
+        """Somebody answers for a launcher, but not itself; a socket that is just being closed answers by a reset."""
+        if member.name not in self._refused:
+            return
+        self._refused[member.name] += refused
+        if self._refused[member.name] < REFUSALS:
+            self._loop.later(PROBE_S, lambda: self._probe(member))
+        else:
+            del self._refused[member.name]
+            self._unreachable(member.name)
 
     def _probe(self, member: Member) -> None:
         if member.name not in self._open and member.name not in self._calling and not self._closing:

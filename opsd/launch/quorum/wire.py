@@ -43,6 +43,14 @@ def new_nonce() -> str:
     return os.urandom(16).hex()
 
 
+def encode(message: dict[str, Any]) -> bytes:
+    """A message as it is sent. Raises ValueError if it is too large."""
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    if len(payload) > MAX_FRAME:
+        raise ValueError(f"a message of {len(payload)} bytes is larger than {MAX_FRAME}")
+    return payload
+
+
 @dataclass(slots=True)
 class Frames:
     """Cuts a stream of bytes into frames and checks them once there are keys."""
@@ -58,11 +66,8 @@ class Frames:
         """From now on frames carry tags."""
         self.key_in, self.key_out, self.limit = key_in, key_out, MAX_FRAME
 
-    def pack(self, message: dict[str, Any]) -> bytes:
-        """The frame of a message. Raises ValueError if it is too large."""
-        payload = json.dumps(message, separators=(",", ":")).encode()
-        if len(payload) > MAX_FRAME:
-            raise ValueError(f"a message of {len(payload)} bytes is larger than {MAX_FRAME}")
+    def pack(self, payload: bytes) -> bytes:
+        """The frame of an encoded message."""
         tag = b""
         if self.key_out:
             tag = mac(self.key_out, _COUNTER.pack(self._count_out), payload)
