@@ -20,6 +20,7 @@ BENCHES = {
     "client": "cost of a rank-page update",
     "data": "finding a sample at any point of a run, beside Grain, Megatron's index and one that grows",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
+    "membership": "launchers that agree on a new generation after a loss, and what they cost the head",
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "steps lost when a rank is killed and on SIGTERM",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
@@ -55,6 +56,11 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     help="Write the results to FILE, - for stdout.",
 )
 @click.option(
+    "--nodes",
+    type=click.IntRange(16, 4096),
+    help="Of membership only: how many launchers are simulated; 1,024 unless given.",
+)
+@click.option(
     "--names",
     is_flag=True,
     is_eager=True,
@@ -62,13 +68,16 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     callback=_print_names,
     help="Print the names of those that take minutes.",
 )
-def bench(name: str, target: TextIO | None) -> None:
+def bench(name: str, nodes: int | None, target: TextIO | None) -> None:
     """Run the benchmark NAME and print what it measured.
 
     The results are named ours_*, PEER_* and ratio_*; a peer that is not installed is missing from them.
     """
+    if nodes is not None and name != "membership":
+        raise click.UsageError("--nodes goes with the benchmark membership only")
+    options = {} if nodes is None else {"nodes": nodes}
     try:
-        results: dict[str, Any] = import_module(f"opsd.bench.{name}").run()
+        results: dict[str, Any] = import_module(f"opsd.bench.{name}").run(**options)
     except ScenarioError as error:
         raise click.ClickException(str(error)) from error
     except (NoCompilerError, SimulationError) as error:
