@@ -39,6 +39,17 @@ class Fence(Protocol):
         ...
 
 
+class Job(Protocol):
+    """The job that the run is part of, as far as its end goes. May block; is called in a thread."""
+
+    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        """The run has ended with the exit code ``code``, without the nodes ``lost``; ``unfit`` ones are to be avoided.
+
+        May not return, because it ends the job.
+        """
+        ...
+
+
 class ClusterRun:
     """The ``RunControl`` of a launcher with fellows, and the ``Listener`` of their agreement.
 
@@ -51,8 +62,9 @@ class ClusterRun:
         node: Supervisor,
         quorum: Quorum,
         *,
-        new_head: Callable[[], Head],
+        new_head: Callable[[Callable[[tuple[str, ...], tuple[str, ...]], None]], Head],
         fence: Fence,
+        job: Job,
         join_s: float = 600.0,
         isolated_s: float = 60.0,
     ) -> None:
@@ -60,6 +72,8 @@ class ClusterRun:
         self._quorum = quorum
         self._new_head = new_head
         self._fence = fence
+        self._job = job
+        self._bad: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._join_s = join_s
         self._isolated_s = isolated_s
         self._head: Head | None = None
@@ -111,6 +125,8 @@ class ClusterRun:
 
     def asked_to_stop(self, by: str) -> None:
         """Stop here at once, and have all others do so: the signal may have reached this node only."""
+        if self._finished:
+            return
         if self._told_to_stop or not self._node.stopping:
             self._node.stop(by)
         self._told_to_stop = True
@@ -162,7 +178,7 @@ class ClusterRun:
             self._head.retire()
             self._head = None
         if mine and self._head is None:
-            self._head = self._new_head()
+            self._head = self._new_head(self._over)
             self._head.take_over(self._quorum.plan, self._answers)
         if head is None:
             return
@@ -361,8 +377,11 @@ class ClusterRun:
         self._finished = True
         self._node.end(lambda: self._leave(code, reason), gently=code == exitcodes.OK)
 
+    def _over(self, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        self._bad = (lost, unfit)
+
     def _leave(self, code: int, reason: str) -> None:
-        """Exit; the head after the others, so that they hear of the end."""
+        """Exit; the head after the others, so that they hear of the end, and once the job knows."""
         if self._head is None:
             self._node.finish(code, reason)
             return
@@ -370,7 +389,11 @@ class ClusterRun:
 
         def look() -> None:
             if len(self._quorum.alive) <= 1 or time.monotonic() > limit:
-                self._node.finish(code, reason)
+                aside(
+                    self._node.loop,
+                    lambda: self._job.end(code, *self._bad),
+                    lambda _: self._node.finish(code, reason),
+                )
             else:
                 self._node.loop.later(0.05, look)
 

@@ -61,7 +61,7 @@ class Shape:
 
 
 class Head:
-    """Makes the plans. ``over(code, reason, bad_nodes)`` is called before the other launchers are told to end."""
+    """Makes the plans. ``over`` is called with lost and with unfit nodes before the launchers are told to end."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Head:
         loop: Loop,
         policy: RestartPolicy,
         log: RunLog,
-        over: Callable[[int, str, tuple[str, ...]], None],
+        over: Callable[[tuple[str, ...], tuple[str, ...]], None],
     ) -> None:
         self._shape = shape
         self._quorum = quorum
@@ -439,7 +439,7 @@ class Head:
         self._forget()
         self._finished = True
         self._log.emit("finished", exit_code=code, reason=reason)
-        self._over(code, reason, tuple(sorted(self._gone | self._unfit)))
+        self._over(tuple(sorted(self._gone)), tuple(sorted(self._unfit - self._gone)))
         self._quorum.tell_all({"kind": "finish", "code": code, "reason": reason})
 
     def retire(self) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from opsd import exitcodes
 from opsd.checkpoints import lease
 from opsd.launch.cluster import ClusterRun
 from opsd.launch.failure import RestartPolicy
 from opsd.launch.fellows import Fellows
 from opsd.launch.head import Head, Shape
+from opsd.launch.messages import say
 from opsd.launch.quorum.node import TcpQuorum
 from opsd.launch.run_log import RunLog
 from opsd.launch.supervisor import Supervisor
+from opsd.slurm.allocation import AllocationError, allocation, in_job
+from opsd.slurm.connect import choose
+from opsd.slurm.port import SlurmError
+from opsd.slurm.requeue import Without, requeue_from_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,31 @@ class FolderFence:
     def claim(self, number: int) -> bool:
         """See ``Fence.claim``."""
         return lease.claim(self.folder, number, {"run": self.run, "job": self.job, "node": self.node})
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """Ends the Slurm job that this launcher is part of, if it is, where nobody else does."""
+
+    environ: Mapping[str, str]
+    log: Path
+
+    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        """Put the job back into the queue without what it has lost; end it if its batch script has died.
+
+        Otherwise the batch script sees to the end.
+        """
+        if not lost or not in_job(self.environ):
+            return
+        try:
+            slurm, job = choose().slurm, allocation(self.environ)
+            if code == exitcodes.REQUEUE:
+                requeue_from_inside(slurm, job, Without(lost, unfit), log=str(self.log), say=say)
+            elif any(found.batch_host in lost for found in slurm.jobs([job.job])):
+                say(f"the batch script of job {job.job} died with its node; cancelling the job, which is done")
+                slurm.cancel(job.job)
+        except (SlurmError, AllocationError) as error:
+            say(f"Slurm: {error}")
 
 
 def with_fellows(
@@ -44,12 +77,13 @@ def with_fellows(
         timeout_s=timeout_s,
     )
 
-    def new_head() -> Head:
+    def new_head(over: Callable[[tuple[str, ...], tuple[str, ...]], None]) -> Head:
         policy = RestartPolicy(
             settings.max_restarts, same_limit=settings.same_failures, refill_steps=settings.refill_steps
         )
         log = RunLog(settings.run, settings.node, folder / "events.jsonl")
-        return Head(shape, quorum, node.loop, policy, log, lambda _code, _reason, _bad: None)
+        return Head(shape, quorum, node.loop, policy, log, over)
 
     fence = FolderFence(folder, settings.run, settings.job, settings.node)
-    return ClusterRun(node, quorum, new_head=new_head, fence=fence, join_s=shape.join_s)
+    job = SlurmJob(os.environ, folder / "requeue.log")
+    return ClusterRun(node, quorum, new_head=new_head, fence=fence, job=job, join_s=shape.join_s)

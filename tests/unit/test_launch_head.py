@@ -87,7 +87,7 @@ class Stage:
         self.loop = PlayedLoop()
         self.quorum = PlayedQuorum(*alive)
         self.folder = folder
-        self.over: list[tuple[int, str, tuple[str, ...]]] = []
+        self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
         self.shape = Shape(least, most, (*NODES, SPARE), join_s=60.0)
         self.max_restarts = max_restarts
         self.head = self.new_head()
@@ -95,7 +95,7 @@ class Stage:
     def new_head(self) -> Head:
         log = RunLog("run", "n1", self.folder / "events.jsonl")
         policy = RestartPolicy(self.max_restarts)
-        return Head(self.shape, self.quorum, self.loop, policy, log, lambda *end: self.over.append(end))  # type: ignore[arg-type]
+        return Head(self.shape, self.quorum, self.loop, policy, log, lambda *bad: self.bad.append(bad))  # type: ignore[arg-type]
 
     def begun(self) -> Stage:
         """The last proposal becomes valid."""
@@ -121,6 +121,11 @@ class Stage:
     def fail(self, sender: str, rank: int, kind: Any, **fields: Any) -> None:
         failure = Failure(rank, "exit code 1", kind, 100.0, **fields)
         self.tell(sender, "failed", failures=[failure_to_json(failure, 100.0)])
+
+    @property
+    def over(self) -> list[tuple[int, str]]:
+        """How the launchers were told to end."""
+        return [(order["code"], order["reason"]) for order in self.quorum.orders if order["kind"] == "finish"]
 
     @property
     def slots(self) -> list[tuple[str, ...]]:
@@ -164,7 +169,8 @@ def test_fewer_nodes_go_on_if_the_run_allows_it(tmp_path: Path) -> None:
     assert stage.slots[-1] == ("n2", "n3")
     stage.begun().lose("n2")
     stage.loop.advance(1)
-    assert stage.over == [(exitcodes.REQUEUE, "too few nodes are left: 1 are there, 2 are needed", ("n1", "n2"))]
+    assert stage.over == [(exitcodes.REQUEUE, "too few nodes are left: 1 are there, 2 are needed")]
+    assert stage.bad == [(("n1", "n2"), ())]
 
 
 def test_a_node_that_comes_back_is_a_spare(stage: Stage) -> None:
@@ -217,7 +223,7 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     stage = Stage(tmp_path, "n1", "n2")
     stage.head.take_over(None, {})
     stage.loop.advance(61)
-    assert stage.over == [(exitcodes.FAILED, "not enough launchers have come: 2 are there, 3 are needed", ())]
+    assert stage.over == [(exitcodes.FAILED, "not enough launchers have come: 2 are there, 3 are needed")]
     assert stage.quorum.orders[-1]["kind"] == "finish"
 
 
@@ -253,7 +259,7 @@ def test_an_error_of_the_program_stops_the_run_at_the_second_time(stage: Stage) 
     stage.head.take_over(stage.quorum.plan, stage.answers(stage.quorum.proposals[-1]))
     stage.fail("n2", 3, "user", error=error, step=5)
     stage.loop.advance(1)
-    ((code, reason, _),) = stage.over
+    ((code, reason),) = stage.over
     assert code == exitcodes.REPEATED
     assert "Rank 3 on n2 failed after step 5 with ValueError: boom" in reason
 
@@ -318,7 +324,7 @@ def test_a_stop_ends_in_a_requeue(stage: Stage) -> None:
     stage.tell("n2", "ended", told="SIGTERM")
     assert not stage.over
     stage.tell("n3", "ended", told="SIGTERM")
-    assert stage.over == [(exitcodes.REQUEUE, "stopped in good order after SIGTERM", ())]
+    assert stage.over == [(exitcodes.REQUEUE, "stopped in good order after SIGTERM")]
 
 
 def test_the_run_is_done_when_all_nodes_are(stage: Stage) -> None:

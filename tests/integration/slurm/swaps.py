@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -59,14 +60,19 @@ SCENARIOS: dict[str, Callable[[Training], None]] = {
 }
 
 
-def series(cluster: Cluster, training: Training, cause: Callable[[Training], None], trials: int) -> list[Trial]:
-    """``trials`` of one kind in one job, each with the run steady again before it."""
+def series(
+    cluster: Cluster, training: Training, cause: Callable[[Training], None], trials: int, again: str = "resumed"
+) -> list[Trial]:
+    """``trials`` of one kind in one job, each with the run steady again before it.
+
+    ``again`` is the event after which the run goes on.
+    """
     job = training.submit()
     found: list[Trial] = []
     try:
         training.until_steady()
         for _ in range(trials):
-            found.append(_trial(training, cause))
+            found.append(_trial(training, cause, again))
             if found[-1].failed:
                 break
     finally:
@@ -82,23 +88,32 @@ def series(cluster: Cluster, training: Training, cause: Callable[[Training], Non
     return found
 
 
-def _trial(training: Training, cause: Callable[[Training], None]) -> Trial:
-    resumed, step = len(training.events("resumed")), training.step
+def cold(cluster: Cluster, data: Path, trials: int) -> list[Trial]:
+    """A node of a run without spares loses power: the job is requeued, and goes on on other nodes."""
+    found = []
+    for number in range(trials):
+        training = Training(cluster, data, f"cold-{number}", active=ACTIVE, spares=0, steps=STEPS)
+        found += series(cluster, training, kill_follower, 1, again="generation_started")
+    return found
+
+
+def _trial(training: Training, cause: Callable[[Training], None], again: str) -> Trial:
+    before, step = len(training.events(again)), training.step
     training.until(lambda: training.step >= step + 25, "twenty-five steps", 120)
     cause(training)
     healed = cause is not cut_off
     began = time.monotonic()
     try:
-        training.until(lambda: len(training.events("resumed")) > resumed, "the run to go on", 90)
+        training.until(lambda: len(training.events(again)) > before, "the run to go on", 90)
         if not healed:
             time.sleep(max(0.0, HEAL_AFTER_S - (time.monotonic() - began)))
             training.cluster.heal()
-        event = training.events("resumed")[-1]
-        training.until(lambda: training.metrics()[-1]["generation"] == event["generation"], "steps", 30)
-        gap = training.gap_s(event["generation"])
+        generation = training.events(again)[-1]["generation"]
+        training.until(lambda: training.metrics()[-1]["generation"] == generation, "steps", 60)
+        gap, lost = training.gap_s(generation), training.lost_steps(generation)
     except (TimeoutError, ValueError) as error:
         return Trial(0.0, 0, str(error)[:4000])
-    return Trial(gap, int(event["lost_steps"]), _two_sides(training))
+    return Trial(gap, lost, _two_sides(training))
 
 
 def _two_sides(training: Training) -> str:
@@ -142,4 +157,8 @@ def run(trials: int, note: Callable[[str], None], names: tuple[str, ...] = tuple
                 if found[-1].failed:
                     break
             results[name] = summary(found)
+        found = cold(cluster, data, trials)
+        for trial in found:
+            note(f"cold: {trial.failed or f'{trial.gap_s:.2f} s, {trial.lost_steps} steps lost'}")
+        results["cold"] = summary(found)
     return results

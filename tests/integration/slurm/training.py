@@ -63,14 +63,14 @@ class Training:
         """The node of the head."""
         return str(self.events("generation_started")[-1]["node"])
 
-    def ask(self, node: str, **request: str) -> dict[str, Any]:
-        """The answer of a node's launcher on its control socket."""
+    def ask(self, host: str, **request: str) -> dict[str, Any]:
+        """The answer of the launcher on ``host`` on its control socket."""
         program = (
             "import json, sys; from pathlib import Path; from opsd.agent.actions import ask_launcher; "
             "print(json.dumps(ask_launcher(Path(sys.argv[1]), json.loads(sys.argv[2]), timeout_s=10.0)))"
         )
         socket = f"/dev/shm/opsd/{self.name}/control.sock"
-        done = self.cluster.nodes[node].run(sys.executable, "-c", program, socket, json.dumps(request))
+        done = self.cluster.nodes[host].run(sys.executable, "-c", program, socket, json.dumps(request))
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
@@ -161,6 +161,12 @@ class Training:
         lines = self.metrics()
         before = max(float(line["t"]) for line in lines if line["generation"] < generation)
         return min(float(line["t"]) for line in lines if line["generation"] == generation) - before
+
+    def lost_steps(self, generation: int) -> int:
+        """How many steps ``generation`` had to do again."""
+        lines = self.metrics()
+        before = max(int(line["step"]) for line in lines if line["generation"] < generation)
+        return before + 1 - min(int(line["step"]) for line in lines if line["generation"] == generation)
 
     def report(self) -> str:
         """What the job and its launchers have said, for a test that fails."""
