@@ -162,6 +162,9 @@ class PyslurmSlurm:
     def exclude(self, job: int, names: Sequence[str]) -> None:
         self._commands.exclude(job, names)
 
+    def include(self, job: int, names: Sequence[str]) -> None:
+        self._commands.include(job, names)
+
     def shrink(self, job: int, names: Sequence[str]) -> None:
         self._commands.shrink(job, names)
 

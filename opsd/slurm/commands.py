@@ -107,8 +107,16 @@ class CommandSlurm:
         self._run("scontrol", "update", f"jobid={job}", f"starttime={_when(at)}")
 
     def exclude(self, job: int, names: Sequence[str]) -> None:
-        avoided = parse_excluded(self._run("scontrol", "show", "job", str(job), "--oneliner").stdout)
-        self._run("scontrol", "update", f"jobid={job}", f"excnodelist={compress([*avoided, *names])}")
+        self._avoid(job, self._avoided(job) | set(names))
+
+    def include(self, job: int, names: Sequence[str]) -> None:
+        self._avoid(job, self._avoided(job) - set(names))
+
+    def _avoided(self, job: int) -> set[str]:
+        return set(parse_excluded(self._run("scontrol", "show", "job", str(job), "--oneliner").stdout))
+
+    def _avoid(self, job: int, names: set[str]) -> None:
+        self._run("scontrol", "update", f"jobid={job}", f"excnodelist={compress(names)}")
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
         self._run("scontrol", "update", f"jobid={job}", f"nodelist={compress(names)}")

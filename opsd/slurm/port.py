@@ -173,7 +173,14 @@ class Slurm(Protocol):
         ...
 
     def exclude(self, job: int, names: Sequence[str]) -> None:
-        """Keep a pending job off these nodes too, besides those it was told to avoid before."""
+        """Keep a pending job off these nodes too, besides those it was told to avoid before.
+
+        Slurm holds a job that cannot run without them (its reason is then BadConstraints).
+        """
+        ...
+
+    def include(self, job: int, names: Sequence[str]) -> None:
+        """Undo ``exclude``."""
         ...
 
     def shrink(self, job: int, names: Sequence[str]) -> None:

@@ -29,6 +29,8 @@ LIMIT_S = 900.0
 POLL_S = 0.1
 RETRY_S = 2.0
 """How long a controller that does not answer is left alone."""
+SETTLE_S = 5.0
+"""How long the scheduler has to say what it makes of the job."""
 LEAD_S = 5.0
 """How long the attending job leaves the requeue itself to the job that asked for it."""
 REASON = "opsd:requeue node_lost"
@@ -103,7 +105,7 @@ def requeue_now(
     known or has ended, a node is not the job's, or ``limit_s`` seconds have passed.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, without, restarts, say)
+    attempt = _Attempt(slurm, job, without, restarts, clock, say)
     while True:
         pause = POLL_S
         try:
@@ -124,16 +126,25 @@ class _Attempt:
     """One process's part in a requeue. What it remembers saves questions; nothing is wrong if it is forgotten."""
 
     def __init__(
-        self, slurm: Slurm, job: int, without: Without, restarts: int | None, say: Callable[[str], object]
+        self,
+        slurm: Slurm,
+        job: int,
+        without: Without,
+        restarts: int | None,
+        clock: Callable[[], float],
+        say: Callable[[str], object],
     ) -> None:
         self._slurm = slurm
         self._job = job
         self._without = without
         self._restarts = restarts
+        self._clock = clock
         self._say = say
         self._told = ""
         self._may: bool | None = None
         self._down = not without.lost
+        self._avoided: tuple[str, ...] = ()
+        self._settling: float | None = None
 
     def tell(self, sentence: str) -> None:
         if sentence != self._told:
@@ -150,7 +161,7 @@ class _Attempt:
             self._restarts = job.restarts
         move = next_move(job, self._restarts)
         if move == "done":
-            return Requeued(job.id, job.state, job.restarts)
+            return Requeued(job.id, job.state, job.restarts, self._avoided)
         if move == "start":
             return self._start(job)
         if move == "release":
@@ -202,17 +213,32 @@ class _Attempt:
                 self.tell(str(error))
         self._down = True
 
-    def _start(self, job: Job) -> Requeued:
-        self._take_down()
+    def _start(self, job: Job) -> Requeued | None:
+        """Let the pending job start, then look whether the scheduler can do it."""
+        if self._settling is None:
+            self._take_down()
+            self._avoid(job)
+            self._slurm.set_start_time(job.id)
+            self._settling = self._clock()
+        elif job.reason == "BadConstraints" and self._avoided:
+            self.tell(f"job {job.id} cannot run without {compress(self._avoided)}: it may come back there")
+            self._slurm.include(job.id, self._avoided)
+            self._slurm.release(job.id)
+            self._slurm.set_start_time(job.id)
+            self._avoided = ()
+        elif job.reason not in ("", "BeginTime") or self._clock() - self._settling > SETTLE_S:
+            return Requeued(job.id, job.state, job.restarts, self._avoided)
+        return None
+
+    def _avoid(self, job: Job) -> None:
         avoided = self._in_service(self._without.names)
-        if avoided:
-            try:
-                self._slurm.exclude(job.id, avoided)
-            except SlurmRejected as error:
-                self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
-                avoided = ()
-        self._slurm.set_start_time(job.id)
-        return Requeued(job.id, job.state, job.restarts, avoided)
+        if not avoided:
+            return
+        try:
+            self._slurm.exclude(job.id, avoided)
+            self._avoided = avoided
+        except SlurmRejected as error:
+            self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
 
 
 def requeue_from_inside(

@@ -22,7 +22,7 @@ class FakeQueue(FakeSlurm):
 
     ``calls`` are the requests that changed something, ``submitted`` the scripts and their options. The controller is
     away at the requests whose numbers are in ``away``; a requeue counts twice, and may be carried out unheard. A job
-    that is completing takes no changes.
+    that is completing takes no changes, and one that ``needs_all`` nodes is held once one is excluded.
     """
 
     def __init__(
@@ -33,12 +33,15 @@ class FakeQueue(FakeSlurm):
         dead: Sequence[str] = (),
         operator: bool = True,
         owner: bool = True,
+        needs_all: bool = False,
         away: Container[int] = (),
     ) -> None:
         super().__init__(nodes, operator=operator)
         self.job = job
         self.calls: list[str] = []
         self.submitted: list[tuple[str, tuple[str, ...]]] = []
+        self._needs_all = needs_all
+        self._excluded = False
         self._away = away
         self._requests = 0
         self._dead = dead
@@ -89,20 +92,26 @@ class FakeQueue(FakeSlurm):
     def exclude(self, job: int, names: Sequence[str]) -> None:
         self._change("pending")
         self.calls.append(f"exclude {' '.join(names)}")
+        self._excluded = True
+
+    def include(self, job: int, names: Sequence[str]) -> None:
+        self._change("pending")
+        self.calls.append(f"include {' '.join(names)}")
+        self._excluded = False
 
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._change("pending")
         self.calls.append("start")
-        self.job = replace(self.job, reason="")
+        self.job = replace(self.job, reason="BadConstraints" if self._excluded and self._needs_all else "Resources")
 
     def release(self, job: int) -> None:
-        self._change("requeue_hold")
+        self._change("requeue_hold", "pending")
         self.calls.append("release")
         self.job = replace(self.job, state="pending", reason="BeginTime")
 
-    def _change(self, state: str = "running") -> None:
+    def _change(self, *states: str) -> None:
         self._answer()
         if not self._owner:
             raise SlurmDenied("scontrol: Access/permission denied; this needs root, or the owner of the job")
-        if self.job.state != state:
+        if self.job.state not in (states or ("running",)):
             raise SlurmRejected("scontrol: Requested operation is presently disabled")

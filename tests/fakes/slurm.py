@@ -99,6 +99,9 @@ class FakeSlurm:
     def exclude(self, job: int, names: Sequence[str]) -> None:
         self._answer()
 
+    def include(self, job: int, names: Sequence[str]) -> None:
+        self._answer()
+
     def shrink(self, job: int, names: Sequence[str]) -> None:
         self._answer()
 

@@ -81,6 +81,15 @@ def test_a_living_node_is_avoided_and_not_drained() -> None:
     assert done.avoided == ("n3",)
 
 
+def test_a_job_that_cannot_do_without_the_node_is_not_held_for_ever() -> None:
+    """Slurm holds a job that avoids too many nodes, also when they are good again: then it rather waits for them."""
+    slurm = queue(needs_all=True)
+    done, said = ask(slurm, Without(unfit=("n3",)))
+    assert slurm.calls == ["requeue", "exclude n3", "start", "include n3", "release", "start"]
+    assert done == Requeued(7, "pending", 1)
+    assert any("cannot run without n3" in sentence for sentence in said)
+
+
 def test_a_node_that_others_hold_is_left_alone() -> None:
     """What a person has drained is not set down; the job is requeued nevertheless."""
     slurm = queue()
