@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 
 from opsd.agent.policy_settings import PolicySettings
 from opsd.preflight.settings import PreflightSettings
+from opsd.spares.settings import SpareSettings
 from runbooks import RUNBOOKS
 
 SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
@@ -232,6 +233,7 @@ class Settings(_Section):
     ranks: RanksSettings = RanksSettings()
     dcgm: DcgmSettings = DcgmSettings()
     nccl: NcclSettings = NcclSettings()
+    spare: SpareSettings = SpareSettings()
     policy: PolicySettings = PolicySettings()
     notify: NotifySettings = NotifySettings()
     preflight: PreflightSettings = PreflightSettings()
@@ -372,6 +374,11 @@ def template() -> str:
     return "\n".join(blocks)
 
 
+def _key(name: str) -> str:
+    """``name`` as a TOML key, in quotes where it needs them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)
+
+
 def literal(value: object) -> str:
     """``value`` as a TOML literal."""
     if isinstance(value, bool):
@@ -383,7 +390,8 @@ def literal(value: object) -> str:
     if isinstance(value, BaseModel):
         return literal(value.model_dump(exclude_defaults=True))
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + " }" if value else "{}"
+        pairs = ", ".join(f"{_key(str(key))} = {literal(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if value else "{}"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(literal, value)) + "]"
     text = str(value).replace("\\", "\\\\").replace('"', '\\"')

@@ -248,6 +248,29 @@ Node states and jobs are unknown there, and nothing can be drained or requeued. 
 """
         + NOTHING
     ),
+    "spare_pool_empty": Page.parse(
+        """
+# No spare is ready
+
+## Meaning
+The cluster has spares, and for five minutes none of them was both ready and free of ranks: they have taken the place
+of nodes that failed, or their data, software or preflight is not known to be good.
+
+## Impact
+None now. The next node that fails costs its job a requeue, or the time until the node is repaired.
+
+## Diagnosis
+1. `opsd spare list`: each spare, and why it is not ready.
+2. On the spare: `opsd spare verify` says what lacks, data, software or preflight, in one sentence each.
+3. `sinfo -R`: nodes that are drained and could come back; `opsd return --dry-run NODE` says what stands against it.
+
+## Mitigation
+- Stale or damaged data: `opsd spare stage`, then `opsd spare verify`, on the spare.
+- Software differs: update it as the other nodes; preflight failed or old: `opsd preflight --profile spare`.
+- All in use: repair and return the nodes that they stand in for, or reserve more, `opsd spare reserve --nodes 2`.
+"""
+        + NOTHING
+    ),
     "incident_escalated": Page.parse(
         """
 # An incident waits for a person

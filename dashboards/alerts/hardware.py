@@ -29,6 +29,17 @@ AVAILABILITY = Group(
             description="Slurm or a run on this node no longer hears from it, or from a node that it works with.",
         ),
         Alert(
+            "SparePoolEmpty",
+            "count by (cluster) (opsd_spare_ready) unless on (cluster) sum by (cluster) "
+            "(opsd_spare_ready unless on (cluster, instance) opsd_rank_up == 1) > 0",
+            scope="cluster",
+            severity="warning",
+            hold="5m",
+            summary="No spare of the cluster is ready",
+            description="Its spares are in use, stale or damaged: the next node that fails costs a requeue.",
+            cost="The next failure of a node stops its job until the node is repaired or the job is requeued.",
+        ),
+        Alert(
             "GpuLost",
             "max by (cluster, instance, gpu) (opsd_gpu_up) == 0",
             scope="gpu",

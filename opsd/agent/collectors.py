@@ -18,12 +18,14 @@ from collectors.nvml import NvmlCollector
 from collectors.processes import process_letter, sees_all_processes
 from collectors.ranks import RanksCollector
 from collectors.slurm import SlurmCollector
+from collectors.spare import SpareCollector
 from collectors.storage import StorageCollector, StorageNetCollector
 from collectors.xid import XidLedger
 from opsd import client
 from opsd.config import Settings
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.watch import NodeWatch
+from opsd.spares.state import FILE as SPARE
 
 PROFILING = frozenset(metric.name for metric in gpm.METRICS)
 
@@ -94,6 +96,7 @@ COLLECTORS: tuple[tuple[str, Factory], ...] = (
     ("slurm", _slurm),
     ("ranks", lambda p: p.ranks),
     ("nccl", _nccl),
+    ("spare", lambda p: SpareCollector(p.state and p.state / SPARE)),
 )
 """Section of the settings whose ``enabled`` decides, and how the collector is made."""
 

@@ -17,7 +17,7 @@ KEPT_STAYS = 8
 KEPT_S = 90 * 86_400.0
 _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
 _STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
-_SPARE = re.compile(r"spare=(\w+)@(\d+)")
+_SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``stays`` are oldest first. ``spare`` is "" for a node that is none, else "ready" or "unready" since a time."""
+    """``stays`` are oldest first. ``spare`` is "" for no spare, else "ready" or what it lacks, as of ``spare_at``."""
 
     stays: tuple[Stay, ...] = ()
     spare: str = ""

@@ -195,6 +195,17 @@ CASES: Mapping[str, Case] = {
     "RankPagesBroken": Case(
         [{f"opsd_rank_page_errors{{{NODE},{RUN}}}": "1x50"}], [{f"opsd_rank_page_errors{{{NODE},{RUN}}}": "0x50"}]
     ),
+    "SparePoolEmpty": Case(
+        [
+            {f"opsd_spare_ready{{{NODE}}}": "0x50"},
+            {f"opsd_spare_ready{{{NODE}}}": "1x50", f'opsd_rank_up{{{NODE},{RUN},rank="0"}}': "1x50"},
+        ],
+        [
+            {f"opsd_spare_ready{{{NODE}}}": "1x50", f'opsd_rank_up{{{NODE},{RUN},rank="0"}}': "0x50"},
+            {f"opsd_spare_ready{{{NODE}}}": "0x50", 'opsd_spare_ready{instance="node-18:9477"}': "1x50"},
+            {f"opsd_slurm_up{{{NODE}}}": "1x50"},
+        ],
+    ),
     "SlurmSilent": Case([{f"opsd_slurm_up{{{NODE}}}": "0x50"}], [{f"opsd_slurm_up{{{NODE}}}": "1x50"}]),
     "IncidentEscalated": Case(
         [{f'opsd_incidents{{{NODE},kind="gpu_lost",severity="critical",state="escalated"}}': "1x50"}],

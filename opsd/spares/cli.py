@@ -1,0 +1,267 @@
+"""``opsd spare``: the pool of spares, and this node as one of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+from opsd import __version__, exitcodes
+from opsd.agent.ask import clock_time, fail
+from opsd.config import Settings
+from opsd.config_cli import load
+from opsd.preflight.base import Context
+from opsd.preflight.checks import CHECKS, versions
+from opsd.preflight.command import HISTORY
+from opsd.preflight.engine import SelectionError
+from opsd.preflight.history import History, HistoryError
+from opsd.preflight.proof import newest
+from opsd.preflight.report import ReportError
+from opsd.slurm.connect import choose
+from opsd.slurm.port import SlurmError
+from opsd.spares import pool, state
+from opsd.spares.corpus import Corpus, digest_of, read_corpora
+from opsd.spares.pace import Pace
+from opsd.spares.readiness import PROFILE, judged
+from opsd.spares.stage import Progress, StageError, Work, remove
+from opsd.spares.stage import stage as copy
+from opsd.spares.stage import verify as compare
+from opsd.spares.state import SpareState
+from opsd.spares.storage import Folder, Storage, StorageError, open_storage
+
+PLAIN_S = 5.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+@click.group()
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+@click.pass_context
+def spare(ctx: click.Context, file: Path | None, overrides: tuple[str, ...]) -> None:
+    """Nodes kept ready to take the place of another one.
+
+    Every subcommand exits with 0 when done, 1 if the answer is no (not ready, no spare, damaged, Slurm or the storage
+    refused), 2 if the command line or configuration is wrong.
+    """
+    ctx.obj = load(file, overrides)
+
+
+@spare.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_obj
+def list_spares(settings: Settings, as_json: bool) -> int:
+    """Show each spare of the pool: ready, or why not.
+
+    The pool is the nodes of the reservation and those that are marked in Slurm by `opsd spare verify`. Exits with 1 if
+    none is ready.
+    """
+    try:
+        spares = pool.pool(choose().slurm, settings.spare.reservation, settings.spare.max_age_s, time.time())
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+    ready = [found for found in spares if found.ready]
+    if as_json:
+        click.echo(json.dumps({"spares": [{**asdict(s), "ready": s.ready} for s in spares]}, indent=1))
+    for found in () if as_json else spares:
+        said = f"ready, verified {clock_time(found.since)}" if found.ready else f"not ready: {found.why_not}"
+        click.echo(f"{found.node}  {said}")
+    if not spares:
+        click.echo("opsd: the pool has no node; `opsd spare reserve`, or `opsd spare stage` on a node", err=True)
+    return exitcodes.OK if ready else exitcodes.FAILED
+
+
+@spare.command()
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
+@click.pass_obj
+def stage(settings: Settings, rate: float | None) -> int:
+    """Copy the shards at spare.source to spare.folder of this node.
+
+    Can be stopped and started again at any time: what is there is not copied twice. A file gets its name once its
+    content agrees with its checksum.
+    """
+    here = Here.of(settings)
+    storage, corpora = _or_fail(here.wanted)
+    with _watched("staging", _work(settings, rate)) as work:
+        done = _or_fail(lambda: copy(storage, corpora, Path(settings.spare.folder), work))
+    click.echo(f"{done.size / 1e9:.2f} GB were missing and are there now" if done.size else "everything is there")
+    digest, now = digest_of(corpora), time.time()
+    verified_at = now if done.compared else here.state.verified_at
+    staged = SpareState(
+        source=settings.spare.source,
+        folder=settings.spare.folder,
+        digest=digest,
+        staged_bytes=sum(corpus.size for corpus in corpora),
+        staged_at=now,
+        verified_at=verified_at,
+    )
+    return here.conclude(staged, digest)
+
+
+@spare.command()
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
+@click.pass_obj
+def verify(settings: Settings, rate: float | None) -> int:
+    """Read the staged data again, look at software and preflight, and say whether this node is a ready spare.
+
+    The verdict goes into the agent's metrics and the node's comment in Slurm, and holds for spare.max_age_s. A damaged
+    file is removed, so that no run reads it. Exits with 1 if the node is not ready.
+    """
+    here = Here.of(settings)
+    if not settings.spare.source:
+        return here.conclude(here.state, "")
+    try:
+        _, corpora = here.wanted()
+        at_source = digest_of(corpora)
+    except StorageError as error:
+        click.echo(f"opsd: {error}; the data is compared with what was staged", err=True)
+        corpora, at_source = _or_fail(lambda: read_corpora(Folder(Path(settings.spare.folder)))), ""
+    if digest_of(corpora) != here.state.digest:
+        return here.conclude(replace(here.state, damaged=() if at_source else ("its index was changed",)), at_source)
+    with _watched("reading", _work(settings, rate)) as work:
+        damaged = _or_fail(lambda: compare(corpora, Path(settings.spare.folder), work))
+    return here.conclude(replace(here.state, damaged=tuple(damaged), verified_at=time.time()), at_source)
+
+
+@spare.command()
+@click.option("--delete", is_flag=True, help="Delete the staged files as well.")
+@click.pass_obj
+def release(settings: Settings, delete: bool) -> int:
+    """Make this node an ordinary one again: neither agent nor Slurm have it as a spare."""
+    here = Here.of(settings)
+    if delete and here.state.folder:
+        freed = _or_fail(lambda: remove(Path(here.state.folder)))
+        click.echo(f"deleted {freed / 1e9:.2f} GB in {here.state.folder}")
+    try:
+        state.forget(settings.agent.state_dir)
+        pool.mark(choose().slurm, settings.agent.node, "", time.time())
+    except OSError as error:
+        fail(f"{settings.agent.state_dir}: {error.strerror}")
+    except SlurmError as error:
+        fail(f"the agent has forgotten it, Slurm has not: {error}")
+    click.echo(f"{settings.agent.node} is no spare any more")
+    return exitcodes.OK
+
+
+@spare.command()
+@click.option("--nodes", "count", type=click.IntRange(1), required=True, help="How many Slurm keeps free.")
+@click.option("--partition", default="", help="Take them from this partition.")
+@click.option("--users", default="root", show_default=True, help="Who may use them, separated by commas.")
+@click.pass_obj
+def reserve(settings: Settings, count: int, partition: str, users: str) -> int:
+    """Make the pool's reservation: Slurm chooses the nodes and replaces those that go down."""
+    name = settings.spare.reservation
+    try:
+        pool.reserve(choose().slurm, name, count=count, partition=partition, users=users)
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+    click.echo(f"reservation {name} keeps {count} nodes free; stage and verify each of them")
+    return exitcodes.OK
+
+
+@spare.command()
+@click.pass_obj
+def unreserve(settings: Settings) -> int:
+    """Delete the pool's reservation; its nodes are anybody's again."""
+    try:
+        choose().slurm.unreserve(settings.spare.reservation)
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+    click.echo(f"reservation {settings.spare.reservation} is deleted")
+    return exitcodes.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This node as a spare: what is known of it, and where a new verdict goes."""
+
+    settings: Settings
+    state: SpareState
+
+    @classmethod
+    def of(cls, settings: Settings) -> Here:
+        """What is known so far."""
+        return cls(settings, state.read(settings.agent.state_dir) or SpareState())
+
+    def wanted(self) -> tuple[Storage, tuple[Corpus, ...]]:
+        """The source and what it has. Raises StorageError."""
+        spare = self.settings.spare
+        if not spare.source or not spare.folder:
+            raise click.UsageError("set spare.source and spare.folder: what is staged, and where to")
+        storage = open_storage(spare.source)
+        return storage, read_corpora(storage)
+
+    def conclude(self, found: SpareState, source_digest: str) -> int:
+        """Judge, keep and tell the verdict; the exit code."""
+        settings, now = self.settings, time.time()
+        found = replace(found, software=software(settings.agent.node))
+        try:
+            history = History(settings.agent.state_dir / HISTORY)
+            proof = newest(settings.agent.node, PROFILE, CHECKS, settings.preflight, history)
+        except (HistoryError, ReportError, SelectionError) as error:
+            fail(str(error))
+        found = judged(found, source_digest, proof, settings.spare, now)
+        try:
+            state.write(settings.agent.state_dir, found)
+            pool.mark(choose().slurm, settings.agent.node, "ready" if found.ready else ",".join(found.lacks), now)
+        except OSError as error:
+            fail(f"the verdict was not kept in {settings.agent.state_dir}: {error.strerror}")
+        except SlurmError as error:
+            click.echo(f"opsd: Slurm was not told: {error}", err=True)
+        for topic, why in found.lacks.items():
+            click.echo(f"{topic}: {why}")
+        until = f"a ready spare until {clock_time(found.expires_at)}" if found.ready else "not a ready spare"
+        click.echo(f"{settings.agent.node} is {until}")
+        return exitcodes.OK if found.ready else exitcodes.FAILED
+
+
+def software(node: str) -> dict[str, str]:
+    """Versions of this node by name, opsd's own among them."""
+    found = versions.run(Context(node, PROFILE, 0.0), lambda _share, _subject: None)
+    return {"opsd": __version__, **found.facts}
+
+
+T = TypeVar("T")
+
+
+def _or_fail(do: Callable[[], T]) -> T:
+    try:
+        return do()
+    except (StageError, StorageError) as error:
+        fail(str(error))
+
+
+def _work(settings: Settings, rate: float | None) -> Work:
+    wanted = rate or settings.spare.rate_mb_s
+    return Work(Pace(wanted * 1e6 if wanted else None), settings.spare.parallel)
+
+
+@contextmanager
+def _watched(verb: str, work: Work) -> Iterator[Work]:
+    """``work`` with its progress shown: a bar on a terminal, a line every few seconds elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield replace(work, look=_Lines(verb))
+        return
+    columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(verb)
+        yield replace(work, look=lambda p: bar.update(task, total=p.total, completed=p.done))
+
+
+class _Lines:
+    def __init__(self, verb: str) -> None:
+        self._verb, self._next = verb, time.monotonic() + PLAIN_S
+
+    def __call__(self, progress: Progress) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + PLAIN_S
+            click.echo(f"{self._verb}: {progress.done / 1e9:.2f} of {progress.total / 1e9:.2f} GB", err=True)

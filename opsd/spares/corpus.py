@@ -1,0 +1,98 @@
+"""The shards that are to be on a spare, from the indexes that describe them (trainer/data/shards.py), without numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import xxhash
+from pydantic import BaseModel, NonNegativeInt, ValidationError
+
+from opsd.checkpoints.manifest import FileEntry
+from opsd.spares.storage import AbsentError, Storage, StorageError
+
+INDEX = "index.json"
+FORMAT = 1
+
+
+class _File(BaseModel):
+    name: str
+    size: NonNegativeInt
+    checksum: str
+
+
+class _Shard(BaseModel):
+    token_file: _File
+    document_file: _File
+
+
+class _Index(BaseModel):
+    format: int
+    tokenizer: _File
+    shards: tuple[_Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """One corpus: its folder under the root ("" is the root), what its index lists, and that index as it is."""
+
+    folder: str
+    files: tuple[FileEntry, ...]
+    index: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(entry.size for entry in self.files)
+
+    def path(self, entry: FileEntry) -> str:
+        """Where a file of it lies, relative to the root."""
+        return str(PurePosixPath(self.folder, entry.name))
+
+
+def read_corpora(storage: Storage) -> tuple[Corpus, ...]:
+    """The corpus at the root of ``storage``, or those in its folders where the root has no index.
+
+    Raises StorageError.
+    """
+    folders = [""] if _indexed(storage, "") else [name for name in storage.folders() if _indexed(storage, name)]
+    if not folders:
+        raise StorageError(f"there is no {INDEX} at the source or in its folders; `python -m trainer.data` makes one")
+    return tuple(_read(storage, folder) for folder in folders)
+
+
+def digest_of(corpora: tuple[Corpus, ...]) -> str:
+    """Identifies what is to be staged: another digest is other data."""
+    digest = xxhash.xxh3_128()
+    for corpus in corpora:
+        digest.update(f"{corpus.folder}\0{len(corpus.index)}\0".encode())
+        digest.update(corpus.index)
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+def _indexed(storage: Storage, folder: str) -> bool:
+    try:
+        storage.open(_index_of(folder)).close()
+    except AbsentError:
+        return False
+    return True
+
+
+def _read(storage: Storage, folder: str) -> Corpus:
+    path = _index_of(folder)
+    with storage.open(path) as file:
+        content = b"".join(iter(lambda: file.read(1 << 20), b""))
+    try:
+        index = _Index.model_validate_json(content)
+    except ValidationError as error:
+        raise StorageError(f"{path} is not an index of token shards") from error
+    if index.format != FORMAT:
+        raise StorageError(f"{path} has format {index.format}, this opsd reads format {FORMAT}")
+    listed = [index.tokenizer, *(file for shard in index.shards for file in (shard.token_file, shard.document_file))]
+    if any(PurePosixPath(file.name).name != file.name or file.name.startswith(".") for file in listed):
+        raise StorageError(f"{path} names files outside its folder")
+    return Corpus(folder, tuple(FileEntry(file.name, file.size, file.checksum) for file in listed), content)
+
+
+def _index_of(folder: str) -> str:
+    return str(PurePosixPath(folder, INDEX))

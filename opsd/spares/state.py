@@ -1,0 +1,62 @@
+"""What is known of this node as a spare: one JSON file in the agent's state folder, replaced by rename.
+
+The agent's collector (collectors/spare.py) reads ``ready``, ``expires_at``, ``checked_at`` and ``staged_bytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from opsd.preflight.files import write_text
+
+FILE = "spare.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SpareState:
+    """``digest`` identifies the staged data; times are epoch seconds, 0 for never.
+
+    ``lacks`` says by topic (data, software, preflight) why the node is not ready; it is ready until ``expires_at`` if
+    nothing is lacking.
+    """
+
+    source: str = ""
+    folder: str = ""
+    digest: str = ""
+    staged_bytes: int = 0
+    staged_at: float = 0.0
+    verified_at: float = 0.0
+    damaged: tuple[str, ...] = ()
+    software: Mapping[str, str] = field(default_factory=dict)
+    checked_at: float = 0.0
+    expires_at: float = 0.0
+    ready: bool = False
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    format: Literal[1] = 1
+
+
+_STATE = TypeAdapter(SpareState)
+
+
+def read(state_dir: Path) -> SpareState | None:
+    """What is known, None if that is nothing or the file cannot be used, which is as good as nothing."""
+    try:
+        return _STATE.validate_json((state_dir / FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def write(state_dir: Path, state: SpareState) -> None:
+    """Keep ``state``. Raises OSError."""
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_text(state_dir / FILE, _STATE.dump_json(state, indent=1).decode() + "\n")
+
+
+def forget(state_dir: Path) -> None:
+    """This node is no spare any more. Raises OSError."""
+    (state_dir / FILE).unlink(missing_ok=True)

@@ -1,0 +1,223 @@
+"""Which spares are ready, and why the others are not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectors.base import NoData, Reading
+from collectors.spare import AGE, READY, STAGED, SpareCollector
+from opsd import __version__, exitcodes
+from opsd.slurm import record
+from opsd.slurm.ownership import Proof
+from opsd.slurm.port import Node, Reservation, SlurmRejected
+from opsd.spares import state
+from opsd.spares.cli import software, spare
+from opsd.spares.pool import Spare, judge, mark, pool, reserve
+from opsd.spares.readiness import judged
+from opsd.spares.settings import SpareSettings
+from opsd.spares.state import SpareState
+from tests.fakes.corpora import make_corpus
+from tests.fakes.slurm import FakeSlurm
+
+NOW = 1_763_700_000.0
+DAY = 86_400.0
+SETTINGS = SpareSettings(source="/fsx/shards", folder="/scratch/shards", software={"torch": "2.9", "driver": "580.65"})
+GOOD = SpareState(
+    source="/fsx/shards",
+    folder="/scratch/shards",
+    digest="xxh3_128:1",
+    staged_at=NOW - 5 * DAY,
+    verified_at=NOW - 3600,
+    software={"torch": "2.9.1+cu129", "driver": "580.65.06 (open)"},
+)
+PROOF = Proof(NOW - 7200, passed=True)
+
+
+def test_a_spare_with_data_software_and_preflight_is_ready() -> None:
+    """Until the oldest of its grounds is a day old."""
+    verdict = judged(GOOD, GOOD.digest, PROOF, SETTINGS, NOW)
+    assert (verdict.ready, verdict.lacks, verdict.expires_at) == (True, {}, NOW - 7200 + DAY)
+    assert judged(GOOD, "", PROOF, SETTINGS, NOW).ready, "the source need not answer"
+    assert judged(SpareState(), "", PROOF, SpareSettings(), NOW).ready, "nothing to be staged was configured"
+
+
+@pytest.mark.parametrize(
+    ("found", "digest", "proof", "topic", "why"),
+    [
+        (SpareState(software=GOOD.software), "", PROOF, "data", "nothing is staged from /fsx/shards"),
+        (replace(GOOD, folder="/old"), "", PROOF, "data", "nothing is staged from /fsx/shards to /scratch/shards"),
+        (GOOD, "xxh3_128:2", PROOF, "data", "is stale, /fsx/shards has other shards now"),
+        (replace(GOOD, damaged=("x was damaged", "y")), "", PROOF, "data", "x was damaged and 1 more; run"),
+        (replace(GOOD, verified_at=NOW - 2 * DAY), "", PROOF, "data", "was last read and compared at"),
+        (replace(GOOD, software={"torch": "2.90", "driver": "580.65"}), "", PROOF, "software", "torch is 2.90, 2.9 is"),
+        (replace(GOOD, software={"torch": "2.9"}), "", PROOF, "software", "driver is missing, 580.65 is wanted"),
+        (GOOD, "", None, "preflight", "has passed no preflight spare"),
+        (GOOD, "", Proof(NOW - 60, passed=False), "preflight", "failed preflight spare"),
+        (GOOD, "", Proof(NOW - 2 * DAY, passed=True), "preflight", "its last preflight spare is of"),
+    ],
+)
+def test_a_spare_that_lacks_anything_is_not_ready(
+    found: SpareState, digest: str, proof: Proof | None, topic: str, why: str
+) -> None:
+    """And says what, and what to do about it."""
+    verdict = judged(found, digest, proof, SETTINGS, NOW)
+    assert (verdict.ready, verdict.expires_at, list(verdict.lacks)) == (False, 0.0, [topic])
+    assert why in verdict.lacks[topic]
+
+
+DRAINED = Node("n3", "idle", frozenset({"drain"}), "opsd:manual ib_link", "root")
+
+
+def test_the_pool_names_each_spare_and_what_is_wrong_with_it() -> None:
+    """Ready only if Slurm can use the node and its word is fresh; nodes that are no spares are left out."""
+    nodes = [*(Node(name, "idle") for name in ("n1", "n2", "n4", "n5", "n6")), DRAINED]
+    comments = {
+        "n1": f"[opsd1 spare=ready@{NOW - 60:.0f}]",
+        "n2": f"rack 12 [opsd1 spare=data,preflight@{NOW - 60:.0f}]",
+        "n3": f"[opsd1 spare=ready@{NOW - 60:.0f}]",
+        "n4": f"[opsd1 spare=ready@{NOW - 2 * DAY:.0f}]",
+        "n6": "no spare",
+    }
+    found = {spare.node: spare.why_not for spare in judge(nodes, comments, {"n5"}, DAY, NOW)}
+    assert list(found) == ["n1", "n2", "n4", "n5", "n3"]
+    assert found["n1"] == ""
+    assert "lacks data, preflight since" in found["n2"]
+    assert found["n3"] == "Slurm has it as idle+drain: opsd:manual ib_link"
+    assert "which is too long ago" in found["n4"]
+    assert "has not said that it is ready" in found["n5"]
+
+
+@given(st.text(max_size=30), st.floats(0, 2 * NOW), st.sampled_from(["idle", "down"]))
+def test_whatever_a_comment_says_a_spare_is_ready_only_if_it_may_be(comment: str, at: float, base: str) -> None:
+    """Never one that Slurm cannot use or whose word is old."""
+    told = f"[opsd1 spare={comment}@{at:.0f}]"
+    for found in judge([Node("n1", base)], {"n1": told}, {"n1"}, DAY, NOW):
+        assert not found.ready or (base == "idle" and comment == "ready" and NOW - at <= DAY + 1)
+
+
+class Reserving(FakeSlurm):
+    """A cluster that keeps the reservations it is asked for."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        super().__init__(nodes)
+        self.reserved: dict[str, dict[str, str]] = {}
+
+    def reserve(self, name: str, settings) -> None:
+        self.reserved[name] = dict(settings)
+
+    def reservations(self) -> list[Reservation]:
+        return [
+            Reservation(name, "active", ("n2",), int(s["NodeCnt"]), "", (), frozenset(), None, None)
+            for name, s in self.reserved.items()
+        ]
+
+
+def test_a_reservation_is_a_pool() -> None:
+    """Slurm chooses the nodes and replaces those that go down; others' reservations are no spares."""
+    slurm = Reserving([Node("n1", "idle"), Node("n2", "idle")])
+    reserve(slurm, "somebody", count=1, partition="", users="alice")
+    assert pool(slurm, "opsd_spares", DAY, NOW) == []
+    reserve(slurm, "opsd_spares", count=1, partition="train", users="root")
+    assert slurm.reserved["opsd_spares"]["Flags"] == "REPLACE_DOWN"
+    assert slurm.reserved["opsd_spares"]["PartitionName"] == "train"
+    (found,) = pool(slurm, "opsd_spares", DAY, NOW)
+    assert (found.node, found.ready) == ("n2", False)
+    mark(slurm, "n2", "ready", NOW)
+    assert pool(slurm, "opsd_spares", DAY, NOW) == [Spare("n2", "", NOW)]
+
+
+def test_a_mark_leaves_the_rest_of_the_comment_alone() -> None:
+    """A node's history and other people's words stay, with the mark and after it."""
+    slurm = FakeSlurm([Node("n1", "idle")])
+    slurm.by_comment["n1"] = "rack 12 [opsd1 ib_link=1-2]"
+    mark(slurm, "n1", "ready", NOW)
+    assert slurm.by_comment["n1"] == f"rack 12 [opsd1 ib_link=1-2 spare=ready@{NOW:.0f}]"
+    assert len(record.read(slurm.by_comment["n1"]).stays) == 1
+    mark(slurm, "n1", "", NOW)
+    assert slurm.by_comment["n1"] == "rack 12 [opsd1 ib_link=1-2]"
+    with pytest.raises(SlurmRejected, match="no node n9; if this machine has another name"):
+        mark(slurm, "n9", "ready", NOW)
+
+
+def values(reading: Reading | NoData) -> dict[str, float]:
+    assert isinstance(reading, Reading)
+    return {sample.metric.name: sample.value for sample in reading.samples}
+
+
+def test_the_agent_exports_the_verdict_until_it_expires(tmp_path: Path) -> None:
+    """What was ready yesterday is not any more; a file that cannot be read is not ready."""
+    verdict = replace(judged(GOOD, "", PROOF, SETTINGS, NOW), staged_bytes=10**12)
+    collector = SpareCollector(tmp_path / state.FILE, wall=lambda: NOW + 100)
+    assert isinstance(collector.collect(), NoData)
+    state.write(tmp_path, verdict)
+    assert state.read(tmp_path) == verdict
+    assert values(collector.collect()) == {READY.name: 1.0, AGE.name: 100.0, STAGED.name: 1e12}
+    later = SpareCollector(tmp_path / state.FILE, wall=lambda: NOW + 2 * DAY)
+    assert values(later.collect())[READY.name] == 0.0
+    (tmp_path / state.FILE).write_text("[]")
+    assert values(collector.collect()) == {READY.name: 0.0}
+    assert state.read(tmp_path) is None
+    assert isinstance(SpareCollector(None).collect(), NoData)
+
+
+def test_software_of_this_node_has_opsd_among_it() -> None:
+    """Names that spare.software can demand."""
+    found = software("n1")
+    assert found["opsd"] == __version__
+    assert "python" in found
+
+
+def on(folder: Path, *arguments: str, **changed: object) -> Result:
+    """`opsd spare` on a node with the source and the state below ``folder``."""
+    settings = {"spare.source": folder / "source", "spare.folder": folder / "nvme", "agent.state_dir": folder / "state"}
+    options = [f"--set={key}={value}" for key, value in {**settings, **changed}.items()]
+    return CliRunner().invoke(spare, [*options, *arguments], standalone_mode=False)
+
+
+def test_stale_and_damaged_data_are_found_by_verify(tmp_path: Path) -> None:
+    """From staging to a flipped bit to new shards at the source: each time the node says what it lacks."""
+    make_corpus(tmp_path / "source")
+    staged = on(tmp_path, "stage")
+    assert "0.00 GB were missing and are there now" in staged.output
+    assert (staged.return_value, "data:" in staged.output) == (exitcodes.FAILED, False)
+    assert "preflight: it has passed no preflight spare" in staged.output
+    assert "data:" not in on(tmp_path, "verify").output
+    shard = tmp_path / "nvme/shard-00000.tokens"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert "was damaged and has been removed; run `opsd spare stage` again" in on(tmp_path, "verify").output
+    assert not shard.exists()
+    assert "data:" not in on(tmp_path, "stage").output
+    make_corpus(tmp_path / "source", seed=1)
+    assert "has other shards now; stage it again" in on(tmp_path, "verify").output
+    assert "data:" not in on(tmp_path, "stage").output
+    (tmp_path / "source").rename(tmp_path / "away")
+    gone = on(tmp_path, "verify")
+    assert ("compared with what was staged" in gone.output, "data:" in gone.output) == (True, False)
+    index = tmp_path / "nvme/index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "vocab": 7}))
+    assert "data: its index was changed" in on(tmp_path, "verify").output
+
+
+def test_a_released_spare_is_forgotten(tmp_path: Path) -> None:
+    """With its data if that is wanted; a second time does no harm."""
+    make_corpus(tmp_path / "source")
+    on(tmp_path, "stage")
+    assert state.read(tmp_path / "state") is not None
+    released = on(tmp_path, "release", "--delete")
+    assert "deleted 0.00 GB" in released.output
+    assert state.read(tmp_path / "state") is None
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_what_is_not_configured_is_said(tmp_path: Path) -> None:
+    """One sentence, exit code 2 from the command line."""
+    assert "set spare.source and spare.folder" in str(on(tmp_path, "stage", **{"spare.source": ""}).exception)
+    missing = on(tmp_path, "stage")
+    assert (missing.return_value, "source cannot be read" in missing.output) == (exitcodes.FAILED, True)

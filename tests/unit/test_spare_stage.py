@@ -1,0 +1,282 @@
+"""Staging shards on a spare: whole or not at all, resumed, at a bounded pace, and never through links."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from opsd.spares.corpus import INDEX, digest_of, read_corpora
+from opsd.spares.pace import Pace
+from opsd.spares.stage import BLOCK, Progress, StageError, Work, make_folder, remove, stage, verify
+from opsd.spares.storage import Folder, StorageError, open_storage
+from tests.fakes.corpora import SHARD, make_corpus
+
+WORK = Work(Pace(None), parallel=3)
+TOKENS = "shard-00001.tokens"
+
+
+class Source(Folder):
+    """A folder that counts what is read of it, and breaks off or gives other bytes when told."""
+
+    def __init__(self, root: Path, *, breaks_at: int = 1 << 60, damages: str = "") -> None:
+        super().__init__(root)
+        self.opened: list[tuple[str, int]] = []
+        self._breaks_at, self._damages = breaks_at, damages
+
+    def open(self, path: str, offset: int = 0) -> BinaryIO:
+        self.opened.append((path, offset))
+        file = super().open(path, offset)
+        content = file.read()
+        file.close()
+        if path.endswith(INDEX):
+            return BytesIO(content)
+        if path == self._damages:
+            content = bytes(len(content))
+        return _Breaking(content[: self._breaks_at], broken=len(content) > self._breaks_at)
+
+    def copied(self) -> dict[str, int]:
+        """From which byte on each file was read, the indexes left out."""
+        return {path: offset for path, offset in self.opened if not path.endswith(INDEX)}
+
+
+class _Breaking(BytesIO):
+    def __init__(self, content: bytes, broken: bool) -> None:
+        super().__init__(content)
+        self._broken = broken
+
+    def read(self, size: int | None = -1) -> bytes:
+        block = super().read(size)
+        if not block and self._broken:
+            raise ConnectionError("reset by peer")
+        return block
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    make_corpus(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "nvme/shards"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def staged(storage: Folder, target: Path, work: Work = WORK):
+    return stage(storage, read_corpora(storage), target, work)
+
+
+def test_what_is_staged_is_what_the_source_has(source: Path, target: Path) -> None:
+    """Byte for byte, nothing else lies there, the trainer reads it, and a second time nothing is copied."""
+    done = staged(Folder(source), target)
+    assert (done.size, done.compared) == (3 * (SHARD + 80) + 500, True)
+    assert contents(target) == contents(source)
+    again = Source(source)
+    assert staged(again, target).size == 0
+    assert again.copied() == {}
+    shards = pytest.importorskip("trainer.data.shards")
+    shards.verify(target, shards.read_index(target), content=True)
+
+
+def test_a_mixture_has_a_folder_for_each_source(tmp_path: Path, target: Path) -> None:
+    """They are found by their indexes; what is no corpus is left out."""
+    for number, name in enumerate(("code", "web")):
+        make_corpus(tmp_path / "mix" / name, shards=1, seed=number)
+    (tmp_path / "mix/logs").mkdir()
+    staged(Folder(tmp_path / "mix"), target)
+    assert contents(target) == contents(tmp_path / "mix")
+
+
+def test_any_url_of_fsspec_is_a_source(source: Path, target: Path) -> None:
+    """Object storage among them."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{source}/", "/bucket/web/", recursive=True)
+    try:
+        storage = open_storage("memory://bucket")
+        stage(storage, read_corpora(storage), target, WORK)
+        with pytest.raises(StorageError, match="cannot be listed: FileNotFoundError"):
+            read_corpora(open_storage("memory://bucket/web/none"))
+    finally:
+        memory.rm("/bucket", recursive=True)
+    assert contents(target / "web") == contents(source)
+
+
+def test_an_interrupted_copy_goes_on_where_it_was_cut_off(source: Path, target: Path) -> None:
+    """No index appears before all is there, and no byte is fetched twice."""
+    with pytest.raises(StorageError, match=r"could not be read on: ConnectionError: reset by peer"):
+        staged(Source(source, breaks_at=10_000), target, Work(Pace(None), parallel=1))
+    assert not (target / INDEX).exists()
+    begun = {path.name: path.stat().st_size for path in target.glob(".shard-*.tokens.part")}
+    assert 10_000 in begun.values()
+    again = Source(source)
+    staged(again, target)
+    assert contents(target) == contents(source)
+    assert {f".{name}.part": offset for name, offset in again.copied().items() if offset} == begun
+
+
+@pytest.mark.parametrize("rubbish", [b"x" * 100, b"y" * (SHARD + 1), bytes(SHARD)])
+def test_a_part_that_is_wrong_is_begun_anew(source: Path, target: Path, rubbish: bytes) -> None:
+    """Whatever an earlier attempt, or a disk, has left there."""
+    make_folder(target)
+    (target / f".{TOKENS}.part").write_bytes(rubbish)
+    (target / "shard-00000.tokens").write_bytes(rubbish)
+    staged(Folder(source), target)
+    assert contents(target) == contents(source)
+
+
+def test_a_damaged_source_is_named_and_nothing_is_published(source: Path, target: Path) -> None:
+    """The other files are kept for the next attempt."""
+    with pytest.raises(StageError, match=rf"{TOKENS} does not match its checksum"):
+        staged(Source(source, damages=TOKENS), target, Work(Pace(None), parallel=1))
+    assert (target / INDEX).exists() == (target / TOKENS).exists() == False  # noqa: E712
+
+
+def test_other_data_of_the_same_size_replaces_the_old(source: Path, target: Path) -> None:
+    """Names and sizes agree, contents do not: the new index decides, and other files of it are not copied again."""
+    staged(Folder(source), target)
+    (target / "shard-00000.documents").unlink()
+    make_corpus(source, seed=1)
+    fetched = Source(source)
+    assert staged(fetched, target).compared
+    assert contents(target) == contents(source)
+
+
+def test_verify_finds_what_has_changed_since(source: Path, target: Path) -> None:
+    """A flipped bit, a lost file, a short one; the damaged copy is removed, and staging brings all of them again."""
+    staged(Folder(source), target)
+    corpora = read_corpora(Folder(source))
+    assert verify(corpora, target, WORK) == []
+    content = bytearray((target / TOKENS).read_bytes())
+    content[77] ^= 1
+    (target / TOKENS).write_bytes(content)
+    (target / "tokenizer.json").unlink()
+    os.truncate(target / "shard-00000.tokens", 5)
+    bad = verify(corpora, target, WORK)
+    assert [sentence.partition("/nvme/shards/")[2] for sentence in bad] == [
+        f"shard-00000.tokens has 5 bytes instead of {SHARD}",
+        f"{TOKENS} was damaged and has been removed",
+        "tokenizer.json is missing",
+    ]
+    assert not (target / TOKENS).exists()
+    again = staged(Folder(source), target)
+    assert (again.compared, contents(target)) == (False, contents(source))
+    assert digest_of(read_corpora(Folder(target))) == digest_of(corpora)
+
+
+def test_what_was_staged_can_be_removed(source: Path, target: Path) -> None:
+    """Only what the index names; somebody's notes stay."""
+    staged(Folder(source), target)
+    (target / "notes").write_text("mine")
+    assert remove(target) == 3 * (SHARD + 80) + 500
+    assert list(contents(target)) == ["notes"]
+
+
+def test_a_disk_that_is_too_small_is_found_before_anything_is_copied(source: Path, target: Path) -> None:
+    """The sentence has both sizes."""
+    index = json.loads((source / INDEX).read_text())
+    index["shards"][0]["token_file"]["size"] = 10**18
+    (source / INDEX).write_text(json.dumps(index))
+    fetched = Source(source)
+    with pytest.raises(StageError, match=r"has room for [\d.]+ GB and 1000000000.0 GB are missing"):
+        staged(fetched, target)
+    assert fetched.copied() == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"format": 2}, "has format 2"),
+        ({"tokenizer": {"name": "../../etc/passwd", "size": 1, "checksum": "x"}}, "names files outside its folder"),
+        ({"tokenizer": {"name": ".ssh", "size": 1, "checksum": "x"}}, "names files outside its folder"),
+        ({"shards": 7}, "is not an index of token shards"),
+    ],
+)
+def test_an_index_that_cannot_be_used_is_refused(source: Path, change: dict[str, object], why: str) -> None:
+    """In one sentence, before anything is written."""
+    index = json.loads((source / INDEX).read_text())
+    (source / INDEX).write_text(json.dumps({**index, **change}))
+    with pytest.raises(StorageError, match=why):
+        read_corpora(Folder(source))
+
+
+def test_nothing_is_written_through_links_or_into_open_folders(source: Path, target: Path, tmp_path: Path) -> None:
+    """Somebody who can write there could lead root elsewhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    make_folder(target)
+    (target / f".{TOKENS}.part").symlink_to(victim)
+    with pytest.raises(StageError, match=r"tokens cannot be written"):
+        staged(Folder(source), target)
+    assert victim.read_text() == "precious"
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(StageError, match="is a link"):
+        staged(Folder(source), tmp_path / "link")
+    target.chmod(0o777)
+    with pytest.raises(StageError, match="can be changed by other users"):
+        staged(Folder(source), target)
+
+
+def test_the_pace_is_kept_by_all_threads_together() -> None:
+    """Bytes over rate, but for what was saved up."""
+    now, waits = [100.0], list[float]()
+    pace = Pace(1000.0, clock=lambda: now[0], wait=waits.append)
+    for _ in range(4):
+        pace(500)
+    assert waits == [0.5, 1.0, 1.5, 2.0]
+    now[0] = 200.0
+    waits.clear()
+    pace(500)
+    assert waits == []
+
+
+def test_progress_is_shown_and_ends_at_the_total(source: Path, target: Path) -> None:
+    """What was there already when a file was begun counts as well."""
+    seen: list[tuple[int, int]] = []
+    staged(Folder(source), target, Work(Pace(None), look=lambda p: seen.append((p.done, p.total))))
+    assert seen[-1] == (3 * (SHARD + 80) + 500,) * 2
+    assert Progress(10).done == 0
+
+
+@pytest.mark.slow
+def test_a_killed_staging_is_resumed(tmp_path: Path) -> None:
+    """SIGKILL in the middle of files of several blocks, and a second staging at the same time is refused."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    make_corpus(source, shards=1)
+    big = source / "shard-00000.tokens"
+    with open(big, "wb") as file:
+        file.truncate(5 * BLOCK)
+    from opsd.checkpoints.manifest import checksum
+
+    index = json.loads((source / INDEX).read_text())
+    index["shards"][0]["token_file"].update(size=5 * BLOCK, checksum=checksum(big))
+    (source / INDEX).write_text(json.dumps(index))
+    options = [f"--set=spare.source={source}", f"--set=spare.folder={target}", f"--set=agent.state_dir={tmp_path}/s"]
+    command = [sys.executable, "-m", "opsd", "spare", *options, "stage", "--rate=8"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        part = target / ".shard-00000.tokens.part"
+        deadline = time.monotonic() + 60
+        while not (part.exists() and part.stat().st_size >= 2 * BLOCK) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with pytest.raises(StageError, match="another `opsd spare stage`"):
+            staged(Folder(source), target)
+        first.send_signal(signal.SIGKILL)
+    kept = part.stat().st_size
+    assert 2 * BLOCK <= kept < 5 * BLOCK
+    again = Source(source)
+    staged(again, target)
+    assert again.copied()["shard-00000.tokens"] == kept
+    assert contents(target) == contents(source)
