@@ -46,6 +46,7 @@ def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     assert (root / "usr/lib/sysusers.d/opsd.conf").exists()
     assert (root / "usr/lib/tmpfiles.d/opsd.conf").exists()
     assert (root / SETTINGS).stat().st_mode & 0o777 == 0o640
+    assert (root / "opt/opsd/bin/pip").read_text().startswith("#!/opt/opsd/bin/python"), "as it is found in the image"
     (root / SETTINGS).write_text("mine")
 
     again = run(root, "--wheel", first)
