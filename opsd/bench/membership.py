@@ -45,7 +45,7 @@ class Launchers:
         self._line()
 
     def status(self) -> tuple[int, int, float, bool]:
-        """Number and slots of the plan of all here, the monotonic second of its last beginning, and if the head is here."""
+        """Number and slots of the plan of all here, the monotonic second of its last beginning; is the head here?"""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
