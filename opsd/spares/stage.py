@@ -78,7 +78,7 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
     ``verify`` does that. Under another index, or none yet, what lies there is compared first.
     """
     make_folder(target)
-    with _alone(target):
+    with _alone(target), _reporting(target):
         wanted = [(corpus, entry) for corpus in corpora for entry in corpus.files]
         for corpus in corpora:
             make_folder(target / corpus.folder)
@@ -113,11 +113,14 @@ def verify(corpora: Sequence[Corpus], target: Path, work: Work) -> list[str]:
         if (size := _size(path)) != entry.size:
             bad.append(f"{path} is missing" if size is None else f"{path} has {size} bytes instead of {entry.size}")
             return
-        with _open(path, os.O_RDONLY) as file:
-            digest = _hash(file, work.pace, progress, stop)
-        if PREFIX + digest.hexdigest() != entry.checksum:
-            path.unlink()
-            bad.append(f"{path} was damaged and has been removed")
+        try:
+            with _open(path, os.O_RDONLY) as file:
+                digest = _hash(file, work.pace, progress, stop)
+            if not stop.is_set() and PREFIX + digest.hexdigest() != entry.checksum:
+                path.unlink()
+                bad.append(f"{path} was damaged and has been removed")
+        except OSError as error:
+            bad.append(f"{path} cannot be read or removed: {error.strerror or error}")
 
     def job(path: Path, entry: FileEntry) -> Job:
         return lambda stop: check(path, entry, stop)
@@ -164,7 +167,7 @@ def _copy(
 ) -> None:
     """Copy one file, from where an earlier attempt was cut off; from the start if that does not come out whole."""
     part = target.with_name(f".{target.name}.part")
-    try:
+    with _reporting(target):
         if _size(target) is not None:
             os.rename(target, part)
         began = _size(part) or 0
@@ -174,8 +177,6 @@ def _copy(
             part.unlink(missing_ok=True)
             raise StageError(f"{source} does not match its checksum in the index; make the shard again at the source")
         os.rename(part, target)
-    except OSError as error:
-        raise StageError(f"{target} cannot be written: {error.strerror or error}") from error
 
 
 def _fill(
@@ -265,6 +266,14 @@ def _same_index(target: Path, corpus: Corpus) -> bool:
 
 
 @contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StageError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Hold the folder against a second staging. Raises StageError."""
     descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -281,7 +290,7 @@ def remove(target: Path) -> int:
     """Delete the staged files under ``target``, by the names in its indexes; the bytes freed. Raises StageError."""
     make_folder(target)
     freed = 0
-    with _alone(target):
+    with _alone(target), _reporting(target):
         for corpus in read_corpora(Folder(target)):
             folder = target / corpus.folder
             (folder / INDEX).unlink()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
 from opsd.agent.actions import ActionError
 from opsd.agent.drainer import SlurmDrainer
+from opsd.cli import cli
 from opsd.slurm import ownership, record
 from opsd.slurm.drain import NotOurs
 from opsd.slurm.node_cli import Desk
@@ -210,6 +214,19 @@ def test_the_agents_own_drain_waits_as_well(tmp_path: Path) -> None:
     slurm.error = None
     assert orders.carry_out(slurm, RULES, time.time()) == ["drained n07"]
     assert slurm.by_name["n07"].reason == "opsd:gpu_lost-1 gpu_lost: GPU 2 is lost"
+
+
+def test_without_slurm_both_commands_say_so(tmp_path: Path) -> None:
+    """One sentence and exit code 1; a hostlist that is none, or --force without a reason, is exit code 2."""
+    runner = CliRunner(env={"PATH": str(tmp_path)})
+    state = f"--set=agent.state_dir={tmp_path}"
+    for arguments in (["drain", "n1", "--reason=x", state], ["return", "n[1-2]", state]):
+        done = runner.invoke(cli, arguments, standalone_mode=False)
+        assert (done.return_value, "install Slurm's client commands" in done.output) == (exitcodes.FAILED, True)
+    assert Orders(tmp_path).waiting() == []
+    for arguments, why in ((["drain", "n[1-", "--reason=x"], "n[1-"), (["return", "n1", "--force"], "belong together")):
+        with pytest.raises(click.UsageError, match=re.escape(why)):
+            runner.invoke(cli, arguments, standalone_mode=False, catch_exceptions=False)
 
 
 def test_without_permission_nothing_is_kept(tmp_path: Path) -> None:

@@ -177,6 +177,26 @@ def test_verify_finds_what_has_changed_since(source: Path, target: Path) -> None
     assert digest_of(read_corpora(Folder(target))) == digest_of(corpora)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_disk_that_is_read_only_is_one_sentence(source: Path, target: Path) -> None:
+    """For staging, for removing, and for what verify would remove."""
+    staged(Folder(source), target)
+    (target / TOKENS).write_bytes(bytes(SHARD))
+    corpora = read_corpora(Folder(source))
+    subprocess.run(["mount", "--bind", target, target], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", target], check=True)
+        (bad,) = verify(corpora, target, WORK)
+        assert "cannot be read or removed: Read-only file system" in bad
+        with pytest.raises(StageError, match="cannot be written: Read-only file system"):
+            remove(target)
+        make_corpus(source, seed=1)
+        with pytest.raises(StageError, match="cannot be written: Read-only file system"):
+            staged(Folder(source), target)
+    finally:
+        subprocess.run(["umount", target], check=True)
+
+
 def test_what_was_staged_can_be_removed(source: Path, target: Path) -> None:
     """Only what the index names; somebody's notes stay."""
     staged(Folder(source), target)
