@@ -302,12 +302,15 @@ class MetricsSettings(_Section):
 
 
 class EvaluationSettings(_Section):
-    """What every checkpoint is evaluated on; without a set none is."""
+    """What every checkpoint is evaluated on; without a set or a harness none is."""
 
     perplexity: dict[str, str] = {}
     """Files of text, or JSON lines or Parquet with it, by the name of the set."""
     cloze: dict[str, str] = {}
     """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set."""
+    harness: str = ""
+    """A command of lm-evaluation-harness or lighteval, with ``{model}`` where the folder of the model belongs and
+    ``{output}`` where that for results does."""
     reference: str = ""
     """The evaluations.jsonl of a run to be compared with at equal tokens."""
     queue: str = "{command}"
@@ -316,7 +319,7 @@ class EvaluationSettings(_Section):
     @property
     def wanted(self) -> bool:
         """Whether there is anything to evaluate on."""
-        return bool(self.perplexity or self.cloze)
+        return bool(self.perplexity or self.cloze or self.harness)
 
 
 class Config(_Section):

@@ -7,7 +7,8 @@ with a reference run, what that had at equal tokens as ``reference``. Results of
 * ``NAME_accuracy`` of a cloze set, JSON lines with ``context``, ``choices`` and the number of the right one as
   ``answer``: the model's choice is the continuation with the highest log-likelihood per byte (as in lighteval's CF).
 
-An evaluation that fails has a line with empty results. Exit codes: 0 evaluated; 1 failed; 2 nothing to evaluate.
+Results of ``evaluation.harness`` are added (``trainer.harness``). An evaluation that fails has a line with empty
+results. Exit codes: 0 evaluated; 1 failed; 2 nothing to evaluate.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
+from trainer import harness
 from trainer.config import Config
 from trainer.data.shards import DOCUMENT, TOKENIZER, DataError
 from trainer.data.texts import read_texts
@@ -175,10 +177,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         model, samples = load_model(config, folder)
         line["tokens"] = samples * config.data.sequence
-        line["results"] = evaluate(config, model)
+        line["results"] = evaluate(config, model) | (harness.run(config, folder) if config.evaluation.harness else {})
         if config.evaluation.reference:
             line["reference"] = at_equal_tokens(Path(config.evaluation.reference), line["tokens"])
-    except (CheckpointError, DataError) as error:
+    except (CheckpointError, DataError, OSError) as error:
         line["why"] = str(error)
         print(f"trainer.evaluate: {error}", file=sys.stderr)
     with open(run / RESULTS, "a", encoding="utf-8") as file:

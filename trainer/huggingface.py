@@ -184,15 +184,23 @@ def export(config: str, target: Path, overrides: tuple[str, ...], step: int | No
     if not (found := steps(root)):
         raise ConfigError(f"{root} has no checkpoint; set run.folder to the folder of the run")
     folder = folder_of(root, found[-1] if step is None else step)
-    count = write(target, parameters_in(folder), _DTYPES[dtype], their_config(settings.model, settings.data.sequence))
-    _copy_tokenizer(settings, target)
+    count = export_checkpoint(settings, folder, target, _DTYPES[dtype])
     click.echo(f"{count} tensors of {folder} written to {target}")
 
 
-def _copy_tokenizer(settings: Config, target: Path) -> None:
-    tokenizer = Path(settings.data.shards) / TOKENIZER
-    if tokenizer.is_file():
+def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Write the checkpoint in ``folder`` as a model with its tokenizer to ``target``; returns how many tensors it has.
+
+    Raises CheckpointError or OSError.
+    """
+    count = write(target, parameters_in(folder), dtype, their_config(settings.model, settings.data.sequence))
+    corpora = [".", *sorted(name for stage in settings.data.stages for name, weight in stage.weights.items() if weight)]
+    paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
+    if tokenizer := next((path for path in paths if path.is_file()), None):
         shutil.copyfile(tokenizer, target / TOKENIZER)
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": settings.data.sequence}
+        (target / f"{Path(TOKENIZER).stem}_config.json").write_text(json.dumps(about), encoding="utf-8")
+    return count
 
 
 @main.command()

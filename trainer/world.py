@@ -86,10 +86,9 @@ class World:
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """The ``values``, int64 and as many on each rank, of all ranks in their order."""
         mine = torch.tensor(values, dtype=torch.int64, device=self.device)
-        packed = mine.new_empty(self.size * len(mine))
-        dist.all_gather_into_tensor(packed, mine)
-        gathered: list[list[int]] = packed.view(self.size, -1).tolist()
-        return gathered
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine)
+        return [values.tolist() for values in gathered]
 
     def from_first(self, value: int) -> int:
         """The first rank's ``value``, an int64, on every rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,39 @@ def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
     events = run.events("evaluation")
     assert [event["results"] for event in events] == [line["results"] for line in lines]
     assert events[0]["reference"] == {"held_loss": 1.0}
+
+
+HARNESS = """
+import json, pathlib, sys
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+model, output = map(pathlib.Path, sys.argv[1:])
+parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
+ids = AutoTokenizer.from_pretrained(model)("import torch")["input_ids"]
+(output / "m").mkdir(parents=True)
+results = {"results": {"task": {"acc,none": len(ids) / 100, "parameters,none": parameters}}}
+(output / "m/results_1.json").write_text(json.dumps(results))
+"""
+"""In the place of lm-evaluation-harness: loads the model as that does, and writes what that writes."""
+
+
+def test_a_harness_has_the_model_and_its_results_are_taken(run: Run, tmp_path: Path) -> None:
+    """The command gets a model with a tokenizer that transformers loads, and what it finds becomes an evaluation."""
+    pytest.importorskip("transformers")
+    (tmp_path / "harness.py").write_text(HARNESS)
+    command = f"{sys.executable} {tmp_path}/harness.py {{model}} {{output}}"
+    codes = run.start(run__steps=5, model__nope_every=0, evaluation__harness=command).wait()
+    assert codes == [0, 0], run.log().read_text()
+    (event,) = run.events("evaluation")
+    assert event["results"].keys() == {"task_acc", "task_parameters"}, (run.folder / "evaluations.log").read_text()
+    assert event["results"]["task_parameters"] > 20_000
+    assert 0 < event["results"]["task_acc"] < 1
+
+
+def test_a_harness_that_fails_is_told(run: Run) -> None:
+    """Its exit code is in the event, and the training does not mind."""
+    assert run.start(run__steps=5, evaluation__harness="false {model}").wait() == [0, 0]
+    (event,) = run.events("evaluation")
+    assert (event["results"], event["why"]) == ({}, "evaluation.harness: false ended with status 1")
 
 
 def test_an_evaluation_that_fails_is_told(run: Run, tmp_path: Path) -> None:
