@@ -162,7 +162,7 @@ failure, which then loses more steps; it also slows the training by the memory a
 ## Mitigation
 - Write to local NVMe or memory first, and upload from there in the background.
 - Fewer checkpoints for now: the cost of one is a stall, the cost of none is every step since the last.
-- The disk: swap the node out, `scontrol update nodename=NODE state=drain reason="opsd: checkpoint_slow"`.
+- The disk: swap the node out, `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
 
 ## What opsd does by itself
 - observe: opens the incident with its cost, resolves it once a checkpoint was as fast as before.

@@ -86,8 +86,7 @@ node beyond five minutes; certificates, file times and `make` misbehave; logs of
 ## Mitigation
 - Right now: nothing else to do, the incident ends by itself.
 - Wrong now: `chronyc makestep`, and find out who set it.
-- It runs away again: the board's clock or battery; drain (`scontrol update nodename=NODE state=drain reason="opsd:
-  clock_skew"`).
+- It runs away again: the board's clock or battery; drain (`opsd drain NODE --incident ID --reason WHY`).
 
 ## What opsd does by itself
 - observe: opens the incident; resolves it once the clock has been steady for five minutes.

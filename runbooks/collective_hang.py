@@ -151,8 +151,7 @@ Every GPU of the job waits. NCCL's watchdog ends the job after ten minutes, the 
 
 ## Mitigation
 - Nothing, if the incident resolved: the launcher has restarted the generation.
-- A rank named twice: drain its node, `scontrol update nodename=NODE state=drain reason="opsd: collective_hang"`, and
-  `scontrol requeue JOB`.
+- A rank named twice: drain its node, `opsd drain NODE --incident ID --reason WHY`, and `scontrol requeue JOB`.
 - No launcher: `scontrol requeue JOB`, or end the named rank so that the others notice.
 
 ## What opsd does by itself

@@ -102,8 +102,7 @@ New programs hang at their first CUDA call, tools like nvidia-smi at once.
 4. `cat /proc/PID/stack` of one of them as root: where in the driver.
 
 ## Mitigation
-- `scontrol update nodename=NODE state=drain reason="opsd: driver_hang"`, and requeue the job elsewhere: `scontrol
-  requeue JOB`.
+- `opsd drain NODE --incident ID --reason WHY`, and requeue the job elsewhere: `scontrol requeue JOB`.
 - It does not come back within minutes: reboot, by the management controller if need be (`ipmitool chassis power
   cycle`), as processes in state D hold up an orderly one.
 - Again on the same GPU: have it replaced. Again on many nodes: the driver's version.

@@ -135,8 +135,8 @@ CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one G
 ## Mitigation
 - Versions differ: install the fabric manager of the driver's version, then restart both.
 - Service stopped: with no job on the node restart it, `systemctl restart nvidia-fabricmanager`.
-- Fatal SXid: drain (`scontrol update nodename=NODE state=drain reason="opsd: fabric_manager"`), and reboot: GPUs and
-  switches can only be reset together.
+- Fatal SXid: drain (`opsd drain NODE --incident ID --reason WHY`), and reboot: GPUs and switches can only be reset
+  together.
 - The same switch again: the vendor.
 
 ## What opsd does by itself

@@ -216,8 +216,8 @@ None yet. At its limit the GPU is throttled, and a synchronous job then runs at 
 5. All fans turn: dust, a loose heat sink, old paste; on liquid cooling flow and pressure of the loop.
 
 ## Mitigation
-- Swap the node out at the next checkpoint, before it throttles: `scontrol update nodename=NODE state=drain
-  reason="opsd: fan_failing"`.
+- Swap the node out at the next checkpoint, before it throttles: `opsd swap NODE`, then `opsd drain NODE --incident ID
+  --reason WHY`.
 - Until then less power gives time: `nvidia-smi -i GPU -pl WATTS`, 15 % below its limit.
 - Fans are replaced while the server runs on most boards; look again under load.
 

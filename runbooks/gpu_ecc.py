@@ -87,8 +87,8 @@ An uncorrected error ends the rank, and with it the generation. The GPU may need
 
 ## Mitigation
 - Restart of the job on this GPU is safe after a contained error without pending remap.
-- Otherwise drain (`scontrol update nodename=NODE state=drain reason="opsd: gpu_ecc"`), then reset when no process
-  uses it: `nvidia-smi -r -i GPU`, or reboot.
+- Otherwise drain (`opsd drain NODE --incident ID --reason WHY`), then reset when no process uses it: `nvidia-smi -r -i
+  GPU`, or reboot.
 - Corrected bursts that come back after a reset: have the GPU replaced.
 
 ## What opsd does by itself

@@ -66,7 +66,7 @@ The rank on it dies or hangs with the next kernel, and the job with it. Other ca
 4. `ipmitool sel list`: power or temperature events of the board at the same time.
 
 ## Mitigation
-- `scontrol update nodename=NODE state=drain reason="opsd: gpu_lost"`, then requeue: `scontrol requeue JOB`.
+- `opsd drain NODE --incident ID --reason WHY`, then requeue: `scontrol requeue JOB`.
 - Reboot the node (`scontrol reboot ASAP NODE`). Back again: run the node's acceptance tests before it trains.
 - Lost again within a week: have GPU, riser and power supply checked by the vendor.
 

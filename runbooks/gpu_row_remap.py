@@ -76,7 +76,7 @@ Pending: none right now, the next error in the same row may end the rank. Failed
 
 ## Mitigation
 - Pending: when the job has ended, `nvidia-smi -r -i GPU`, or reboot the node.
-- Failed: `scontrol update nodename=NODE state=drain reason="opsd: gpu_row_remap"`, and have the GPU replaced.
+- Failed: `opsd drain NODE --incident ID --reason WHY`, and have the GPU replaced.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it when neither flag is set any more.

@@ -189,8 +189,8 @@ share. Above the hardware threshold clocks fall by half or more.
 
 ## Mitigation
 - Heat: lower the power limit by 15 % (`nvidia-smi -i GPU -pl WATTS`). The clock falls by about 6 %, the heat by 15 %.
-- Then swap the node out at the next good moment and have cooling or power serviced: `scontrol update nodename=NODE
-  state=drain reason="opsd: gpu_throttle"`.
+- Then swap the node out at the next good moment and have cooling or power serviced: `opsd swap NODE`, then `opsd drain
+  NODE --incident ID --reason WHY`.
 - A lowered limit stays until the node was serviced: raised any earlier, the GPU is as hot again minutes later. A
   reboot or a reload of the driver restores the default; by hand it is `nvidia-smi -i GPU -pl WATTS` with the
   `restore_watts` of the action.

@@ -219,8 +219,7 @@ should have been reset fails again soon.
 
 ## Mitigation
 - Restart: nothing to do under `opsd launch`, it has restarted the generation.
-- Reset: `scontrol update nodename=NODE state=drain reason="opsd: gpu_xid"`; once nothing uses the GPU, `nvidia-smi -r
-  -i GPU`.
+- Reset: `opsd drain NODE --incident ID --reason WHY`; once nothing uses the GPU, `nvidia-smi -r -i GPU`.
 - Reboot: drain, then `scontrol reboot ASAP NODE`.
 - Diagnostics: drain, run the node's acceptance tests for an hour. A GPU that passes and fails again is replaced.
 - Two reboots without a cure: the vendor.

@@ -166,7 +166,7 @@ link that flaps passes every test that is shorter than the time between its faul
 5. The switch's side: error counters and the module's light levels on the port that is named in `iblinkinfo`.
 
 ## Mitigation
-- Take the node out, the job goes on without it: `scontrol update nodename=NODE state=drain reason="opsd: ib_link"`.
+- Take the node out, the job goes on without it: `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
 - Reseat the module at both ends, clean the fibre, then swap the cable, then the port. Change one thing at a time.
 - Lower rate: most often a lane of the cable. It has to be replaced even though the link is up.
 - Back again: run a bandwidth test over this port for half an hour before it trains.

@@ -125,8 +125,7 @@ All training since that step is lost. A checkpoint saved after it holds spoilt w
 ## Mitigation
 - Restart from the newest checkpoint before the first bad step. Do not go on from a later one.
 - It fails again at the same step: skip that batch, look at its documents, lower the learning rate.
-- It passes: take the suspect's node out and test it, `scontrol update nodename=NODE state=drain reason="opsd:
-  loss_nan"`.
+- It passes: take the suspect's node out and test it, `opsd drain NODE --incident ID --reason WHY`.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the run is past the step with finite losses.

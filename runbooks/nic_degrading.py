@@ -168,8 +168,8 @@ Some bandwidth now. Later the link flaps or is lost, and the job with it.
 
 ## Mitigation
 - At the next service: clean the fibre, reseat, then replace cable, module, adapter, one at a time.
-- Ten a second, or it grows: do not wait, swap the node out at the next checkpoint: `scontrol update nodename=NODE
-  state=drain reason="opsd: nic_degrading"`.
+- Ten a second, or it grows: do not wait, swap the node out at the next checkpoint: `opsd swap NODE`, then `opsd drain
+  NODE --incident ID --reason WHY`.
 - Heat: the air flow at the rear of the node, and the module's own temperature.
 
 ## What opsd does by itself

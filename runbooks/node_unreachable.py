@@ -147,7 +147,7 @@ on, until Slurm gives it up after SlurmdTimeout (300 s by default).
   before it gets work again: `opsd preflight --help`.
 - slurmd only: start it again on the node; running jobs survive that. Then `scontrol update nodename=NODE
   state=resume`.
-- Keep it out until the cause is known: `scontrol update nodename=NODE state=drain reason="opsd: node_unreachable"`.
+- Keep it out until the cause is known: `opsd drain NODE --incident ID --reason WHY`.
 
 ## What opsd does by itself
 The launcher restarts a run without the lost node, or with a spare in its place, in every mode.

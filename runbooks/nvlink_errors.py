@@ -113,8 +113,8 @@ faults.
 4. Fabric manager: `journalctl -u nvidia-fabricmanager --since -1day`.
 
 ## Mitigation
-- Move the job to another node at the next checkpoint, and drain this one: `scontrol update nodename=NODE state=drain
-  reason="opsd: nvlink_errors"`.
+- Move the job to another node at the next checkpoint, and drain this one: `opsd swap NODE`, then `opsd drain NODE
+  --incident ID --reason WHY`.
 - Reset all GPUs of the node together, or reboot; run an all-reduce over all GPUs for at least half an hour
   afterwards.
 - The same link again: it is hardware (GPU, baseboard or switch). Do not bring the node back because a short test

@@ -118,8 +118,7 @@ GPU. In a synchronous job the others wait for it.
 
 ## Mitigation
 - A reboot often trains the link up again: `scontrol reboot ASAP NODE`, and look again before it trains.
-- It comes back: reseat the GPU or riser, then replace. `scontrol update nodename=NODE state=drain reason="opsd:
-  pcie_degraded"`.
+- It comes back: reseat the GPU or riser, then replace. `opsd drain NODE --incident ID --reason WHY`.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the link is as it should be under load.

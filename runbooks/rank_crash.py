@@ -107,7 +107,7 @@ computed again.
 - Nothing, if the incident resolved: the next generation is training.
 - Host out of memory: fewer loader processes, or a shallower prefetch.
 - Error in the program: fix it. The launcher stops by itself when the same step fails twice.
-- The same GPU again: `scontrol update nodename=NODE state=drain reason="opsd: gpu"`, then `scontrol requeue JOB`.
+- The same GPU again: `opsd drain NODE --incident ID --reason WHY`, then `scontrol requeue JOB`.
 
 ## What opsd does by itself
 In every mode the launcher restarts the generation; it gives up when the same failure came back three times.

@@ -180,8 +180,7 @@ Every GPU of the job waits. Lost are that time and, after the restart, the steps
 
 ## Mitigation
 - Nothing, if the incident resolved: the launcher has restarted the generation.
-- The same rank and GPU twice: `scontrol update nodename=NODE state=drain reason="opsd: hang"`, then `scontrol requeue
-  JOB`.
+- The same rank and GPU twice: `opsd drain NODE --incident ID --reason WHY`, then `scontrol requeue JOB`.
 - No launcher: end the named rank with `kill -KILL PID`; the job's own fault tolerance takes over from there.
 
 ## What opsd does by itself

@@ -184,8 +184,7 @@ has to be trained again; a checkpoint written since then may hold the wrong repl
 
 ## Mitigation
 - Go back to a checkpoint from a step at which they were equal: `opsd checkpoint list FOLDER`.
-- Take the suspect's node out and test it: `scontrol update nodename=NODE state=drain reason="opsd:
-  replica_divergence"`.
+- Take the suspect's node out and test it: `opsd drain NODE --incident ID --reason WHY`.
 - The same tensor again on other hardware: it is the program.
 
 ## What opsd does by itself

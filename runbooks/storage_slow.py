@@ -219,7 +219,7 @@ Loaders fall behind, and every rank waits for the slowest one. Checkpoints take 
 ## Mitigation
 - Stage the dataset on local NVMe and read it from there. A node that has it already is the fastest cure.
 - Cache of a network file system: pin the shards of the run, or make the cache larger than the dataset.
-- A disk with errors: `scontrol update nodename=NODE state=drain reason="opsd: storage_slow"`, and replace it.
+- A disk with errors: `opsd drain NODE --incident ID --reason WHY`, and replace it.
 - A stranger: end or throttle it.
 
 ## What opsd does by itself

@@ -194,8 +194,8 @@ A synchronous job runs at the pace of its slowest rank: 10 % on one GPU are 10 %
 
 ## Mitigation
 - A stranger on the cores: end it. Wrong socket: restart with the right binding.
-- The GPU: swap the node out at the next checkpoint, `scontrol update nodename=NODE state=drain reason="opsd:
-  straggler"`, and run its acceptance tests.
+- The GPU: swap the node out at the next checkpoint, `opsd swap NODE`, then `opsd drain NODE --incident ID --reason
+  WHY`, and run its acceptance tests.
 
 ## What opsd does by itself
 - observe: opens the incident with its cost, resolves it once the rank keeps up.

@@ -151,8 +151,8 @@ cannot be ended points to a driver that hangs.
 
 ## Mitigation
 - A process of an ended run: `kill -KILL PID`. State Z: end its parent.
-- State D, or memory without a process: drain (`scontrol update nodename=NODE state=drain reason="opsd:
-  zombie_gpu_process"`), then `nvidia-smi -r -i GPU`, or reboot.
+- State D, or memory without a process: drain (`opsd drain NODE --incident ID --reason WHY`), then `nvidia-smi -r -i
+  GPU`, or reboot.
 - A stranger: its owner, and constrain devices in Slurm (`ConstrainDevices=yes`), so that it cannot happen again.
 
 ## What opsd does by itself
