@@ -22,6 +22,7 @@ from trainer.huggingface import export_checkpoint
 
 MODEL, OUTPUT = "{model}", "{output}"
 """In the command, the folder of the model and that for the results."""
+_NO_RESULT = re.compile(r"stderr|^sample_len$")
 
 
 def run(config: Config, checkpoint: Path) -> dict[str, float]:
@@ -60,6 +61,6 @@ def _numbers(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
         short = parts[1] if len(parts) > 2 else task
         for name, value in values.items():
             metric, _, variant = name.partition(",")
-            if isinstance(value, int | float) and not isinstance(value, bool) and "stderr" not in metric:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not _NO_RESULT.search(metric):
                 full = f"{short}_{metric}" + (f"_{variant}" if variant not in ("", "none") else "")
                 yield re.sub(r"\W", "_", full), float(value)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, steps, verify
 from trainer.config import Config, ConfigError, ModelSettings, load
-from trainer.data.shards import TOKENIZER
+from trainer.data.shards import DOCUMENT, TOKENIZER
 from trainer.model import Decoder, has_rotary
 from trainer.regions import region_of
 from trainer.tensors import Stored, tensors_of_files
@@ -198,7 +198,10 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
     paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
     if tokenizer := next((path for path in paths if path.is_file()), None):
         shutil.copyfile(tokenizer, target / TOKENIZER)
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": settings.data.sequence}
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": settings.data.sequence,
+            "bos_token": DOCUMENT, "eos_token": DOCUMENT,
+        }  # fmt: skip
         (target / f"{Path(TOKENIZER).stem}_config.json").write_text(json.dumps(about), encoding="utf-8")
     return count
 

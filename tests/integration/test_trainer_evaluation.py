@@ -47,7 +47,9 @@ import json, pathlib, sys
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 model, output = map(pathlib.Path, sys.argv[1:])
 parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
-ids = AutoTokenizer.from_pretrained(model)("import torch")["input_ids"]
+tokenizer = AutoTokenizer.from_pretrained(model)
+assert tokenizer.decode(tokenizer.bos_token_id) and tokenizer.eos_token_id is not None, "lm_eval needs one of them"
+ids = tokenizer("import torch")["input_ids"]
 (output / "m").mkdir(parents=True)
 results = {"results": {"task": {"acc,none": len(ids) / 100, "parameters,none": parameters}}}
 (output / "m/results_1.json").write_text(json.dumps(results))

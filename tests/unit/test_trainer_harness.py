@@ -15,7 +15,7 @@ from trainer.harness import read_results
 LM_EVAL = {
     "results": {
         "hellaswag": {
-            "alias": "hellaswag", "acc,none": 0.25, "acc_stderr,none": 0.01, "acc_norm,none": 0.5,
+            "alias": "hellaswag", "sample_len": 4, "acc,none": 0.25, "acc_stderr,none": 0.01, "acc_norm,none": 0.5,
             "acc_norm_stderr,none": "N/A",
         },
         "gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.75, "exact_match_stderr,strict-match": 0.1},
