@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ TEMPLATES = sorted(FOLDER.glob("*.sbatch"), key=lambda path: path.name)
 OPSD = """#!/bin/sh
 # Stands for opsd: says how it was called, and ends with what the test writes down for its node.
 echo "$SLURMD_NODENAME $*" >> calls
+echo "$SLURM_JOB_ID $SLURM_JOB_NODELIST $SLURM_RESTART_COUNT" > "job-$SLURMD_NODENAME"
 [ "$1" = launch ] || exec scontrol requeue "$SLURM_JOB_ID"
 until [ -e "answer-$SLURMD_NODENAME" ]; do sleep 0.05; done
 exit "$(cat "answer-$SLURMD_NODENAME")"
@@ -30,9 +32,8 @@ class Submitted:
 
     def __init__(self, cluster: Cluster, template: Path) -> None:
         self.folder = cluster.shared / template.stem
-        self.folder.mkdir(exist_ok=True)
-        for old in self.folder.iterdir():
-            old.unlink()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
         opsd = self.folder / "opsd"
         opsd.write_text(OPSD)
         opsd.chmod(0o755)
@@ -72,7 +73,7 @@ def _adapted(template: str, opsd: Path, folder: Path) -> str:
     text = "\n".join(["#SBATCH --nodes=3" if line.startswith("#SBATCH --nodes") else line for line in lines]) + "\n"
     replaced = {
         "TRAINING=4 ": "TRAINING=2 ", "SHARED=/shared/runs": f"SHARED={folder}", "read -r -t 30": "read -r -t 1",
-        "OPSD=${OPSD:-/opt/opsd/bin/opsd}": f"OPSD={opsd}",
+        "POOL=--partition=spares": "POOL=--partition=dev", "OPSD=${OPSD:-/opt/opsd/bin/opsd}": f"OPSD={opsd}",
     }  # fmt: skip
     for old, new in replaced.items():
         text = text.replace(old, new)
@@ -118,6 +119,29 @@ def test_saved_and_stopped_is_requeued(submit: Callable[[Path], Submitted], clus
     run.answer(n3=75)
     wait_until(lambda: (job := run.job()) is not None and job.state == "pending", "the job is in the queue again")
     assert sum(" requeue" in call for call in run.calls()) == 1
+
+
+def test_a_spare_is_fetched_for_a_lost_node(submit: Callable[[Path], Submitted], cluster: Cluster) -> None:
+    """All nodes read of the loss and one asks; the launcher on the spare is given the run, its nodes and its job."""
+    run = submit(FOLDER / "train-pool.sbatch")
+    events = run.folder / "train/events.jsonl"
+    events.parent.mkdir()
+    events.write_text("")
+    watch = ["pgrep", "--full", "tail -n 0"]
+    wait_until(
+        lambda: all(cluster.nodes[node].run(*watch, check=False).returncode == 0 for node in ("n1", "n2", "n3")),
+        "all watch",
+    )
+    with events.open("a") as file:
+        file.write('{"run": "train", "event": "node_lost", "lost": "n2"}\n')
+    wait_until(lambda: len(run.calls()) == 4, "a spare has been fetched")
+    assert [call.partition(" ")[0] for call in run.calls()] == ["n1", "n2", "n3", "n4"]
+    first, spare = run.calls()[0], run.calls()[3]
+    assert spare == first.replace("n1 launch", "n4 launch --nodes n[1-3],n4")
+    assert (run.folder / "job-n4").read_text() == f"{run.id} n[1-3] 0\n"
+    assert len(list(events.parent.glob(".spare-*"))) == 1
+    run.answer(n1=0, n2=0, n3=0, n4=0)
+    assert run.outcome(cluster) == "COMPLETED 0:0"
 
 
 def test_a_failure_ends_the_job(submit: Callable[[Path], Submitted], cluster: Cluster) -> None:
