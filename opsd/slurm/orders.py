@@ -78,10 +78,16 @@ class Orders:
 
 
 def keep_carrying_out(
-    orders: Orders, slurm: Callable[[], Slurm], rules: Rules, say: Callable[[str], None], stop: threading.Event
+    orders: Orders,
+    slurm: Callable[[], Slurm],
+    rules: Rules,
+    say: Callable[[str], None],
+    stop: threading.Event,
+    *,
+    retry_s: float = RETRY_S,
 ) -> None:
-    """Look for orders every ``RETRY_S`` seconds until ``stop`` is set."""
-    while not stop.wait(RETRY_S):
+    """Look for orders every ``retry_s`` seconds until ``stop`` is set."""
+    while not stop.wait(retry_s):
         if orders.waiting():
             for sentence in orders.carry_out(slurm(), rules, time.time()):
                 say(sentence)

@@ -57,9 +57,12 @@ def reason(kind: str, text: str = "", *, incident: str = MANUAL, evidence: str =
 
 
 def kind_of(told: str) -> str:
-    """The kind in a reason that ``reason`` made, "unknown" in one of another form."""
-    words = told.removeprefix(effects.OWN_PREFIX).split()
-    return words[1].rstrip(":;") if told.startswith(effects.OWN_PREFIX) and len(words) > 1 else "unknown"
+    """The kind in a reason that ``reason`` made; the first word of another one of opsd, for instance preflight."""
+    if not told.startswith(effects.OWN_PREFIX):
+        return "unknown"
+    about = told.removeprefix(effects.OWN_PREFIX)
+    incident, *words = about.split() or ["unknown"]
+    return (incident if about.startswith(" ") or not words else words[0]).rstrip(":;")
 
 
 def against_drain(

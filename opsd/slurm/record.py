@@ -1,7 +1,7 @@
 """What opsd writes into a node's comment: when it was out of service and why, and whether it is ready as a spare.
 
 Slurm forgets a node's reason when it is given back. Its comment outlives that, a restart of slurmctld and
-``scontrol reconfigure``, can be set while the cluster runs, on 22.05 as on 25.11, and is shown by sinfo. (Features
+``scontrol reconfigure`` (tried on 22.05), can be set while the cluster runs, and is shown by sinfo. (Features
 must stand in slurm.conf, which takes them back at each reconfigure, and sbatch would select by them; ``Extra`` is
 parsed by newer releases as a constraint.) The record is the part in brackets; the rest belongs to other people::
 

@@ -47,6 +47,15 @@ def test_a_node_that_passed_is_given_back_if_a_preflight_took_it_out() -> None:
     assert slurm.updates == [(("n01",), "resume", "")]
 
 
+def test_a_node_that_comes_back_again_and_again_is_not_given_back() -> None:
+    """It passes each time and fails soon after: a check does not overrule the node's history."""
+    slurm = cluster(FAILED, DRAIN)
+    slurm.by_comment["n01"] = "[opsd1 preflight=100-200 preflight=300-400 preflight=500-]"
+    with pytest.raises(ActionError, match="came back to service and failed again 2 times"):
+        acted(slurm, verdict(passed=True))
+    assert slurm.updates == []
+
+
 @pytest.mark.parametrize(
     "reason", ["replace the fan", "opsd: GPU 2 is lost", "opsd: preflight standard failed: gpu_burn; see /x.json", ""]
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import click
 import pytest
@@ -19,7 +21,7 @@ from opsd.cli import cli
 from opsd.slurm import ownership, record
 from opsd.slurm.drain import NotOurs
 from opsd.slurm.node_cli import Desk
-from opsd.slurm.orders import Order, Orders
+from opsd.slurm.orders import Order, Orders, keep_carrying_out
 from opsd.slurm.ownership import DAY_S, Proof, Refused, Rules
 from opsd.slurm.port import Node, SlurmDenied, SlurmUnavailable
 from opsd.slurm.record import Record, Stay
@@ -44,7 +46,12 @@ def test_a_reason_tells_incident_kind_and_evidence_in_one_line() -> None:
     told = ownership.reason("gpu_xid", "Xid 79\nagain", incident="gpu_xid-20261121-ab", evidence="/var/lib/opsd/e.json")
     assert told == "opsd:gpu_xid-20261121-ab gpu_xid: Xid 79 again; see /var/lib/opsd/e.json"
     assert ownership.kind_of(told) == "gpu_xid"
-    assert ownership.kind_of("replace the fan") == "unknown"
+    assert ownership.kind_of("opsd: preflight quick failed: gpu_burn; see /x.json") == "preflight"
+    assert [ownership.kind_of(told) for told in ("replace the fan", "opsd:", "opsd:manual")] == [
+        "unknown",
+        "unknown",
+        "manual",
+    ]
 
 
 def test_a_drain_is_remembered_beyond_the_return() -> None:
@@ -177,6 +184,25 @@ def test_an_order_waits_for_slurm_and_is_carried_out_once(tmp_path: Path) -> Non
     slurm.error = None
     assert orders.carry_out(slurm, RULES, NOW + 10) == ["drained n01"]
     assert orders.carry_out(slurm, RULES, NOW + 20) == []
+    assert slurm.updates == [(("n01",), "drain", "opsd:manual x")]
+
+
+def test_the_agent_goes_on_trying(tmp_path: Path) -> None:
+    """As long as Slurm is away nothing is said; the order is carried out when it is back."""
+    slurm, stop, said = cluster(), threading.Event(), SimpleQueue[str]()
+    slurm.error = DOWN
+    Orders(tmp_path).put(Order("drain", ("n01",), time.time(), "opsd:manual x"))
+    parts = (Orders(tmp_path), lambda: slurm, RULES, said.put, stop)
+    agent = threading.Thread(target=keep_carrying_out, args=parts, kwargs={"retry_s": 0.01})
+    agent.start()
+    try:
+        with pytest.raises(Empty):
+            said.get(timeout=0.1)
+        slurm.error = None
+        assert said.get(timeout=20) == "drained n01"
+    finally:
+        stop.set()
+        agent.join(20)
     assert slurm.updates == [(("n01",), "drain", "opsd:manual x")]
 
 
