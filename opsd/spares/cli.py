@@ -132,6 +132,21 @@ def verify(settings: Settings, rate: float | None) -> int:
 
 
 @spare.command()
+@click.pass_obj
+def status(settings: Settings) -> int:
+    """Say whether this node is a ready spare, by its last verdict, without reading any data.
+
+    For batch scripts and launchers: it takes no time. Exits with 1 if the node must not be used as a spare.
+    """
+    found, node = Here.of(settings).state, settings.agent.node
+    if why_not := found.why_not_ready(time.time()):
+        click.echo(f"{node} is not a ready spare: {why_not}")
+        return exitcodes.FAILED
+    click.echo(f"{node} is a ready spare until {clock_time(found.expires_at)}")
+    return exitcodes.OK
+
+
+@spare.command()
 @click.option("--delete", is_flag=True, help="Delete the staged files as well.")
 @click.pass_obj
 def release(settings: Settings, delete: bool) -> int:

@@ -39,6 +39,14 @@ class SpareState:
     lacks: Mapping[str, str] = field(default_factory=dict)
     format: Literal[1] = 1
 
+    def why_not_ready(self, now: float) -> str:
+        """Why the node must not be used as a spare at the epoch second ``now``, "" if it may be."""
+        if self.lacks:
+            return "; ".join(f"{topic}: {why}" for topic, why in self.lacks.items())
+        if not self.ready:
+            return "it was never verified; run `opsd spare verify`"
+        return "" if now < self.expires_at else "its last verification is too old; run `opsd spare verify`"
+
 
 _STATE = TypeAdapter(SpareState)
 

@@ -158,6 +158,7 @@ def test_the_agent_exports_the_verdict_until_it_expires(tmp_path: Path) -> None:
     assert isinstance(collector.collect(), NoData)
     state.write(tmp_path, verdict)
     assert state.read(tmp_path) == verdict
+    assert (verdict.why_not_ready(NOW), "is too old" in verdict.why_not_ready(NOW + 2 * DAY)) == ("", True)
     assert values(collector.collect()) == {READY.name: 1.0, AGE.name: 100.0, STAGED.name: 1e12}
     later = SpareCollector(tmp_path / state.FILE, wall=lambda: NOW + 2 * DAY)
     assert values(later.collect())[READY.name] == 0.0
@@ -189,6 +190,8 @@ def test_stale_and_damaged_data_are_found_by_verify(tmp_path: Path) -> None:
     assert (staged.return_value, "data:" in staged.output) == (exitcodes.FAILED, False)
     assert "preflight: it has passed no preflight spare" in staged.output
     assert "data:" not in on(tmp_path, "verify").output
+    asked = on(tmp_path, "status")
+    assert (asked.return_value, "not a ready spare: preflight: it has passed" in asked.output) == (1, True)
     shard = tmp_path / "nvme/shard-00000.tokens"
     shard.write_bytes(bytes(shard.stat().st_size))
     assert "was damaged and has been removed; run `opsd spare stage` again" in on(tmp_path, "verify").output
@@ -207,6 +210,7 @@ def test_stale_and_damaged_data_are_found_by_verify(tmp_path: Path) -> None:
 
 def test_a_released_spare_is_forgotten(tmp_path: Path) -> None:
     """With its data if that is wanted; a second time does no harm."""
+    assert "it was never verified" in on(tmp_path, "status").output
     make_corpus(tmp_path / "source")
     on(tmp_path, "stage")
     assert state.read(tmp_path / "state") is not None
