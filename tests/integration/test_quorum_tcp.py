@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from opsd.launch.membership import free_port
@@ -118,8 +119,8 @@ def test_strangers_are_refused(three: Launchers, change: dict[str, str], text: s
     """Another secret or another run: one clear sentence on both sides, and no effect."""
     before = three.told("n1", "begin")
     three.start(4, 3, seeds=[three.member(1)], **change)  # type: ignore[arg-type]
-    three.until(lambda: three.told("n4", "said"))
-    three.until(lambda: any(text in said["text"] for said in three.told("n1", "said") + three.told("n4", "said")))
+    for name in ("n1", "n4"):
+        three.until(lambda name=name: any(text in said["text"] for said in three.told(name, "said")))  # type: ignore[misc]
     assert three.told("n1", "begin") == before
     for name in ("n1", "n4"):
         assert SECRET not in (three.folder / name).read_text()
@@ -164,6 +165,21 @@ def test_a_version_that_does_not_fit_is_told_to_the_caller(three: Launchers) -> 
         while data := connection.recv(4096):
             answer += data
     assert "install the same opsd on all nodes" in json.loads(answer[4:])["refused"]
+
+
+def test_too_few_files_are_said_and_hold_nobody_up(three: Launchers) -> None:
+    """Those who call wait until there are files again; those who are connected notice nothing, and no loop spins."""
+    process = psutil.Process(three.processes["n2"].pid)
+    soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), hard))
+    with socket.create_connection(tuple(three.member(2)[1:]), timeout=10) as stranger:
+        three.until(lambda: any("ulimit -n" in said["text"] for said in three.told("n2", "said")))
+        before = sum(process.cpu_times()[:2])
+        time.sleep(1.0)
+        assert sum(process.cpu_times()[:2]) - before < 0.3
+        process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+        assert stranger.recv(1) == b""
+    assert three.begun("n1", "n2", "n3")
 
 
 def test_who_never_reads_holds_nobody_up(three: Launchers) -> None:

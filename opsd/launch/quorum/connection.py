@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from opsd.launch.loop import Loop
 from opsd.launch.quorum.codec import member_from_json, member_to_json
@@ -156,6 +156,8 @@ class Connection:
             for message in self._frames.feed(data):
                 if self.peer is not None:
                     self._received(self.peer, message)
+                elif "refused" in message:
+                    raise WireError(f"it refuses: {str(message['refused'])!r:.200}")
                 elif self.expected is not None:
                     self._prove_after(message)
                 else:
@@ -180,12 +182,10 @@ class Connection:
     # -- the greeting, as the one that calls ---------------------------------------------------------------------
 
     def _prove_after(self, message: Message) -> None:
-        if "refused" in message:
-            raise WireError(f"it refuses: {str(message['refused'])!r:.200}")
         self._check(message)
         self._theirs = message
         if not hmac.compare_digest(bytes.fromhex(message["proof"]), self._proof("called")):
-            raise WireError("it does not know the secret of this run")
+            self._refuse("it does not know the secret of this run")
         self._write(self._frames.pack(encode({"proof": self._proof("caller").hex()})))
         self._open(self._key("called"), self._key("caller"))
 
@@ -200,9 +200,12 @@ class Connection:
         elif message["run"] != self._own.run:
             why = f"it belongs to the run {message['run']!r:.80} and not to {self._own.run!r}"
         if why:
-            if self.expected is None:
-                self._write(self._frames.pack(encode({"refused": why})))
-            raise WireError(why)
+            self._refuse(why)
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Tell the other side why, and raise WireError."""
+        self._write(self._frames.pack(encode({"refused": why})))
+        raise WireError(why)
 
     def _proof(self, who: str) -> bytes:
         return session_key(self._own.secret, f"proof of the {who}", *self._transcript())

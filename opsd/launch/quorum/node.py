@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ TICK_S = 0.05
 FEW = 64
 """With more launchers than this, ticks are twice as long."""
 LOOK_S = 1.0
+OTHER_FILES = 512
 
 
 class TcpQuorum:
@@ -78,6 +80,7 @@ class TcpQuorum:
 
     def start(self, listener: Listener) -> None:
         """Listen and look for the others. Raises OSError if the port cannot be had."""
+        self._allow_connections()
         self._transport.listen()
         self._core.start(listener)
         self._loop.every(TICK_S if len(self._core.consent.electorate) <= FEW else 2 * TICK_S, self._tick)
@@ -117,6 +120,14 @@ class TcpQuorum:
             self._left = True
             self._core.leave()
             self._transport.close()
+
+    def _allow_connections(self) -> None:
+        """Raise the soft limit of open files to what a head needs: two connections to each launcher, and its ranks'."""
+        needed = 2 * len(self._core.consent.electorate) + OTHER_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
     def _flush_soon(self) -> None:
         self._loop.later(0.0, self._core.flush)

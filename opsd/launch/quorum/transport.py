@@ -17,7 +17,12 @@ PROBE_S = 0.15
 REFUSALS = 2
 """A launcher whose connection broke is called again at once and after ``PROBE_S``; refused both times, it is gone."""
 SAY_AGAIN_S = 60.0
-MAX_STRANGERS = 256
+MAX_SAID = 32
+"""Different sentences within ``SAY_AGAIN_S``."""
+MAX_STRANGERS = 1024
+"""Connections on which the other side has not proven itself."""
+BACKLOG = 4096
+PAUSE_S = 1.0
 FAREWELL_S = 0.3
 
 
@@ -44,13 +49,14 @@ class Transport:
         self._calling: dict[str, Connection] = {}
         self._strangers: set[Connection] = set()
         self._refused: dict[str, int] = {}
-        self._closing = False
+        self._closing = self._paused = False
         self._encoded: deque[tuple[Message, bytes]] = deque(maxlen=4)
 
     def listen(self) -> None:
         """Raises OSError if the address or port cannot be had."""
         member = self._own.member
-        self._listener = socket.create_server((member.address, member.port), backlog=1024)
+        family = socket.AF_INET6 if ":" in member.address else socket.AF_INET
+        self._listener = socket.create_server((member.address, member.port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
         self._loop.watch(self._listener.fileno(), self._accept)
 
@@ -75,7 +81,8 @@ class Transport:
         """Send what is waiting, for a moment, and end all connections."""
         self._closing = True
         if self._listener is not None:
-            self._loop.unwatch(self._listener.fileno())
+            if not self._paused:
+                self._loop.unwatch(self._listener.fileno())
             self._listener.close()
             self._listener = None
         for connection in [*self._open.values(), *self._calling.values(), *self._strangers]:
@@ -98,7 +105,10 @@ class Transport:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._tell("sockets", f"no connections of other launchers: {error.strerror}; raise `ulimit -n`")
+                self._pause_listening(self._listener)
             return
         if len(self._strangers) >= MAX_STRANGERS:
             sock.close()
@@ -109,6 +119,18 @@ class Transport:
                 opened=self._opened, received=self._received, closed=self._closed,
             )
         )  # fmt: skip
+
+    def _pause_listening(self, listener: socket.socket) -> None:
+        """Leave those who call waiting for a while; they would wake the loop again and again."""
+
+        def go_on() -> None:
+            if self._listener is listener:
+                self._loop.watch(listener.fileno(), self._accept)
+            self._paused = False
+
+        self._paused = True
+        self._loop.unwatch(listener.fileno())
+        self._loop.later(PAUSE_S, go_on)
 
     def _opened(self, connection: Connection) -> None:
         assert connection.peer is not None
@@ -156,6 +178,7 @@ class Transport:
 
     def _tell(self, key: str, text: str) -> None:
         now = time.monotonic()
-        if now - self._said.get(key, -SAY_AGAIN_S) >= SAY_AGAIN_S and len(self._said) < MAX_STRANGERS:
+        self._said = {said: at for said, at in self._said.items() if now - at < SAY_AGAIN_S}
+        if key not in self._said and len(self._said) < MAX_SAID:
             self._said[key] = now
             self._say(text)
