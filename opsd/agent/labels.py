@@ -34,6 +34,7 @@ LABELS: Final[Mapping[str, str]] = {
     "model": "one per device",
     "modelName": "one per GPU",
     "mount": "mounts of disks, networks and runs, 64 at most",
+    "name": "results of the newest evaluation of a run, 32 at most",
     "numa_node": "one per NUMA node",
     "op": "read, write, discard, flush; 7 operations of NFS",
     "options": "one per mount",
