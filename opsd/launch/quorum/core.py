@@ -25,7 +25,8 @@ PEERS_PER_SECOND = 1280
 STAGGER_S = 0.3
 """By so much later each next launcher stands for election."""
 ASK_AGAIN_S = 0.15
-"""A candidate asks again after this, then after twice that, and so on up to half a second; of many launchers rarer."""
+"""A candidate asks again after this, then after twice that, and so on up to what a round takes."""
+VOTES_PER_SECOND = 500
 ALONE_S = 0.7
 """How long the others have to answer, once the head is silent, before this side counts as cut off."""
 DECIDE_S = 5.0
@@ -333,8 +334,13 @@ class Core:
             order.index(self.own.name) < order.index(name) for name in near if name in order
         )
 
+    @property
+    def _round_s(self) -> float:
+        """What it takes at most to ask all others, of which a thousand need a while."""
+        return max(0.5, len(self.consent.electorate) / VOTES_PER_SECOND)
+
     def _stand(self) -> None:
-        pause_s = min(ASK_AGAIN_S * 2**self._asked, max(0.5, len(self.consent.electorate) / 500))
+        pause_s = min(ASK_AGAIN_S * 2**self._asked, self._round_s)
         self._stand_at = self._now + pause_s + STAGGER_S * min(self._turn(), 4) / 4
         self._asked += 1
         if self.own.name in self.consent.voters:
@@ -347,6 +353,7 @@ class Core:
         if self._asking != what or what == "vote":
             self._asking, self._votes = what, {self.own.name}
         if what == "vote":
+            self._stand_at = self._now + self._round_s
             self.term += 1
             self._voted = self.own.name
             self._role = "candidate"
