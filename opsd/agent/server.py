@@ -36,6 +36,7 @@ from opsd.agent.exposition import Exposition
 from opsd.agent.ledgers import Ledgers
 from opsd.agent.loop import Snapshot
 from opsd.agent.page import REFRESH_S, node_page
+from opsd.agent.page_cache import PageCache
 from opsd.agent.page_history import History
 from opsd.agent.page_html import HEADERS
 from opsd.agent.page_job import job_page
@@ -82,6 +83,7 @@ class App:
         self._facts = facts
         self._history = history or History()
         self._ledgers = ledgers or Ledgers()
+        self._pages = PageCache()
         self._stale_s = stale_s
         self._exposition = Exposition(lambda: latest().samples)
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
@@ -146,11 +148,20 @@ class App:
         wanted = request.query.get("refresh", ["0"])[-1]
         refresh_s = next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
         latest, now = self._latest(), time.monotonic()
-        return HTTPStatus.OK, node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now), HEADERS
+
+        def make() -> bytes:
+            return node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now)
+
+        return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", HEADERS
 
     def _job(self, id: str) -> Answer:
         latest, now = self._latest(), time.monotonic()
-        body = job_page(latest, self._history, self._ledgers.of, id, str(self._facts.get("node", "")), now)
+        node = str(self._facts.get("node", ""))
+
+        def make() -> bytes | None:
+            return job_page(latest, self._history, self._ledgers.of, id, node, now)
+
+        body = self._pages.get(id, latest, now, make)
         if body is None:
             return _problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
         return HTTPStatus.OK, body, HEADERS

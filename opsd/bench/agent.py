@@ -46,9 +46,7 @@ def run() -> dict[str, float | int | str]:
     client in this process.
     """
     with node() as place, ExitStack() as stack:
-        exporters = [stack.enter_context(ours(place))]
-        if peer := shutil.which("nvitop-exporter", path=str(Path(sys.executable).parent)):
-            exporters.append(stack.enter_context(_nvitop(peer, place)))
+        exporters = [stack.enter_context(ours(place)), *stack.enter_context(nvitop(place))]
         return _measure(exporters)
 
 
@@ -155,11 +153,15 @@ def ours(place: Node) -> Iterator[Exporter]:
 
 
 @contextlib.contextmanager
-def _nvitop(program: str, place: Node) -> Iterator[Exporter]:
-    port = _free_port()
+def nvitop(place: Node) -> Iterator[list[Exporter]]:
+    """nvitop-exporter on that node, once it has all its series; none where it is not installed."""
+    program, port = shutil.which("nvitop-exporter", path=str(Path(sys.executable).parent)), _free_port()
+    if program is None:
+        yield []
+        return
     environment = {STATE_ENV: str(place.state), "LD_LIBRARY_PATH": str(place.library.parent)}
     with _running(Exporter("nvitop", [program, f"--port={port}", "--interval=1"], port, environment)) as exporter:
-        yield exporter
+        yield [exporter]
 
 
 @contextlib.contextmanager

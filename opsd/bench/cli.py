@@ -24,6 +24,7 @@ BENCHES = {
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "steps lost when a rank is killed and on SIGTERM",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
+    "scrape": "fifty scrapers at one agent, and people with the page open, beside nvitop-exporter",
     "soak": "memory and CPU of the agent over an hour",
     "swap": "how long a run stands still when a node of it goes, on a real Slurm cluster in namespaces",
     "trainer": "tokens/s of the trainer beside transformers' Llama under plain FSDP2",

@@ -11,6 +11,8 @@ from typing import Any
 from collectors.base import Metric, Sample
 from collectors.ranks import MFU
 from opsd.agent.ledgers import FRESH_S, REST, Ledgers, Made, make_ledger
+from opsd.agent.loop import Snapshot
+from opsd.agent.page_cache import PageCache
 from opsd.agent.page_history import History
 from opsd.agent.page_job import job_page
 from tests.fakes.clock import FakeClock, eventually
@@ -110,3 +112,22 @@ def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("wb") as file:
         file.truncate(17 << 20)
     assert "opsd ledger" in make_ledger(tmp_path).problem
+
+
+def test_a_page_is_made_once_a_second() -> None:
+    """For everybody who asks for the same one; a newer snapshot or another second makes it anew."""
+    pages, first, second = PageCache(), snapshot(), snapshot()
+    made = []
+
+    def look(key: str, of: Snapshot, now: float) -> bytes | None:
+        def make() -> bytes:
+            made.append(key)
+            return key.encode()
+
+        return pages.get(key, of, now, make)
+
+    assert [look("a", first, 10.1), look("a", first, 10.9), look("b", first, 10.9)] == [b"a", b"a", b"b"]
+    assert made == ["a", "b"]
+    look("a", second, 10.9)
+    look("a", second, 11.0)
+    assert made == ["a", "b", "a", "a"]
