@@ -84,6 +84,7 @@ class ClusterRun:
         self._told_hung = 0.0
         self._hang: Hang | None = None
         self._finished = False
+        self._last_word: tuple[int, str] | None = None
         self._told_to_stop = False
 
     # -- the launcher's side -------------------------------------------------------------------------------------
@@ -126,6 +127,8 @@ class ClusterRun:
     def asked_to_stop(self, by: str) -> None:
         """Stop here at once, and have all others do so: the signal may have reached this node only."""
         if self._finished:
+            if self._last_word is not None:  # Slurm ends the job, as this launcher has asked it to
+                self._node.finish(*self._last_word)
             return
         if self._told_to_stop or not self._node.stopping:
             self._node.stop(by)
@@ -385,6 +388,7 @@ class ClusterRun:
         if self._head is None:
             self._node.finish(code, reason)
             return
+        self._finished, self._last_word = True, (code, reason)
         limit = time.monotonic() + FAREWELL_S
 
         def look() -> None:
