@@ -35,6 +35,8 @@ def _clean(slurm: CommandSlurm) -> bool:
         slurm.unreserve(reservation.name)
     for job in slurm.jobs():
         slurm.cancel(job.id)
+    for name in (name for name, comment in slurm.comments().items() if comment):
+        slurm.set_comment(name, "")
     nodes = slurm.nodes()
     if held := [node.name for node in nodes if node.state == "down" or "drain" in node.flags]:
         # A node may come back by itself in between, and then there is nothing to resume.

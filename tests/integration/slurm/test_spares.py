@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,13 +23,9 @@ QUICK = [check.name for check in CHECKS if check.name != "numa"]
 
 
 @pytest.fixture
-def slurm(cluster: Cluster) -> Iterator[CommandSlurm]:
-    """The port on the controller; comments are cleared afterwards."""
-    port = CommandSlurm(runner_on(cluster.controller))
-    yield port
-    for name, comment in port.comments().items():
-        if comment:
-            port.set_comment(name, "")
+def slurm(cluster: Cluster) -> CommandSlurm:
+    """The port on the controller."""
+    return CommandSlurm(runner_on(cluster.controller))
 
 
 def opsd(cluster: Cluster, node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
