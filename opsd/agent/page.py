@@ -54,10 +54,21 @@ def _summary(snapshot: Snapshot, about: Mapping[str, Any], now: float) -> Html:
             ("seen", f"{max(0.0, now - snapshot.at):.1f} s ago"),
             ("GPUs", len(snapshot.gpus)),
             ("ranks", len(snapshot.ranks)),
+            *_spare(snapshot),
             ("agent", f"opsd {__version__}, up {span(snapshot.wall - float(about.get('started_at', snapshot.wall)))}"),
             *journal,
         ]
     )
+
+
+def _spare(snapshot: Snapshot) -> list[tuple[str, object]]:
+    """What `opsd spare` has found out about this node; nothing where it is none."""
+    values = {sample.metric.name: sample.value for group in snapshot.samples for sample in group if not sample.labels}
+    if (ready := values.get("opsd_spare_ready")) is None:
+        return []
+    age = values.get("opsd_spare_verified_age_seconds")
+    verified = f", verified {span(age)} ago" if age is not None else ""
+    return [("spare", pill(f"ready{verified}", "good") if ready else pill(f"not ready{verified}", "warn"))]
 
 
 def _gpus(snapshot: Snapshot, history: History) -> Html:

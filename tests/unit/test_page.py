@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectors import spare
 from collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.agent.gather import Health, Source
 from opsd.agent.loop import Snapshot
@@ -117,6 +119,15 @@ def test_everything_that_matters_is_on_it() -> None:
         assert said in text
     for said in ("backward", "0 of train", "step 80, 21 behind", "backward 60%, forward 20%, data 20%", "0.500 s"):
         assert said in text
+
+
+def test_a_spare_says_whether_it_is_ready() -> None:
+    """With the age of the verdict; another node says nothing of it."""
+    verdict = json.dumps({"ready": True, "expires_at": 200.0, "checked_at": 40.0, "staged_bytes": 1})
+    for now, said in ((100.0, "ready, verified 60 s ago"), (400.0, "not ready, verified 6 min ago")):
+        shown = snapshot(samples=(spare.parse(verdict.encode(), now),))
+        assert f"spare {said}" in re.sub(r"\s+", " ", Structure(page(shown)).text)
+    assert "spare" not in Structure(page(snapshot())).text
 
 
 def test_symptoms_are_shown_with_their_cause_only() -> None:
