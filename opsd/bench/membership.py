@@ -71,10 +71,10 @@ class Launchers:
 
 
 @contextmanager
-def _running(nodes: int) -> Iterator[list[Launchers]]:
+def _running(nodes: int, trials: int) -> Iterator[list[Launchers]]:
     """The heads of the trials, the many, those that are lost; the many start last."""
     port, secret = free_port(), secrets.token_hex(32)
-    single, alone = 2 * TRIALS, TRIALS + 1
+    single, alone = 2 * trials, trials + 1
     bounds = [(number, number) for number in range(1, alone + 1)]
     bounds.append((alone + 1, nodes - single))
     bounds += [(number, number) for number in range(nodes - single + 1, nodes + 1)]
@@ -118,19 +118,24 @@ def _cpu_percent(process: psutil.Process, seconds: float) -> float:
     return 100 * (sum(process.cpu_times()[:2]) - before) / seconds
 
 
-def run(nodes: int = NODES) -> dict[str, float | int]:
-    """Seconds from the loss to the new generation's beginning on the last launcher, the worst of the trials."""
+def run(
+    nodes: int = NODES, *, trials: int = TRIALS, idle_s: float = IDLE_S, settle_s: float = SETTLE_S
+) -> dict[str, float | int]:
+    """Seconds from the loss to the new generation's beginning on the last launcher, ``trials`` times of each kind.
+
+    Before that the head is watched for ``idle_s``; after each change things settle for ``settle_s``.
+    """
     took: dict[str, list[float]] = {"silent": [], "killed": [], "head": []}
     began = time.monotonic()
-    with _running(nodes) as groups:
+    with _running(nodes, trials) as groups:
         number, at = _agreed(groups, 0)
         formed_s = at - began
-        time.sleep(SETTLE_S)
-        idle = _cpu_percent(psutil.Process(groups[_head(groups)].process.pid), IDLE_S)
+        time.sleep(settle_s)
+        idle = _cpu_percent(psutil.Process(groups[_head(groups)].process.pid), idle_s)
         for kind, sign in (
-            *[("silent", signal.SIGSTOP)] * TRIALS,
-            *[("killed", signal.SIGKILL)] * TRIALS,
-            *[("head", signal.SIGSTOP)] * TRIALS,
+            *[("silent", signal.SIGSTOP)] * trials,
+            *[("killed", signal.SIGKILL)] * trials,
+            *[("head", signal.SIGSTOP)] * trials,
         ):
             lost = groups.pop(_head(groups) if kind == "head" else -1)
             lost_at = lost.lose(sign)
@@ -139,7 +144,7 @@ def run(nodes: int = NODES) -> dict[str, float | int]:
             finally:
                 lost.end()
             took[kind].append(at - lost_at)
-            time.sleep(SETTLE_S)
+            time.sleep(settle_s)
     return {
         "nodes": nodes,
         "ours_formed_s": formed_s,
