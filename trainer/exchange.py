@@ -125,6 +125,14 @@ def _receive(folder: Path, move: Move, device: torch.device) -> None:
         memory.write_record(folder, record)
 
 
+def tidy(folder: Path, world: World) -> None:
+    """After a restore, keep in this node's memory the states of its own ranks and of those it has copies of."""
+    if world.rank % world.local_size == 0:
+        node = world.node_of(world.rank)
+        here = {(node + sign) % world.nodes for sign in (-1, 0)}
+        memory.keep_only(folder, {rank for rank in range(world.size) if world.node_of(rank) in here})
+
+
 def pair(world: World, job_secret: str = "") -> Pairing:
     """Agree on which rank sends its states to which: to its neighbour on the next node, the last node's to the first.
 

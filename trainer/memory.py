@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,6 +104,14 @@ def remove(folder: Path, rank: int) -> None:
     """Give the memory of ``rank`` back."""
     forget(folder, rank)
     state_path(folder, rank).unlink(missing_ok=True)
+
+
+def keep_only(folder: Path, ranks: Collection[int]) -> None:
+    """Give back the memory of all other ranks, which this node had before the run went on with other nodes."""
+    for path in folder.glob("rank-*.state"):
+        number = path.name.removeprefix("rank-").removesuffix(".state")
+        if number.isdigit() and int(number) not in ranks:
+            remove(folder, int(number))
 
 
 def all_records(folder: Path) -> Iterator[Record]:

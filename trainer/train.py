@@ -25,7 +25,7 @@ from trainer.config import Config, ConfigError
 from trainer.data.loader import Loader
 from trainer.data.sources import Source, open_sources, sizes
 from trainer.evaluations import Evaluations
-from trainer.exchange import pair
+from trainer.exchange import pair, tidy
 from trainer.huggingface import fill
 from trainer.interval import Interval
 from trainer.metrics import MetricsLog
@@ -80,6 +80,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     loader.begin(sample)
 
     paired = config.checkpoint.replicas and world.nodes > 1
+    if reporter.path is not None:
+        tidy(reporter.path.parent, world)
     audit = Audit(model, world, reporter)
     audit(step)
     saver = Saver(

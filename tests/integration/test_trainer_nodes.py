@@ -109,6 +109,17 @@ def test_a_damaged_copy_is_not_used(run: Run) -> None:
     assert "does not match its checksum" in run.events("checkpoint_rejected")[-1]["why"]
 
 
+def test_a_node_that_is_left_alone_gives_memory_back(run: Run) -> None:
+    """With one node fewer, the run goes on from the disk and holds no memory for ranks that there are no more."""
+    run.memory(0).rename(run.folder / "only")
+    for path in (run.folder / "only").iterdir():
+        path.rename(run.folder / path.name)
+    world = run.start(world=1, run__steps=100_000, checkpoint__every=10_000)
+    eventually(lambda: world.step() > max(steps(run.checkpoints)))
+    world.kill()
+    assert [path.name for path in run.folder.glob("*.state")] == ["rank-0000.state"]
+
+
 def test_without_replicas_a_lost_node_means_the_disk(run: Run) -> None:
     """Every rank decides alike when one node's memory is gone, whatever the others have."""
     memory.remove(run.memory(0), 1)
