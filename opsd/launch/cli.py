@@ -21,9 +21,9 @@ from opsd.launch.failure import RestartPolicy
 from opsd.launch.fellows import Count, FellowsError, find_fellows
 from opsd.launch.hang import HangLimits
 from opsd.launch.hang_watch import HangWatch
-from opsd.launch.head import Shape
 from opsd.launch.loop import Loop
 from opsd.launch.membership import SingleNode
+from opsd.launch.placement import Shape
 from opsd.launch.process import become_subreaper
 from opsd.launch.program import Program, ProgramNotFound
 from opsd.launch.ranks import RankStarter

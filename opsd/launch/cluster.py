@@ -12,9 +12,10 @@ from opsd.launch.aside import aside
 from opsd.launch.control import Request
 from opsd.launch.failure import Failure
 from opsd.launch.hang import Hang, Standing
-from opsd.launch.head import Head, generation_of
+from opsd.launch.head import Head
 from opsd.launch.membership import Assignment, free_port
 from opsd.launch.messages import say
+from opsd.launch.placement import generation_of
 from opsd.launch.postmortem import report_exit
 from opsd.launch.quorum.port import Member, Message, Plan, Quorum
 from opsd.launch.reports import BadReport, failed_to_json, failure_to_json, standings_to_json

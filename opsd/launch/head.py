@@ -9,24 +9,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from opsd import exitcodes
-from opsd.launch.failure import Failure, RestartPolicy, first_cause
-from opsd.launch.hang import Standing, name_culprit, stuck_together
+from opsd.launch.failure import Failure, RestartPolicy
+from opsd.launch.hang import Hang
 from opsd.launch.hang_watch import hang_fields
+from opsd.launch.inquest import HangInquiry, Inquest
 from opsd.launch.loop import Loop, Timer
 from opsd.launch.messages import say
+from opsd.launch.placement import Shape, generation_of, place
 from opsd.launch.postmortem import PROGRAM_NOT_FOUND, explain
 from opsd.launch.quorum.port import Member, Message, Plan, Quorum
 from opsd.launch.reports import BadReport, Report, failed_from_json, standings_from_json
 from opsd.launch.run_log import RunLog
 
-GATHER_S = 0.1
-"""After a failure that is clearly a first cause: time for the other nodes' reports, for the record."""
-STANDINGS_S = 1.0
-"""How long a node may take to say where its ranks stand."""
 FORM_SETTLE_S = 2.0
 """Once the nodes that are needed have come: how long the first generation waits for the others that are expected."""
 REGROUP_S = 2.0
@@ -36,28 +33,6 @@ KEEP_S = 0.5
 SWAP = "the swap of "
 """How the reason of a stop begins after which the run goes on without a node."""
 _BLAMED_OFTEN = 2
-
-
-def generation_of(plan: Plan) -> int:
-    """The generation of ranks that runs under ``plan``: its own number, or the one that it keeps running."""
-    return int(plan.payload["keep"]) or plan.number
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How many nodes run ranks, at least and at most, and which of them first.
-
-    For ``join_s`` seconds the first generation waits for nodes, for ``wait_s`` a later one that has too few. After
-    failures that all look like the consequence of another, that other has ``victim_s`` to show; longer than it takes to
-    notice that a node is lost.
-    """
-
-    least: int
-    most: int
-    order: tuple[str, ...]
-    join_s: float = 600.0
-    wait_s: float = 0.0
-    victim_s: float = 3.0
 
 
 class Head:
@@ -88,9 +63,8 @@ class Head:
         self._gone: set[str] = set()
         self._furthest: int | None = None
         self._committed: int | None = None
-        self._reports: list[Report] = []
-        self._gathering: Timer | None = None
-        self._standings: dict[str, list[Standing]] | None = None
+        self._inquest = Inquest(loop, shape.victim_s, self._judge)
+        self._hangs = HangInquiry(loop, self._ask_standings, self._hung)
         self._ended: dict[str, str] = {}
         self._stopping = ""
         self._swapping = False
@@ -200,18 +174,8 @@ class Head:
         self._proposed = self._quorum.propose(slots, self._payload(keep=0))
 
     def _slots(self) -> tuple[str, ...] | None:
-        """Who runs ranks next: survivors where they were, fit spares in the gaps; None if that is not enough."""
-        shape, alive = self._shape, self._quorum.alive
-        before: Sequence[str] = self._plan.slots if self._plan is not None else ()
-        places = [name if name in alive and name not in self._unfit else None for name in before]
-        ranked = {name: place for place, name in enumerate(shape.order)}
-        free = sorted(alive.keys() - set(before) - self._unfit, key=lambda name: (ranked.get(name, len(ranked)), name))
-        for place, name in enumerate(places):
-            if name is None and free:
-                places[place] = free.pop(0)
-        slots = [name for name in places if name is not None]
-        slots += free[: shape.most - len(slots)]
-        return tuple(slots) if len(slots) >= shape.least else None
+        before = self._plan.slots if self._plan is not None else ()
+        return place(self._shape, before, self._quorum.alive.keys(), self._unfit)
 
     def _wait_for_nodes(self, reason: str, wait_s: float) -> None:
         if self._plan is not None and wait_s > 0:
@@ -264,11 +228,12 @@ class Head:
         ):
             return
         elif kind == "failed":
-            self._gather(failed_from_json(sender, message["failures"], time.time()))
+            self._inquest.add(failed_from_json(sender, message["failures"], time.time()))
         elif kind == "hung":
-            self._ask_standings()
+            if not self._inquest.open:
+                self._hangs.begin(self._plan.slots)
         elif kind == "standings":
-            self._standing(sender, standings_from_json(message["ranks"], time.monotonic()))
+            self._hangs.add(sender, standings_from_json(message["ranks"], time.monotonic()))
         elif kind == "ended":
             self._ended[sender] = str(message["told"])
             self._all_ended()
@@ -292,20 +257,10 @@ class Head:
 
     # -- failures ------------------------------------------------------------------------------------------------
 
-    def _gather(self, reports: list[Report]) -> None:
-        """Wait for the reports of other nodes, longer as long as the true cause has not shown."""
-        self._reports += reports
-        clear = any(report.failure.kind != "communication" for report in self._reports)
-        if self._gathering is None:
-            self._noticed = time.monotonic()
-            self._gathering = self._loop.later(GATHER_S if clear else self._shape.victim_s, self._settle)
-        elif clear:
-            self._gathering.cancel()
-            self._gathering = self._loop.later(GATHER_S, self._settle)
-
-    def _settle(self) -> None:
-        cause = first_cause([report.failure for report in self._reports])
-        report = next(report for report in self._reports if report.failure is cause)
+    def _judge(self, report: Report) -> None:
+        """The first cause of what has failed is known."""
+        cause = report.failure
+        self._noticed = self._inquest.noticed
         if cause.error is not None and cause.error.type == PROGRAM_NOT_FOUND:
             self._end(exitcodes.NOT_FOUND, f"{cause.error.message} (on {report.node})")
         else:
@@ -343,41 +298,19 @@ class Head:
             self._log.emit("node_retired", retired=node, reason=reason)
         return bool(spares)
 
-    # -- hangs ---------------------------------------------------------------------------------------------------
-
     def _ask_standings(self) -> None:
         assert self._plan is not None
-        if self._standings is None and self._gathering is None:
-            self._standings = {}
-            self._quorum.tell_all({"kind": "standings?", "generation": generation_of(self._plan)})
-            self._gathering = self._loop.later(STANDINGS_S, self._judge_hang)
+        self._quorum.tell_all({"kind": "standings?", "generation": generation_of(self._plan)})
 
-    def _standing(self, sender: str, ranks: list[Standing]) -> None:
-        assert self._plan is not None
-        if self._standings is not None:
-            self._standings[sender] = ranks
-            if self._standings.keys() >= set(self._plan.slots) and self._gathering is not None:
-                self._gathering.cancel()
-                self._judge_hang()
-
-    def _judge_hang(self) -> None:
-        assert self._plan is not None
-        ranks = [rank for ranks in (self._standings or {}).values() for rank in ranks]
-        silent = set(self._plan.slots) - set(self._standings or {})
-        self._standings = self._gathering = None
-        if silent or not stuck_together(ranks):
-            return
-        hang = name_culprit(ranks)
+    def _hung(self, hang: Hang) -> None:
         rank = hang.rank if hang.rank is not None else 0
-        node = max(
-            (name for name, first in self._first_rank.items() if first <= rank), key=self._first_rank.__getitem__
-        )
+        node = max((first, name) for name, first in self._first_rank.items() if first <= rank)[1]
         fields = hang_fields(hang)
         self._log.emit("hang_detected", **fields, culprit_node=None if hang.rank is None else node)
         self._quorum.tell_all({"kind": "hang", "fields": fields, "score": hang.score})
         cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
         self._noticed = time.monotonic()
-        self._recover(Report(node, cause, f"in {hang.stacks}" if hang.stacks else "not within reach", ""))
+        self._recover(Report(node, cause, "not within reach", ""))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -426,10 +359,8 @@ class Head:
 
     def _forget(self) -> None:
         """What was known of the generation that ends."""
-        if self._gathering is not None:
-            self._gathering.cancel()
-        self._gathering = self._standings = None
-        self._reports = []
+        self._inquest.forget()
+        self._hangs.forget()
         self._ended = {}
         self._stopping, self._swapping = "", False
 

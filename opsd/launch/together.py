@@ -12,8 +12,9 @@ from opsd.checkpoints import lease
 from opsd.launch.cluster import ClusterRun
 from opsd.launch.failure import RestartPolicy
 from opsd.launch.fellows import Fellows
-from opsd.launch.head import Head, Shape
+from opsd.launch.head import Head
 from opsd.launch.messages import say
+from opsd.launch.placement import Shape
 from opsd.launch.quorum.node import TcpQuorum
 from opsd.launch.run_log import RunLog
 from opsd.launch.supervisor import Supervisor

@@ -133,7 +133,8 @@ def test_a_planned_swap_loses_no_step(tmp_path: Path) -> None:
     with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=1", count=3) as nodes:
         nodes.until(lambda: with_spare(nodes))
         status = nodes.ask("n3", cmd="status")
-        assert (status["nodes"], status["spares"], status["head"]) == (["n1", "n2"], ["n3"], "n1")
+        assert (status["nodes"], status["spares"]) == (["n1", "n2"], ["n3"])
+        assert status["head"] in nodes.names
         assert "runs no ranks" in nodes.ask("n1", cmd="swap", node="n3")["error"]
         assert nodes.ask("n3", cmd="swap", node="n1", reason="Xid 79") == {"ok": True}
         nodes.until(lambda: nodes.state("n1")["state"] == "spare" and len(slots(nodes)) == 2)

@@ -14,8 +14,9 @@ import pytest
 from opsd import exitcodes
 from opsd.launch.failure import Failure, RankError, RestartPolicy
 from opsd.launch.hang import Standing
-from opsd.launch.head import Head, Shape
+from opsd.launch.head import Head
 from opsd.launch.loop import Timer
+from opsd.launch.placement import Shape
 from opsd.launch.quorum.port import Listener, Member, Message, Plan
 from opsd.launch.reports import failure_to_json, standings_to_json
 from opsd.launch.run_log import RunLog
