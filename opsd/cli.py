@@ -14,7 +14,7 @@ COMMANDS = {
     "alerts": ("opsd.alerts_cli:alerts", "Build Prometheus' rules, or check that they are current."),
     "bench": ("opsd.bench.cli:bench", "Measure opsd beside its peers."),
     "chaos": ("opsd.chaos.cli:chaos", "Cause a fault on purpose on this node, bounded in time, and undo it."),
-    "checkpoint": ("opsd.checkpoints.cli:checkpoint", "List, verify and audit checkpoints."),
+    "checkpoint": ("opsd.checkpoints.cli:checkpoint", "List, verify, audit, prune and upload checkpoints."),
     "completion": ("opsd.completion:completion", "Print the completion script for your shell."),
     "config": ("opsd.config_cli:config", "Check, show or create the configuration file."),
     "dashboards": (
