@@ -12,6 +12,8 @@ from tests.integration.slurm.training import Training, make_data
 
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow, pytest.mark.timeout(400)]
 
+SOON = {"checkpoint.every": 5}
+
 
 @pytest.fixture(scope="module")
 def trained_on() -> Iterator[tuple[Cluster, Path]]:
@@ -29,7 +31,7 @@ def states(cluster: Cluster, job: int) -> str:
 def test_the_head_dies_and_the_run_ends_well(trained_on: tuple[Cluster, Path]) -> None:
     """The node with the head and the batch script loses power: a spare takes over, and the job ends with the run."""
     cluster, data = trained_on
-    training = Training(cluster, data, "head", active=2, spares=1, steps=60)
+    training = Training(cluster, data, "head", active=2, spares=1, steps=40, settings=SOON)
     job = training.submit()
     training.until_steady()
     head = training.head
@@ -38,14 +40,14 @@ def test_the_head_dies_and_the_run_ends_well(trained_on: tuple[Cluster, Path]) -
     assert training.finish() == 0
     assert training.events("node_lost")[0]["lost"] == head
     assert head not in training.places
-    assert sorted(training.losses()) == list(range(1, 61))
+    assert sorted(training.losses()) == list(range(1, 41))
     wait_until(lambda: states(cluster, job) in ("", "COMPLETING"), "the job has ended")
 
 
 def test_without_a_spare_the_job_starts_again_on_other_nodes(trained_on: tuple[Cluster, Path]) -> None:
     """The survivor takes the dead node down, requeues the job and has it start at once; the run is resumed."""
     cluster, data = trained_on
-    training = Training(cluster, data, "cold", active=2, spares=0, steps=60)
+    training = Training(cluster, data, "cold", active=2, spares=0, steps=40, settings=SOON)
     job = training.submit()
     training.until_steady()
     victim = next(name for name in training.places if name != training.head)
@@ -53,5 +55,5 @@ def test_without_a_spare_the_job_starts_again_on_other_nodes(trained_on: tuple[C
     training.until(lambda: len(training.events("finished")) == 2, "the end of the second start", 240)
     assert [event["exit_code"] for event in training.events("finished")] == [75, 0]
     assert victim not in training.places
-    assert sorted(training.losses()) == list(range(1, 61))
+    assert sorted(training.losses()) == list(range(1, 41))
     assert cluster.controller.run("scontrol", "show", "job", str(job)).stdout.count("Restarts=1") == 1
