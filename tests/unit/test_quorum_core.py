@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opsd.launch.quorum.codec import Answers, plan_to_json
 from opsd.launch.quorum.peers import Share
-from opsd.launch.quorum.port import Member
+from opsd.launch.quorum.port import Member, Plan
 from tests.fakes.quorum import Network
 
 
@@ -129,6 +130,21 @@ def test_a_plan_that_may_be_valid_elsewhere_has_a_say() -> None:
     safe(network)
     assert network.settled(old, third)
     assert [network.launchers[name].running for name in (new, fourth, fifth)] == [0, 0, 0]
+
+
+def test_a_plan_that_comes_late_is_not_begun() -> None:
+    """Once a launcher has prepared for a newer one its ranks stay ended, whatever it learns of the plan before."""
+    network = formed(3)
+    late, head = network.launchers["n0003"], network.launchers["n0001"]
+    number, term, members = late.running, head.core.term, tuple(head.core.alive.values())
+    older, newer = (Plan(number + ahead, ("n0003",), members) for ahead in (1, 2))
+    proposal = {"plan": plan_to_json(newer), "base": None, "after": number, "bodies": []}
+    late.core.receive(network.now, head.member, {"kind": "prepare", "term": term, **proposal})
+    news = {"plan": plan_to_json(older), "answers": Answers.of({}).packed, "ballot": [term, older.number]}
+    late.core.receive(network.now, head.member, {"kind": "begin", "term": term, "news": news})
+    assert late.core.plan == older
+    assert late.begun[-1][1].number == number
+    assert late.running == 0
 
 
 def test_a_head_that_is_cut_off_begins_nothing_more() -> None:

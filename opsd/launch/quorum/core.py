@@ -233,8 +233,8 @@ class Core:
         late = {name: peer for name, peer in self._peers.items() if now - peer.heard > self._timeout / 2}
         if not late:
             return
-        overdue = {name for name, peer in late.items() if now - peer.heard > self._timeout}
-        part = self._share(self._peers.keys() - overdue)
+        overdue = [name for name, peer in late.items() if now - peer.heard > self._timeout]
+        part = self._share(self._peers.keys() - set(overdue))
         if overdue and part is not Share.MAJORITY and not self._tie_won:
             for name in overdue:
                 self._forget(name)
@@ -379,7 +379,9 @@ class Core:
         before = self.consent.voters
         self.consent.inherit()
         self._peers = {
-            name: Peer(before[name], self._now) for name in self._votes if name != self.own.name and name in before
+            name: Peer(member, self._now)
+            for name, member in before.items()
+            if name != self.own.name and name in self._votes
         }
         waiting = [name for name in before if name != self.own.name and name not in self._peers]
         self._to_all, self._seen = {}, {}
@@ -550,7 +552,8 @@ class Core:
         answers = Answers(str(news["answers"]))
         if plan is not None and self.consent.learn(plan, answers, ballot):
             self._tie_won = False
-            self._call(lambda listener: listener.begin(plan, answers))
+            if self.consent.newest == ballot:  # and nothing newer has been prepared for since
+                self._call(lambda listener: listener.begin(plan, answers))
 
     def _news(self, *, accepted: bool = False) -> Message:
         """What makes others learn of the last valid plan; without the plan itself for those who have accepted it."""
