@@ -61,7 +61,10 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """How the job stands: pending and free to start, or running again. ``avoided`` are nodes it was told to avoid."""
+    """How the job stands: pending and free to start, running again, or stopping while another process attends to it.
+
+    ``avoided`` are nodes it was told to avoid.
+    """
 
     job: int
     state: str
@@ -92,6 +95,7 @@ def requeue_now(
     *,
     restarts: int | None = None,
     lead_s: float = 0.0,
+    brief: bool = False,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
@@ -101,11 +105,12 @@ def requeue_now(
 
     ``restarts`` is how often it had been restarted when that was decided (SLURM_RESTART_COUNT), so that a job which
     somebody has requeued meanwhile is left alone; None is as often as now. For ``lead_s`` seconds the requeue itself is
-    left to another process. While the controller is down it is asked again. Raises SlurmError: the job is not ours, not
-    known or has ended, a node is not the job's, or ``limit_s`` seconds have passed.
+    left to another process; ``brief`` leaves to it what comes after the job has been stopped. While the controller is
+    down it is asked again. Raises SlurmError: the job is not ours, not known or has ended, a node is not the job's, or
+    ``limit_s`` seconds have passed.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, without, restarts, clock, say)
+    attempt = _Attempt(slurm, job, without, restarts, brief, clock, say)
     while True:
         pause = POLL_S
         try:
@@ -131,6 +136,7 @@ class _Attempt:
         job: int,
         without: Without,
         restarts: int | None,
+        brief: bool,
         clock: Callable[[], float],
         say: Callable[[str], object],
     ) -> None:
@@ -138,6 +144,7 @@ class _Attempt:
         self._job = job
         self._without = without
         self._restarts = restarts
+        self._brief = brief
         self._clock = clock
         self._say = say
         self._told = ""
@@ -170,6 +177,8 @@ class _Attempt:
             self._requeue(job)
         elif move == "wait":
             self._take_down()
+            if self._brief:
+                return Requeued(job.id, job.state, job.restarts)
         return None
 
     def _requeue(self, job: Job) -> None:
@@ -250,19 +259,22 @@ def requeue_from_inside(
     log: str = "/dev/null",
     say: Callable[[str], object] = print,
 ) -> Requeued:
-    """``requeue_now`` for a process of the job itself, which Slurm ends while the requeue is under way.
+    """``requeue_now`` for a process of the job itself, which has to end before the job is back in the queue.
 
-    What is to be done after that is left to a job of a minute, submitted before: it needs one processor on any node,
-    one of those that this job gives back at the latest. Its output goes to ``log``. Raises SlurmError.
+    What is to be done then is left to a job of a minute, submitted before: it needs one processor on any node, one of
+    those that this job gives back at the latest. Its output goes to ``log``. Returns as soon as the job is stopping;
+    who then lingers on delays the restart. Raises SlurmError.
     """
+    attended = False
     try:
         attendant = slurm.submit(*_attendant(allocation, without, command, log))
         say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
+        attended = True
     except SlurmUnavailable:
         say("Slurm does not answer; the requeue waits for it")
     except SlurmError as error:
         say(f"job {allocation.job} may start up to three minutes late: {error}")
-    return requeue_now(slurm, allocation.job, without, restarts=allocation.restarts, say=say)
+    return requeue_now(slurm, allocation.job, without, restarts=allocation.restarts, brief=attended, say=say)
 
 
 def _attendant(

@@ -62,6 +62,8 @@ def requeue(
 
 
 def _told(done: Requeued) -> str:
+    if done.state == "completing":
+        return f"job {done.job} is being stopped and will start again at once"
     if done.state != "pending":
         return f"job {done.job} runs again; it has been restarted {done.restarts} times"
     avoided = f", and not on {', '.join(done.avoided)}" if done.avoided else ""

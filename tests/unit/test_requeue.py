@@ -177,7 +177,8 @@ def test_a_launcher_leaves_the_end_to_another_job() -> None:
         }
     )  # fmt: skip
     done = requeue_from_inside(slurm, own, Without(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
-    assert done == Requeued(7, "pending", 3, ("n3",))
+    assert done == Requeued(7, "completing", 2)
+    assert slurm.calls == ["requeue", "drain n2", "down n2"]
     [(script, options)] = slurm.submitted
     assert script == (
         "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=5 '--reason=opsd:4 node_lost' --lost=n2 --without=n3\n"
