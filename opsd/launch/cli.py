@@ -15,7 +15,6 @@ from opsd.checkpoints import lease
 from opsd.launch.capture import find_py_spy
 from opsd.launch.console import Console
 from opsd.launch.control import ControlServer
-from opsd.launch.environment import gpu_count
 from opsd.launch.events import EventLog
 from opsd.launch.failure import RestartPolicy
 from opsd.launch.fellows import Count, FellowsError, find_fellows
@@ -23,11 +22,12 @@ from opsd.launch.hang import HangLimits
 from opsd.launch.hang_watch import HangWatch
 from opsd.launch.loop import Loop
 from opsd.launch.membership import SingleNode
+from opsd.launch.options import local_size, node_count, rank_list, run_name, shown_ranks, streams
 from opsd.launch.placement import Shape
 from opsd.launch.process import become_subreaper
 from opsd.launch.program import Program, ProgramNotFound
 from opsd.launch.ranks import RankStarter
-from opsd.launch.rundir import RUN_NAME, RunError, RunFolders, memory_root, new_run_name, prune
+from opsd.launch.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.secret import SecretError, job_secret
 from opsd.launch.settings import Settings
 from opsd.launch.solo import Solo
@@ -36,67 +36,6 @@ from opsd.launch.supervisor import RunControl, Supervisor
 from opsd.launch.together import with_fellows
 
 _FILE = click.Path(path_type=Path)
-
-
-def _local_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    gpus = gpu_count(os.environ)
-    cpus = len(os.sched_getaffinity(0))
-    counts = {"cpu": cpus, "gpu": gpus, "auto": gpus or cpus}
-    if value == "gpu" and gpus == 0:
-        raise click.BadParameter("this node has no GPU that may be used; give a number, or cpu")
-    if value in counts:
-        return counts[value]
-    if not value.isdigit() or not 0 < int(value) <= 1024:
-        raise click.BadParameter(f"{value!r} is not a number of ranks from 1 to 1024, nor cpu, gpu or auto")
-    return int(value)
-
-
-def _nodes(context: click.Context, parameter: click.Parameter, value: str) -> Count:
-    try:
-        return Count.parse(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither a number of nodes nor MIN:MAX") from None
-
-
-def _run_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    name = value or new_run_name()
-    if not RUN_NAME.fullmatch(name):
-        raise click.BadParameter(f"{name!r} may have letters, digits, dot, dash and underscore only, 63 at most")
-    return name
-
-
-def _streams(context: click.Context, parameter: click.Parameter, value: str) -> dict[int | None, int]:
-    """Torchrun's stream specification: 0 to 3 for all local ranks (key None), or rank:stream pairs."""
-    pairs = [item.rpartition(":") for item in value.split(",")]
-    try:
-        streams = {int(rank) if colon else None: int(stream) for rank, colon, stream in pairs}
-    except ValueError:
-        streams = {None: -1}
-    if not all(0 <= stream <= 3 for stream in streams.values()):
-        raise click.BadParameter(f"{value!r} is neither 0, 1, 2 or 3 nor pairs such as 0:3,1:1")
-    return streams
-
-
-def _rank_list(context: click.Context, parameter: click.Parameter, value: str) -> frozenset[int] | None:
-    if not value:
-        return None
-    try:
-        return frozenset(int(item) for item in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of local ranks such as 0,1") from None
-
-
-def shown_ranks(
-    size: int, redirects: dict[int | None, int], tee: dict[int | None, int], chosen: frozenset[int] | None
-) -> frozenset[int]:
-    """The local ranks whose output goes to the console: those not redirected, or teed, and chosen if any are."""
-    shown = set()
-    for rank in range(size):
-        redirected = redirects.get(rank, redirects.get(None, 0)) == 3
-        teed = tee.get(rank, tee.get(None, 0)) != 0
-        if (teed or not redirected) and (chosen is None or rank in chosen):
-            shown.add(rank)
-    return frozenset(shown)
 
 
 @click.command(
@@ -114,7 +53,7 @@ def shown_ranks(
     "local_size",
     default="1",
     show_default=True,
-    callback=_local_size,
+    callback=local_size,
     envvar="PET_NPROC_PER_NODE",
     metavar="N|cpu|gpu|auto",
     help="Ranks on this node.",
@@ -124,7 +63,7 @@ def shown_ranks(
     "count",
     default="1",
     show_default=True,
-    callback=_nodes,
+    callback=node_count,
     envvar="PET_NNODES",
     metavar="N|MIN:MAX",
     help="Nodes that run ranks; one launcher on each. Further nodes are spares.",
@@ -228,15 +167,15 @@ def shown_ranks(
     "-r",
     "--redirects",
     default="0",
-    callback=_streams,
+    callback=streams,
     envvar="PET_REDIRECTS",
     help="3: output to the log files only, not to the console; or by local rank, 0:3,1:0.",
 )
-@click.option("-t", "--tee", default="0", callback=_streams, envvar="PET_TEE", help="Overrules --redirects; same form.")
-@click.option("--local-ranks-filter", "chosen", default="", callback=_rank_list, help="Show only these local ranks.")
+@click.option("-t", "--tee", default="0", callback=streams, envvar="PET_TEE", help="Overrules --redirects; same form.")
+@click.option("--local-ranks-filter", "chosen", default="", callback=rank_list, help="Show only these local ranks.")
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module, as in python -m.")
 @click.option("--no-python", is_flag=True, help="PROGRAM is any executable.")
-@click.option("--run-id", "run", callback=_run_name, help="Name of the run; from the Slurm job or the time by default.")
+@click.option("--run-id", "run", callback=run_name, help="Name of the run; from the Slurm job or the time by default.")
 @click.option("--run-dir", type=_FILE, help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default.")
 @click.option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line.")
 @click.argument("program")

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from opsd.client import process_start
-from opsd.launch.cli import shown_ranks
 from opsd.launch.console import Console
 from opsd.launch.control import ControlServer
 from opsd.launch.environment import generation_environment, gpu_count, gpu_of, launch_environment
 from opsd.launch.events import EventLog, EventTail
 from opsd.launch.loop import Loop
 from opsd.launch.membership import SingleNode, free_port
+from opsd.launch.options import shown_ranks
 from opsd.launch.rundir import RunError, RunFolders, RunState, prune
 
 

@@ -353,7 +353,7 @@ class Core:
         if self._asking != what or what == "vote":
             self._asking, self._votes = what, {self.own.name}
         if what == "vote":
-            self._stand_at = self._now + self._round_s
+            self._stand_at = self._now + self._round_s + STAGGER_S * min(self._turn(), 4)
             self.term += 1
             self._voted = self.own.name
             self._role = "candidate"
