@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opsd.launch.quorum.codec import Answers, plan_to_json
@@ -253,6 +253,7 @@ FAULTS = st.lists(st.sampled_from(["kill", "revive", "part", "heal", "freeze", "
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(3, 6), seed=st.integers(0, 10_000), faults=FAULTS, waits=st.lists(st.floats(0, 4), min_size=8))
+@example(3, 349, ["kill", "kill", "kill", "part"], [0.0, 0.0, 0.0, 2.0])  # two candidates that voted for themselves
 def test_whatever_happens_there_is_one_story(size: int, seed: int, faults: list[str], waits: list[float]) -> None:
     """Random crashes, partitions, stops and losses: never two plans of one number, nor two sides running at rest."""
     network = Network(size, seed=seed)
