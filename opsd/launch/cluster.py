@@ -93,7 +93,15 @@ class ClusterRun:
     def start_run(self) -> None:
         """Look for the others."""
         self._node.events.relay = self._relay
-        self._quorum.start(self)
+        try:
+            self._quorum.start(self)
+        except OSError as error:
+            own = self._quorum.own
+            why = error.strerror or str(error)
+            self._node.finish(
+                exitcodes.FAILED, f"cannot listen at {own.address}:{own.port}: {why}; choose with --port and --nodes"
+            )
+            return
         self._node.loop.every(PROGRESS_S, self._tell_progress)
         self._node.loop.later(self._join_s, self._nobody_came)
 

@@ -35,7 +35,7 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._running = False
+        self._running = True
         self.last_idle = time.monotonic()
         """Monotonic second at which the loop was last seen waiting: what happened did so after it, or at it."""
 
@@ -82,8 +82,7 @@ class Loop:
         self.watch(reader, deliver)
 
     def run(self) -> None:
-        """Serve until ``stop()``."""
-        self._running = True
+        """Serve until ``stop()``, which may have come before."""
         while self._running:
             before = time.monotonic()
             ready = self._selector.select(self._timeout(before))

@@ -49,7 +49,7 @@ def job_secret(folder: Path, environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def _make(path: Path) -> None:
-    draft = path.with_name(f"{NAME}.{os.uname().nodename}.{os.getpid()}")
+    draft = path.with_name(f"{NAME}.{os.urandom(8).hex()}")
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(os.urandom(_BYTES))
         file.flush()

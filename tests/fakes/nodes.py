@@ -29,7 +29,7 @@ class Nodes:
         self.run = folder / "run"
         self.names = [f"n{number}" for number in range(1, count + 1)]
         self._flags = flags
-        self._port = free_port()
+        self.port = free_port()
         self._net = os.getpid() % 200 + 20
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         script = folder / "prog.py"
@@ -49,14 +49,18 @@ class Nodes:
 
     def start(self, name: str) -> None:
         """Start the launcher of one node."""
-        nodes = ",".join(f"{other}=127.{self._net}.1.{other[1:]}" for other in self.names)
+        nodes = ",".join(f"{other}={self.address(other)}" for other in self.names)
         command = [
             sys.executable, "-m", "opsd", "launch", "--run-id=r", f"--run-dir={self.run}", f"--nodes={nodes}",
-            f"--node-name={name}", f"--port={self._port}", *self._flags, *self._program,
+            f"--node-name={name}", f"--port={self.port}", *self._flags, *self._program,
         ]  # fmt: skip
         environment = {**os.environ, "OPSD_SHM": str(self.folder / name)}
         with (self.folder / f"{name}.err").open("ab") as err:
             self.processes[name] = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=err, stderr=err)
+
+    def address(self, name: str) -> str:
+        """Where the launcher of a node listens."""
+        return f"127.{self._net}.1.{name[1:]}"
 
     def kill(self, name: str) -> None:
         """Kill the launcher of a node and all that it has started, as a power loss would."""

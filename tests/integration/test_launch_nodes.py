@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,19 @@ def test_a_planned_swap_loses_no_step(tmp_path: Path) -> None:
         assert nodes.ask("n2", cmd="swap", node="n2")["error"] == "the run has no spare"
     assert slots(nodes)[-1] == ["n3", "n2"]
     assert not nodes.events("rank_exited")
+
+
+def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path) -> None:
+    """So is an address of another machine."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", count=2) as nodes, socket.socket() as taken:
+        nodes.kill("n1")
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((nodes.address("n1"), nodes.port))
+        taken.listen()
+        nodes.start("n1")
+        assert nodes.processes["n1"].wait(30) == exitcodes.FAILED
+        assert "choose with --port and --nodes" in nodes.said("n1")
+        assert "Traceback" not in nodes.said("n1")
 
 
 def test_too_few_nodes_give_the_run_back(tmp_path: Path) -> None:

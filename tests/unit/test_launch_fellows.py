@@ -1,0 +1,92 @@
+"""Which launchers a run has, what they know in common, and what is said when that cannot be found out."""
+
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from opsd.launch.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows
+from opsd.launch.secret import NAME, VARIABLE, SecretError, job_secret
+
+
+@pytest.mark.parametrize(("text", "least", "most"), [("1", 1, 1), ("48", 48, 48), ("30:32", 30, 32)])
+def test_counts_of_nodes(text: str, least: int, most: int) -> None:
+    """A number, or torchrun's range."""
+    assert Count.parse(text) == Count(least, most)
+
+
+@pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "-1", ":4"])
+def test_what_is_no_count(text: str) -> None:
+    """Anything else is refused."""
+    with pytest.raises(ValueError):  # noqa: PT011 (the caller says what is wrong)
+        Count.parse(text)
+
+
+def test_nodes_with_addresses() -> None:
+    """Names may have the address at which the others reach them."""
+    fellows = find_fellows("a=127.0.0.1,b=127.0.0.2", "b", None, {})
+    assert [(member.name, member.address, member.port) for member in fellows.members] == [
+        ("a", "127.0.0.1", DEFAULT_PORT),
+        ("b", "127.0.0.2", DEFAULT_PORT),
+    ]
+    assert fellows.own is fellows.members[1]
+
+
+def test_the_nodes_of_a_slurm_job() -> None:
+    """A hostlist of any length; two jobs have two ports."""
+    job = {"SLURM_JOB_NODELIST": "127.0.0.[1-200]", "SLURM_JOB_ID": "17"}
+    fellows = find_fellows("", "127.0.0.7", None, job)
+    assert len(fellows.members) == 200
+    other = find_fellows("", "127.0.0.7", None, job | {"SLURM_JOB_ID": "18"})
+    assert fellows.own.port != other.own.port
+    assert find_fellows("", "127.0.0.7", 999, job).own.port == 999
+
+
+@pytest.mark.parametrize(
+    ("nodes", "own", "text"),
+    [
+        ("", "a", "name them with --nodes"),
+        ("n[1-", "n1", "cannot be read"),
+        ("a=127.0.0.1", "b", "is not among the nodes of the run"),
+        ("no-such-host.invalid", "no-such-host.invalid", "has no address here"),
+    ],
+)
+def test_what_is_missing_is_said(nodes: str, own: str, text: str) -> None:
+    """One sentence with what to give."""
+    with pytest.raises(FellowsError, match=text):
+        find_fellows(nodes, own, None, {})
+
+
+def test_launchers_that_start_together_have_one_secret(tmp_path: Path) -> None:
+    """Whoever makes the file first; nobody else may read it."""
+    with ThreadPoolExecutor(8) as pool:
+        secrets = set(pool.map(lambda _: job_secret(tmp_path, {}), range(32)))
+    assert len(secrets) == 1
+    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_secret_from_the_environment(tmp_path: Path) -> None:
+    """Then no file is made."""
+    assert job_secret(tmp_path, {VARIABLE: "ab" * 32}) == bytes.fromhex("ab" * 32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_secrets_that_are_none(tmp_path: Path) -> None:
+    """Too short, readable by others, damaged, or in a folder that cannot be written: said, and never shown."""
+    with pytest.raises(SecretError, match="at least 16 bytes"):
+        job_secret(tmp_path, {VARIABLE: "abcd"})
+    job_secret(tmp_path, {})
+    (tmp_path / NAME).chmod(0o644)
+    with pytest.raises(SecretError, match="could be read or made by others"):
+        job_secret(tmp_path, {})
+    (tmp_path / NAME).chmod(0o600)
+    os.truncate(tmp_path / NAME, 5)
+    with pytest.raises(SecretError, match="damaged"):
+        job_secret(tmp_path, {})
+    with pytest.raises(SecretError, match="cannot be had"):
+        job_secret(tmp_path / "absent", {})
