@@ -28,6 +28,8 @@ HUNG_AGAIN_S = 1.0
 """How often the head is told of a hang that lasts."""
 TIE_S = 4.0
 """How long a half that has not most of the nodes at work leaves the claim to the other."""
+CLAIMS = 3
+"""So often in a row may a generation turn out to be somebody else's: a head that was cut off may have claimed it."""
 FAREWELL_S = 1.0
 """How long the head stays for the others after the end."""
 
@@ -74,7 +76,8 @@ class ClusterRun:
         self._new_head = new_head
         self._fence = fence
         self._job = job
-        self._bad: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._bad: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._refused = 0
         self._join_s = join_s
         self._isolated_s = isolated_s
         self._head: Head | None = None
@@ -185,6 +188,8 @@ class ClusterRun:
 
     def head_changed(self, head: str | None) -> None:
         """Become the head, or tell the new one what it has to know."""
+        if self._finished:
+            return
         mine = head == self._quorum.own.name
         if self._head is not None and not mine:
             self._head.retire()
@@ -225,7 +230,11 @@ class ClusterRun:
             say(f"generation {plan.number} cannot be claimed in the run's folder: {mine.strerror or mine}")
             self._leave(exitcodes.FAILED, f"the run's folder cannot be written: {mine.strerror or mine}")
         elif mine:
+            self._refused = 0
             self._ready(plan)
+        elif self._head is not None and self._refused < CLAIMS:
+            self._refused += 1
+            self._head.claim_refused()
         else:
             self._leave(
                 exitcodes.FAILED, f"another launcher of this run has claimed generation {plan.number} or a later one"
@@ -390,13 +399,15 @@ class ClusterRun:
         self._node.end(lambda: self._leave(code, reason), gently=code == exitcodes.OK)
 
     def _over(self, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        """As the head, this launcher has ended the run: it sees to what has to be done after that."""
         self._bad = (lost, unfit)
 
     def _leave(self, code: int, reason: str) -> None:
         """Exit; the head after the others, so that they hear of the end, and once the job knows."""
-        if self._head is None:
+        if self._bad is None:
             self._node.finish(code, reason)
             return
+        lost, unfit = self._bad
         self._finished, self._last_word = True, (code, reason)
         limit = time.monotonic() + FAREWELL_S
 
@@ -404,7 +415,7 @@ class ClusterRun:
             if len(self._quorum.alive) <= 1 or time.monotonic() > limit:
                 aside(
                     self._node.loop,
-                    lambda: self._job.end(code, *self._bad),
+                    lambda: self._job.end(code, lost, unfit),
                     lambda _: self._node.finish(code, reason),
                 )
             else:

@@ -117,6 +117,10 @@ class Head:
             self._noticed = time.monotonic() - silent_s
             self._recover(Report(name, cause, "not within reach", ""))
 
+    def claim_refused(self) -> None:
+        """The number of the proposal is taken: propose the same with another."""
+        self._try()
+
     def _keep_soon(self) -> None:
         """Have those that have come vote, and those that have gone no longer count, while the ranks run on."""
         self._loop.later(KEEP_S, self._keep)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from opsd.launch.messages import say
 
 OF_ONE_LAUNCHER = ("generation_started", "finished")
 """Each launcher has its own of these; the head's stand for the run."""
+_LOOK_BACK = 1 << 18
 
 
 class RunLog:
@@ -22,6 +26,8 @@ class RunLog:
         self._log: EventLog | None = None
         self._once: set[tuple[object, ...]] = set()
         self.generation = 0
+        for record in _written(path):
+            self._note(record)
 
     def emit(self, event: str, **fields: object) -> None:
         """Append an event of the run."""
@@ -33,17 +39,20 @@ class RunLog:
         What the ranks of several nodes notice at the same time is one event: a checkpoint that is durable, a
         generation that makes its first step.
         """
-        kind, generation = record["event"], record["generation"]
-        if kind in OF_ONE_LAUNCHER:
-            return
+        if record["event"] not in OF_ONE_LAUNCHER and self._note(record):
+            self._append({**record, "t": time.time() - age_s})
+
+    def _note(self, record: Mapping[str, Any]) -> bool:
+        """False for an event that is known."""
+        kind = record["event"]
         if kind == "checkpoint_rejected":
             self._once = {key for key in self._once if key[0] != "checkpoint_committed"}
-        if kind in ("checkpoint_committed", "resumed"):
-            key = (kind, record.get("step") if kind == "checkpoint_committed" else generation)
-            if key in self._once:
-                return
-            self._once.add(key)
-        self._append({**record, "t": time.time() - age_s})
+        if kind not in ("checkpoint_committed", "resumed"):
+            return True
+        key = (kind, record.get("step") if kind == "checkpoint_committed" else record["generation"])
+        known = key in self._once
+        self._once.add(key)
+        return not known
 
     def _append(self, record: Mapping[str, Any]) -> None:
         try:
@@ -53,3 +62,18 @@ class RunLog:
             say(f"events are not written to {self._path}: {error.strerror}")
             self._log = EventLog(self._run, self._node, [])
         self._log.append({"run": self._run, **record})
+
+
+def _written(path: Path) -> Iterator[dict[str, Any]]:
+    """The newest of what heads before this one have written."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOOK_BACK))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and {"event", "generation"} <= record.keys():
+                yield record

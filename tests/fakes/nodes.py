@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -64,8 +65,7 @@ class Nodes:
 
     def kill(self, name: str) -> None:
         """Kill the launcher of a node and all that it has started, as a power loss would."""
-        for process in self.everything(name):
-            process.kill()
+        self._signal(name, signal.SIGKILL)
         self.processes[name].wait(20)
 
     def everything(self, name: str) -> list[psutil.Process]:
@@ -78,13 +78,16 @@ class Nodes:
 
     def freeze(self, name: str) -> None:
         """Stop everything on a node: it says nothing any more, and its connections stand."""
-        for process in self.everything(name):
-            process.send_signal(signal.SIGSTOP)
+        self._signal(name, signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
         """Undo ``freeze``."""
+        self._signal(name, signal.SIGCONT)
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
         for process in self.everything(name):
-            process.send_signal(signal.SIGCONT)
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def said(self, name: str) -> str:
         """What the launcher of a node and its ranks have printed."""

@@ -520,7 +520,7 @@ def test_100_megabytes_of_output(tmp_path: Path) -> None:
         (("--no-python",), ("no-such-program",), exitcodes.NOT_FOUND, "there is no program no-such-program"),
         (("--no-python",), ("./prog.py",), exitcodes.NOT_FOUND, "there is no program ./prog.py that can be executed"),
         (("--log-dir=/proc/x",), ("prog.py",), exitcodes.USAGE, "cannot be made"),
-        (("--nnodes=2",), ("prog.py",), exitcodes.USAGE, "use --nnodes 1"),
+        (("--nnodes=2",), ("prog.py",), exitcodes.USAGE, "name them with --nodes"),
         (("--nproc-per-node=0",), ("prog.py",), exitcodes.USAGE, "is not a number of ranks"),
         (("--nproc_per_node=many",), ("prog.py",), exitcodes.USAGE, "is not a number of ranks"),
         (("--tee=9",), ("prog.py",), exitcodes.USAGE, "pairs such as 0:3,1:1"),

@@ -385,3 +385,12 @@ def test_events_of_all_nodes_make_one_story(stage: Stage) -> None:
     (event,) = stage.events("checkpoint_committed")
     (started,) = stage.events("generation_started")
     assert abs(event["t"] - started["t"]) < 60
+
+
+def test_the_next_head_goes_on_with_the_story(stage: Stage) -> None:
+    """What the head before it has written is not written again."""
+    record = {"t": 7.0, "event": "resumed", "generation": 1, "step": 20, "node": "n2"}
+    stage.tell("n2", "event", record=record, age_s=0.0)
+    stage.head = stage.new_head()
+    stage.tell("n3", "event", record=record, age_s=0.0)
+    assert len(stage.events("resumed")) == 1
