@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("opsd", deadline=None)
@@ -14,3 +16,13 @@ settings.load_profile("opsd")
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+OF_SEVERAL_RANKS = ("test_trainer", "test_preflight_train", "test_preflight_namespaces", "test_gpu", "test_bench_re")
+"""Modules whose tests start several ranks of torch at once: two of them side by side take four times as long."""
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Have tests with several ranks run one after the other, beside all others."""
+    for item in items:
+        if item.path.name.startswith(OF_SEVERAL_RANKS):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
