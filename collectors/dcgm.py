@@ -1,4 +1,6 @@
-"""GPUs through dcgm-exporter, where it runs on the node: its series as they are, so that nobody reads a counter twice.
+"""GPUs through DCGM, where it runs on the node: dcgm-exporter's series as they are, or those of the host engine itself.
+
+So nobody reads a counter twice.
 
 The exporter refreshes its values at its own pace (every 30 s by default), so this asks rarely. What it has counts
 instead of what NVML says: ``Yielding`` takes these series out of the NVML collector's readings while they come from
@@ -18,10 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from collectors import gpm, nvml_series
 from collectors.base import Collector, Metric, NoData, Reading, Sample
+from collectors.dcgm_engine import EngineError, HostEngine
 
 URL: Final = "http://localhost:9400/metrics"
 MAX_ANSWER: Final = 8 << 20
 UP = Metric("opsd_dcgm_exporter_up", "1 if dcgm-exporter on this node answered the last question.")
+ENGINE_UP = Metric("opsd_dcgm_engine_up", "1 if the DCGM host engine was read, which it is without dcgm-exporter.")
 SERIES: Final = {
     metric.name: metric for metric in (*nvml_series.METRICS, *gpm.METRICS) if metric.name.startswith("DCGM_FI_")
 }
@@ -83,10 +87,13 @@ def fetch(url: str, timeout_s: float) -> str:
 
 
 class DcgmCollector:
-    """dcgm-exporter at ``url``, asked every ``period_s`` seconds; in between its last answer stands."""
+    """dcgm-exporter at ``url``, or else the host ``engine``, asked every ``period_s`` seconds.
+
+    In between the last answer stands.
+    """
 
     name = "dcgm"
-    metrics = (UP, *SERIES.values())
+    metrics = (UP, ENGINE_UP, *SERIES.values())
 
     def __init__(
         self,
@@ -95,8 +102,10 @@ class DcgmCollector:
         period_s: float = 5.0,
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        engine: HostEngine | None = None,
     ) -> None:
         self._url = url
+        self._engine = engine or HostEngine(SERIES)
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._clock = clock
@@ -105,24 +114,34 @@ class DcgmCollector:
         self.covered: frozenset[str] = frozenset()
 
     def collect(self) -> Reading | NoData:
-        """The exporter's series. Raises DcgmError if it is there and cannot be read.
+        """DCGM's series. Raises DcgmError if it is there and cannot be read.
 
-        ``covered`` is then what these series are called; empty as soon as the exporter does not answer.
+        ``covered`` is then what these series are called; empty as soon as it does not answer.
         """
         now = self._clock()
         if self._asked is not None and now - self._asked < self._period_s:
             return self._last
         self._asked = now
         self.covered = frozenset()
-        self._last = Reading((Sample(UP, 0.0),))
+        self._last = Reading((Sample(UP, 0.0), Sample(ENGINE_UP, 0.0)))
         try:
-            samples = tuple(parse_exposition(fetch(self._url, self._timeout_s)))
+            samples: tuple[Sample, ...] | None = tuple(parse_exposition(fetch(self._url, self._timeout_s)))
+            source = UP
         except ConnectionRefusedError:
-            self._last = NoData(f"no dcgm-exporter at {self._url}")
+            samples, source = self._from_engine(), ENGINE_UP
+        if samples is None:
+            self._last = NoData(f"no dcgm-exporter at {self._url}, and no DCGM host engine")
             return self._last
         self.covered = frozenset(sample.metric.name for sample in samples)
-        self._last = Reading((Sample(UP, 1.0), *samples))
+        up = tuple(Sample(metric, float(metric is source)) for metric in (UP, ENGINE_UP))
+        self._last = Reading((*up, *samples))
         return self._last
+
+    def _from_engine(self) -> tuple[Sample, ...] | None:
+        try:
+            return self._engine.read()
+        except EngineError as error:
+            raise DcgmError(str(error)) from error
 
 
 class Yielding:

@@ -172,11 +172,11 @@ class RanksSettings(_Section):
 
 
 class DcgmSettings(_Section):
-    """GPUs through dcgm-exporter, where it runs on the node."""
+    """GPUs through dcgm-exporter, or else the DCGM host engine, where one of them runs on the node."""
 
     enabled: bool = Field(
         default=True,
-        description="Take from dcgm-exporter what it has, and do not ask the driver for the same again.",
+        description="Take from DCGM what it has, and do not ask the driver for the same again.",
     )
     url: Annotated[str, AfterValidator(_is_local_url)] = Field(
         default="http://localhost:9400/metrics", description="Where dcgm-exporter answers on this node."

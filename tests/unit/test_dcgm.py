@@ -91,6 +91,7 @@ def test_the_exporters_series_are_taken_over(exporter: ExporterServer) -> None:
     assert isinstance(reading, Reading)
     found = {(sample.metric.name, sample.labels): sample.value for sample in reading.samples}
     assert found.pop(("opsd_dcgm_exporter_up", ())) == 1
+    assert found.pop(("opsd_dcgm_engine_up", ())) == 0
     assert found == {
         (SM_CLOCK.name, KEY): 1980,
         (GPU_TEMP.name, KEY): 61,
@@ -133,7 +134,7 @@ def test_no_exporter_is_an_expected_absence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/metrics"
     collector = DcgmCollector(url)
-    assert collector.collect() == NoData(f"no dcgm-exporter at {url}")
+    assert collector.collect() == NoData(f"no dcgm-exporter at {url}, and no DCGM host engine")
     assert collector.covered == frozenset()
 
 
@@ -154,7 +155,8 @@ def test_trouble_uncovers_the_series(exporter: ExporterServer, trouble: str) -> 
     assert collector.covered == frozenset()
     reading = collector.collect()
     assert isinstance(reading, Reading)
-    assert [(sample.metric.name, sample.value) for sample in reading.samples] == [("opsd_dcgm_exporter_up", 0)]
+    told = {sample.metric.name: sample.value for sample in reading.samples}
+    assert told == {"opsd_dcgm_exporter_up": 0, "opsd_dcgm_engine_up": 0}
 
 
 class Nvml:
