@@ -45,7 +45,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/lint-imports --no-cache
 
 test: $(STAMP) test-packages lint ## Everything: linters and all tests, what cannot run is listed by name
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10
 
 # As root on Debian or Ubuntu the real programs that some tests drive are installed; elsewhere those tests are skipped by name.
 test-packages:
@@ -59,7 +59,7 @@ test-packages:
 	else echo "not root or no apt-get: tests that need these are skipped by name:" $$missing; fi
 
 test-fast: $(STAMP) ## Only the tests that take seconds
-	$(BIN)/python -m pytest -n $(JOBS) -m 'not slow'
+	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not slow'
 
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/
 	@mkdir -p bench-results
