@@ -21,6 +21,7 @@ OF_SEVERAL_RANKS = ("test_trainer", "test_preflight_train", "test_preflight_name
 """Modules whose tests start several ranks of torch at once: two of them side by side take four times as long."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Have tests with several ranks run one after the other, beside all others."""
     for item in items:
