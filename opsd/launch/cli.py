@@ -253,7 +253,11 @@ def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventL
         victim_s=timeout_s + 1.0,
     )
     return _supervise(
-        settings, folders, events, lambda node: with_fellows(node, fellows, shape, secret, last + 1, timeout_s)
+        settings,
+        folders,
+        events,
+        lambda node: with_fellows(node, fellows, shape, secret, last + 1, timeout_s),
+        stacks_suffix=f"-{settings.node}",
     )
 
 
@@ -262,7 +266,12 @@ def _policy(settings: Settings) -> RestartPolicy:
 
 
 def _supervise(
-    settings: Settings, folders: RunFolders, events: EventLog, control_of: Callable[[Supervisor], RunControl]
+    settings: Settings,
+    folders: RunFolders,
+    events: EventLog,
+    control_of: Callable[[Supervisor], RunControl],
+    *,
+    stacks_suffix: str = "",
 ) -> int:
     become_subreaper()
     loop = Loop()
@@ -274,7 +283,8 @@ def _supervise(
         log=folders.logs / "standby.log",
         loop=loop,
     )
-    hangs = HangWatch(settings.hang, folders, loop, find_py_spy()) if settings.hang is not None else None
+    limits = settings.hang
+    hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix) if limits is not None else None
     console = Console()
     supervisor = Supervisor(
         settings,

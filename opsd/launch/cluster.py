@@ -3,54 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from opsd import exitcodes
 from opsd.launch.aside import aside
 from opsd.launch.control import Request
 from opsd.launch.failure import Failure
-from opsd.launch.hang import Hang, Standing
+from opsd.launch.farewell import Farewell
+from opsd.launch.hang import Hang
 from opsd.launch.head import Head
+from opsd.launch.local_hang import LocalHang
 from opsd.launch.membership import Assignment, free_port
 from opsd.launch.messages import say
+from opsd.launch.outside import Fence, Job
 from opsd.launch.placement import generation_of
 from opsd.launch.postmortem import report_exit
 from opsd.launch.quorum.port import Member, Message, Plan, Quorum
-from opsd.launch.reports import BadReport, failed_to_json, failure_to_json, standings_to_json
+from opsd.launch.reports import BadReport, failed_to_json, failure_to_json
+from opsd.launch.requests import answer
 from opsd.launch.run_log import OF_ONE_LAUNCHER
 from opsd.launch.supervisor import Failed, Supervisor
 from opsd.launch.watch import Recovery
 
 PROGRESS_S = 1.0
-HUNG_AGAIN_S = 1.0
-"""How often the head is told of a hang that lasts."""
 TIE_S = 4.0
 """How long a half that has not most of the nodes at work leaves the claim to the other."""
 CLAIMS = 3
 """So often in a row may a generation turn out to be somebody else's: a head that was cut off may have claimed it."""
-FAREWELL_S = 1.0
-"""How long the head stays for the others after the end."""
-
-
-class Fence(Protocol):
-    """What makes sure, outside of the launchers, that a generation is only one. May block; is called in a thread."""
-
-    def claim(self, number: int) -> bool:
-        """True if generation ``number`` is this launcher's to begin, now and for good. Raises OSError."""
-        ...
-
-
-class Job(Protocol):
-    """The job that the run is part of, as far as its end goes. May block; is called in a thread."""
-
-    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """The run has ended with the exit code ``code``, without the nodes ``lost``; ``unfit`` ones are to be avoided.
-
-        May not return, because it ends the job.
-        """
-        ...
 
 
 class ClusterRun:
@@ -75,8 +55,8 @@ class ClusterRun:
         self._quorum = quorum
         self._new_head = new_head
         self._fence = fence
-        self._job = job
-        self._bad: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._farewell = Farewell(node, quorum, job)
+        self._hang = LocalHang(node)
         self._refused = 0
         self._join_s = join_s
         self._isolated_s = isolated_s
@@ -85,10 +65,7 @@ class ClusterRun:
         self._answers: Mapping[str, Message] = {}
         self._proposed: Plan | None = None
         self._noticed = 0.0
-        self._told_hung = 0.0
-        self._hang: Hang | None = None
         self._finished = False
-        self._last_word: tuple[int, str] | None = None
         self._told_to_stop = False
 
     # -- the launcher's side -------------------------------------------------------------------------------------
@@ -126,10 +103,7 @@ class ClusterRun:
 
     def hung(self, hang: Hang) -> None:
         """Let the head look whether a rank of another node is behind it."""
-        now = time.monotonic()
-        if now - self._told_hung >= HUNG_AGAIN_S:
-            self._told_hung = now
-            self._hang = hang
+        if self._hang.seen(hang):
             self._tell("hung")
 
     def ended(self) -> None:
@@ -139,8 +113,7 @@ class ClusterRun:
     def asked_to_stop(self, by: str) -> None:
         """Stop here at once, and have all others do so: the signal may have reached this node only."""
         if self._finished:
-            if self._last_word is not None:  # Slurm ends the job, as this launcher has asked it to
-                self._node.finish(*self._last_word)
+            self._farewell.hasten()
             return
         if self._told_to_stop or not self._node.stopping:
             self._node.stop(by)
@@ -160,25 +133,7 @@ class ClusterRun:
 
     def request(self, request: Request) -> Request:
         """Answer ``status``, ``restart`` and ``swap``."""
-        command, plan = request.get("cmd"), self._plan
-        if command == "status":
-            nodes, spares = (plan.slots, plan.spares) if plan is not None else ((), ())
-            return {"nodes": list(nodes), "spares": list(spares), "head": self._quorum.head}
-        if command not in ("restart", "swap"):
-            return {"ok": False, "error": f"unknown command {command!r}; known are status, restart, stop, swap"}
-        if plan is None or self._proposed is not None or self._quorum.head is None:
-            return {"ok": False, "error": "the run is between two generations; ask again in a few seconds"}
-        reason = str(request.get("reason", ""))
-        if command == "restart":
-            self._tell("restart", reason=reason)
-            return {"ok": True}
-        name = str(request.get("node", ""))
-        if name not in plan.slots:
-            return {"ok": False, "error": f"{name or 'no node'} runs no ranks of this run; {', '.join(plan.slots)} do"}
-        if not set(plan.spares) - set(plan.payload["unfit"]):
-            return {"ok": False, "error": "the run has no spare"}
-        self._tell("swap", node=name, reason=reason)
-        return {"ok": True}
+        return answer(request, self._plan, self._quorum.head, self._proposed is not None, self._tell)
 
     def close(self) -> None:
         """Say goodbye."""
@@ -195,7 +150,7 @@ class ClusterRun:
             self._head.retire()
             self._head = None
         if mine and self._head is None:
-            self._head = self._new_head(self._over)
+            self._head = self._new_head(self._farewell.over)
             self._head.take_over(self._quorum.plan, self._answers)
         if head is None:
             return
@@ -255,9 +210,8 @@ class ClusterRun:
         """Start this node's ranks, if it has any."""
         self._plan, self._answers, self._proposed = plan, answers, None
         progress = self._node.progress
-        for name in ("furthest", "committed"):
-            known = [answer[name] for answer in answers.values() if answer[name] is not None]
-            setattr(progress, name, max(known, default=None))
+        progress.furthest = highest(answer["furthest"] for answer in answers.values())
+        progress.committed = highest(answer["committed"] for answer in answers.values())
         if self._head is not None:
             self._head.began(plan, answers)
         if self._node.generation.number == generation_of(plan) and plan.payload["keep"]:
@@ -278,8 +232,7 @@ class ClusterRun:
             self._tell("waiting", told="")
             return
         if not plan.payload["first"]:
-            progress = self._node.progress
-            progress.recovery = Recovery(self._noticed, progress.furthest)
+            self._node.progress.recovery = Recovery(self._noticed, self._node.progress.furthest)
         self._node.start(plan.number, self._assignment(plan), int(plan.payload["restarts"]))
 
     def _assignment(self, plan: Plan) -> Assignment:
@@ -348,30 +301,12 @@ class ClusterRun:
             self._finish(int(message["code"]), str(message["reason"]))
         elif kind == "standings?":
             if message["generation"] == self._node.generation.number and self._node.generation.running:
-                self._tell("standings", ranks=standings_to_json(self._standings(), time.monotonic()))
+                self._tell("standings", **self._hang.report())
         elif kind == "hang":
-            self._note_hang(message)
+            self._hang.judged(message["fields"], int(message["score"]))
         else:
             return False
         return True
-
-    def _standings(self) -> Sequence[Standing]:
-        """Where the ranks stand now, with what the stacks have said of those that have not moved since."""
-        seen = {rank.rank: rank for rank in self._hang.ranks} if self._hang is not None else {}
-        return [
-            replace(rank, waits=seen[rank.rank].waits, where=seen[rank.rank].where)
-            if rank.rank in seen and seen[rank.rank].changed == rank.changed
-            else rank
-            for rank in self._node.standings()
-        ]
-
-    def _note_hang(self, message: Message) -> None:
-        fields = message["fields"]
-        self._node.accept_hang(str(fields["phase"]), int(message["score"]))
-        ranks = [rank.rank for rank in self._node.generation.ranks]
-        if fields["rank"] is None or fields["rank"] in ranks:
-            stacks = self._hang.stacks if self._hang is not None else None
-            self._node.events.write("hang_detected", None, {**fields, "stacks": stacks}, relayed=False)
 
     # -- telling -------------------------------------------------------------------------------------------------
 
@@ -398,27 +333,11 @@ class ClusterRun:
         self._finished = True
         self._node.end(lambda: self._leave(code, reason), gently=code == exitcodes.OK)
 
-    def _over(self, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """As the head, this launcher has ended the run: it sees to what has to be done after that."""
-        self._bad = (lost, unfit)
-
     def _leave(self, code: int, reason: str) -> None:
-        """Exit; the head after the others, so that they hear of the end, and once the job knows."""
-        if self._bad is None:
-            self._node.finish(code, reason)
-            return
-        lost, unfit = self._bad
-        self._finished, self._last_word = True, (code, reason)
-        limit = time.monotonic() + FAREWELL_S
+        self._finished = True
+        self._farewell.leave(code, reason)
 
-        def look() -> None:
-            if len(self._quorum.alive) <= 1 or time.monotonic() > limit:
-                aside(
-                    self._node.loop,
-                    lambda: self._job.end(code, lost, unfit),
-                    lambda _: self._node.finish(code, reason),
-                )
-            else:
-                self._node.loop.later(0.05, look)
 
-        look()
+def highest(steps: Iterable[int | None]) -> int | None:
+    """The highest step that somebody knows, None if nobody does."""
+    return max((step for step in steps if step is not None), default=None)

@@ -7,32 +7,27 @@ on the nodes is told again to whoever becomes head.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from opsd import exitcodes
+from opsd.launch.blame import Blame
 from opsd.launch.failure import Failure, RestartPolicy
+from opsd.launch.formation import Formation
 from opsd.launch.hang import Hang
 from opsd.launch.hang_watch import hang_fields
 from opsd.launch.inquest import HangInquiry, Inquest
-from opsd.launch.loop import Loop, Timer
+from opsd.launch.loop import Loop
 from opsd.launch.messages import say
-from opsd.launch.placement import Shape, generation_of, place
+from opsd.launch.placement import Shape, generation_of
 from opsd.launch.postmortem import PROGRAM_NOT_FOUND, explain
 from opsd.launch.quorum.port import Member, Message, Plan, Quorum
 from opsd.launch.reports import BadReport, Report, failed_from_json, standings_from_json
 from opsd.launch.run_log import RunLog
 
-FORM_SETTLE_S = 2.0
-"""Once the nodes that are needed have come: how long the first generation waits for the others that are expected."""
-REGROUP_S = 2.0
-"""How long a new head waits for the others to find it before it says that there are too few."""
-KEEP_S = 0.5
-"""After a spare has come or gone: how long others may follow before the members are agreed on anew."""
 SWAP = "the swap of "
 """How the reason of a stop begins after which the run goes on without a node."""
-_BLAMED_OFTEN = 2
 
 
 class Head:
@@ -47,71 +42,59 @@ class Head:
         log: RunLog,
         over: Callable[[tuple[str, ...], tuple[str, ...]], None],
     ) -> None:
-        self._shape = shape
         self._quorum = quorum
-        self._loop = loop
         self._policy = policy
         self._log = log
         self._over = over
-        self._plan: Plan | None = None
+        self._formation = Formation(shape, quorum, loop, self)
+        self._blame = Blame()
+        self._inquest = Inquest(loop, shape.victim_s, self._judge)
+        self._hangs = HangInquiry(loop, self._ask_standings, self._hung)
         self._first_rank: dict[str, int] = {}
-        self._proposed: int | None = None
-        self._keeping = False
-        self._regroup_until = 0.0
         self._restarts = 0
-        self._unfit: set[str] = set()
         self._gone: set[str] = set()
         self._furthest: int | None = None
         self._committed: int | None = None
-        self._inquest = Inquest(loop, shape.victim_s, self._judge)
-        self._hangs = HangInquiry(loop, self._ask_standings, self._hung)
         self._ended: dict[str, str] = {}
         self._stopping = ""
-        self._swapping = False
-        self._blamed: Counter[str] = Counter()
-        self._waiting: Timer | None = None
         self._finished = False
         self._noticed = time.monotonic()
 
     def take_over(self, plan: Plan | None, answers: Mapping[str, Message]) -> None:
         """This launcher is head from now on; ``plan`` is the newest valid one, with what its members answered."""
         if plan is None:
-            self._wait_for_nodes("not enough launchers have come", self._shape.join_s)
-            self._try()
+            self._formation.form()
             return
         self._policy.recall(plan.payload["policy"])
         self._restarts = int(plan.payload["restarts"])
-        self._unfit = set(plan.payload["unfit"])
-        self._blamed = Counter(plan.payload["blamed"])
-        self._regroup_until = time.monotonic() + REGROUP_S
+        self._blame.recall(plan.payload)
+        self._formation.take_over(plan)
         self._know(plan, answers)
-        self._keep_soon()
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
     def joined(self, member: Member) -> None:
         """Another launcher is there."""
         self._gone.discard(member.name)
-        if self._waiting is not None:
-            self._try()
-        elif self._plan is not None:
+        if self._formation.waiting:
+            self._formation.renew()
+        elif self._formation.plan is not None:
             self._log.emit("launcher_joined", joined=member.name)
-            self._keep_soon()
+            self._formation.keep_soon()
 
     def lost(self, name: str, silent_s: float) -> None:
         """A launcher is gone, and with it, as far as anybody can tell, its node."""
         if self._finished:
             return
         self._gone.add(name)
-        plan = self._plan
-        at_work = plan is not None and name in plan.slots
+        at_work = name in self._formation.slots
         self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=at_work)
         say(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
-        if self._proposed is not None and not (self._keeping and not at_work):
-            self._try()
+        if self._formation.changing:
+            self._formation.renew()
         elif not at_work:
-            self._keep_soon()
-        elif self._waiting is None:
+            self._formation.keep_soon()
+        elif not self._formation.waiting:
             rank = self._first_rank.get(name, 0)
             cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
             self._noticed = time.monotonic() - silent_s
@@ -119,94 +102,42 @@ class Head:
 
     def claim_refused(self) -> None:
         """The number of the proposal is taken: propose the same with another."""
-        self._try()
+        self._formation.renew()
 
-    def _keep_soon(self) -> None:
-        """Have those that have come vote, and those that have gone no longer count, while the ranks run on."""
-        self._loop.later(KEEP_S, self._keep)
+    @property
+    def unfit(self) -> set[str]:
+        """The nodes that are to run no ranks."""
+        return self._blame.unfit
 
-    def _keep(self) -> None:
-        plan = self._plan
-        if plan is None or self._finished or self._waiting is not None:
-            return
-        if self._proposed is not None and not self._keeping:
-            return
-        if {member.name for member in plan.members} != self._quorum.alive.keys() and self._all_alive(plan.slots):
-            self._keeping = True
-            self._proposed = self._quorum.propose(plan.slots, self._payload(keep=generation_of(plan)))
-
-    def _all_alive(self, slots: Sequence[str]) -> bool:
-        return self._quorum.alive.keys() >= set(slots)
-
-    def _payload(self, keep: int) -> dict[str, Any]:
+    def payload(self, keep: int) -> dict[str, Any]:
+        """What the plan tells a successor, and the launchers of what was before."""
         return {
             "policy": self._policy.memory(),
             "restarts": self._restarts,
-            "unfit": sorted(self._unfit),
-            "blamed": self._blamed,
+            **self._blame.memory(),
             "noticed_s": time.monotonic() - self._noticed,
-            "first": self._plan is None,
+            "first": self._formation.plan is None,
             "keep": keep,
         }
 
-    def _try(self) -> None:
-        """Propose the next generation if there are enough nodes for it."""
-        slots = self._slots()
-        if slots is None:
-            self._proposed = None
-            if self._waiting is None:
-                wait_s = max(self._shape.wait_s, self._regroup_until - time.monotonic(), 0.0)
-                self._wait_for_nodes("too few nodes are left", wait_s)
-            return
-        everybody = self._quorum.alive.keys() >= set(self._shape.order)
-        if self._plan is None and not everybody and self._waiting is not None:
-            self._loop.later(FORM_SETTLE_S, self._propose_if_waiting)
-            return
-        self._propose(slots)
-
-    def _propose_if_waiting(self) -> None:
-        slots = self._slots()
-        if self._waiting is not None and slots is not None:
-            self._propose(slots)
-
-    def _propose(self, slots: tuple[str, ...]) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
-        self._forget()
-        self._keeping = False
-        self._proposed = self._quorum.propose(slots, self._payload(keep=0))
-
-    def _slots(self) -> tuple[str, ...] | None:
-        before = self._plan.slots if self._plan is not None else ()
-        return place(self._shape, before, self._quorum.alive.keys(), self._unfit)
-
-    def _wait_for_nodes(self, reason: str, wait_s: float) -> None:
-        if self._plan is not None and wait_s > 0:
-            say(f"{reason}; waiting up to {wait_s:g} s for another")
-        self._waiting = self._loop.later(wait_s, lambda: self._too_few(reason))
-
-    def _too_few(self, reason: str) -> None:
-        self._waiting = None
-        code = exitcodes.FAILED if self._plan is None else exitcodes.REQUEUE
-        self._end(code, f"{reason}: {len(self._quorum.alive)} are there, {self._shape.least} are needed")
+    def too_few(self, reason: str) -> None:
+        """Give up here: before the first generation for good, later for Slurm to find other nodes."""
+        self._end(exitcodes.FAILED if self._formation.plan is None else exitcodes.REQUEUE, reason)
 
     def began(self, plan: Plan, answers: Mapping[str, Message]) -> None:
         """``plan`` is valid; ``answers`` say how many ranks each node has and how far the run is."""
-        before = self._plan
-        self._proposed, self._keeping = None, False
+        before = self._formation.slots
+        self._formation.begun(plan)
         self._know(plan, answers)
-        self._keep_soon()
         if plan.payload["keep"]:
             return
         for name in plan.slots:
-            if before is not None and name not in before.slots:
+            if before and name not in before:
                 self._log.emit("spare_joined", joined=name, place=plan.slots.index(name))
         size = sum(int(answers[name]["local_size"]) for name in plan.slots)
         self._log.emit("generation_started", world_size=size, nodes=list(plan.slots), spares=list(plan.spares))
 
     def _know(self, plan: Plan, answers: Mapping[str, Message]) -> None:
-        self._plan = plan
         self._log.generation = generation_of(plan)
         sizes = [int(answers[name]["local_size"]) for name in plan.slots]
         self._first_rank = {name: sum(sizes[:place]) for place, name in enumerate(plan.slots)}
@@ -217,7 +148,7 @@ class Head:
 
     def received(self, sender: str, message: Message) -> None:
         """Something has happened on a node, or somebody there wants something."""
-        kind = message.get("kind")
+        kind, plan = message.get("kind"), self._formation.plan
         self._note_progress(message)
         if kind == "event":
             self._log.relay(message["record"], float(message["age_s"]))
@@ -225,24 +156,21 @@ class Head:
             return
         elif kind == "stop":
             self._stop(str(message["by"]))
-        elif (
-            self._plan is None
-            or (self._proposed is not None and not self._keeping)
-            or message.get("generation") != generation_of(self._plan)
-        ):
+        elif plan is None or self._formation.changing or message.get("generation") != generation_of(plan):
             return
         elif kind == "failed":
             self._inquest.add(failed_from_json(sender, message["failures"], time.time()))
         elif kind == "hung":
             if not self._inquest.open:
-                self._hangs.begin(self._plan.slots)
+                self._hangs.begin(plan.slots)
         elif kind == "standings":
-            self._hangs.add(sender, standings_from_json(message["ranks"], time.monotonic()))
+            ranks = standings_from_json(message["ranks"], time.monotonic())
+            self._hangs.add(sender, ranks, None if message["stacks"] is None else str(message["stacks"]))
         elif kind == "ended":
             self._ended[sender] = str(message["told"])
             self._all_ended()
         elif kind == "waiting":
-            self._try()
+            self._formation.renew()
         elif kind == "late":
             self._end(exitcodes.FAILED, str(message["reason"]))
         elif kind == "restart":
@@ -253,11 +181,8 @@ class Head:
             raise BadReport(f"{kind!r} is not a message that this version knows")
 
     def _note_progress(self, message: Mapping[str, Any]) -> None:
-        for name in ("furthest", "committed"):
-            step = message.get(name)
-            if isinstance(step, int):
-                known = self._furthest if name == "furthest" else self._committed
-                setattr(self, f"_{name}", step if known is None else max(step, known))
+        self._furthest = later(self._furthest, message.get("furthest"))
+        self._committed = later(self._committed, message.get("committed"))
 
     # -- failures ------------------------------------------------------------------------------------------------
 
@@ -273,8 +198,7 @@ class Head:
     def _recover(self, report: Report) -> None:
         cause = report.failure
         if self._stopping and not self._swapping:
-            lost = cause.exit.startswith("the loss of node")
-            code = exitcodes.REQUEUE if lost else exitcodes.FAILED
+            code = exitcodes.REQUEUE if report.node in self._gone else exitcodes.FAILED
             self._end(code, f"rank {cause.rank} on {report.node} failed while the run was stopping: {cause.cause}")
             return
         verdict = self._policy.judge(cause, furthest=self._furthest, committed=self._committed)
@@ -284,32 +208,29 @@ class Head:
         say(f"rank {cause.rank} on {report.node} failed with {cause.cause}; restarting all ranks")
         self._restarts += 1
         self._judge_node(report.node, cause)
-        self._try()
+        self._formation.renew()
 
     def _judge_node(self, node: str, cause: Failure) -> None:
-        """Let a spare take the place of a node whose hardware has failed, or that was at fault twice."""
-        if cause.kind not in ("hardware", "signal", "hang") or node in self._gone:
-            return
-        self._blamed[node] += 1
-        if cause.kind == "hardware" or self._blamed[node] >= _BLAMED_OFTEN:
-            self._retire(node, f"{cause.cause}, fault number {self._blamed[node]} of this node")
+        """Let a spare take the place of a node that is still there, and has proven unfit."""
+        reason = "" if node in self._gone else self._blame.charge(node, cause)
+        if reason:
+            self._retire(node, reason)
 
     def _retire(self, node: str, reason: str) -> bool:
         """Have ``node`` run no more ranks if another can take its place."""
-        spares = self._quorum.alive.keys() - self._unfit - set(self._plan.slots if self._plan is not None else ())
-        if spares:
-            self._unfit.add(node)
-            self._log.emit("node_retired", retired=node, reason=reason)
-        return bool(spares)
+        if not self._formation.spares:
+            return False
+        self._blame.unfit.add(node)
+        self._log.emit("node_retired", retired=node, reason=reason)
+        return True
 
     def _ask_standings(self) -> None:
-        assert self._plan is not None
-        self._quorum.tell_all({"kind": "standings?", "generation": generation_of(self._plan)})
+        self._quorum.tell_all({"kind": "standings?", "generation": self._log.generation})
 
-    def _hung(self, hang: Hang) -> None:
+    def _hung(self, hang: Hang, stacks: Mapping[str, str | None]) -> None:
         rank = hang.rank if hang.rank is not None else 0
         node = max((first, name) for name, first in self._first_rank.items() if first <= rank)[1]
-        fields = hang_fields(hang)
+        fields = hang_fields(replace(hang, stacks=stacks.get(node)))
         self._log.emit("hang_detected", **fields, culprit_node=None if hang.rank is None else node)
         self._quorum.tell_all({"kind": "hang", "fields": fields, "score": hang.score})
         cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
@@ -323,63 +244,70 @@ class Head:
             self._log.emit("restart_requested", reason=reason)
             self._noticed = time.monotonic()
             self._restarts += 1
-            self._try()
+            self._formation.renew()
 
     def _swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
-        assert self._plan is not None
-        if self._stopping or node not in self._plan.slots:
+        if self._stopping or node not in self._formation.slots:
             return
         if not self._retire(node, reason):
             self._log.emit("swap_refused", swap=node, reason="there is no spare for it")
             return
         self._log.emit("restart_requested", reason=f"{SWAP}{node}: {reason}", swap=node)
         self._noticed = time.monotonic()
-        self._stopping, self._swapping = f"{SWAP}{node}", True
+        self._stopping = f"{SWAP}{node}"
         self._quorum.tell_all({"kind": "order_stop", "by": self._stopping})
+
+    @property
+    def _swapping(self) -> bool:
+        return self._stopping.startswith(SWAP)
 
     def _stop(self, by: str) -> None:
         if self._stopping and not self._swapping:
             return
-        self._stopping, self._swapping = by, False
-        if self._plan is None or (self._proposed is not None and not self._keeping):
+        self._stopping = by
+        if self._formation.plan is None or self._formation.changing:
             self._end(exitcodes.REQUEUE, f"stopped between generations after {by}")
         else:
             self._quorum.tell_all({"kind": "order_stop", "by": by})
 
     def _all_ended(self) -> None:
         """Go on once every node's ranks have ended, in order or as they were told to, by a head before this one too."""
-        assert self._plan is not None
-        if not self._ended.keys() >= set(self._plan.slots):
+        if not self._ended.keys() >= set(self._formation.slots):
             return
         by = self._stopping or next(filter(None, self._ended.values()), "")
         if by.startswith(SWAP):
-            self._try()
+            self._formation.renew()
         elif by:
             self._log.emit("requeued", signal=by, step=self._furthest)
             self._end(exitcodes.REQUEUE, f"stopped in good order after {by}")
         else:
             self._end(exitcodes.OK, "all ranks finished")
 
-    def _forget(self) -> None:
-        """What was known of the generation that ends."""
+    def replaced(self) -> None:
+        """Forget what was known of the generation that ends."""
         self._inquest.forget()
         self._hangs.forget()
         self._ended = {}
-        self._stopping, self._swapping = "", False
+        self._stopping = ""
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _end(self, code: int, reason: str) -> None:
-        self._forget()
         self._finished = True
+        self.retire()
         self._log.emit("finished", exit_code=code, reason=reason)
-        self._over(tuple(sorted(self._gone)), tuple(sorted(self._unfit - self._gone)))
+        self._over(tuple(sorted(self._gone)), tuple(sorted(self.unfit - self._gone)))
         self._quorum.tell_all({"kind": "finish", "code": code, "reason": reason})
 
     def retire(self) -> None:
-        """Another launcher is head now."""
-        self._forget()
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        """Decide nothing more: another launcher is head now, or the run is over."""
+        self.replaced()
+        self._formation.close()
+
+
+def later(known: int | None, step: object) -> int | None:
+    """The higher of a step that is known and one that is reported, if it is one."""
+    if not isinstance(step, int):
+        return known
+    return step if known is None else max(known, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from opsd.launch.failure import first_cause
 from opsd.launch.hang import Hang, Standing, name_culprit, stuck_together
@@ -14,6 +14,9 @@ GATHER_S = 0.1
 """After a failure that is clearly a first cause: time for the other nodes' reports, for the record."""
 STANDINGS_S = 1.0
 """How long a node may take to say where its ranks stand."""
+
+Stacks = Mapping[str, str | None]
+"""By node: the file with the stacks of its ranks, None where there is none."""
 
 
 class Inquest:
@@ -67,31 +70,32 @@ class HangInquiry:
     asked again at the next report, and a node that stays silent is lost anyway.
     """
 
-    def __init__(self, loop: Loop, ask: Callable[[], None], found: Callable[[Hang], None]) -> None:
+    def __init__(self, loop: Loop, ask: Callable[[], None], found: Callable[[Hang, Stacks], None]) -> None:
         self._loop = loop
         self._ask = ask
         self._found = found
         self._nodes: frozenset[str] = frozenset()
         self._standings: dict[str, list[Standing]] = {}
+        self._stacks: dict[str, str | None] = {}
         self._timer: Timer | None = None
 
     def begin(self, nodes: Iterable[str]) -> None:
         """Ask ``nodes``, unless that is going on."""
         if self._timer is None:
-            self._nodes, self._standings = frozenset(nodes), {}
+            self._nodes, self._standings, self._stacks = frozenset(nodes), {}, {}
             self._timer = self._loop.later(STANDINGS_S, self.forget)
             self._ask()
 
-    def add(self, node: str, ranks: list[Standing]) -> None:
+    def add(self, node: str, ranks: list[Standing], stacks: str | None) -> None:
         """Take in an answer."""
         if self._timer is None:
             return
-        self._standings[node] = ranks
+        self._standings[node], self._stacks[node] = ranks, stacks
         if self._standings.keys() >= self._nodes:
             everyone = [rank for ranks in self._standings.values() for rank in ranks]
             self.forget()
             if everyone and stuck_together(everyone):
-                self._found(name_culprit(everyone))
+                self._found(name_culprit(everyone), self._stacks)
 
     def forget(self) -> None:
         """Nobody is asked any more."""

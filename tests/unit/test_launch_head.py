@@ -346,7 +346,7 @@ def standing(rank: int, stuck_s: float, phase: str = "collective", **fields: Any
 
 def stand(stage: Stage, **ranks: Standing) -> None:
     for name, rank in ranks.items():
-        stage.tell(name, "standings", ranks=standings_to_json([rank], 0.0))
+        stage.tell(name, "standings", ranks=standings_to_json([rank], 0.0), stacks=f"/stacks-{name}.txt")
 
 
 def test_a_hang_is_named_from_the_standings_of_all_nodes(stage: Stage) -> None:
@@ -355,7 +355,7 @@ def test_a_hang_is_named_from_the_standings_of_all_nodes(stage: Stage) -> None:
     assert stage.quorum.orders == [{"kind": "standings?", "generation": 1}]
     stand(stage, n1=standing(0, 6), n2=standing(2, 6), n3=standing(4, 6.2, "backward", process="T"))
     (event,) = stage.events("hang_detected")
-    assert (event["rank"], event["culprit_node"]) == (4, "n3")
+    assert (event["rank"], event["culprit_node"], event["stacks"]) == (4, "n3", "/stacks-n3.txt")
     assert len(stage.slots) == 2
 
 

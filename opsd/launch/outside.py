@@ -1,0 +1,24 @@
+"""What a launcher with fellows asks of the world outside of their agreement."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Fence(Protocol):
+    """What makes sure, outside of the launchers, that a generation is only one. May block; is called in a thread."""
+
+    def claim(self, number: int) -> bool:
+        """True if generation ``number`` is this launcher's to begin, now and for good. Raises OSError."""
+        ...
+
+
+class Job(Protocol):
+    """The job that the run is part of, as far as its end goes. May block; is called in a thread."""
+
+    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        """The run has ended with the exit code ``code``, without the nodes ``lost``; ``unfit`` ones are to be avoided.
+
+        May not return, because it ends the job.
+        """
+        ...
