@@ -27,12 +27,13 @@ from opsd.launch.placement import Shape
 from opsd.launch.process import become_subreaper
 from opsd.launch.program import Program, ProgramNotFound
 from opsd.launch.ranks import RankStarter
+from opsd.launch.run_control import RunControl
 from opsd.launch.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.secret import SecretError, job_secret
 from opsd.launch.settings import Settings
 from opsd.launch.solo import Solo
 from opsd.launch.standby import StandbyPool
-from opsd.launch.supervisor import RunControl, Supervisor
+from opsd.launch.supervisor import Supervisor
 from opsd.launch.together import with_fellows
 
 _FILE = click.Path(path_type=Path)

@@ -22,8 +22,9 @@ from opsd.launch.postmortem import report_exit
 from opsd.launch.quorum.port import Member, Message, Plan, Quorum
 from opsd.launch.reports import BadReport, failed_to_json, failure_to_json
 from opsd.launch.requests import answer
+from opsd.launch.run_control import Failed
 from opsd.launch.run_log import OF_ONE_LAUNCHER
-from opsd.launch.supervisor import Failed, Supervisor
+from opsd.launch.supervisor import Supervisor
 from opsd.launch.watch import Recovery
 
 PROGRESS_S = 1.0

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from opsd.launch.failure import Failure, Kind, RankError
 from opsd.launch.hang import Standing
-from opsd.launch.supervisor import Failed
+from opsd.launch.run_control import Failed
 
 LOG_LINES = 10
 

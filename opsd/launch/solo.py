@@ -14,7 +14,8 @@ from opsd.launch.membership import SingleNode
 from opsd.launch.messages import say
 from opsd.launch.postmortem import PROGRAM_NOT_FOUND, explain, report_exit
 from opsd.launch.ranks import Rank
-from opsd.launch.supervisor import Failed, Supervisor
+from opsd.launch.run_control import Failed
+from opsd.launch.supervisor import Supervisor
 from opsd.launch.watch import Recovery
 
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from opsd import exitcodes
-from opsd.client import RankPage, process_start, write_request
+from opsd.client import RankPage, process_start
 from opsd.launch.console import Console
 from opsd.launch.control import Request
 from opsd.launch.events import EventLog
-from opsd.launch.failure import Failure
-from opsd.launch.hang import WARM_STEPS, Hang, Standing
+from opsd.launch.gathering import Gathering
+from opsd.launch.hang import WARM_STEPS, Standing
 from opsd.launch.hang_watch import HangWatch
-from opsd.launch.loop import Loop, Timer
+from opsd.launch.loop import Loop
 from opsd.launch.membership import Assignment
 from opsd.launch.messages import say
+from opsd.launch.orderly_stop import OrderlyStop
 from opsd.launch.postmortem import failures
 from opsd.launch.process import collect_orphans
 from opsd.launch.ranks import Generation, Rank, RankStarter
+from opsd.launch.run_control import RunControl
 from opsd.launch.rundir import RunFolders, RunState
 from opsd.launch.settings import Settings
 from opsd.launch.standby import StandbyPool
@@ -31,70 +32,9 @@ from opsd.launch.watch import Progress
 
 State = Literal["waiting", "running", "restarting", "stopping", "spare", "finished", "failed"]
 
-GATHER_S = 0.02
-"""After a failure that is clearly a first cause: time for the other ranks' exits, for the record."""
-GATHER_VICTIM_S = 1.0
-"""After an exit that looks like the consequence of another: time for that other to show."""
-HASTENED_S = 20.0
-"""How long a second SIGTERM still waits: Slurm sends SIGKILL 30 s after its own (KillWait)."""
 POLL_S, POLL_SUSPICIOUS_S, POLL_AWAITING_S = 0.25, 0.05, 0.02
 QUIET_S = 10.0
 """When ranks without pages count as past their start."""
-
-Failed = tuple[Failure, Rank]
-
-
-class RunControl(Protocol):
-    """Decides about the run: what to do when something has happened on this node."""
-
-    def start_run(self) -> None:
-        """The launcher serves; bring about the first generation."""
-        ...
-
-    def cannot_start(self, reason: str) -> None:
-        """The ranks of the generation could not all be started."""
-        ...
-
-    def failed(self, found: Sequence[Failed]) -> None:
-        """Ranks of this node have failed, all that did at about the same time."""
-        ...
-
-    def hung(self, hang: Hang) -> None:
-        """The ranks of this node have stood still for too long; told again for as long as they do."""
-        ...
-
-    def ended(self) -> None:
-        """All ranks of this node have ended in good order: finished, or stopped as they were told to."""
-        ...
-
-    def asked_to_stop(self, by: str) -> None:
-        """Somebody wants the run to checkpoint and stop; asked again, to hurry."""
-        ...
-
-    def stop_too_slow(self, reason: str) -> None:
-        """Ranks that were asked to stop have not done so in time."""
-        ...
-
-    def interrupted(self) -> None:
-        """SIGINT: end at once."""
-        ...
-
-    def request(self, request: Request) -> Request:
-        """The answer to a request on the control socket other than ``stop``."""
-        ...
-
-    def close(self) -> None:
-        """The launcher ends."""
-        ...
-
-
-@dataclass(slots=True)
-class _Stopping:
-    """An orderly stop on the way: asked for by ``by``, enforced when ``deadline`` fires."""
-
-    by: str
-    deadline: Timer
-    requests: int = 1
 
 
 class Supervisor:
@@ -123,10 +63,10 @@ class Supervisor:
         self._hangs = hangs
         self._console = console
         self.state: State = "waiting"
-        self._gathering: Timer | None = None
+        self._gathering = Gathering(loop, self._settle)
         self._teardown: Teardown | None = None
         self._after: Callable[[], None] = loop.stop
-        self._stopping: _Stopping | None = None
+        self._stop = OrderlyStop(loop, settings.stop_timeout_s, self._stop_too_slow)
         self._exit_code: int | None = None
         self._world_size = settings.local_size
 
@@ -148,9 +88,7 @@ class Supervisor:
 
     def start(self, number: int, place: Assignment, restarts: int) -> None:
         """Start this node's ranks of generation ``number``."""
-        if self._stopping is not None:
-            self._stopping.deadline.cancel()
-            self._stopping = None
+        self._stop.forget()
         generation = self.generation = Generation(number)
         self.events.generation = number
         self._world_size = place.world_size
@@ -181,10 +119,10 @@ class Supervisor:
     def _poll(self) -> None:
         if self._teardown is None:
             pages = self.progress.update(self.generation)
-            if self._stopping is None and self._settled(pages):
+            if not self.stopping and self._settled(pages):
                 self._standby.refill()
             hang = self._hangs.look(self.generation, pages) if self._hangs is not None else None
-            if hang is not None and self._gathering is None:
+            if hang is not None and not self._gathering.open:
                 self._control.hung(hang)
         delay = POLL_SUSPICIOUS_S if self._hangs is not None and self._hangs.suspicious else POLL_S
         self.loop.later(POLL_AWAITING_S if self.progress.recovery is not None else delay, self._poll)
@@ -221,7 +159,7 @@ class Supervisor:
         self._close_channel(rank)
         if self._teardown is None and rank.exit is None and rank.error() is not None:
             self._note_end(rank)
-            self._gather()
+            self._gathering.note(self.generation)
 
     def _exited(self, rank: Rank) -> None:
         rank.exit = rank.child.exit()
@@ -230,9 +168,9 @@ class Supervisor:
         self.loop.unwatch(rank.child.pidfd)
         if self._teardown is not None:
             self._teardown.advance()
-        elif rank.exit is not None and not rank.exit.ok and not self._stopped_as_told(rank):
-            self._gather()
-        elif not self.generation.running and self._gathering is None:
+        elif rank.exit is not None and not rank.exit.ok and not self._stop.explains(rank):
+            self._gathering.note(self.generation)
+        elif not self.generation.running and not self._gathering.open:
             self._all_ended()
 
     def _note_end(self, rank: Rank) -> None:
@@ -245,30 +183,9 @@ class Supervisor:
             self.loop.unwatch(rank.channel.fileno())
             rank.channel.close()
 
-    def _gather(self) -> None:
-        """Wait briefly for exits that came at the same moment, longer if the true cause has not shown yet."""
-        clear = any(failure.kind != "communication" for failure, _ in failures(self.generation))
-        if self._gathering is None:
-            self._gathering = self.loop.later(GATHER_S if clear else GATHER_VICTIM_S, self._settle)
-            if not clear:
-                self.loop.later(0.05, self._look_for_cause)
-        elif clear or not self.generation.running:
-            self._gathering.cancel()
-            self._gathering = self.loop.later(0.0, self._settle)
-
-    def _look_for_cause(self) -> None:
-        """See whether the rank that was first has left its error by now, though it may take long to end."""
-        if self._gathering is None or self._teardown is not None:
-            return
-        if any(failure.kind != "communication" for failure, _ in failures(self.generation)):
-            self._gather()
-        else:
-            self.loop.later(0.05, self._look_for_cause)
-
     def _settle(self) -> None:
-        self._gathering = None
         self.progress.update(self.generation)
-        found = [pair for pair in failures(self.generation) if not self._stopped_as_told(pair[1])]
+        found = [pair for pair in failures(self.generation) if not self._stop.explains(pair[1])]
         if found:
             self._control.failed(found)
         elif not self.generation.running:
@@ -282,9 +199,7 @@ class Supervisor:
         self._after = then
         if self._teardown is not None:
             return
-        if self._gathering is not None:
-            self._gathering.cancel()
-            self._gathering = None
+        self._gathering.forget()
         if self._hangs is not None:
             self._hangs.relax()
         self._teardown = Teardown(
@@ -320,38 +235,16 @@ class Supervisor:
     @property
     def stopping(self) -> str:
         """Who has asked for the orderly stop that is on its way, "" if there is none."""
-        return self._stopping.by if self._stopping is not None else ""
+        return self._stop.by
 
     def stop(self, by: str) -> None:
         """Let the ranks checkpoint at the next step boundary and end; asked again, wait less long."""
-        timeout = self.settings.stop_timeout_s
-        if self._stopping is not None:
-            self._stopping.requests += 1
-            self._stopping.deadline.cancel()
-            timeout = min(timeout, HASTENED_S) if self._stopping.requests == 2 else 0.0
-            self._stopping.deadline = self.loop.later(timeout, self._stop_too_slow)
-            return
-        self._stopping = _Stopping(by, self.loop.later(timeout, self._stop_too_slow))
-        self.set_state("stopping")
-        for rank in self.generation.running:
-            try:
-                if rank.page() is None:
-                    rank.child.signal(signal.SIGTERM)
-                else:
-                    write_request(rank.page_path, "checkpoint_and_stop")
-            except OSError as error:
-                say(f"rank {rank.rank} cannot be asked to stop ({error.strerror}); it is sent SIGTERM")
-                rank.child.signal(signal.SIGTERM)
+        if not self.stopping:
+            self.set_state("stopping")
+        self._stop.ask(by, self.generation)
 
-    def _stopped_as_told(self, rank: Rank) -> bool:
-        """True for a rank without a page that died of the signal to stop, passed on by us or sent to the whole job."""
-        signalled = rank.exit is not None and rank.exit.signal in (signal.SIGTERM, signal.SIGUSR1)
-        return self._stopping is not None and signalled and rank.page() is None
-
-    def _stop_too_slow(self) -> None:
-        if self.generation.running:
-            late = ", ".join(f"rank {rank.rank}" for rank in self.generation.running)
-            self._control.stop_too_slow(f"{late} did not stop in time after {self.stopping} and was killed")
+    def _stop_too_slow(self, reason: str) -> None:
+        self._control.stop_too_slow(reason)
 
     def answer(self, request: Request) -> Request:
         """Answer a request from the control socket."""
