@@ -151,6 +151,9 @@ Progress = Callable[[float, str], None]
 class Check:
     """One check. ``run`` must be a function at the top level of its module.
 
+    Without ``run`` it is no check of the engine's: whoever measures, such as the head of a network check, hands an
+    outcome to ``engine.judged``.
+
     ``seconds`` maps each profile that the check is part of to how long it measures there. ``advice`` is what to do
     when it fails and ``runbook`` the page with more (`opsd runbook show NAME`). With ``stable``, facts that differ from
     the node's last run are a warning.
@@ -158,8 +161,8 @@ class Check:
 
     name: str
     title: str
-    run: Callable[[Context, Progress], Outcome]
-    seconds: Mapping[str, float]
+    run: Callable[[Context, Progress], Outcome] | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
     measures: tuple[Measure, ...] = ()
     needs: frozenset[Need] = frozenset()
     advice: str = ""

@@ -38,6 +38,7 @@ async def supervise(check: Check, context: Context, *, deadline_s: float, log: P
     Its process is in a session of its own, so a cancelled call ends it together with everything it has started. It
     imports nothing from the current folder (-P), which may be a user's while this is root.
     """
+    assert check.run is not None
     ooms = _oom_kills(context.proc)
     with open(log, "wb") as output:
         process = await asyncio.create_subprocess_exec(

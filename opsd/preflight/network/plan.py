@@ -45,16 +45,9 @@ def effort(profile: str, *, gpus: bool) -> Effort:
     return Effort(sizes(1 << 10, top), 256 << 20 if gpus else 4 << 20, 40, 3.0, 300.0)
 
 
-def no_function(context: object, progress: object) -> Outcome:
-    """Network checks are run by the head of the check, not by the engine."""
-    raise NotImplementedError
-
-
 COLLECTIVES: Final = Check(
     name="network_collectives",
     title="Collectives over all nodes",
-    run=no_function,
-    seconds={},
     measures=(
         *(
             Measure(f"{name}_busbw", "bytes_per_second", f"{name} bus bandwidth", "higher", noise=0.10, required=False)
@@ -69,16 +62,12 @@ COLLECTIVES: Final = Check(
 PATTERNS: Final = Check(
     name="network_patterns",
     title="Patterns of messages between nodes",
-    run=no_function,
-    seconds={},
     measures=(Measure("bandwidth", "bytes_per_second", "slowest exchange", "higher", noise=0.10),),
     needs=frozenset({"network", "exclusive"}),
 )
 SEARCH: Final = Check(
     name="network_search",
     title="Search for bad nodes and links",
-    run=no_function,
-    seconds={},
     measures=(Measure("tests", "", "number of group tests"), Measure("rounds", "", "number of rounds")),
     needs=frozenset({"network", "exclusive"}),
 )
