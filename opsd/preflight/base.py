@@ -137,6 +137,11 @@ class Context:
     nodes: int = 1
     sbatch: str = ""
     """The run that is about to start: its configuration and overrides, its nodes, and its batch script."""
+    fire_alerts: bool = False
+    alertmanager: str = ""
+    prometheus: str = ""
+    alert_inbox: str = ""
+    """Whether every alert is to be fired once, the addresses to ask, and where Alertmanager posts what it tells."""
     nvml_library: str | None = None
     proc: str = "/proc"
     sys: str = "/sys"

@@ -48,6 +48,7 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--train-set", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of that run.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that run.")
 @click.option("--sbatch", type=_FILE, help="Batch script of that run.")
+@click.option("--alerts", "fire_alerts", is_flag=True, help="Fire each alert once, marked as a test. Pages people.")
 @click.option("--act", "acting", is_flag=True, help="Drain this node in Slurm if it failed, give it back if it passed.")
 @click.option("--quiet", is_flag=True, help="Print nothing; the exit code and the files tell.")
 @click.pass_context
@@ -63,6 +64,7 @@ def preflight(
     train_set: tuple[str, ...],
     nodes: int,
     sbatch: Path | None,
+    fire_alerts: bool,
     acting: bool,
     quiet: bool,
     **files: Path | None,
@@ -87,6 +89,7 @@ def preflight(
         overrides=train_set,
         nodes=nodes,
         sbatch=str(sbatch.absolute()) if sbatch else "",
+        fire_alerts=fire_alerts,
         nvml_library=settings.nvml.library,
     )
     to_stdout = any(str(path) == "-" for path in targets.values())

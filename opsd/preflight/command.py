@@ -60,6 +60,7 @@ class Request:
     overrides: Sequence[str] = ()
     nodes: int = 1
     sbatch: str = ""
+    fire_alerts: bool = False
     device: str = "cuda"
     nvml_library: str | None = None
 
@@ -124,6 +125,10 @@ def context(request: Request, settings: PreflightSettings, demand: Demand | None
         overrides=tuple(request.overrides),
         nodes=request.nodes,
         sbatch=request.sbatch,
+        fire_alerts=request.fire_alerts,
+        alertmanager=settings.alertmanager,
+        prometheus=settings.prometheus,
+        alert_inbox=settings.alert_inbox,
         nvml_library=request.nvml_library,
     )
     return replace(known, demand=demand_of(known)) if demand is None else known

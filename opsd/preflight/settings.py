@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 
+_URL = r"^$|^https?://[^\s/@?#]+(/[^\s?#]*)?$"
+
 
 class PreflightSettings(BaseModel):
     """Checks of a node before a run. `opsd preflight --train CONFIG` knows better what the run needs of a node."""
@@ -36,6 +38,24 @@ class PreflightSettings(BaseModel):
         default="",
         examples=["/fsx/opsd/fleet.json"],
         description="File written by `opsd preflight merge` whose medians are a further yardstick.",
+    )
+    alertmanager: str = Field(
+        default="",
+        pattern=_URL,
+        examples=["http://monitoring:9093"],
+        description="Alertmanager through which `opsd preflight --alerts` fires every alert once.",
+    )
+    prometheus: str = Field(
+        default="",
+        pattern=_URL,
+        examples=["http://monitoring:9090"],
+        description="Prometheus that has the alerts of opsd loaded.",
+    )
+    alert_inbox: str = Field(
+        default="",
+        pattern=r"^$|:\d{1,5}$",
+        examples=["127.0.0.1:9478"],
+        description="Address on this node to which a webhook of Alertmanager posts; each test alert must arrive once.",
     )
     tokens_per_s: float | None = Field(
         default=None, gt=0, examples=[50000.0], description="Tokens per second that the run consumes on one node."

@@ -20,9 +20,9 @@ class Message:
 
 
 class Inbox:
-    """Takes what is posted to ``url``/RECEIVER."""
+    """Takes what is posted to ``url``/RECEIVER; port 0 is any that is free. Raises OSError if it is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.messages: list[Message] = []
         inbox = self
 
@@ -38,7 +38,7 @@ class Inbox:
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(address, Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, name="inbox", daemon=True).start()
@@ -52,6 +52,11 @@ class Inbox:
             for alert in message.body.get("alerts", ())
             if alert["labels"]["alertname"] == name
         ]
+
+    def firing(self) -> list[Any]:
+        """The alerts that a webhook said are firing, once for each time."""
+        bodies = [message.body for message in list(self.messages) if isinstance(message.body, dict)]
+        return [alert for body in bodies for alert in body.get("alerts", ()) if alert["status"] == "firing"]
 
     def close(self) -> None:
         """Stop listening."""

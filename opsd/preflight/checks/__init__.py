@@ -26,6 +26,7 @@ from opsd.preflight.checks import (
     numa,
     nvbandwidth,
     pressure,
+    run_alerts,
     run_config,
     run_data,
     run_evaluation,
@@ -64,4 +65,5 @@ CHECKS: Final[tuple[Check, ...]] = (
     run_data.CHECK,
     run_evaluation.CHECK,
     run_steps.CHECK,
+    run_alerts.CHECK,
 )

@@ -1,0 +1,127 @@
+"""What a check asks of the site's Prometheus and Alertmanager: which alerts there are, to take some, who was told.
+
+Alertmanager's API is version 2 (api/v2/openapi.yaml there), Prometheus' is version 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import httpx
+
+from opsd.preflight.base import CouldNotRunError
+
+_TIMEOUT_S: Final = 10.0
+_GROUPS: Final = "opsd-"
+_SENT: Final = re.compile(r'^alertmanager_notifications_total\{.*?integration="(\w+)".*\} (\S+)$', re.MULTILINE)
+_FAILED: Final = re.compile(
+    r'^alertmanager_notifications_failed_total\{.*?integration="(\w+)".*\} (\S+)$', re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An alert with its ``labels`` and what people read; it ends by itself at the epoch second ``until``."""
+
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    since: float
+    until: float
+
+    def to_json(self) -> dict[str, object]:
+        """The alert as Alertmanager takes it."""
+        times = {"startsAt": _written(self.since), "endsAt": _written(self.until)}
+        return {"labels": dict(self.labels), "annotations": dict(self.annotations), **times}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An alert as Alertmanager has it; ``held_by`` are the silences and alerts that keep it from being told."""
+
+    labels: Mapping[str, str]
+    receivers: tuple[str, ...]
+    held_by: tuple[str, ...]
+    processed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Notified:
+    """Messages sent and failed since Alertmanager was started, by integration (webhook, slack, pagerduty, …)."""
+
+    sent: Mapping[str, float]
+    failed: Mapping[str, float]
+
+    def since(self, before: Notified) -> Notified:
+        """What came on top of ``before``; integrations to which nothing was sent are left out."""
+        sent = {name: count - before.sent.get(name, 0.0) for name, count in self.sent.items()}
+        failed = {name: count - before.failed.get(name, 0.0) for name, count in self.failed.items()}
+        return Notified(_positive(sent), _positive(failed))
+
+
+class Alertmanager:
+    """The Alertmanager at ``url``. Every call raises CouldNotRunError if it does not answer as it should."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    def post(self, alerts: Sequence[Alert]) -> None:
+        """Hand over ``alerts``, as Prometheus does: one that is there already is updated, one that is over resolved."""
+        _ask("POST", f"{self._url}/api/v2/alerts", json=[alert.to_json() for alert in alerts])
+
+    def listed(self, label: str, value: str) -> list[Listed]:
+        """The alerts whose ``label`` is ``value``, held back or not."""
+        found = _ask("GET", f"{self._url}/api/v2/alerts", params={"filter": f'{label}="{value}"'}).json()
+        return [
+            Listed(
+                alert["labels"],
+                tuple(receiver["name"] for receiver in alert["receivers"]),
+                (*alert["status"]["silencedBy"], *alert["status"]["inhibitedBy"]),
+                alert["status"]["state"] != "unprocessed",
+            )
+            for alert in found
+        ]
+
+    def notified(self) -> Notified:
+        """How many messages it has sent so far."""
+        text = _ask("GET", f"{self._url}/metrics").text
+        return Notified(_summed(_SENT.findall(text)), _summed(_FAILED.findall(text)))
+
+
+def alerts_of(prometheus: str) -> list[dict[str, str]]:
+    """The labels, "alertname" among them, of every alert that opsd's groups have in Prometheus.
+
+    Raises CouldNotRunError.
+    """
+    answer: dict[str, Any] = _ask("GET", f"{prometheus.rstrip('/')}/api/v1/rules", params={"type": "alert"}).json()
+    groups = [group for group in answer["data"]["groups"] if group["name"].startswith(_GROUPS)]
+    return [{"alertname": rule["name"], **rule.get("labels", {})} for group in groups for rule in group["rules"]]
+
+
+def _ask(method: str, url: str, **options: Any) -> httpx.Response:
+    try:
+        answer = httpx.request(method, url, timeout=_TIMEOUT_S, **options)
+    except httpx.HTTPError as error:
+        raise CouldNotRunError(f"{url} does not answer ({type(error).__name__}); is the address right?") from error
+    if answer.is_error:
+        raise CouldNotRunError(f"{url} answered with status {answer.status_code}; is the address right?")
+    return answer
+
+
+def _written(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat()
+
+
+def _summed(rows: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Newer releases have a series per receiver or reason as well."""
+    sums: dict[str, float] = {}
+    for name, count in rows:
+        sums[name] = sums.get(name, 0.0) + float(count)
+    return sums
+
+
+def _positive(counts: Mapping[str, float]) -> dict[str, float]:
+    return {name: count for name, count in counts.items() if count > 0}

@@ -1,0 +1,203 @@
+"""Every alert fired once as a test, through the site's own Alertmanager: is whoever has to know really told?
+
+It pages people, so it wants to be asked for (`--alerts`). Each alert keeps its severity, so that it takes the route of
+the real one; the label test="true" and its words say what it is. No two share an instance or a run: none is held back
+by another's inhibition. They are resolved at the end, and end by themselves should this process be killed before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Final
+
+from opsd.preflight.alertmanager import Alert, Alertmanager, Listed, Notified, alerts_of
+from opsd.preflight.base import (
+    Check,
+    Context,
+    CouldNotRunError,
+    Finding,
+    Measure,
+    Measurement,
+    NotApplicableError,
+    Outcome,
+    Progress,
+    Verdict,
+)
+from opsd.stack.inbox import Inbox
+from runbooks import RUNBOOKS
+
+MARK: Final = "preflight"
+"""Label with the same value in all alerts of one check."""
+_WIDEST: Final = "critical"
+"""Severity of an alert that takes its severity from its series: what goes the farthest is tried."""
+_POLL_S: Final = 0.5
+_QUIET_S: Final = 5.0
+"""So long after the last message nothing more is on its way."""
+_OUTLIVES_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What became of ``fired`` alerts: as Alertmanager lists them, its messages, and those that ``arrived`` by name.
+
+    ``arrived`` is None where nobody listened.
+    """
+
+    fired: Mapping[str, Alert]
+    listed: Mapping[str, Listed]
+    notified: Notified
+    arrived: Mapping[str, int] | None = None
+
+
+def run(context: Context, progress: Progress) -> Outcome:
+    """Fire, wait until all have arrived, resolve."""
+    if not context.fire_alerts:
+        raise NotApplicableError("it pages people; --alerts fires each alert once")
+    if not context.alertmanager or not context.prometheus:
+        raise CouldNotRunError("set preflight.alertmanager and preflight.prometheus, the addresses of the site's own")
+    rules = alerts_of(context.prometheus)
+    if not rules:
+        raise CouldNotRunError(f"{context.prometheus} has none of opsd's alerts; load deploy/prometheus/rules")
+    manager, began = Alertmanager(context.alertmanager), time.time()
+    fired = tests_of(rules, context.node, began, began + context.seconds + _OUTLIVES_S)
+    before = manager.notified()
+    with ExitStack() as ending:
+        inbox = _inbox(context.alert_inbox, ending)
+        ending.callback(lambda: manager.post([replace(alert, until=time.time()) for alert in fired.values()]))
+        manager.post([*fired.values()])
+        seen, slowest = _wait(lambda: _look(manager, fired, before, inbox), began + context.seconds, progress)
+    facts = {name: ", ".join(alert.receivers) for name, alert in sorted(seen.listed.items())}
+    measured = [Measurement("alerts", len(fired))]
+    measured += [Measurement("delay", slowest - began)] if slowest else []
+    return Outcome(tuple(measured), (*_unknown(rules), *findings(seen)), facts)
+
+
+def tests_of(rules: Sequence[Mapping[str, str]], node: str, since: float, until: float) -> dict[str, Alert]:
+    """A test alert for each rule by the name that reports give it."""
+    tests = {}
+    for rule in rules:
+        extra = [value for label, value in rule.items() if label not in ("alertname", "severity")]
+        name = " ".join([rule["alertname"], *extra])
+        place = f"test-{'-'.join([rule['alertname'], *extra])}.{node}"
+        labels = {
+            "severity": _WIDEST,
+            **rule,
+            "instance": place,
+            "run": place,
+            "test": "true",
+            MARK: f"{node}-{since:.0f}",
+        }
+        words = f"TEST of the alert {name} by `opsd preflight` on {node}: nothing is wrong"
+        annotations = {"summary": words, "description": "It ends by itself within minutes.", "node": node}
+        tests[name] = Alert(labels, annotations, since, until)
+    return tests
+
+
+def _inbox(address: str, ending: ExitStack) -> Inbox | None:
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        inbox = Inbox((host.strip("[]"), int(port)))
+    except OSError as error:
+        raise CouldNotRunError(f"preflight.alert_inbox {address} cannot be listened on: {error.strerror}") from error
+    ending.callback(inbox.close)
+    return inbox
+
+
+def _look(manager: Alertmanager, fired: Mapping[str, Alert], before: Notified, inbox: Inbox | None) -> Seen:
+    mark = next(iter(fired.values())).labels[MARK]
+    by_place = {alert.labels["instance"]: name for name, alert in fired.items()}
+    listed = {by_place[found.labels["instance"]]: found for found in manager.listed(MARK, mark) if found.processed}
+    arrived = None
+    if inbox is not None:
+        mine = [alert["labels"]["instance"] for alert in inbox.firing() if alert["labels"].get(MARK) == mark]
+        arrived = Counter(by_place[place] for place in mine)
+    return Seen(fired, listed, manager.notified().since(before), arrived)
+
+
+def _wait(look: Callable[[], Seen], deadline: float, progress: Progress) -> tuple[Seen, float | None]:
+    """What was seen once all have arrived and nothing more came for a while, and when the last one did; None if never.
+
+    Raises CouldNotRunError if Alertmanager ceases to answer.
+    """
+    began, last, changed = time.time(), look(), time.time()
+    while (now := time.time()) < deadline:
+        seen = look()
+        changed = now if seen != last else changed
+        last = seen
+        progress(_share(seen), "")
+        if _complete(seen) and now - changed >= _QUIET_S:
+            break
+        time.sleep(_POLL_S)
+    return last, max(changed, began) if _complete(last) else None
+
+
+def _share(seen: Seen) -> float:
+    there = seen.listed if seen.arrived is None else seen.arrived
+    return min(1.0, len(there) / len(seen.fired))
+
+
+def _complete(seen: Seen) -> bool:
+    return _share(seen) == 1.0 and bool(seen.notified.sent)
+
+
+def findings(seen: Seen) -> Iterator[Finding]:
+    """Who was not told, and why."""
+    lost = [name for name in seen.fired if name not in seen.listed]
+    held = {name: found for name, found in seen.listed.items() if found.held_by}
+    nobody = [name for name, found in seen.listed.items() if not found.receivers]
+    if lost:
+        yield _fail(f"Alertmanager does not list {_names(lost)}, which it was sent", "read Alertmanager's log")
+    if nobody:
+        yield _fail(f"{_names(nobody)} would be told to nobody", "correct Alertmanager's routes")
+    for name, found in held.items():
+        yield _fail(f"{name} is held back by {', '.join(found.held_by)}", "end the silence, or correct inhibit_rules")
+    for integration, count in seen.notified.failed.items():
+        yield _fail(
+            f"{count:.0f} messages to {integration} failed", "look at its address, its key and Alertmanager's log"
+        )
+    if not seen.notified.sent and not lost:
+        yield _fail("Alertmanager has sent no message", "look for a longer group_wait, a mute time, or no receiver")
+    if seen.arrived is not None:
+        missing = [name for name in seen.fired if name not in seen.arrived and name not in held]
+        twice = [name for name, count in seen.arrived.items() if count > 1]
+        if missing:
+            yield _fail(f"{_names(missing)} did not arrive at the inbox", "let a webhook of all alerts post there")
+        if twice:
+            yield Finding(Verdict.WARN, f"{_names(twice)} arrived more than once", "two routes lead to the inbox")
+
+
+def _unknown(rules: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """Incidents without an alert: an old rule file, or one that was not loaded."""
+    there = {rule["alertname"] for rule in rules}
+    lacking = [name for book in RUNBOOKS if (name := "".join(map(str.title, book.kind.split("_")))) not in there]
+    if lacking:
+        yield _fail(f"Prometheus does not have {_names(lacking)}", "load all files of deploy/prometheus/rules")
+
+
+def _fail(summary: str, advice: str) -> Finding:
+    return Finding(Verdict.FAIL, summary, advice)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+CHECK = Check(
+    name="run_alerts",
+    title="Every alert, fired once",
+    run=run,
+    seconds={"standard": 120, "burn-in": 120},
+    measures=(
+        Measure("alerts", "", "alerts that were fired"),
+        Measure("delay", "seconds", "until the last message had been sent", "lower", noise=1.0, required=False),
+    ),
+    needs=frozenset({"network"}),
+    advice="amtool config routes test shows who is told of what",
+    runbook="collector_blind",
+)
