@@ -10,8 +10,9 @@ from typing import Any
 from opsd.launch.loop import Loop
 from opsd.launch.messages import say as say_to_user
 from opsd.launch.quorum.connection import Identity
-from opsd.launch.quorum.core import TIMEOUT_S, Core
+from opsd.launch.quorum.core import Core
 from opsd.launch.quorum.port import Listener, Member, Message, Plan
+from opsd.launch.quorum.reach import TIMEOUT_S
 from opsd.launch.quorum.transport import Transport
 
 TICK_S = 0.05

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from opsd.launch.quorum.port import Member, Message
+from opsd.launch.quorum.port import Member
 
 PATIENCE = 3.0
 """Times its own worst recent delay a launcher may be silent …"""
@@ -54,37 +53,3 @@ def share(some: Collection[str], body: Iterable[str]) -> Share:
     names = set(body)
     twice = 2 * len(names.intersection(some))
     return Share.MAJORITY if twice > len(names) else Share.HALF if twice == len(names) else Share.MINORITY
-
-
-@dataclass(slots=True)
-class Outbox:
-    """Messages for somebody, numbered from ``next`` on and kept until they are confirmed."""
-
-    next: int = 1
-    _waiting: deque[tuple[int, Message]] = field(default_factory=deque)
-
-    @property
-    def last(self) -> int:
-        """The number of the newest message."""
-        return self.next - 1
-
-    def add(self, message: Message) -> int:
-        """Keep a message; returns its number."""
-        self._waiting.append((self.next, message))
-        self.next += 1
-        return self.last
-
-    def confirm(self, number: int) -> None:
-        """Everything up to ``number`` has arrived."""
-        while self._waiting and self._waiting[0][0] <= number:
-            self._waiting.popleft()
-
-    @property
-    def oldest(self) -> int:
-        """The number of the first one that has not been confirmed, or that of the next."""
-        return self._waiting[0][0] if self._waiting else self.next
-
-    @property
-    def waiting(self) -> tuple[tuple[int, Message], ...]:
-        """What has not been confirmed, oldest first."""
-        return tuple(self._waiting)
