@@ -172,7 +172,8 @@ class Run:
                 "OPSD_RUN_DIR": str(pages[rank].parent if apart else self.folder),
             }  # fmt: skip
             arguments_of_rank = [str(config), *overrides, *arguments]
-            ranks.append(CONTEXT.Process(target=rank_main, args=(arguments_of_rank, environment, str(self.log(rank)))))
+            arguments_of_process = (arguments_of_rank, environment, str(self.log(rank)))
+            ranks.append(CONTEXT.Process(target=rank_main, args=arguments_of_process, name=f"trainer rank {rank}"))
             ranks[-1].start()
         return World(ranks, pages)
 
