@@ -14,9 +14,10 @@ from rich.table import Table
 from opsd import exitcodes
 from opsd.config import Settings
 from opsd.config_cli import BadConfig, load
+from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS
-from opsd.preflight.command import FORMATS, HISTORY, Request, quarantine
+from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarantine
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.files import write_text
@@ -38,6 +39,11 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--profile", type=click.Choice(PROFILES), default="quick", show_default=True, help="How thorough.")
 @click.option("--only", multiple=True, callback=_split, metavar="CHECK,…", help="Only these checks.")
 @click.option("--skip", multiple=True, callback=_split, metavar="CHECK,…", help="Without these checks.")
+@click.option(
+    "--hours",
+    type=click.FloatRange(0, burnin.LONGEST_H, min_open=True),
+    help=f"How long a burn-in goes on, {BURN_IN_H:g} by default. One that was cut off is resumed.",
+)
 @click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")
 @click.option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML for CI systems.")
 @click.option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown.")
@@ -64,6 +70,7 @@ def preflight(
     train_set: tuple[str, ...],
     nodes: int,
     sbatch: Path | None,
+    hours: float | None,
     fire_alerts: bool,
     acting: bool,
     quiet: bool,
@@ -77,6 +84,8 @@ def preflight(
     settings = ctx.obj = load(file, overrides)
     if ctx.invoked_subcommand is not None:
         return None
+    if hours is not None and profile != burnin.PROFILE:
+        raise BadConfig(f"--hours belongs to --profile {burnin.PROFILE}; the others end by themselves")
     targets = {form: path for form in FORMATS if (path := files[f"{form}_file"]) is not None}
     request = Request(
         settings.agent.node,
@@ -90,6 +99,7 @@ def preflight(
         nodes=nodes,
         sbatch=str(sbatch.absolute()) if sbatch else "",
         fire_alerts=fire_alerts,
+        hours=hours,
         nvml_library=settings.nvml.library,
     )
     to_stdout = any(str(path) == "-" for path in targets.values())

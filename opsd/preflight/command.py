@@ -10,19 +10,20 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 
 from opsd.agent.actions import ActionError
 from opsd.agent.drainer import SlurmDrainer
-from opsd.preflight import formats, view
+from opsd.preflight import burnin, formats, series, view
 from opsd.preflight.base import Check, Context, Demand, Limits
-from opsd.preflight.engine import Job, Listener, SelectionError, find, run, select
+from opsd.preflight.engine import Job, SelectionError, find, run, select
 from opsd.preflight.files import write_text
 from opsd.preflight.fleet import Fleet
 from opsd.preflight.history import History, HistoryError
@@ -31,12 +32,14 @@ from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report
 from opsd.preflight.settings import PreflightSettings
 from opsd.preflight.training import demand_of
+from opsd.preflight.trends import render
 from opsd.slurm.connect import choose
 
 if TYPE_CHECKING:
     from opsd.config import Settings
 
 HISTORY: Final = "preflight.sqlite"
+BURN_IN_H: Final = 24.0
 _STOP: Final = (signal.SIGINT, signal.SIGTERM)
 FORMATS: Final[Mapping[str, Callable[[Report], str]]] = {
     "json": Report.to_json,
@@ -61,6 +64,8 @@ class Request:
     nodes: int = 1
     sbatch: str = ""
     fire_alerts: bool = False
+    hours: float | None = None
+    """How long a burn-in goes on."""
     device: str = "cuda"
     nvml_library: str | None = None
 
@@ -86,9 +91,37 @@ def preflight(
             frozenset(settings.optional),
             lambda check: yardsticks(check, request.node, settings, history, fleet, console),
         )
-        report = asyncio.run(_until_interrupted(job, watcher))
+        if request.profile == burnin.PROFILE:
+            report = _burn_in(request, job, watcher, console)
+        else:
+            report = asyncio.run(_until_interrupted(run(job, watcher)))
     view.show(report, console)
     keep(report, request.targets, history, console)
+    return report
+
+
+def _burn_in(request: Request, job: Job, watcher: view.View, console: Console) -> Report:
+    """Rounds for as long as was asked for. Raises SelectionError if nothing can be kept of them."""
+    root, hours = request.state_dir / burnin.PROFILE, request.hours or BURN_IN_H
+    try:
+        burn = burnin.begin(root, request.node, job.checks, hours * 3600, time.time())
+    except OSError as error:
+        raise SelectionError(f"a burn-in is kept in {root}, which cannot be written: {error.strerror}") from error
+
+    async def one_round() -> Report:
+        report = await run(job, watcher)
+        watcher.brief = True
+        return report
+
+    def tell(sentence: str) -> None:
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+
+    with series.recording(burn.series_file, request.nvml_library):
+        report = asyncio.run(_until_interrupted(burnin.go_on(burn, one_round, tell)))
+    keep(report, {} if report.interrupted else {"json": burn.report_file}, None, console)
+    curves = [series.thinned(trend, 20) for trend in series.trends(series.read(burn.series_file))]
+    if curves:
+        console.print(render(curves))
     return report
 
 
@@ -188,14 +221,14 @@ def say(console: Console, sentence: str) -> None:
     console.print(f"opsd: {sentence}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
-async def _until_interrupted(job: Job, listener: Listener) -> Report:
-    """Run ``job``; SIGINT and SIGTERM cancel it, which ends every child and leaves a partial report.
+async def _until_interrupted(work: Coroutine[Any, Any, Report]) -> Report:
+    """Do ``work``; SIGINT and SIGTERM cancel it, which ends every child and leaves a partial report.
 
     After the first, both are ignored for the rest of the process: an impatient second Ctrl-C must cut off neither the
     end of the children nor the writing of the results.
     """
     loop = asyncio.get_running_loop()
-    task = asyncio.create_task(run(job, listener))
+    task = asyncio.create_task(work)
 
     def interrupt(_number: int, _frame: object) -> None:
         for number in _STOP:

@@ -27,10 +27,14 @@ _PHRASES: Final = 3
 
 
 class LiveView:
-    """Progress bars, one per check and one below it for each GPU or other subject that reports for itself."""
+    """Progress bars, one per check and one below it for each GPU or other subject that reports for itself.
+
+    With ``brief``, only checks that fail leave a line behind.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
+        self.brief = False
         self._tasks: dict[tuple[str, str], TaskID] = {}
 
     def started(self, check: Check) -> None:
@@ -45,14 +49,16 @@ class LiveView:
     def finished(self, result: Result) -> None:
         for key in [key for key in self._tasks if key[0] == result.check]:
             self._progress.remove_task(self._tasks.pop(key))
-        self._progress.console.print(line(result))
+        if not self.brief or result.failed:
+            self._progress.console.print(line(result))
 
 
 class PlainView:
-    """One line per finished check, for logs and pipes."""
+    """One line per finished check, for logs and pipes; with ``brief``, only for those that fail."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self.brief = False
 
     def started(self, check: Check) -> None:
         """Nothing: a log needs no line for that."""
@@ -61,11 +67,15 @@ class PlainView:
         """Nothing: a log needs no line for that."""
 
     def finished(self, result: Result) -> None:
-        self._console.print(line(result))
+        if not self.brief or result.failed:
+            self._console.print(line(result))
+
+
+View = LiveView | PlainView
 
 
 @contextmanager
-def watching(console: Console) -> Iterator[LiveView | PlainView]:
+def watching(console: Console) -> Iterator[View]:
     """The view that suits ``console``: bars on a terminal, lines elsewhere."""
     if not console.is_terminal:
         yield PlainView(console)

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from opsd.preflight import series
 from opsd.preflight.base import Check, Context, Demand, Verdict
 from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage_local
 from opsd.preflight.engine import Job, run
 from opsd.preflight.report import Result
 from opsd.preflight.view import PlainView
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from tests.fakes.clock import eventually
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,22 @@ def test_a_driver_that_fails_to_initialise_could_not_run(look: Callable[[Check],
     assert result.verdict is Verdict.COULD_NOT_RUN
     assert "reload the driver" in result.reason
     assert result.failed
+
+
+def test_a_time_series_has_clocks_temperature_and_errors_of_every_gpu(
+    library: str, gpus: SimulatedGpus, tmp_path: Path
+):
+    """And of the processor, from a process of its own that ends with the burn-in."""
+    gpus[3].lost = True
+    gpus[4].set_ecc(uncorrected=2)
+    file = tmp_path / "series.jsonl"
+    with series.recording(file, library):
+        assert eventually(lambda: bool(series.read(file)))
+    [first] = series.read(file)
+    assert {"clock", "temperature", "power", "corrected_errors"} <= first.values["GPU 0"].keys()
+    assert first.values["GPU 3"]["lost"] == 1.0
+    assert first.values["GPU 4"]["uncorrected_errors"] == 2.0
+    assert "clock" in first.values["processor"]
 
 
 def test_every_core_and_every_numa_node_is_measured(tmp_path: Path):

@@ -87,6 +87,8 @@ def test_a_node_without_history_is_an_answer_not_a_table(environment: dict[str, 
         (["--set", "preflight.limits={memory={bandwith=1.0}}"], "it has bandwidth"),
         (["--set", "preflight.gpus=-1"], "preflight.gpus"),
         (["--set", "preflight.fleet=/does/not/exist.json"], "`opsd preflight merge` writes one"),
+        (["--hours", "2"], "--hours belongs to --profile burn-in"),
+        (["--profile", "burn-in", "--hours", "100"], "100.0 is not in the range"),
         (["merge", "/dev/null"], "/dev/null: not a preflight report"),
     ],
 )
@@ -156,6 +158,24 @@ def test_ctrl_c_while_checks_run_side_by_side(environment: dict[str, str], tmp_p
     assert code == 3
     assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in children))
     assert Report.from_json(target.read_bytes()).interrupted
+
+
+def test_a_burn_in_that_was_killed_goes_on_where_it_was(environment: dict[str, str], tmp_path: Path):
+    """After a power cut the rounds that were over count; the report has them all."""
+    command = ("--profile", "burn-in", "--only", "numa", "--json", tmp_path / "report.json")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "opsd", "preflight", *map(str, command), "--hours", "1"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    assert eventually(lambda: any((tmp_path / "state/burn-in").glob("*/round-0001.json")), within_s=60)
+    running.kill()
+    running.wait()
+    done = opsd(environment, *command, "--hours", "0.0001")
+    assert done.returncode == 0, done.stderr
+    assert "goes on with the burn-in in" in done.stdout
+    found = Report.from_json((tmp_path / "report.json").read_bytes())
+    assert next(value.value for value in found.results[-1].values if value.measure == "rounds") >= 1
 
 
 def test_merge_names_the_nodes_that_failed_and_those_that_differ(environment: dict[str, str], tmp_path: Path):

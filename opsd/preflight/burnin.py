@@ -1,0 +1,186 @@
+"""The burn-in: all checks of the profile again and again, for hours or days, resumed where it was cut off.
+
+Each burn-in has a folder named after its start, with what was asked for (``plan.json``), a report per round, the time
+series (``series.jsonl``) and, once it has ended, the report of all rounds together. One without that report is
+unfinished, and goes on when the same is asked for again: at most the round that was cut off is lost. The first round
+that fails ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from opsd import __version__
+from opsd.preflight import series
+from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict
+from opsd.preflight.engine import judged
+from opsd.preflight.files import write_text
+from opsd.preflight.judge import Value, Yardsticks
+from opsd.preflight.report import Report, ReportError, Result
+from opsd.preflight.units import duration, quantity
+
+PROFILE: Final = "burn-in"
+LONGEST_H: Final = 72.0
+RESUMED_WITHIN_S: Final = 14 * 86_400.0
+"""An older one is begun anew: the node is not the same any more."""
+_MIN_ROUNDS: Final = 6
+
+CHECK: Final = Check(
+    name="burn_in",
+    title="The burn-in as a whole",
+    measures=(
+        Measure("rounds", "", "rounds of all checks"),
+        Measure("burned", "seconds", "time under load"),
+        Measure("lowest_clock", "hertz", "lowest clock", required=False),
+        Measure("highest_temperature", "celsius", "highest temperature", required=False),
+        Measure("highest_memory_temperature", "celsius", "highest temperature of the memory", required=False),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BurnIn:
+    """A burn-in of ``seconds`` by ``checks`` in ``folder``, of which the rounds in ``done`` are over."""
+
+    folder: Path
+    checks: Sequence[Check]
+    seconds: float
+    done: tuple[Report, ...] = ()
+
+    @property
+    def burned(self) -> float:
+        """Seconds that its rounds have taken."""
+        return sum(report.ended - report.started for report in self.done)
+
+    @property
+    def over(self) -> bool:
+        """True if it went on long enough or has failed."""
+        return self.burned >= self.seconds or not all(report.passed for report in self.done)
+
+    @property
+    def progress(self) -> str:
+        """How far it is, in words."""
+        return f"{duration(round(self.burned))} of {duration(self.seconds)}"
+
+    @property
+    def report_file(self) -> Path:
+        """The report of all rounds; once it is there, the burn-in is not resumed any more."""
+        return self.folder / "report.json"
+
+    @property
+    def series_file(self) -> Path:
+        """Where the time series is appended."""
+        return self.folder / "series.jsonl"
+
+
+def begin(root: Path, node: str, checks: Sequence[Check], seconds: float, now: float) -> BurnIn:
+    """The newest unfinished burn-in of ``node`` by the same ``checks`` below ``root``, or a new one. Raises OSError."""
+    plan = {"node": node, "checks": [check.name for check in checks], "version": __version__}
+    for folder in sorted(root.glob("[0-9]*"), reverse=True):
+        found = BurnIn(folder, checks, seconds, tuple(_rounds(folder)))
+        fresh = now - max((report.ended for report in found.done), default=now) < RESUMED_WITHIN_S
+        if fresh and _read(folder / "plan.json") == plan and not found.report_file.exists():
+            return found
+    folder = root / time.strftime("%Y%m%dT%H%M%S", time.localtime(now))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "plan.json", json.dumps(plan, indent=1) + "\n")
+    return BurnIn(folder, checks, seconds)
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _rounds(folder: Path) -> Iterator[Report]:
+    """The rounds that are over; one that cannot be read counts as not made."""
+    for path in sorted(folder.glob("round-*.json")):
+        with suppress(OSError, ReportError):
+            yield Report.from_json(path.read_bytes())
+
+
+async def go_on(burn: BurnIn, one_round: Callable[[], Awaitable[Report]], say: Callable[[str], None]) -> Report:
+    """Run rounds until it is over or interrupted; the report of all rounds.
+
+    A round that cannot be kept is said, and lost should this be resumed.
+    """
+    if burn.done:
+        say(f"goes on with the burn-in in {burn.folder}, of which {burn.progress} are done")
+    interrupted: Report | None = None
+    while not burn.over:
+        report = await one_round()
+        if report.interrupted:
+            interrupted = report
+            break
+        burn = replace(burn, done=(*burn.done, report))
+        try:
+            write_text(burn.folder / f"round-{len(burn.done):04}.json", report.to_json())
+        except OSError as error:
+            say(f"round {len(burn.done)} was not kept in {burn.folder}: {error.strerror or error}")
+        say(f"round {len(burn.done)} {'passed' if report.passed else 'FAILED'}, {burn.progress} done")
+    return merged([*burn.done, *([interrupted] if interrupted else [])], burn)
+
+
+def merged(rounds: Sequence[Report], burn: BurnIn) -> Report:
+    """One report of all rounds: of each check the round that was worst, of each value the worst, and what declined."""
+    last = rounds[-1]
+    whole = [report for report in rounds if not report.interrupted] or [last]
+    results = [_worst([report.results[index] for report in whole]) for index in range(len(last.results))]
+    summed = sum(report.ended - report.started for report in whole)
+    seen = series.outcome(series.read(burn.series_file))
+    counts = (Measurement("rounds", len(whole) if not whole[0].interrupted else 0), Measurement("burned", summed))
+    found = Outcome(
+        (*counts, *seen.measurements), (*seen.findings, *declines(whole, burn.checks)), {"files": str(burn.folder)}
+    )
+    began = Result(CHECK.name, CHECK.title, Verdict.PASS, started=rounds[0].started, seconds=summed)
+    overall = judged(began, CHECK, found, Yardsticks())
+    return replace(last, started=rounds[0].started, results=(*results, overall))
+
+
+def _worst(results: Sequence[Result]) -> Result:
+    number, worst = max(enumerate(results, start=1), key=lambda entry: entry[1].verdict.rank)
+    if len(results) > 1:
+        told = f" (round {number} of {len(results)})"
+        findings = tuple(replace(finding, summary=finding.summary + told) for finding in worst.findings)
+        worst = replace(worst, findings=findings, values=tuple(_worst_values(results)))
+    return replace(worst, seconds=sum(result.seconds for result in results))
+
+
+def _worst_values(results: Sequence[Result]) -> Iterator[Value]:
+    series_of: dict[tuple[str, str], list[Value]] = {}
+    for result in results:
+        for value in result.values:
+            series_of.setdefault((value.measure, value.subject), []).append(value)
+    for values in series_of.values():
+        if values[0].better == "higher":
+            yield min(values, key=lambda value: value.value)
+        else:
+            yield max(values, key=lambda value: value.value) if values[0].better else values[-1]
+
+
+def declines(rounds: Sequence[Report], checks: Sequence[Check]) -> Iterator[Finding]:
+    """Speeds whose median over the last third of the rounds is below that over the first third by more than noise."""
+    third = len(rounds) // 3
+    if len(rounds) < _MIN_ROUNDS:
+        return
+    measures = {(check.name, measure.name): measure for check in checks for measure in check.measures}
+    speeds: dict[tuple[str, str, str], list[float]] = {}
+    for result in (result for report in rounds for result in report.results):
+        for value in result.values:
+            if value.better == "higher":
+                speeds.setdefault((result.check, value.measure, value.subject), []).append(value.value)
+    for (check, name, subject), values in speeds.items():
+        measure, first, later = measures[check, name], median(values[:third]), median(values[-third:])
+        if later < first * (1 - measure.noise):
+            what = f"{subject}: {measure.help}" if subject else measure.help
+            summary = f"{what} fell from {quantity(first, measure.unit)} to {quantity(later, measure.unit)}"
+            yield Finding(Verdict.WARN, summary, "compare with clocks and temperature in the time series", subject)
