@@ -208,7 +208,7 @@ def _save(plan: Plan, memory: mmap.mmap, record: Record, orders: Orders) -> dict
         folder.mkdir(parents=True, exist_ok=True)
         if plan.rank in plan.parts:
             with memoryview(memory) as view:
-                part = write_part(folder, plan, view, record.checksum)
+                part = _write_into(folder, plan, view, record.checksum)
         if plan.rank == 0:
             files = _gather(folder, plan, orders)
             manifest = Manifest(
@@ -249,6 +249,14 @@ def _await(folder: Path, plan: Plan) -> None:
     wanted = (plan.remote, plan.evaluated)
     for name in (name for name, is_wanted in zip(AWAITED, wanted, strict=True) if is_wanted):
         (folder / name).touch()
+
+
+def _write_into(folder: Path, plan: Plan, view: memoryview, digest: str) -> FileEntry:
+    try:
+        return write_part(folder, plan, view, digest)
+    except FileNotFoundError:  # a rank that gave up has taken the empty folder away; what it met this one is to meet
+        folder.mkdir(parents=True, exist_ok=True)
+        return write_part(folder, plan, view, digest)
 
 
 def write_part(folder: Path, plan: Plan, view: memoryview, digest: str) -> FileEntry:

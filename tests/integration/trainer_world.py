@@ -123,7 +123,7 @@ class World:
     def wait(self) -> list[int | None]:
         """Exit codes of all ranks."""
         for rank in self.ranks:
-            rank.join(timeout=120)
+            rank.join(timeout=150)
         return [rank.exitcode for rank in self.ranks]
 
     def kill(self) -> None:
