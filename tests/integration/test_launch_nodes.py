@@ -118,6 +118,8 @@ else:
         assert nodes.wait() == {"n1": exitcodes.OK, "n2": exitcodes.OK}
     (hang,) = nodes.events("hang_detected")
     assert (hang["rank"], hang["culprit_node"]) == (2, "n2")
+    assert Path(hang["stacks"]).name == "gen-0001-n2.txt"
+    assert "rank 2 " in Path(hang["stacks"]).read_text(), "the stacks of the node of the culprit"
 
 
 def test_a_stop_on_one_node_stops_all(tmp_path: Path) -> None:
