@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster-demo stack pictures generate test test-packages test-fast lint bench bench-gpu clean
+.PHONY: help setup demo cluster-demo stack pictures generate test test-packages test-fast lint torchtitan bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ test-packages:
 test-fast: $(STAMP) ## Only the tests that take seconds
 	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not slow'
 
+torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its adapter is tested where it is there
+	$(PYTHON) -m venv .venv-torchtitan
+	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check 'torchtitan==0.3.*'
+
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/
 	@mkdir -p bench-results
 	@for name in $$($(BIN)/opsd bench --names); do $(BIN)/opsd bench $$name --json bench-results/$$name.json || exit 1; done
@@ -69,4 +73,4 @@ bench-gpu: $(STAMP) ## What the trainer reaches on the GPU here; results with da
 	$(BIN)/python tests/gpu/measure.py
 
 clean: ## Remove what make created
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache bench-results .demo
+	rm -rf $(VENV) .venv-torchtitan .mypy_cache .ruff_cache .pytest_cache bench-results .demo

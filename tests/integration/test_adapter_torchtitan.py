@@ -1,0 +1,58 @@
+"""The trainer for torchtitan, in the real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from trainer_world import eventually
+
+from opsd.client import RankPage, read_page, write_request
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-torchtitan" / "bin" / "python"
+PROGRAM = ROOT / "tests" / "fakes" / "torchtitan_cpu.py"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="torchtitan needs a newer torch than ours: make torchtitan"),
+]
+
+
+def start(folder: Path, page: Path, steps: int) -> subprocess.Popen[str]:
+    environ = os.environ | {"OPSD_RANK_PAGE": str(page), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [PYTHON, PROGRAM, str(folder), str(steps)]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(program: subprocess.Popen[str], page: Path) -> RankPage:
+    output, _ = program.communicate(timeout=120)
+    assert program.returncode == 0, output[-3000:]
+    return read_page(page)
+
+
+def test_a_training_fills_its_page(tmp_path: Path) -> None:
+    """Steps, tokens over accumulated batches, losses, phases and saves of a real torchtitan are there."""
+    path = tmp_path / "rank-0000.page"
+    page = finish(start(tmp_path, path, 4), path)
+    assert (page.state, page.steps_reported, page.committed_step) == ("finished", 4, 4)
+    assert [step.step for step in page.steps] == [1, 2, 3, 4]
+    assert page.tokens == 4 * 4 * 64
+    assert 5 < page.steps[-1].loss < 12
+    assert page.steps[-1].grad_norm > 0
+    assert all(page.steps[-1].phase(name) > 0 for name in ("data", "forward", "optimizer"))
+    assert page.steps[3].phase("checkpoint") > page.steps[2].phase("checkpoint") == 0
+
+
+def test_a_stop_is_a_save_and_an_orderly_end(tmp_path: Path) -> None:
+    """Asked to stop, torchtitan saves all the state of the step it is at, and goes on from there."""
+    path = tmp_path / "rank-0000.page"
+    program = start(tmp_path, path, 100_000)
+    eventually(lambda: path.exists() and read_page(path).steps_reported >= 2)
+    write_request(path, "checkpoint_and_stop")
+    stopped = finish(program, path)
+    assert stopped.state == "finished"
+    assert stopped.committed_step == stopped.steps[-1].step
+    resumed = finish(start(tmp_path, path, stopped.committed_step + 2), path)
+    assert [step.step for step in resumed.steps] == [stopped.committed_step + 1, stopped.committed_step + 2]
