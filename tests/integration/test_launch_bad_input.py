@@ -1,0 +1,54 @@
+"""What ``opsd launch`` cannot start: one sentence and a documented exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from tests.fakes.launched import Launched
+
+TWO = "--nproc-per-node=2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "program", "code", "says"),
+    [
+        ((), ("no-such.py",), exitcodes.NOT_FOUND, "there is no file"),
+        (("-m",), ("no_such_module",), exitcodes.NOT_FOUND, "there is no module no_such_module"),
+        (("-m",), ("xml",), exitcodes.NOT_FOUND, "there is no module xml that can be run"),
+        (("--no-python",), ("no-such-program",), exitcodes.NOT_FOUND, "there is no program no-such-program"),
+        (("--no-python",), ("./prog.py",), exitcodes.NOT_FOUND, "there is no program ./prog.py that can be executed"),
+        (("--log-dir=/proc/x",), ("prog.py",), exitcodes.USAGE, "cannot be made"),
+        (("--nnodes=2",), ("prog.py",), exitcodes.USAGE, "name them with --nodes"),
+        (("--nproc-per-node=0",), ("prog.py",), exitcodes.USAGE, "is not a number of ranks"),
+        (("--nproc_per_node=many",), ("prog.py",), exitcodes.USAGE, "is not a number of ranks"),
+        (("--tee=9",), ("prog.py",), exitcodes.USAGE, "pairs such as 0:3,1:1"),
+        (("--run-id=../x",), ("prog.py",), exitcodes.USAGE, "63 at most"),
+        (("-m", "--no-python"), ("prog.py",), exitcodes.USAGE, "exclude each other"),
+        (("--events=/proc/x",), ("prog.py",), exitcodes.USAGE, "/proc/x cannot be written"),
+        (("--no-such-flag",), ("prog.py",), exitcodes.USAGE, "No such option"),
+    ],
+)
+def test_bad_input(tmp_path: Path, flags: tuple[str, ...], program: tuple[str, ...], code: int, says: str) -> None:
+    """What cannot be launched is refused with its exit code and one sentence that says why, without a restart."""
+    with Launched(tmp_path, "", *flags, program=program) as launched:
+        assert launched.wait() == code
+        assert says in launched.err
+        assert "Traceback" not in launched.err
+        assert len(launched.events("generation_started")) <= 1
+
+
+def test_program_that_ends_at_once(tmp_path: Path) -> None:
+    """An empty program is a finished run."""
+    with Launched(tmp_path, "", TWO) as launched:
+        assert launched.wait() == exitcodes.OK
+        assert launched.event("finished")["reason"] == "all ranks finished"
+
+
+def test_interpreter_that_does_not_exist(tmp_path: Path) -> None:
+    """An interpreter for the ranks that is not there is refused like a program that is not there."""
+    with Launched(tmp_path, "", env={"PYTHON_EXEC": "/no/such/python"}) as launched:
+        assert launched.wait() == exitcodes.NOT_FOUND
+        assert "PYTHON_EXEC" in launched.err

@@ -1,0 +1,123 @@
+"""How a run under ``opsd launch`` ends: asked to, by force, or with its launcher; and what it may leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from tests.fakes.launched import TRAIN, Launched, alive
+
+TWO = "--nproc-per-node=2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("everyone", [False, True])
+def test_stop_at_a_step_boundary(tmp_path: Path, number: signal.Signals, everyone: bool) -> None:
+    """SIGTERM and SIGUSR1 let the ranks stop at a step boundary, also when Slurm signals every process of the job."""
+    source = TRAIN + "train(10_000)\nprint('stopped in order')"
+    with Launched(tmp_path, source, TWO) as launched:
+        started = launched.event("generation_started")
+        launched.until(lambda: len(list(launched.memory.glob("rank-*.page"))) == 2)
+        if everyone:
+            for entry in started["ranks"]:
+                os.kill(entry["pid"], number)
+        launched.signal(number)
+        assert launched.wait() == exitcodes.REQUEUE
+        assert launched.log(0) == launched.log(1) == "stopped in order\n"
+        requeued = launched.event("requeued")
+        assert requeued["signal"] == number.name
+        assert launched.events()[-1]["exit_code"] == exitcodes.REQUEUE
+        assert not launched.events("rank_exited")
+
+
+def test_rank_without_page_gets_the_signal(tmp_path: Path) -> None:
+    """A program that does not know opsd is sent SIGTERM; its own handler may end it in order."""
+    source = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved")))
+        print("ready", flush=True)
+        time.sleep(1000)
+    """
+    with Launched(tmp_path, source) as launched:
+        launched.until(lambda: "ready" in launched.log())
+        launched.signal(signal.SIGTERM)
+        assert launched.wait() == exitcodes.REQUEUE
+        assert "saved" in launched.log()
+
+
+def test_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    """Who does not stop in time is killed, and the exit code does not claim that anything was saved."""
+    source = """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready", flush=True)
+        time.sleep(1000)
+    """
+    with Launched(tmp_path, source, "--stop-timeout=0.5") as launched:
+        launched.until(lambda: "ready" in launched.log())
+        launched.signal(signal.SIGTERM)
+        assert launched.wait() == exitcodes.FAILED
+        assert "rank 0 did not stop in time after SIGTERM" in launched.event("finished")["reason"]
+
+
+def test_interrupt_stops_fast(tmp_path: Path) -> None:
+    """Ctrl-C ends everything at once, with its own exit code."""
+    with Launched(tmp_path, TRAIN + "train(10_000)", TWO) as launched:
+        pids = [entry["pid"] for entry in launched.event("generation_started")["ranks"]]
+        launched.signal(signal.SIGINT)
+        assert launched.wait(10) == exitcodes.INTERRUPTED
+        assert not any(alive(pid) for pid in pids)
+
+
+FORKS = """
+import os, subprocess, sys, time
+for detached in (False, True):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=detached)
+    print(child.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", exitcodes.OK), ("os.kill(os.getpid(), 9)", exitcodes.FAILED)])
+def test_children_that_outlive_a_rank_are_cleaned_up(tmp_path: Path, ending: str, code: int) -> None:
+    """Whatever a rank started ends with its generation, daemons in sessions of their own included."""
+    with Launched(tmp_path, FORKS + ending, "--max-restarts=0") as launched:
+        assert launched.wait() == code
+        pids = [int(line) for line in launched.log().split()]
+        assert len(pids) == 2
+        assert not any(alive(pid) for pid in pids)
+
+
+SAVES = """
+import os, subprocess, sys
+from opsd.client import PERSIST, Reporter
+reporter = Reporter.from_env()
+save = "import pathlib, sys, time; time.sleep(1.5); pathlib.Path(sys.argv[1]).write_text('saved')"
+child = subprocess.Popen([sys.executable, "-c", save, sys.argv[1]], start_new_session=True)
+reporter.add_worker(child.pid, PERSIST)
+reporter.step()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_checkpoint_being_written_outlives_its_rank(tmp_path: Path) -> None:
+    """The process that has the staged state in hand is left to finish when its rank is killed."""
+    target = tmp_path / "checkpoint"
+    with Launched(tmp_path, SAVES, "--max-restarts=0", args=(str(target),)) as launched:
+        assert launched.wait() == exitcodes.FAILED
+        launched.until(target.exists)
+
+
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+    """A launcher that is killed leaves no rank behind, and the next one of the same run takes over and counts on."""
+    with Launched(tmp_path, TRAIN + "train(10_000)", TWO) as launched:
+        pids = [entry["pid"] for entry in launched.event("generation_started")["ranks"]]
+        launched.until(lambda: len(list(launched.memory.glob("rank-*.page"))) == 2)
+        launched.signal(signal.SIGKILL)
+        launched.until(lambda: not any(alive(pid) for pid in pids))
+    with Launched(tmp_path, TRAIN + "train(3)", TWO) as launched:
+        assert launched.wait() == exitcodes.OK
+        assert launched.events("generation_started")[-1]["generation"] == 2
