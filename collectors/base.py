@@ -74,6 +74,7 @@ class StepFact:
     loss: float
     grad_norm: float
     phase_s: Mapping[str, float]
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 from collectors.base import Event, Metric, Sample
+from collectors.run_files import named_numbers, number
 
 MAX_RESULTS: Final = 32
-"""Results of an evaluation that are exported, in the order of their names: names are a user's, series are not free."""
-MAX_NAME: Final = 64
+"""Results of an evaluation that are exported, in the order of their names."""
 
 STEP = Metric("opsd_evaluation_step", "Step of the checkpoint that was evaluated last.", labels=("run",))
 TOKENS = Metric("opsd_evaluation_tokens", "Tokens that it was trained on.", labels=("run",))
@@ -30,33 +29,14 @@ class Evaluations:
 
     def note(self, event: Event) -> None:
         """Take in an event of the run."""
-        if event.kind == "evaluation" and _results(event.data.get("results")):
+        if event.kind == "evaluation" and named_numbers(event.data.get("results"), MAX_RESULTS):
             self._newest = event.data
 
     def samples(self) -> Iterator[Sample]:
         """The series; none before the first evaluation."""
         for metric, name in ((STEP, "step"), (TOKENS, "tokens")):
-            if (value := _number(self._newest.get(name))) is not None:
+            if (value := number(self._newest.get(name))) is not None:
                 yield Sample(metric, value, (self._run,))
         for metric, name in ((RESULT, "results"), (REFERENCE, "reference")):
-            for result, value in _results(self._newest.get(name)).items():
+            for result, value in named_numbers(self._newest.get(name), MAX_RESULTS).items():
                 yield Sample(metric, value, (self._run, result))
-
-
-def _results(value: object) -> dict[str, float]:
-    if not isinstance(value, Mapping):
-        return {}
-    found = {
-        name: number for name in value if 0 < len(name) <= MAX_NAME and (number := _number(value[name])) is not None
-    }
-    return {name: found[name] for name in sorted(found)[:MAX_RESULTS]}
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None

@@ -26,6 +26,8 @@ class Step(Protocol):
     def grad_norm(self) -> float: ...
     @property
     def phase_s(self) -> Sequence[float]: ...
+    @property
+    def learning_rate(self) -> float | None: ...
 
 
 class Page(Protocol):
@@ -101,7 +103,14 @@ def step_facts(page: Page, phases: Sequence[str], known: Sequence[StepFact]) -> 
     return tuple(
         before.get(s.end)
         or StepFact(
-            s.step, s.end, s.duration_s, s.tokens, s.loss, s.grad_norm, dict(zip(phases, s.phase_s, strict=True))
+            s.step,
+            s.end,
+            s.duration_s,
+            s.tokens,
+            s.loss,
+            s.grad_norm,
+            dict(zip(phases, s.phase_s, strict=True)),
+            s.learning_rate,
         )
         for s in page.steps
     )

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Final, Generic
 
 from collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
+from collectors.data_mixture import METRICS as DATA_METRICS
+from collectors.data_mixture import DataMixture
 from collectors.evaluations import METRICS as EVALUATION_METRICS
 from collectors.evaluations import Evaluations
 from collectors.pages import Client, P, Page, rank_fact, step_facts
@@ -49,6 +51,7 @@ TOKENS = _rank("tokens_total", "Tokens trained on by this process.", kind="count
 TOKENS_RATE = _rank("tokens_per_second", f"Throughput over the last {RATE_STEPS} steps; sinks while no step ends.")
 LOSS = _rank("loss", "Loss of the last completed step.")
 GRAD_NORM = _rank("grad_norm", "Gradient norm of the last completed step.")
+LEARNING_RATE = _rank("learning_rate", "Learning rate of the last completed step.")
 COMMITTED = _rank("committed_step", "Step of the newest checkpoint that is durable.")
 PAGE_ERRORS = Metric("opsd_rank_page_errors", "Rank pages that cannot be used right now.", labels=("run",))
 JOB_INFO = Metric(
@@ -70,8 +73,8 @@ RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=
 
 METRICS: Final = (
     UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
-    MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
-    *EVALUATION_METRICS,
+    LEARNING_RATE, MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
+    *EVALUATION_METRICS, *DATA_METRICS,
 )  # fmt: skip
 
 
@@ -181,6 +184,7 @@ class _Run(Generic[P]):
         self._linger_s = linger_s
         self._events = Tail("events.jsonl")
         self._evaluations = Evaluations(folder.name)
+        self._mixture = DataMixture(folder.name)
         self._relayed: set[tuple[object, ...]] = set()
         self._ranks: dict[int, _Rank[P]] = {}
         self._seen_alive: float | None = None
@@ -212,8 +216,9 @@ class _Run(Generic[P]):
             samples += self._rank_samples(fact, page, now)
         for event in events:
             self._evaluations.note(event)
+            self._mixture.note(event)
         if facts or errors:
-            samples += self._evaluations.samples()
+            samples += (*self._evaluations.samples(), *self._mixture.samples())
             samples.append(Sample(PAGE_ERRORS, errors, (self._run,)))
         return Reading(tuple(samples), events, tuple(facts))
 
@@ -300,10 +305,9 @@ def _identity(event: Event) -> tuple[object, ...]:
 def _step_samples(step: StepFact, labels: tuple[str, ...]) -> Iterator[Sample]:
     yield Sample(STEP, step.step, labels)
     yield Sample(STEP_SECONDS, step.duration_s, labels)
-    if not math.isnan(step.loss):
-        yield Sample(LOSS, step.loss, labels)
-    if not math.isnan(step.grad_norm):
-        yield Sample(GRAD_NORM, step.grad_norm, labels)
+    for metric, value in ((LOSS, step.loss), (GRAD_NORM, step.grad_norm), (LEARNING_RATE, step.learning_rate)):
+        if value is not None and not math.isnan(value):
+            yield Sample(metric, value, labels)
 
 
 def _model_samples(page: Page, rate: float, labels: tuple[str, ...]) -> Iterator[Sample]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from collectors.base import Event, RunFact
 
 RUN_STATES: Final = ("running", "restarting", "stopping", "finished", "failed")
+MAX_NAME: Final = 64
+"""Names of results and sources that are longer are left out."""
 EVENTS: Final = frozenset((
     "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "requeued", "finished",
     "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
-    "tp_shards_equal", "replicas_differ", "evaluation",
+    "tp_shards_equal", "replicas_differ", "evaluation", "data_mixture",
 ))  # fmt: skip
 """Events passed on under their own name. Any other becomes a ``rank_event``: a user's file must not be able to speak
 for the hardware."""
@@ -54,6 +57,25 @@ def parse_run(content: bytes, run: str, alive: Callable[[int, int], bool]) -> Ru
         )
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def named_numbers(value: object, most: int) -> dict[str, float]:
+    """Numbers by name as an event may hold them, the first ``most``: names are a user's, series are not free."""
+    if not isinstance(value, Mapping):
+        return {}
+    found = {name: n for name in value if 0 < len(name) <= MAX_NAME and (n := number(value[name])) is not None}
+    return {name: found[name] for name in sorted(found)[:most]}
+
+
+def number(value: object) -> float | None:
+    """``value`` as a finite number, None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        converted = float(value)
+    except OverflowError:
+        return None
+    return converted if math.isfinite(converted) else None
 
 
 def _parse_object(text: bytes) -> dict[str, Any] | None:

@@ -8,6 +8,15 @@ from dashboards.kit import Query, add_row, board, graph, heat_map, label_variabl
 
 ALL = 'cluster=~"$cluster"'
 RUN = f'{ALL}, run=~"$run"'
+DRAWN = f"opsd_data_source_tokens{{{RUN}}}"
+
+
+def _share(tokens: str) -> str:
+    """Share of each source in ``tokens`` of all sources of its run."""
+    return (
+        f"max by (cluster, run, source) ({tokens})\n  / on (cluster, run) group_left ()\n"
+        f"sum by (cluster, run) (max by (cluster, run, source) ({tokens}))"
+    )
 
 
 def build() -> dashboard.Dashboard:
@@ -42,12 +51,21 @@ def _learning(result: dashboard.Dashboard) -> dashboard.Dashboard:
             "Largest over the ranks, which all have the same after clipping.",
             "none",
             Query(f"max by (run) (opsd_rank_grad_norm{{{RUN}}})", "{{run}}"),
+            width=8,
+        ),
+        graph(
+            "Learning rate",
+            "Of the last completed step. A loss that rises slowly with it is the schedule's doing.",
+            "none",
+            Query(f"max by (run) (opsd_rank_learning_rate{{{RUN}}})", "{{run}}"),
+            width=8,
         ),
         graph(
             "Step",
             "Highest step completed; it falls back where a run goes back to a checkpoint.",
             "none",
             Query(f"run:opsd_rank_step:max{{{RUN}}}", "{{run}}"),
+            width=8,
         ),
     )
 
@@ -107,6 +125,27 @@ def _data(result: dashboard.Dashboard) -> dashboard.Dashboard:
             "That this generation of ranks has trained on in a day.",
             "none",
             Query(f"sum by (run) (increase(opsd_rank_tokens_total{{{RUN}}}[1d]))", "{{run}}"),
+        ),
+        graph(
+            "Data mixture, last hour",
+            "Share of each source in the tokens drawn; a new stage of the mixture shows as a step.",
+            "percentunit",
+            Query(_share(f"clamp_min(delta({DRAWN}[1h]), 0)"), "{{run}} {{source}}"),
+            width=8,
+        ),
+        graph(
+            "Data mixture since the start",
+            "Share of each source in all tokens that the run has drawn.",
+            "percentunit",
+            Query(_share(DRAWN), "{{run}} {{source}}"),
+            width=8,
+        ),
+        graph(
+            "Passes through each source",
+            "Above 1 a source repeats; what it adds falls after about four (Muennighoff et al. 2023).",
+            "none",
+            Query(f"max by (run, source) (opsd_data_source_epochs{{{RUN}}})", "{{run}} {{source}}"),
+            width=8,
         ),
     )
 

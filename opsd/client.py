@@ -11,7 +11,7 @@ Standard library only; copy-paste safe into any trainer::
     for batch in reporter.timed("data", loader):
         with reporter.phase("forward"):
             ...
-        reporter.step(tokens=batch.tokens, loss=loss, grad_norm=norm)
+        reporter.step(tokens=batch.tokens, loss=loss, grad_norm=norm, learning_rate=rate)
         if reporter.stop_requested:
             save_checkpoint()
             break
@@ -28,7 +28,7 @@ offset  content
 576     up to 8 helper processes of the rank (pid, role), written rarely
 1024    slot 0: sequence, phase, state, phase since, steps reported, committed step, sequence
 1280    slot 1
-2048    ring of 64 step records
+2048    ring of 64 step records, since version 1.2 each followed by its learning rate
 ======  =====================================================================================
 
 Times are CLOCK_MONOTONIC nanoseconds, comparable between processes of one boot.
@@ -37,6 +37,7 @@ Times are CLOCK_MONOTONIC nanoseconds, comparable between processes of one boot.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -67,7 +68,7 @@ REQUESTS = ("none", "checkpoint_and_stop")
 PAGE_BYTES = 12_288
 RING_STEPS = 64
 MAX_WORKERS = 8
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
 
 PERSIST = "persist"
 """Role of a helper process that writes a staged checkpoint; the launcher lets it finish when its rank has died."""
@@ -80,6 +81,8 @@ _CONTROL = struct.Struct("<I")
 _WORKER = struct.Struct("<Q16s")
 _SLOT = struct.Struct("<QIIQQqQ")
 _STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQ")
+_LEARNING_RATE = struct.Struct("<d")
+_LEARNING_RATE_SINCE = 2
 _MODEL_AT, _CONTROL_AT, _WORKERS_AT, _SLOTS_AT, _SLOT_STRIDE = 448, 512, 576, 1024, 256
 _RING_AT, _STEP_STRIDE = 2048, 160
 
@@ -92,7 +95,10 @@ class PageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One completed step. ``phase_s`` has one entry per name in ``PHASES``, in seconds."""
+    """One completed step. ``phase_s`` has one entry per name in ``PHASES``, in seconds.
+
+    ``loss`` and ``grad_norm`` are nan, ``learning_rate`` is None where the trainer has not told them.
+    """
 
     step: int
     end: float
@@ -101,6 +107,7 @@ class StepRecord:
     loss: float
     grad_norm: float
     phase_s: tuple[float, ...]
+    learning_rate: float | None = None
 
     def phase(self, name: str) -> float:
         """Seconds spent in the phase ``name`` during this step."""
@@ -239,7 +246,13 @@ class Reporter:
             yield item
 
     def step(
-        self, *, tokens: int = 0, loss: float = float("nan"), grad_norm: float = float("nan"), step: int | None = None
+        self,
+        *,
+        tokens: int = 0,
+        loss: float = float("nan"),
+        grad_norm: float = float("nan"),
+        learning_rate: float = float("nan"),
+        step: int | None = None,
     ) -> None:
         """Report one completed step. ``step`` defaults to the previous one plus 1, starting at 0."""
         now = time.monotonic_ns()
@@ -248,6 +261,7 @@ class Reporter:
         self._tokens += tokens
         self._count = count = self._count + 1
         at = _RING_AT + (count - 1) % RING_STEPS * _STEP_STRIDE
+        _LEARNING_RATE.pack_into(self._page, at + _STEP.size, learning_rate)
         _STEP.pack_into(
             self._page, at, count, self._step, now, now - self._step_began, tokens, self._tokens,
             loss, grad_norm, *self._spent, count,
@@ -424,7 +438,7 @@ def _newest_slot(data: bytes) -> tuple[int, ...] | None:
     return max(whole, default=None)
 
 
-def _decode_steps(data: bytes, count: int, known: RankPage | None) -> tuple[tuple[StepRecord, ...], int]:
+def _decode_steps(data: bytes, minor: int, count: int, known: RankPage | None) -> tuple[tuple[StepRecord, ...], int]:
     """The steps in the ring of a page with ``count`` steps, and the tokens of all steps; ``known`` is of that page."""
     oldest = max(1, count - RING_STEPS + 1)
     records: list[StepRecord] = []
@@ -433,12 +447,18 @@ def _decode_steps(data: bytes, count: int, known: RankPage | None) -> tuple[tupl
         decoded, tokens = known.steps_reported, known.tokens
         records += known.steps[oldest - decoded - 1 :]
     for number in range(max(oldest, decoded + 1), count + 1):
-        entry = _STEP.unpack_from(data, _RING_AT + (number - 1) % RING_STEPS * _STEP_STRIDE)
+        at = _RING_AT + (number - 1) % RING_STEPS * _STEP_STRIDE
+        entry = _STEP.unpack_from(data, at)
         if entry[0] != number or entry[-1] != number:
             continue  # overwritten by a newer step, or being written right now
         _, step, end, duration, step_tokens, tokens, loss, norm, *phases, _ = entry
         phase_s = tuple(ns / 1e9 for ns in phases)
-        records.append(StepRecord(step, end / 1e9, duration / 1e9, step_tokens, loss, norm, phase_s))
+        rate = _LEARNING_RATE.unpack_from(data, at + _STEP.size)[0] if minor >= _LEARNING_RATE_SINCE else math.nan
+        records.append(
+            StepRecord(
+                step, end / 1e9, duration / 1e9, step_tokens, loss, norm, phase_s, None if math.isnan(rate) else rate
+            )
+        )
     return tuple(records), tokens
 
 
@@ -452,7 +472,7 @@ def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...],
     _, phase, state, since, count, committed, _ = slot
     writer = number(9), number(10), number(12) / 1e9
     same_writer = known is not None and (known.pid, known.pid_start, known.created) == writer
-    steps, tokens = _decode_steps(data, count, known if same_writer else None)
+    steps, tokens = _decode_steps(data, number(2), count, known if same_writer else None)
     workers = (_WORKER.unpack_from(data, _WORKERS_AT + i * _WORKER.size) for i in range(MAX_WORKERS))
     flops_per_token, peak_flops = _MODEL.unpack_from(data, _MODEL_AT)
     request = min(_CONTROL.unpack_from(data, _CONTROL_AT)[0], len(REQUESTS) - 1)

@@ -23,6 +23,7 @@ from trainer.audit import Audit
 from trainer.checkpoint import Saver, State, kept, training_state, writers
 from trainer.config import Config, ConfigError
 from trainer.data.loader import Loader
+from trainer.data.mixture import Mixture
 from trainer.data.sources import Source, open_sources, sizes
 from trainer.evaluations import Evaluations
 from trainer.exchange import pair, tidy
@@ -95,6 +96,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     reporter.model(flops_per_token(size, config.model, config.data.sequence), config.metrics.peak_flops)
     metrics = MetricsLog(folder / METRICS, config, size, world.size) if world.rank == 0 else None
     evaluations = Evaluations(config, folder, reporter) if world.rank == 0 and config.evaluation.wanted else None
+    if world.rank == 0:
+        tell_mixture(reporter, mixture, config, step, sample)
     interval = Interval(config.checkpoint, time.monotonic())
     due = stop = False
     skipped = 0
@@ -126,8 +129,13 @@ def train(config: Config, *, fresh: bool = False) -> bool:
             began = time.monotonic()
             saver.save(step, sample, digest(sample))
             interval.saved(began, time.monotonic() - began)
+            if world.rank == 0:
+                tell_mixture(reporter, mixture, config, step, sample)
             due = False
-        reporter.step(tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm, step=step)
+        reporter.step(
+            tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm,
+            learning_rate=rate, step=step,
+        )  # fmt: skip
         if metrics is not None:
             metrics.write(
                 step=step, tokens=sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
@@ -148,6 +156,17 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     reporter.close()
     dist.destroy_process_group()
     return saved
+
+
+def tell_mixture(reporter: Reporter, mixture: Mixture, config: Config, step: int, sample: int) -> None:
+    """Say what the run has drawn from each source in its first ``sample`` samples, which ends ``step``."""
+    drawn = mixture.drawn(sample)
+    reporter.event(
+        "data_mixture",
+        step=step,
+        tokens={name: samples * config.data.sequence for name, samples in drawn.items()},
+        epochs={name: samples / mixture.sizes[name] for name, samples in drawn.items()},
+    )
 
 
 def watch(saver: Saver, evaluations: Evaluations | None) -> None:

@@ -24,7 +24,7 @@ class RankPageCallback(TrainerCallback):
     def __init__(self, reporter: Reporter | None = None) -> None:
         self._reporter = reporter or Reporter.from_env()
         self._phases = Phases(self._reporter)
-        self._loss = self._norm = float("nan")
+        self._loss = self._norm = self._rate = float("nan")
         self._tokens = 0
 
     def on_train_begin(
@@ -48,10 +48,16 @@ class RankPageCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """A step is done; loss and gradient norm are those of the last log, nan before the first."""
+        """A step is done; loss, gradient norm and learning rate are those of the last log, nan before the first."""
         self._phases.leave()
         tokens = int(state.num_input_tokens_seen)
-        self._reporter.step(tokens=tokens - self._tokens, loss=self._loss, grad_norm=self._norm, step=state.global_step)
+        self._reporter.step(
+            tokens=tokens - self._tokens,
+            loss=self._loss,
+            grad_norm=self._norm,
+            learning_rate=self._rate,
+            step=state.global_step,
+        )
         self._tokens = tokens
         if any_rank(self._reporter.stop_requested, args.device):
             control.should_save = control.should_training_stop = True
@@ -68,7 +74,9 @@ class RankPageCallback(TrainerCallback):
     ) -> None:
         """Remember what only the log says."""
         if logs and "loss" in logs:
-            self._loss, self._norm = float(logs["loss"]), float(logs.get("grad_norm", float("nan")))
+            self._loss, self._norm, self._rate = (
+                float(logs.get(name, float("nan"))) for name in ("loss", "grad_norm", "learning_rate")
+            )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint has been written."""

@@ -75,7 +75,8 @@ class RankPageCallback(Callback):
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
             self._loss = float("nan") if loss is None else float(loss)
         norm = float(trainer.callback_metrics.get("grad_norm", float("nan")))
-        self._reporter.step(tokens=self._tokens, loss=self._loss, grad_norm=norm, step=self._step)
+        rate = next((float(group["lr"]) for o in trainer.optimizers for group in o.param_groups), float("nan"))
+        self._reporter.step(tokens=self._tokens, loss=self._loss, grad_norm=norm, learning_rate=rate, step=self._step)
         self._tokens = 0
         if any_rank(self._reporter.stop_requested, pl_module.device):
             trainer.should_stop = True

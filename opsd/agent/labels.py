@@ -54,7 +54,7 @@ LABELS: Final[Mapping[str, str]] = {
     "serial": "one per NVMe drive",
     "severity": "severities of incidents; severities of SXids",
     "simulated": "yes, no",
-    "source": "one per mount",
+    "source": "one per mount; sources of a run's data, 32 at most",
     "state": "states of a collector, of an incident, of a run, of processes, of Slurm's node and jobs",
     "threshold": "shutdown, slowdown, gpu_max, memory_max",
     "type": "corrected, uncorrected for ECC; types of NVLink errors",

@@ -16,6 +16,7 @@ from opsd.agent.page_parts import MAX_RANKS, incidents, phase_shares, ranks, spa
 
 MFU: Final = "opsd_rank_mfu_ratio"
 GRAD_NORM: Final = "opsd_rank_grad_norm"
+LEARNING_RATE: Final = "opsd_rank_learning_rate"
 
 Values = Mapping[tuple[str, str, str], float]
 """The newest value of a series by its name, the run and the rank."""
@@ -50,7 +51,7 @@ def job_page(
 
 
 def _values(snapshot: Snapshot) -> Values:
-    wanted = (TOKENS, LOSS, MFU, GRAD_NORM)
+    wanted = (TOKENS, LOSS, MFU, GRAD_NORM, LEARNING_RATE)
     return {
         (sample.metric.name, sample.labels[0], sample.labels[1]): sample.value
         for group in snapshot.samples
@@ -63,7 +64,7 @@ def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: Histor
     def of(name: str) -> list[float]:
         return [value for (metric, owner, _), value in values.items() if metric == name and owner == run.run]
 
-    tokens, loss, mfu = of(TOKENS), of(LOSS), of(MFU)
+    tokens, loss, mfu, rate = of(TOKENS), of(LOSS), of(MFU), of(LEARNING_RATE)
     saved = [rank.committed_step for rank in here if rank.committed_step is not None]
     steps = [rank.steps[-1].step for rank in here if rank.steps]
     times = [rank.steps[-1].duration_s for rank in here if rank.steps]
@@ -76,6 +77,7 @@ def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: Histor
         ("tokens/s here", _drawn(sum(tokens), ",.0f", history.values(TOKENS, run.run), "tokens/s") if tokens else "–"),
         ("MFU", f"{fmean(mfu):.1%}" if mfu else "–"),
         ("loss", _drawn(fmean(loss), ".4g", history.values(LOSS, run.run), "loss") if loss else "–"),
+        ("learning rate", f"{max(rate):.3g}" if rate else "–"),
         ("checkpoint", f"step {min(saved)}" if saved else "none yet"),
     ]
     return card(f"run-{h(run.run)}", f"Run {run.run}", facts(pairs))

@@ -19,6 +19,7 @@ LOAD_WATTS = 640.0
 STEP_S = 0.5
 CHECKPOINT_STEPS = 40
 TOKENS = 65_536
+MIXTURE, SOURCE_TOKENS = {"web": 0.85, "code": 0.15}, 1 << 24
 MODEL_FLOPS, PEAK_FLOPS = 19.2e9, 989e12
 """Per token of a 3 B model, and per second of an H100 in bf16."""
 
@@ -98,9 +99,10 @@ class Node:
             _append(self._metrics, step=step, generation=1, step_s=STEP_S, data_s=STEP_S * 0.05)
             if step % CHECKPOINT_STEPS == 0:
                 self._evaluate(step, curve)
+                self._tell_data(step)
             for rank in self._ranks:
                 loss = curve + noise.gauss(0, 0.01)
-                rank.step(tokens=TOKENS // GPUS, loss=loss, grad_norm=1.0 + noise.gauss(0, 0.02))
+                rank.step(tokens=TOKENS // GPUS, loss=loss, grad_norm=1.0 + noise.gauss(0, 0.02), learning_rate=3e-4)
                 if step % CHECKPOINT_STEPS == 0:
                     rank.checkpoint_committed(step)
             self._port.carry(1 << 30)
@@ -120,6 +122,12 @@ class Node:
             results=results,
             reference=reference,
         )
+
+    def _tell_data(self, step: int) -> None:
+        """Two sources by weight, of which the smaller is soon read through."""
+        drawn = {source: round(step * TOKENS * weight) for source, weight in MIXTURE.items()}
+        passes = {source: tokens / SOURCE_TOKENS for source, tokens in drawn.items()}
+        _append(self._events, event="data_mixture", generation=1, step=step, tokens=drawn, epochs=passes)
 
 
 def _append(file: Path, **line: object) -> None:

@@ -49,6 +49,9 @@ def test_a_training_fills_its_page(tmp_path: Path) -> None:
     assert page.tokens == 6 * 4 * 8
     assert 0 < page.steps[-1].loss < 10
     assert page.steps[-1].grad_norm > 0
+    rates = [step.learning_rate for step in page.steps[1:]]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] > 0
     assert all(page.steps[-1].phase(name) > 0 for name in ("data", "forward", "optimizer"))
     assert page.steps[3].phase("checkpoint") > 0
     assert page.steps[3].phase("evaluation") > 0

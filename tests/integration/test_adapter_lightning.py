@@ -58,6 +58,7 @@ def test_a_training_fills_its_page(tmp_path: Path) -> None:
     assert [step.step for step in page.steps] == [1, 2, 3, 4, 5, 6]
     assert page.tokens == 6 * 2 * 4
     assert 0 < page.steps[-1].loss < 10
+    assert page.steps[-1].learning_rate == 0.01
     assert all(page.steps[-1].phase(name) > 0 for name in ("data", "forward", "backward", "optimizer"))
     assert page.steps[3].phase("checkpoint") > 0
     assert page.steps[3].phase("evaluation") > 0

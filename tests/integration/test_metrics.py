@@ -43,11 +43,13 @@ def start_run(folder: Path) -> list[Reporter]:
         "launcher_start": process_start(os.getpid()), "world_size": GPUS, "control": "", "folder": str(folder),
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run))
+    mixture = {"t": 0.0, "event": "data_mixture", "rank": 0, "step": 0, "tokens": {"web": 8192}, "epochs": {"web": 0.1}}
+    (folder / "events.jsonl").write_text(json.dumps(mixture) + "\n")
     pages = [folder / f"rank-{rank:04d}.page" for rank in range(GPUS)]
     reporters = [Reporter(page, rank=rank, gpu=rank, job="4242", run="train") for rank, page in enumerate(pages)]
     for reporter in reporters:
         reporter.model(flops_per_token=18e9, peak_flops=989e12)
-        reporter.step(tokens=4096, loss=2.0, grad_norm=1.0)
+        reporter.step(tokens=4096, loss=2.0, grad_norm=1.0, learning_rate=1e-3)
         reporter.checkpoint_committed(0)
     return reporters
 

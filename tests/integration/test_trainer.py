@@ -120,8 +120,18 @@ def test_pages_are_finished(undisturbed: Run) -> None:
         assert (page.state, page.committed_step, page.workers) == ("finished", STEPS, ())
         assert page.last_step is not None
         assert page.last_step.step == STEPS
+        assert page.last_step.learning_rate == pytest.approx(3e-3 / 2)
         assert page.tokens == STEPS * 2 * 32
         assert all(page.last_step.phase(name) > 0 for name in ("forward", "backward", "optimizer", "collective"))
+
+
+def test_it_says_what_it_has_drawn_from_each_source(undisturbed: Run) -> None:
+    """At the start and at each checkpoint, from one rank."""
+    told = undisturbed.events("data_mixture")
+    assert [event["step"] for event in told] == sorted({event["step"] for event in told})
+    assert told[0]["step"] == 0
+    assert all(sum(event["tokens"].values()) == event["step"] * 4 * 32 for event in told)
+    assert max(told[-1]["epochs"].values()) > 0
 
 
 def test_a_finished_run_has_nothing_to_do(stopped_at_20: Run) -> None:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -57,12 +58,30 @@ def test_step_carries_its_numbers_and_phase_times(path: Path) -> None:
         time.sleep(0.01)
     with reporter.phase("forward"):
         time.sleep(0.005)
-    reporter.step(tokens=512, loss=2.5, grad_norm=0.7)
+    reporter.step(tokens=512, loss=2.5, grad_norm=0.7, learning_rate=3e-4)
     last = read_page(path).last_step
     assert last is not None
-    assert (last.step, last.tokens, last.loss, last.grad_norm) == (10, 512, 2.5, 0.7)
+    assert (last.step, last.tokens, last.loss, last.grad_norm, last.learning_rate) == (10, 512, 2.5, 0.7, 3e-4)
     assert last.phase("data") >= 0.01
     assert sum(last.phase_s) == pytest.approx(last.duration_s, abs=1e-6)
+
+
+def test_a_page_from_before_learning_rates_has_none(path: Path) -> None:
+    """What an older release left at its place is not a learning rate of 0."""
+    reporter = Reporter(path)
+    reporter.step(loss=2.5)
+    with open(path, "r+b") as file:
+        header = bytearray(file.read(448))
+        struct.pack_into("<H", header, 10, 1)
+        header_bytes = struct.calcsize("<8sHHIIIIIiQQQQ64s64s64s")
+        struct.pack_into("<I", header, header_bytes, zlib.crc32(header[:header_bytes]))
+        file.seek(0)
+        file.write(header)
+        file.seek(2048 + 152)
+        file.write(bytes(8))
+    (step,) = read_page(path).steps
+    assert step.loss == 2.5
+    assert step.learning_rate is None
 
 
 def test_nested_phase_returns_to_the_outer_one(path: Path) -> None:

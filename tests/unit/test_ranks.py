@@ -94,7 +94,7 @@ def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCol
     for loss in (2.5, 2.25):
         with rank.phase("data"):
             pass
-        rank.step(tokens=1000, loss=loss, grad_norm=0.5)
+        rank.step(tokens=1000, loss=loss, grad_norm=0.5, learning_rate=1e-3)
     rank.checkpoint_committed(1)
     with rank.phase("backward"):
         reading = read(collector)
@@ -108,6 +108,7 @@ def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCol
     assert samples["opsd_rank_step", "r1", "3"] == 1
     assert samples["opsd_rank_tokens_total", "r1", "3"] == 2000
     assert samples["opsd_rank_loss", "r1", "3"] == 2.25
+    assert samples["opsd_rank_learning_rate", "r1", "3"] == 1e-3
     assert samples["opsd_rank_committed_step", "r1", "3"] == 1
     assert samples["opsd_rank_phase", "r1", "3", "backward"] == 1
     assert samples["opsd_rank_phase", "r1", "3", "data"] == 0
@@ -249,6 +250,18 @@ def test_an_evaluation_stays_visible(run: Path, collector: RanksCollector[client
         found = {s.metric.name: s for s in read(collector).samples if s.metric.name.startswith("opsd_evaluation_")}
         assert found["opsd_evaluation_result"].labels == ("r1", "loss")
         assert (found["opsd_evaluation_result"].value, found["opsd_evaluation_step"].value) == (2.5, 40.0)
+
+
+def test_the_data_mixture_is_what_the_run_told_last(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+    """Going back to a checkpoint takes the tokens of each source back, too."""
+    rank = reporter(run)
+    rank.event("data_mixture", step=20, tokens={"web": 800, "code": 200}, epochs={"web": 0.4, "code": 1.5})
+    assert values(read(collector))["opsd_data_source_epochs", "r1", "code"] == 1.5
+    rank.event("data_mixture", step=10, tokens={"web": 400, "code": None, 7: "x"}, epochs=[])
+    samples = values(read(collector))
+    assert {key: value for key, value in samples.items() if key[0].startswith("opsd_data_source_")} == {
+        ("opsd_data_source_tokens", "r1", "web"): 400
+    }
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other version", "foreign", "another rank"])

@@ -111,6 +111,23 @@ def test_skipped_samples_are_left_out(mixture: Mixture, at: int, length: int, mo
     assert read(skipping, range(at + more + 100)) == everything
 
 
+@settings(max_examples=60, deadline=None)
+@given(mixture=mixtures(), position=st.integers(0, 400), at=st.integers(0, 400), length=st.integers(1, 50))
+def test_what_each_source_has_given_is_known_without_reading(
+    mixture: Mixture, position: int, at: int, length: int
+) -> None:
+    """Less than a block off at any place, exact where a block ends, and skipped samples count."""
+    skipping = Mixture(mixture.stages, mixture.sizes, 7, [(at, length)])
+    read_so_far = Counter(name for name, _ in read(mixture, range(position + (length if at <= position else 0))))
+    drawn = skipping.drawn(position)
+    assert sum(drawn.values()) <= sum(read_so_far.values()) < sum(drawn.values()) + 40
+    assert all(abs(drawn[name] - read_so_far[name]) < 40 for name in mixture.names)
+    stage = mixture.stages[-1]
+    end = stage.start + 3 * sum(stage.shares().values())
+    exact = Counter(name for name, _ in read(mixture, range(end)))
+    assert mixture.drawn(end) == {name: exact[name] for name in mixture.names}
+
+
 @settings(max_examples=40, deadline=None)
 @given(mixture=mixtures(), position=st.integers(1, 400), start=st.integers(1, 500))
 def test_equal_identity_means_equal_past(mixture: Mixture, position: int, start: int) -> None:

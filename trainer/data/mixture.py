@@ -128,6 +128,18 @@ class Mixture:
         sequence = permute(index, self._sizes[source], mix(self._source_keys[source] + mix(epoch)))
         return source.astype(np.uint64), sequence
 
+    def drawn(self, position: int) -> dict[str, int]:
+        """How many samples each source has given to the first ``position`` of a run, those left out included.
+
+        Exact at the ends of blocks, in between each source counts in proportion to its share of the block.
+        """
+        sample = position + int(self._skipped[np.searchsorted(self._skip_from, position, side="right")])
+        stage = int(np.searchsorted(self._starts, sample, side="right")) - 1
+        block, at = divmod(sample - int(self._starts[stage]), int(self._blocks[stage]))
+        share = self._last[stage] if block == self._full[stage] else self._share[stage]
+        given = self._before[stage] + self._share[stage] * np.uint64(block) + share * np.uint64(at) // share.sum()
+        return dict(zip(self.names, given.tolist(), strict=True))
+
     def identity(self, position: int) -> Order:
         """What has decided the samples before ``position``."""
         skips = tuple((at, length) for at, length in self.skips if at < position)
