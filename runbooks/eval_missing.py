@@ -131,7 +131,8 @@ tensor-parallel fault was found by comparing evaluations with an older run's, af
 ## Mitigation
 - Evaluate the newest checkpoint by hand first; it says most about the model.
 - Keep those that wait: retention must not remove a checkpoint before it has been evaluated.
-- No node free: spares may run evaluations, they give way within seconds.
+- No node free: idle spares can run them where their partition may be preempted: an evaluation then gives way within
+  seconds. Elsewhere spares stay idle, or a swap waits for the evaluation; `opsd slurm check` says which it is.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once a later checkpoint has results.
