@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -12,12 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.agent.ask import clock_time
 from opsd.config import Settings
 from opsd.config_cli import BadConfig, load
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS
-from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarantine
+from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarantine, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.files import write_text
@@ -27,6 +29,9 @@ from opsd.preflight.network.cli import exit_code, network
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.simulate_cli import simulate
 from opsd.preflight.trends import render
+from opsd.slurm.connect import choose
+from opsd.slurm.port import SlurmError
+from opsd.spares import readiness, state, verdict
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -55,7 +60,12 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that run.")
 @click.option("--sbatch", type=_FILE, help="Batch script of that run.")
 @click.option("--alerts", "fire_alerts", is_flag=True, help="Fire each alert once, marked as a test. Pages people.")
-@click.option("--act", "acting", is_flag=True, help="Drain this node in Slurm if it failed, give it back if it passed.")
+@click.option(
+    "--act",
+    "acting",
+    is_flag=True,
+    help="Drain this node in Slurm if it failed, give it back if it passed, mark a spare.",
+)
 @click.option("--quiet", is_flag=True, help="Print nothing; the exit code and the files tell.")
 @click.pass_context
 def preflight(
@@ -110,7 +120,28 @@ def preflight(
         raise BadConfig(str(error)) from error
     if acting:
         quarantine(report, settings, targets.get("json"), console)
+        if profile == readiness.PROFILE and not report.interrupted:
+            _as_spare(report, settings, console)
     return exit_code(report)
+
+
+def _as_spare(report: Report, settings: Settings, console: Console) -> None:
+    """Mark this node as a spare that is ready, or with what it lacks, and say so; that changes no verdict."""
+    known = state.read(settings.agent.state_dir) or state.SpareState()
+    try:
+        found = verdict.judge(settings, known, "", time.time(), [report])
+        verdict.tell(settings, found, lambda: choose().slurm)
+    except (HistoryError, ReportError) as error:
+        say(console, f"whether it is a ready spare is not known: {error}")
+        return
+    except OSError as error:
+        say(console, f"the agent was not told whether it is a ready spare: {error.strerror or error}")
+        return
+    except SlurmError as error:
+        say(console, f"Slurm was not told whether it is a ready spare: {error}")
+    lacks = found.why_not_ready(found.checked_at)
+    said = f"not a ready spare; {lacks}" if lacks else f"a ready spare until {clock_time(found.expires_at)}"
+    console.print(f"{report.node} is {said}", highlight=False, markup=False, soft_wrap=True)
 
 
 @preflight.command(name="list")

@@ -15,23 +15,18 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 
-from opsd import __version__, exitcodes
+from opsd import exitcodes
 from opsd.agent.ask import clock_time, fail
 from opsd.config import Settings
 from opsd.config_cli import load
-from opsd.preflight.base import Context
-from opsd.preflight.checks import CHECKS, versions
-from opsd.preflight.command import HISTORY
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.history import History, HistoryError
-from opsd.preflight.proof import newest
+from opsd.preflight.history import HistoryError
 from opsd.preflight.report import ReportError
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
-from opsd.spares import pool, state
+from opsd.spares import pool, state, verdict
 from opsd.spares.corpus import Corpus, digest_of, read_corpora
 from opsd.spares.pace import Pace
-from opsd.spares.readiness import PROFILE, judged
 from opsd.spares.stage import Progress, StageError, Work, remove
 from opsd.spares.stage import stage as copy
 from opsd.spares.stage import verify as compare
@@ -216,17 +211,13 @@ class Here:
 
     def conclude(self, found: SpareState, source_digest: str) -> int:
         """Judge, keep and tell the verdict; the exit code."""
-        settings, now = self.settings, time.time()
-        found = replace(found, software=software(settings.agent.node))
+        settings = self.settings
         try:
-            history = History(settings.agent.state_dir / HISTORY)
-            proof = newest(settings.agent.node, PROFILE, CHECKS, settings.preflight, history)
+            found = verdict.judge(settings, found, source_digest, time.time())
         except (HistoryError, ReportError, SelectionError) as error:
             fail(str(error))
-        found = judged(found, source_digest, proof, settings.spare, now)
         try:
-            state.write(settings.agent.state_dir, found)
-            pool.mark(choose().slurm, settings.agent.node, "ready" if found.ready else ",".join(found.lacks), now)
+            verdict.tell(settings, found, lambda: choose().slurm)
         except OSError as error:
             fail(f"the verdict was not kept in {settings.agent.state_dir}: {error.strerror}")
         except SlurmError as error:
@@ -236,12 +227,6 @@ class Here:
         until = f"a ready spare until {clock_time(found.expires_at)}" if found.ready else "not a ready spare"
         click.echo(f"{settings.agent.node} is {until}")
         return exitcodes.OK if found.ready else exitcodes.FAILED
-
-
-def software(node: str) -> dict[str, str]:
-    """Versions of this node by name, opsd's own among them."""
-    found = versions.run(Context(node, PROFILE, 0.0), lambda _share, _subject: None)
-    return {"opsd": __version__, **found.facts}
 
 
 T = TypeVar("T")

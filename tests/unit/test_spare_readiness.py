@@ -18,11 +18,12 @@ from opsd.slurm import record
 from opsd.slurm.ownership import Proof
 from opsd.slurm.port import Node, Reservation, SlurmRejected
 from opsd.spares import state
-from opsd.spares.cli import software, spare
+from opsd.spares.cli import spare
 from opsd.spares.pool import Spare, judge, mark, pool, reserve
 from opsd.spares.readiness import judged
 from opsd.spares.settings import SpareSettings
 from opsd.spares.state import SpareState
+from opsd.spares.verdict import software
 from tests.fakes.corpora import make_corpus
 from tests.fakes.slurm import FakeSlurm
 

@@ -64,6 +64,20 @@ def test_a_spare_becomes_ready_is_listed_and_released(cluster: Cluster, slurm: C
     assert set(slurm.comments().values()) == {""}
 
 
+def test_a_spare_that_passes_is_marked_ready_by_its_preflight(cluster: Cluster, slurm: CommandSlurm) -> None:
+    """With --act, where nothing has to be staged; one that fails is drained and not ready."""
+    command = ("preflight", "--profile=spare", "--act", "--set=spare.source=", "--set=spare.folder=")
+    passed = opsd(cluster, "n3", *command)
+    assert (passed.returncode, "n3 is a ready spare until" in passed.stdout) == (exitcodes.OK, True), passed.stderr
+    assert record.read(slurm.comments()["n3"]).spare == "ready"
+    failed = opsd(cluster, "n3", *command, "--only=numa,gpu_inventory", "--set=preflight.gpus=8")
+    assert (failed.returncode, "not a ready spare; preflight: it failed" in failed.stdout) == (exitcodes.FAILED, True)
+    assert record.read(slurm.comments()["n3"]).spare == "preflight"
+    assert opsd(cluster, "n3", *command).returncode == exitcodes.OK
+    assert record.read(slurm.comments()["n3"]).spare == "ready"
+    assert opsd(cluster, "n3", "spare", "release").returncode == exitcodes.OK
+
+
 def test_the_pool_is_a_reservation(slurm: CommandSlurm) -> None:
     """Slurm keeps the nodes free; they are spares before they have said anything, and not ready."""
     assert spares(slurm) == []
