@@ -116,8 +116,11 @@ def _burn_in(request: Request, job: Job, watcher: view.View, console: Console) -
     def tell(sentence: str) -> None:
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
-    with series.recording(burn.series_file, request.nvml_library):
-        report = asyncio.run(_until_interrupted(burnin.go_on(burn, one_round, tell)))
+    async def all_rounds() -> Report:
+        with series.recording(burn.series_file, request.nvml_library):
+            return await burnin.go_on(burn, one_round, tell)
+
+    report = asyncio.run(_until_interrupted(all_rounds()))
     keep(report, {} if report.interrupted else {"json": burn.report_file}, None, console)
     curves = [series.thinned(trend, 20) for trend in series.trends(series.read(burn.series_file))]
     if curves:

@@ -21,6 +21,7 @@ from opsd.preflight.base import Check, Context, Outcome, Progress, Verdict
 _LINE_LIMIT: Final = 1 << 24
 _LOG_TAIL: Final = 2_000
 _FINISH_S: Final = 5.0
+_TIDY_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,12 @@ async def _converse(process: asyncio.subprocess.Process, context: Context, progr
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the process and every process of its session, and collect it."""
+    """Ask the process to end, which removes its temporary files; then kill it and every process of its session."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            process.terminate()
+            async with asyncio.timeout(_TIDY_S):
+                await process.wait()
     leftovers = [*_session(process.pid)]
     for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), *(_killer(leftover) for leftover in leftovers)):
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):

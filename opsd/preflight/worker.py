@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
@@ -26,6 +26,7 @@ def main(reference: str) -> None:
     """Run the check function ``reference``, tell its outcome and end the process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's to handle
+    signal.signal(signal.SIGTERM, _leave)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -46,6 +47,11 @@ def main(reference: str) -> None:
     # Threads stuck in a driver call must not keep a finished check alive.
     sys.stderr.flush()
     os._exit(0)
+
+
+def _leave(_number: int, _frame: object) -> NoReturn:
+    """Unwind, so that the check removes what it has made: gigabytes of test files, processes of a drill."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -87,6 +88,14 @@ def hangs(context: Context, progress: Progress) -> Outcome:
     return Outcome()
 
 
+def leaves_files(context: Context, progress: Progress) -> Outcome:
+    """Waits in a folder of its own below the one named by local_dir, until it is told to end."""
+    with tempfile.TemporaryDirectory(dir=context.local_dir) as folder:
+        Path(folder, "large").touch()
+        time.sleep(600)
+    return Outcome()
+
+
 GOOD = make("good", good, measures=(SPEED,))
 WARNS = make("warns", warns)
 FAILS = make("fails", fails)
@@ -97,5 +106,6 @@ RAISES = make("raises", raises)
 KILLED = make("killed", killed)
 OUT_OF_MEMORY = make("out_of_memory", out_of_memory)
 HANGS = make("hangs", hangs)
+LEAVES_FILES = make("leaves_files", leaves_files)
 NEEDS_GPU = make("needs_gpu", good, needs=frozenset({"gpu"}), measures=(SPEED,))
 SPEED_ONE = make("speed_one", good, needs=frozenset({"exclusive"}), measures=(SPEED,))

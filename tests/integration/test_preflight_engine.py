@@ -145,6 +145,15 @@ def test_an_interrupted_run_leaves_a_partial_report_and_no_process(tmp_path: Pat
     assert eventually(lambda: all(gone(pid) for pid in pids(tmp_path)))
 
 
+def test_a_check_that_is_ended_removes_what_it_made(tmp_path: Path):
+    """Storage tests and drills make gigabytes; neither a deadline nor Ctrl-C may leave them on the disk."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    report = report_of(tmp_path, fake.LEAVES_FILES, context={"local_dir": str(folder)}, grace_s=1.0)
+    assert "did not finish within" in report.results[0].reason
+    assert [*folder.iterdir()] == []
+
+
 def test_a_check_that_needs_gpus_does_not_apply_where_there_are_none(tmp_path: Path):
     """A laptop without a GPU is no broken GPU node."""
     report = report_of(tmp_path, fake.GOOD, fake.NEEDS_GPU)
