@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -187,6 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = f"opsd/{__version__}"
     sys_version = ""
     timeout = CONNECTION_S
+    wbufsize = 1 << 16
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -246,7 +248,6 @@ class Server(ThreadingHTTPServer):
     Raises OSError if the address cannot be listened on.
     """
 
-    daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
@@ -257,6 +258,7 @@ class Server(ThreadingHTTPServer):
         self.web = web or WebConfig()
         self._open: dict[socket.socket, float] = {}
         self._guard = threading.Lock()
+        self._threads_kept = ThreadPoolExecutor(MAX_CONNECTIONS, "http")
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -274,9 +276,11 @@ class Server(ThreadingHTTPServer):
         return f"{host}:{self.server_port}"
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving; whoever is still being answered is cut off."""
         self.shutdown()
+        self._cut_off(opened_before=time.monotonic())
         self.server_close()
+        self._threads_kept.shutdown(wait=False)
 
     def server_bind(self) -> None:
         """Bind without http.server's look-up of the host's name: a dead name server would delay the start."""
@@ -300,6 +304,10 @@ class Server(ThreadingHTTPServer):
             self._open[request] = time.monotonic()
             return True
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Have a thread answer. Threads are kept: to start fifty at the same instant takes as long as fifty answers."""
+        self._threads_kept.submit(self.process_request_thread, request, client_address)
+
     def shutdown_request(self, request: Any) -> None:
         """Close a connection and forget it."""
         with self._guard:
@@ -308,9 +316,11 @@ class Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Every ``POLL_S``: cut off connections that have had their time."""
-        oldest = time.monotonic() - CONNECTION_S
+        self._cut_off(opened_before=time.monotonic() - CONNECTION_S)
+
+    def _cut_off(self, *, opened_before: float) -> None:
         with self._guard:
-            for connection in [c for c, since in self._open.items() if since < oldest]:
+            for connection in [c for c, since in self._open.items() if since < opened_before]:
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
