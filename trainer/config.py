@@ -322,6 +322,17 @@ class EvaluationSettings(_Section):
         return bool(self.perplexity or self.cloze or self.harness)
 
 
+class TrackingSettings(_Section):
+    """Where the numbers of every step and evaluation go besides the run folder's own files."""
+
+    tensorboard: bool = False
+    """Whether TensorBoard's files are written into RUN_FOLDER/tracking/tensorboard."""
+    wandb: str = ""
+    """A project of Weights & Biases."""
+    trackio: str = ""
+    """A project of Trackio."""
+
+
 class Config(_Section):
     """All settings of a run."""
 
@@ -334,6 +345,7 @@ class Config(_Section):
     checkpoint: CheckpointSettings
     evaluation: EvaluationSettings = EvaluationSettings()
     metrics: MetricsSettings = MetricsSettings()
+    tracking: TrackingSettings = TrackingSettings()
 
     def problem(self) -> str | None:
         """What is wrong between the settings, in one sentence."""

@@ -27,18 +27,20 @@ import time
 from pathlib import Path
 
 from trainer.config import Config
-from trainer.model import flops_per_token
+
+METRICS = "metrics.jsonl"
 
 
 class MetricsLog:
     """Appends lines to a file. A full disk never stops the training: the line is dropped, and said so once."""
 
-    def __init__(self, path: Path, config: Config, parameters: int, ranks: int) -> None:
+    def __init__(self, path: Path, config: Config, flops: float, ranks: int) -> None:
+        """``flops`` is what the model costs per token, forward and backward."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._data = config.data
-        self._flops = flops_per_token(parameters, config.model, config.data.sequence)
+        self._flops = flops
         self._peak_flops = config.metrics.peak_flops * ranks
         self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
         self._step_began = time.perf_counter()

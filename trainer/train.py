@@ -29,16 +29,16 @@ from trainer.evaluations import Evaluations
 from trainer.exchange import pair, tidy
 from trainer.huggingface import fill
 from trainer.interval import Interval
-from trainer.metrics import MetricsLog
+from trainer.metrics import METRICS, MetricsLog
 from trainer.model import count_parameters, flops_per_token
 from trainer.optimizer import Optimizer
 from trainer.parallel import build
 from trainer.persist import Plan
 from trainer.restore import restore
 from trainer.schedule import rate_factor
+from trainer.tracking import Tracking, demand_installed
 from trainer.world import World, join
 
-METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 SETTLE_POLL_S = 0.01
 SEEN_WITHIN_S = 5.0
@@ -56,6 +56,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     can put right, and TrainingError after too many gradients in a row that were not finite.
     """
     reporter = Reporter.from_env()
+    demand_installed(config.tracking)
     sources = open_corpora(config)
     world = join(config.run, config.parallel)
     counts = {batch: micro_batches(config, world, batch) for batch in config.data.batches}
@@ -92,12 +93,13 @@ def train(config: Config, *, fresh: bool = False) -> bool:
         committed=max(steps(folder / CHECKPOINTS), default=0),
         pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
     )
-    size = count_parameters(config.model)
-    reporter.model(flops_per_token(size, config.model, config.data.sequence), config.metrics.peak_flops)
-    metrics = MetricsLog(folder / METRICS, config, size, world.size) if world.rank == 0 else None
+    flops = flops_per_token(count_parameters(config.model), config.model, config.data.sequence)
+    reporter.model(flops, config.metrics.peak_flops)
+    metrics = MetricsLog(folder / METRICS, config, flops, world.size) if world.rank == 0 else None
     evaluations = Evaluations(config, folder, reporter) if world.rank == 0 and config.evaluation.wanted else None
     if world.rank == 0:
         tell_mixture(reporter, mixture, config, step, sample)
+    tracking = Tracking(config, folder, reporter) if world.rank == 0 else None
     interval = Interval(config.checkpoint, time.monotonic())
     due = stop = False
     skipped = 0
@@ -153,6 +155,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
         with reporter.phase("evaluation"):
             watch(saver, evaluations)
             evaluations.close()
+    if tracking is not None:
+        tracking.close()
     reporter.close()
     dist.destroy_process_group()
     return saved

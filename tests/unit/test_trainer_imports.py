@@ -13,11 +13,12 @@ import pytest
     [
         ("trainer.data.worker", {"torch", "pydantic", "tokenizers", "safetensors"}),
         ("trainer.persist", {"torch", "numpy", "pydantic", "safetensors"}),
+        ("trainer.tracking", {"torch", "tokenizers", "safetensors", "tensorboard", "wandb", "trackio"}),
         ("opsd.checkpoints.cli", {"torch", "numpy"}),
     ],
 )
 def test_helper_processes_start_light(module: str, forbidden: set[str]) -> None:
-    """The data worker and the persist process load nothing heavy."""
+    """The processes beside a rank load nothing heavy that they do not need."""
     program = f"import sys, {module}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert not forbidden & set(loaded.stdout.split())

@@ -1,0 +1,200 @@
+"""The numbers of a run in TensorBoard, Weights & Biases and Trackio: ``python -m trainer.tracking ORDER``.
+
+A process beside the first rank reads ``metrics.jsonl`` and ``evaluations.jsonl`` as they grow and passes them on, so
+that whatever a tracker does, hangs or lacks, the training never waits for it. It ends with its standard input. What has
+been passed on is remembered in ``tracking/position.json``, from where the next start of the run goes on.
+
+A tracker that fails gets nothing more until the next start, which is the event ``tracking_failed``. Trackers are told
+the shape of the run only: never its environment, paths or commands, in which there may be secrets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from opsd.client import Reporter, append_event
+from trainer.config import Config, ConfigError, TrackingSettings
+from trainer.evaluations import RESULTS
+from trainer.metrics import METRICS
+from trainer.trackers import TRACKERS, Tracker
+
+FOLDER, POSITION, LOG = "tracking", "position.json", "tracking.log"
+POLL_S = 5.0
+CLOSE_S = 30.0
+"""How long a finished run waits for its trackers to take the rest."""
+
+Line = Mapping[str, Any]
+Positions = dict[str, int]
+"""By the name of a file, how many bytes of it have been passed on."""
+
+
+class Tracking:
+    """On the first rank: the process that passes the numbers on, if any tracker is asked for."""
+
+    def __init__(self, config: Config, folder: Path, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._process: subprocess.Popen[bytes] | None = None
+        if not wanted(config.tracking):
+            return
+        order = {
+            "folder": str(folder), "page": str(reporter.path or ""), "shape": shape(config),
+            "run": os.environ.get("OPSD_RUN") or folder.name, "trackers": wanted(config.tracking),
+        }  # fmt: skip
+        with open(folder / LOG, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.tracking", json.dumps(order)],
+                stdin=subprocess.PIPE, stdout=log, stderr=log,
+            )  # fmt: skip
+        reporter.add_worker(self._process.pid, "tracking")
+
+    def close(self) -> None:
+        """Have the rest passed on; what is not within ``CLOSE_S`` is when the run is started again."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reporter.remove_worker(self._process.pid)
+
+
+def wanted(settings: TrackingSettings) -> dict[str, str]:
+    """The trackers asked for, by name, each with its project."""
+    return {name: str(value) for name, value in settings.model_dump().items() if value}
+
+
+def demand_installed(settings: TrackingSettings, find: Callable[[str], object] = find_spec) -> None:
+    """Raises ConfigError if a tracker that is asked for is not installed."""
+    for name in wanted(settings):
+        if find(name) is None:
+            raise ConfigError(f"tracking.{name} needs the package: pip install {name}, or remove the setting")
+
+
+def shape(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings that trackers are told."""
+    whole = config.model_dump(mode="json", include={"model", "parallel", "optimizer", "schedule"})
+    whole["data"] = config.data.model_dump(include={"sequence", "batch", "micro_batch"})
+    whole["run"] = config.run.model_dump(include={"steps", "seed"})
+    return whole
+
+
+def main(order: Mapping[str, Any]) -> None:
+    """Pass on what there is and what comes, until the trainer closes standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(5)
+    folder = Path(order["folder"])
+    (folder / FOLDER).mkdir(exist_ok=True)
+    with open(folder / FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # that of an earlier start may still be passing on its last numbers
+        sinks = Sinks(order)
+        positions = read_positions(folder / FOLDER / POSITION)
+        more = True
+        while more:
+            more = not select.select([0], [], [], POLL_S)[0]
+            for name in (METRICS, RESULTS):
+                for line in new_lines(folder / name, name, positions):
+                    sinks.pass_on(name, line)
+            write_positions(folder / FOLDER / POSITION, positions)
+        sinks.close()
+
+
+class Sinks:
+    """The trackers that work."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        self._page = order["page"]
+        self._trackers: dict[str, Tracker] = {}
+        for name, project in order["trackers"].items():
+            try:
+                self._trackers[name] = TRACKERS[name](
+                    folder=Path(order["folder"], FOLDER), project=project, run=order["run"], shape=order["shape"]
+                )
+            except Exception as error:  # whatever a tracker's library raises
+                self._failed(name, error)
+
+    def pass_on(self, file: str, line: Line) -> None:
+        """Give a line of ``file`` to all of them."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                if file == METRICS:
+                    tracker.step(line["step"], line["t"], numbers(line))
+                else:
+                    tracker.evaluation(line["step"], line["t"], numbers(line["results"]))
+            except Exception as error:  # as above
+                self._failed(name, error)
+
+    def close(self) -> None:
+        """Have them end in good order."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.close()
+            except Exception as error:  # as above
+                self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._trackers.pop(name, None)
+        why = without_secrets(f"{type(error).__name__}: {error}", os.environ)
+        print(f"trainer: {name} gets nothing more: {why}", file=sys.stderr, flush=True)
+        if self._page:
+            append_event(Path(self._page), "tracking_failed", tracker=name, why=why)
+
+
+def numbers(line: Line) -> dict[str, float]:
+    """What can be drawn as a curve in ``line``."""
+    left_out = ("t", "step", "generation")
+    return {
+        name: float(value) for name, value in line.items() if name not in left_out and isinstance(value, int | float)
+    }
+
+
+def without_secrets(text: str, environ: Mapping[str, str]) -> str:
+    """``text`` with the values of variables that are named like secrets struck out."""
+    for name, value in environ.items():
+        if len(value) > 3 and any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
+            text = text.replace(value, f"${name}")
+    return text
+
+
+def new_lines(path: Path, name: str, positions: Positions) -> Iterator[Line]:
+    """The whole lines of ``path`` after its position, which moves on with each."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(positions.get(name, 0))
+        for line in file:
+            if not line.endswith(b"\n"):  # being written
+                return
+            positions[name] = positions.get(name, 0) + len(line)
+            yield json.loads(line)
+
+
+def read_positions(path: Path) -> Positions:
+    """What an earlier start has passed on."""
+    with suppress(OSError, ValueError):
+        positions: Positions = json.loads(path.read_text(encoding="utf-8"))
+        return positions
+    return {}
+
+
+def write_positions(path: Path, positions: Positions) -> None:
+    """Remember what has been passed on. On a full disk it is passed on again by the next start."""
+    with suppress(OSError):
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(positions), encoding="utf-8")
+        draft.replace(path)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
