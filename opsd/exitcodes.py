@@ -16,6 +16,6 @@ REPEATED: Final = 70
 REQUEUE: Final = 75
 """``opsd launch``: checkpointed at a step boundary after SIGTERM or SIGUSR1; run the job again."""
 FENCED: Final = 76
-"""``python -m trainer``: a later generation of the run has begun elsewhere; this rank would only be in its way."""
+"""``opsd launch``, ``python -m trainer``: another copy of the run has begun, or a later generation of it elsewhere."""
 NOT_FOUND: Final = 127
 """``opsd launch``: the program does not exist or cannot be executed."""

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from opsd.checkpoints.lease import Fence
-from opsd.checkpoints.lease import newest as newest_claim
 from opsd.checkpoints.manifest import (
     MANIFEST,
     REJECTED,
@@ -55,7 +54,7 @@ class _Damaged:
 
 def _patience_s() -> float:
     fence = Fence.of(os.environ)
-    return WAIT_FOR_FENCED_S if fence and newest_claim(fence.folder) else WAIT_FOR_SAVES_S
+    return WAIT_FOR_FENCED_S if fence and fence.shuts_out_saves() else WAIT_FOR_SAVES_S
 
 
 def restore(

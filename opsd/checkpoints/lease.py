@@ -3,7 +3,8 @@
 ``generations/000013.json`` says who has begun generation 13. A claim is made by a hard link, with which of several
 claimants on a shared file system exactly one succeeds (link(2); also over NFS). Ranks of a generation may not commit
 checkpoints once a higher number has been claimed: what a node that was cut off still runs cannot get in the way of
-those who went on without it, nor can a second copy of the run.
+those who went on without it, nor can a second copy of the run. Only a launcher without fellows lets what its earlier
+ranks still save be completed: it knows that nothing else is left of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "generations"
+LAUNCHER = "launcher"
+"""In the owner of a claim: the launcher that makes all claims of its run, where it has no fellows."""
 KEPT = 100
 """Claims that are kept for whoever looks into a run afterwards; of use is only the newest."""
 EXIT_FENCED = 76
@@ -79,10 +82,19 @@ class Fence:
             if not claims.is_dir():
                 return
             _see_anew(claims)
-            later = max(_claims(claims), default=0)
-        if later > self.number:
+            found = _claims(claims)
+            later = max(found, default=0)
+            overtaken = later > self.number and not _by_one_launcher(found, self.number, later)
+        if overtaken:
             why = f"generation {later} of the run has begun elsewhere; generation {self.number} may not write any more"
             raise Fenced(errno.EPERM, why)
+
+    def shuts_out_saves(self) -> bool:
+        """Whether what earlier generations still save cannot be completed. Raises LeaseError."""
+        claims = self.folder / FOLDER
+        with _explained(claims, "the generations of the run cannot be read"):
+            found = _claims(claims)
+        return bool(found) and not _by_one_launcher(found, self.number)
 
 
 @contextmanager
@@ -128,6 +140,12 @@ def _owner(path: Path) -> dict[str, str] | None:
     except (OSError, ValueError):
         return None
     return {key: value for key, value in found.items() if key not in ("number", "time")}
+
+
+def _by_one_launcher(claims: Mapping[int, Path], *numbers: int) -> bool:
+    """Whether a launcher without fellows has made all these claims."""
+    first, *others = (_owner(claims[number]) if number in claims else None for number in numbers)
+    return first is not None and LAUNCHER in first and all(other == first for other in others)
 
 
 def _forget(claims: Path, number: int) -> None:

@@ -18,6 +18,7 @@ from opsd.launch.control import ControlServer
 from opsd.launch.events import EventLog
 from opsd.launch.failure import RestartPolicy
 from opsd.launch.fellows import Count, FellowsError, find_fellows
+from opsd.launch.fence import FolderFence
 from opsd.launch.hang import HangLimits
 from opsd.launch.hang_watch import HangWatch
 from opsd.launch.loop import Loop
@@ -47,6 +48,7 @@ _FILE = click.Path(path_type=Path)
     },
     epilog="Exit codes: 0 all ranks finished; 1 failed, restarts used up; 2 wrong command line; 3 interrupted; "
     "70 the same failure came back; 75 checkpointed and stopped after SIGTERM or SIGUSR1, run the job again; "
+    "76 another copy of the run has begun; "
     "127 the program does not exist.",
 )
 @click.option(
@@ -227,8 +229,20 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
         raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
     if several:
         return _launch_with_fellows(settings, folders, events, options)
+    return _launch_alone(settings, folders, events, options)
+
+
+def _launch_alone(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
     membership = SingleNode(settings.local_size, options["master_addr"], options["master_port"])
-    return _supervise(settings, folders, events, lambda node: Solo(node, membership, _policy(settings)))
+    fence, first = FolderFence.of_launcher(folders.folder, settings), _last_generation(folders) + 1
+    return _supervise(settings, folders, events, lambda node: Solo(node, membership, _policy(settings), fence, first))
+
+
+def _last_generation(folders: RunFolders) -> int:
+    try:
+        return max(folders.last_generation(), lease.newest(folders.folder))
+    except OSError as error:
+        raise click.ClickException(error.strerror or str(error)) from error
 
 
 def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
@@ -236,7 +250,6 @@ def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventL
     try:
         fellows = find_fellows(options["nodes"], settings.node, options["port"], os.environ)
         secret = job_secret(folders.folder)
-        last = max(folders.last_generation(), lease.newest(folders.folder))
     except (FellowsError, SecretError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
@@ -244,7 +257,7 @@ def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventL
     have, need = len(fellows.members), count.least + options["spares"]
     if have < need:
         raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
-    timeout_s = options["node_timeout"]
+    timeout_s, first = options["node_timeout"], _last_generation(folders) + 1
     shape = Shape(
         count.least,
         count.most,
@@ -257,7 +270,7 @@ def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventL
         settings,
         folders,
         events,
-        lambda node: with_fellows(node, fellows, shape, secret, last + 1, timeout_s),
+        lambda node: with_fellows(node, fellows, shape, secret, first, timeout_s),
         stacks_suffix=f"-{settings.node}",
     )
 

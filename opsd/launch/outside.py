@@ -13,6 +13,14 @@ class Fence(Protocol):
         ...
 
 
+class WatchedFence(Fence, Protocol):
+    """A fence that tells as well when somebody else has gone past it."""
+
+    def check(self, number: int) -> None:
+        """Raises lease.Fenced if a generation after ``number`` is another launcher's, OSError if that is not known."""
+        ...
+
+
 class Job(Protocol):
     """The job that the run is part of, as far as its end goes. May block; is called in a thread."""
 

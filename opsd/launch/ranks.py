@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -46,6 +47,17 @@ class Rank:
         except PageError:
             return None
         return page if page.pid == self.child.pid else None
+
+    def failing(self) -> bool:
+        """Whether what there is to read on its channel says that the program has failed, or that it is gone.
+
+        A standby worker that was taken while it still imported first says that it has done that.
+        """
+        try:
+            said = self.channel.recv(4096)
+        except OSError:
+            return True
+        return not said or any("failed" in json.loads(line) for line in said.splitlines())
 
     def error(self) -> tuple[RankError, float] | None:
         """The exception that the rank has left and its wall second; None without one."""

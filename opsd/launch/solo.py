@@ -6,39 +6,98 @@ import time
 from collections.abc import Sequence
 
 from opsd import exitcodes
+from opsd.checkpoints.lease import Fenced
+from opsd.launch.aside import aside
 from opsd.launch.control import Request
 from opsd.launch.failure import Failure, RestartPolicy, first_cause
 from opsd.launch.hang import Hang
 from opsd.launch.hang_watch import hang_fields
 from opsd.launch.membership import SingleNode
 from opsd.launch.messages import say
+from opsd.launch.outside import WatchedFence
 from opsd.launch.postmortem import PROGRAM_NOT_FOUND, explain, report_exit
 from opsd.launch.ranks import Rank
 from opsd.launch.run_control import Failed
 from opsd.launch.supervisor import Supervisor
 from opsd.launch.watch import Recovery
 
+FENCE_S = 5.0
+"""How often is looked whether another copy of the run has begun."""
+
 
 class Solo:
-    """The ``RunControl`` of a launcher without fellows."""
+    """The ``RunControl`` of a launcher without fellows; its first generation is ``first_number``."""
 
-    def __init__(self, node: Supervisor, membership: SingleNode, policy: RestartPolicy) -> None:
+    def __init__(
+        self,
+        node: Supervisor,
+        membership: SingleNode,
+        policy: RestartPolicy,
+        fence: WatchedFence,
+        first_number: int,
+        *,
+        fence_s: float = FENCE_S,
+    ) -> None:
         self._node = node
         self._membership = membership
         self._policy = policy
+        self._fence = fence
+        self._next = first_number
+        self._claiming = False
+        self._over = False
+        self._fence_s = fence_s
         self._restarts = 0
 
     def start_run(self) -> None:
         """Start the first generation."""
         self._start()
+        self._watch_fence()
 
     def _start(self) -> None:
+        self._claiming = True
+        number = self._next
+        aside(self._node.loop, lambda: self._fence.claim(number), self._claimed)
+
+    def _claimed(self, mine: bool | OSError) -> None:
+        self._claiming = False
+        if self._over or self._node.stopping:
+            return
+        if isinstance(mine, OSError):
+            self._end_run(exitcodes.FAILED, f"the run's folder cannot be written: {mine.strerror or mine}")
+        elif mine:
+            self._next += 1
+            self._begin(self._next - 1)
+        else:
+            self._overtaken()
+
+    def _begin(self, number: int) -> None:
         try:
             place = self._membership.assign()
         except OSError as error:
             self.cannot_start(f"the ranks cannot be started: {error}")
         else:
-            self._node.start(self._node.generation.number + 1, place, self._restarts)
+            self._node.start(number, place, self._restarts)
+
+    def _watch_fence(self) -> None:
+        self._node.loop.later(self._fence_s, self._look)
+
+    def _look(self) -> None:
+        number = self._node.generation.number
+        if self._claiming:
+            self._watch_fence()
+        else:
+            aside(self._node.loop, lambda: self._fence.check(number), self._watched)
+
+    def _watched(self, found: OSError | None) -> None:
+        if isinstance(found, Fenced) and not self._over:
+            self._overtaken()
+        else:
+            self._watch_fence()
+
+    def _overtaken(self) -> None:
+        """Only the newer copy may write: what the ranks here did from now on would be lost."""
+        folder = self._node.folders.folder
+        self._end_run(exitcodes.FENCED, f"another copy of this run has begun in {folder}; this one stops")
 
     def cannot_start(self, reason: str) -> None:
         """Give up: what hinders one process now will hinder the next."""
@@ -96,7 +155,7 @@ class Solo:
 
     def asked_to_stop(self, by: str) -> None:
         """Checkpoint, stop, and leave the rest to the next launcher of the run."""
-        between = self._node.state == "restarting"
+        between = self._claiming or self._node.state == "restarting"
         self._node.stop(by)
         if between:
             self._node.end(self._requeue)
@@ -123,7 +182,7 @@ class Solo:
             return {"ok": False, "error": "this run has one node and no spare; start it with opsd launch --nnodes"}
         if command != "restart":
             return {"ok": False, "error": f"unknown command {command!r}; known are status, restart, stop, swap"}
-        if self._node.ending or self._node.stopping:
+        if self._claiming or self._node.ending or self._node.stopping:
             return {"ok": False, "error": f"the run is {self._node.state}"}
         self._node.events.emit("restart_requested", reason=str(request.get("reason", "")))
         self._restart(time.monotonic())
@@ -133,4 +192,5 @@ class Solo:
         """Nobody has to be told."""
 
     def _end_run(self, code: int, reason: str) -> None:
+        self._over = True
         self._node.end(lambda: self._node.finish(code, reason))

@@ -155,7 +155,9 @@ class Supervisor:
     # -- failures ------------------------------------------------------------------------------------------------
 
     def _failing(self, rank: Rank) -> None:
-        """The rank's program has failed; its process will end, but that may take seconds."""
+        """The rank's program has failed, as it seems; its process will end, but that may take seconds."""
+        if not rank.failing():
+            return
         self._close_channel(rank)
         if self._teardown is None and rank.exit is None and rank.error() is not None:
             self._note_end(rank)

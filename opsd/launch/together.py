@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opsd import exitcodes
-from opsd.checkpoints import lease
 from opsd.launch.cluster import ClusterRun
 from opsd.launch.failure import RestartPolicy
 from opsd.launch.fellows import Fellows
+from opsd.launch.fence import FolderFence
 from opsd.launch.head import Head
 from opsd.launch.messages import say
 from opsd.launch.placement import Shape
@@ -19,23 +19,10 @@ from opsd.launch.quorum.node import TcpQuorum
 from opsd.launch.run_log import RunLog
 from opsd.launch.supervisor import Supervisor
 from opsd.slurm.allocation import AllocationError, allocation, in_job
+from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
-from opsd.slurm.requeue import Without, requeue_from_inside
-
-
-@dataclass(frozen=True, slots=True)
-class FolderFence:
-    """Claims generations in the run's folder, for this launcher of this job."""
-
-    folder: Path
-    run: str
-    job: str
-    node: str
-
-    def claim(self, number: int) -> bool:
-        """See ``Fence.claim``."""
-        return lease.claim(self.folder, number, {"run": self.run, "job": self.job, "node": self.node})
+from opsd.slurm.requeue import Without
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +72,6 @@ def with_fellows(
         log = RunLog(settings.run, settings.node, folder / "events.jsonl")
         return Head(shape, quorum, node.loop, policy, log, over)
 
-    fence = FolderFence(folder, settings.run, settings.job, settings.node)
+    fence = FolderFence.of_job(folder, settings)
     job = SlurmJob(os.environ, folder / "requeue.log")
     return ClusterRun(node, quorum, new_head=new_head, fence=fence, job=job, join_s=shape.join_s)

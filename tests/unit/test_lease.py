@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.checkpoints.lease import EXIT_FENCED, FOLDER, KEPT, Fence, Fenced, LeaseError, claim, newest
+from opsd.checkpoints.lease import EXIT_FENCED, FOLDER, KEPT, LAUNCHER, Fence, Fenced, LeaseError, claim, newest
 
 OURS = {"run": "r", "job": "7", "node": "n1"}
 THEIRS = {**OURS, "node": "n2"}
@@ -48,6 +48,21 @@ def test_a_later_claim_fences(tmp_path: Path) -> None:
     with pytest.raises(Fenced, match="generation 2 of the run has begun elsewhere; generation 1 may not write"):
         fence.check()
     Fence(tmp_path, 2).check()
+
+
+def test_a_launcher_without_fellows_is_not_in_its_own_way(tmp_path: Path) -> None:
+    """What its generation 1 still saves while 2 begins may be completed, until another launcher claims the run."""
+    alone = {**OURS, LAUNCHER: "4711-99"}
+    assert claim(tmp_path, 1, alone)
+    assert claim(tmp_path, 2, alone)
+    Fence(tmp_path, 1).check()
+    assert not Fence(tmp_path, 2).shuts_out_saves()
+    assert claim(tmp_path, 3, {**OURS, LAUNCHER: "5822-99"})
+    for number in (1, 2):
+        with pytest.raises(Fenced, match="generation 3 of the run has begun elsewhere"):
+            Fence(tmp_path, number).check()
+    assert claim(tmp_path, 4, OURS)
+    assert Fence(tmp_path, 4).shuts_out_saves()
 
 
 def test_only_ranks_of_a_launcher_have_a_fence(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""The fence around the checkpoints of a run: claims of generations in its folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opsd.checkpoints import lease
+from opsd.client import process_start
+from opsd.launch.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFence:
+    """Claims generations in the run's ``folder`` for ``owner``, who is the same for all that belong together."""
+
+    folder: Path
+    owner: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_job(cls, folder: Path, settings: Settings) -> FolderFence:
+        """For the launchers of a job: any of them may be head."""
+        return cls(folder, {"run": settings.run, "job": settings.job, "node": settings.node})
+
+    @classmethod
+    def of_launcher(cls, folder: Path, settings: Settings) -> FolderFence:
+        """For this launcher alone."""
+        launcher = f"{os.getpid()}-{process_start(os.getpid())}"
+        return cls(folder, {**cls.of_job(folder, settings).owner, lease.LAUNCHER: launcher})
+
+    def claim(self, number: int) -> bool:
+        """See ``Fence.claim``."""
+        return lease.claim(self.folder, number, self.owner)
+
+    def check(self, number: int) -> None:
+        """See ``WatchedFence.check``."""
+        lease.Fence(self.folder, number).check()

@@ -1,0 +1,69 @@
+"""Two copies of a run on one node each: one writes into the run's folder, the other stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opsd import exitcodes
+from opsd.checkpoints.lease import Fence
+from tests.fakes.launched import TRAIN, Launched
+
+
+def copy_of(tmp_path: Path, name: str, steps: int) -> Launched:
+    """A copy of the run on a node of its own: another shared memory, the same folder."""
+    (tmp_path / name).mkdir()
+    return Launched(tmp_path / name, f"{TRAIN}\ntrain({steps})", "--run-dir", str(tmp_path / "run"))
+
+
+def claims(tmp_path: Path) -> list[int]:
+    """The generations that have been claimed."""
+    return sorted(int(path.stem) for path in (tmp_path / "run/generations").glob("*.json"))
+
+
+def test_the_older_copy_stops(tmp_path: Path) -> None:
+    """It is told within seconds, kills its ranks, which could not save any more, and says why in a sentence."""
+    with copy_of(tmp_path, "one", 100_000) as one:
+        one.event("generation_started")
+        with copy_of(tmp_path, "two", 100_000) as two:
+            two.event("generation_started")
+            assert one.wait() == exitcodes.FENCED
+            assert one.err.splitlines() == [
+                f"opsd launch: another copy of this run has begun in {tmp_path}/run; this one stops"
+            ]
+            assert [event["generation"] for event in two.events("generation_started")] == [2]
+            assert two.ask(cmd="status")["state"] == "running"
+    assert claims(tmp_path) == [1, 2]
+
+
+def test_the_older_copy_does_not_restart(tmp_path: Path) -> None:
+    """A restart of its ranks would be a generation that the newer copy has claimed."""
+    with copy_of(tmp_path, "one", 100_000) as one:
+        one.event("generation_started")
+        with copy_of(tmp_path, "two", 100_000) as two:
+            two.event("generation_started")
+            assert one.ask(cmd="restart") == {"ok": True}
+            assert one.wait() == exitcodes.FENCED
+    assert claims(tmp_path) == [1, 2]
+
+
+def test_restarts_and_later_starts_go_on_counting(tmp_path: Path) -> None:
+    """A run alone is never in its own way: each generation is claimed, what the one before still saves may end."""
+    fail = "train(3, at=1, do=lambda: generation == 1 and sys.exit(1))"
+    (tmp_path / "one").mkdir()
+    with Launched(tmp_path / "one", f"{TRAIN}\n{fail}", "--run-dir", str(tmp_path / "run")) as one:
+        assert one.wait() == exitcodes.OK, one.err
+    assert claims(tmp_path) == [1, 2]
+    Fence(tmp_path / "run", 1).check()
+    with copy_of(tmp_path, "two", 3) as two:
+        assert two.wait() == exitcodes.OK, two.err
+    assert claims(tmp_path) == [1, 2, 3]
+
+
+def test_a_folder_that_cannot_be_claimed(tmp_path: Path) -> None:
+    """Nothing is started that could not save: one sentence with the folder and the reason."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/generations").write_text("")
+    with copy_of(tmp_path, "one", 3) as one:
+        assert one.wait() == exitcodes.USAGE
+        assert "generations" in one.err and len(one.err.splitlines()) == 1, one.err
+        assert not one.events("generation_started")
