@@ -6,10 +6,11 @@ The numbers are seconds from the power loss of a node to the job running again, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
-from opsd.slurm.port import Version
+from opsd.slurm.port import Partition, Version
 
 REQUEUE_DELAY_SINCE = Version(25, 11)
 
@@ -24,9 +25,10 @@ class Advice:
     why: str
 
 
-def advise(config: Mapping[str, str], version: Version) -> tuple[Advice, ...]:
+def advise(config: Mapping[str, str], version: Version, partitions: Sequence[Partition]) -> tuple[Advice, ...]:
     """What to change in ``config`` (as ``Slurm.configuration`` gives it), the most expensive setting first."""
-    return (*_detection(config), *_requeue(config, version), *_scheduling(config), *_stopping(config), *_spares(config))
+    waiting = (*_detection(config), *_requeue(config, version), *_scheduling(config), *_stopping(config))
+    return (*waiting, *_spares(config, partitions))
 
 
 def _detection(config: Mapping[str, str]) -> Iterator[Advice]:
@@ -75,7 +77,7 @@ def _stopping(config: Mapping[str, str]) -> Iterator[Advice]:
     if (_seconds(config.get("TCPTimeout", "2")) or 0) > 1:
         yield Advice(
             "TCPTimeout", config["TCPTimeout"], "TCPTimeout=1",
-            "after the loss of the batch host survivors retry it: 22 s to the restart, 7 to 10 s with 1",
+            "after the loss of the batch host step daemons try six times to reach it: 17 s to the restart, 11 s with 1",
         )  # fmt: skip
     if (_seconds(config.get("KillWait", "30")) or 0) > 10:
         yield Advice(
@@ -84,14 +86,39 @@ def _stopping(config: Mapping[str, str]) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-def _spares(config: Mapping[str, str]) -> Iterator[Advice]:
+def _spares(config: Mapping[str, str], partitions: Sequence[Partition]) -> Iterator[Advice]:
+    """Whether evaluations on idle spares would give way; by quality of service (preempt/qos) opsd cannot see it."""
     kind, mode = config.get("PreemptType", ""), config.get("PreemptMode", "OFF")
-    if kind != "preempt/partition_prio" or "REQUEUE" not in mode:
+    if kind == "preempt/qos" and _ends_jobs(mode):
+        return
+    if kind != "preempt/partition_prio" or not _ends_jobs(mode):
         yield Advice(
             "PreemptType", f"{kind or 'unset'} with PreemptMode {mode}",
             "PreemptType=preempt/partition_prio PreemptMode=REQUEUE",
             "idle spares can then run evaluations that give way within a second; without it they must stay idle",
         )  # fmt: skip
+        return
+    giving_way = [low for high, low in permutations(partitions, 2) if _evicts(high, low)]
+    if not giving_way:
+        yield Advice(
+            "PriorityTier", "no partition has jobs that give way to those of another one on the same nodes",
+            "two partitions over the spares: spares with PriorityTier=10, evaluations with PriorityTier=1",
+            "evaluations on idle spares would not give way to a run that needs one; see deploy/slurm/evaluate.sbatch",
+        )  # fmt: skip
+    for low in giving_way:
+        if low.grace_s > 0:
+            yield Advice(
+                "GraceTime", f"{low.grace_s} in partition {low.name}", f"PartitionName={low.name} GraceTime=0",
+                "a job there may keep a spare that a run is waiting for this long",
+            )  # fmt: skip
+
+
+def _evicts(high: Partition, low: Partition) -> bool:
+    return high.tier > low.tier and _ends_jobs(low.preempt_mode) and not set(high.nodes).isdisjoint(low.nodes)
+
+
+def _ends_jobs(mode: str) -> bool:
+    return "REQUEUE" in mode or "CANCEL" in mode
 
 
 def _option(config: Mapping[str, str], setting: str, option: str, default: str) -> str:

@@ -17,6 +17,7 @@ from opsd.slurm.port import (
     Job,
     Node,
     NodeUpdate,
+    Partition,
     Reservation,
     Slurm,
     SlurmError,
@@ -153,6 +154,9 @@ class PyslurmSlurm:
         found = [Job(**{**fields, "nodes": tuple(fields["nodes"])}) for fields in self._ask("jobs", list(ids), node)]
         return sorted(found, key=lambda job: job.id)
 
+    def step_nodes(self, job: int) -> frozenset[str]:
+        return self._commands.step_nodes(job)
+
     def requeue(self, job: int) -> None:
         self._ask("requeue", job)
 
@@ -180,6 +184,9 @@ class PyslurmSlurm:
         except SlurmRejected as error:
             if "already" not in str(error) and "Invalid job id" not in str(error):
                 raise
+
+    def partitions(self) -> Sequence[Partition]:
+        return self._commands.partitions()
 
     def reservations(self) -> Sequence[Reservation]:
         return self._commands.reservations()

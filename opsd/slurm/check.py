@@ -45,7 +45,7 @@ def check(slurm: Slurm, node: str, *, no_bindings: str = "", clock: Callable[[],
             *_node(slurm, node),
             *_permissions(slurm, config.get("PrivateData", "")),
         )
-        return Report(True, facts, advise(config, version))
+        return Report(True, facts, advise(config, version, slurm.partitions()))
     except (SlurmMissing, SlurmUnavailable) as error:
         return Report(False, (Fact(False, str(error)),))
 

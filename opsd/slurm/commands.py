@@ -12,6 +12,7 @@ from opsd.slurm.output import (
     COMMENT_FIELDS,
     JOB_FIELDS,
     NODE_FIELDS,
+    STEP_FIELDS,
     failure,
     format_option,
     parse_comments,
@@ -20,10 +21,12 @@ from opsd.slurm.output import (
     parse_job_id,
     parse_jobs,
     parse_nodes,
+    parse_partitions,
     parse_reservations,
+    parse_step_nodes,
     parse_version,
 )
-from opsd.slurm.port import Job, Node, NodeUpdate, Reservation, SlurmRejected, SlurmUnavailable, Version
+from opsd.slurm.port import Job, Node, NodeUpdate, Partition, Reservation, SlurmRejected, SlurmUnavailable, Version
 from opsd.slurm.runner import Output, Runner, run_command
 
 DEADLINE_S = 12.0
@@ -100,6 +103,13 @@ class CommandSlurm:
             raise
         return parse_jobs(output.stdout, separator)
 
+    def step_nodes(self, job: int) -> frozenset[str]:
+        separator = self._separator()
+        output = self._run(
+            "squeue", "--steps", "--noheader", f"--jobs={job}", "--Format", format_option(STEP_FIELDS, separator)
+        )
+        return parse_step_nodes(output.stdout, separator)
+
     def requeue(self, job: int) -> None:
         self._run("scontrol", "requeue", str(job))
 
@@ -129,6 +139,9 @@ class CommandSlurm:
 
     def cancel(self, job: int) -> None:
         self._run("scancel", str(job))
+
+    def partitions(self) -> Sequence[Partition]:
+        return parse_partitions(self._run("scontrol", "show", "partitions", "--oneliner").stdout)
 
     def reservations(self) -> Sequence[Reservation]:
         return parse_reservations(self._run("scontrol", "show", "reservations", "--oneliner").stdout)

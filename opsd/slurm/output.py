@@ -19,6 +19,7 @@ from opsd.slurm.port import (
     OLDEST,
     Job,
     Node,
+    Partition,
     Reservation,
     SlurmDenied,
     SlurmError,
@@ -35,6 +36,7 @@ JOB_FIELDS = (
     "JobID", "State", "Reason", "UserName", "Partition", "NodeList", "BatchHost", "SubmitTime", "StartTime", "EndTime",
     "RestartCnt", "Name",
 )  # fmt: skip
+STEP_FIELDS = ("StepID", "Nodes")
 CONFIGURED_NOT = ("(null)", "none", "")
 
 
@@ -100,6 +102,12 @@ def parse_jobs(text: str, separator: str) -> tuple[Job, ...]:
     return tuple(sorted(jobs, key=lambda job: job.id))
 
 
+def parse_step_nodes(text: str, separator: str) -> frozenset[str]:
+    """The nodes with steps in the output of squeue with ``STEP_FIELDS``. Raises SlurmRejected."""
+    steps = records(text, separator, len(STEP_FIELDS))
+    return frozenset(node for id, nodes in steps if not id.endswith((".batch", ".extern")) for node in _hosts(nodes))
+
+
 def parse_reservations(text: str) -> tuple[Reservation, ...]:
     """The reservations in the output of ``scontrol show reservations --oneliner``. Raises SlurmRejected."""
     found = []
@@ -120,6 +128,24 @@ def parse_reservations(text: str) -> tuple[Reservation, ...]:
                 ends_at=epoch(values.get("EndTime", "")),
             )
         )
+    return tuple(found)
+
+
+def parse_partitions(text: str) -> tuple[Partition, ...]:
+    """The partitions in the output of ``scontrol show partitions --oneliner``. Raises SlurmRejected."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("PartitionName="):
+            values = dict(word.partition("=")[::2] for word in line.split())
+            found.append(
+                Partition(
+                    name=values["PartitionName"],
+                    nodes=_hosts(_set(values, "Nodes")),
+                    tier=_integer(values.get("PriorityTier", "1")),
+                    preempt_mode=values.get("PreemptMode", "OFF"),
+                    grace_s=_integer(values.get("GraceTime", "0")),
+                )
+            )
     return tuple(found)
 
 

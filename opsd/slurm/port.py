@@ -117,6 +117,21 @@ class Reservation:
     ends_at: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A partition. Where Slurm preempts by partition, jobs of a lower ``tier`` give way to those of a higher one.
+
+    ``preempt_mode`` is what becomes of its own jobs then, in Slurm's spelling (REQUEUE, CANCEL, OFF …), after
+    ``grace_s`` seconds.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    tier: int
+    preempt_mode: str
+    grace_s: int = 0
+
+
 NodeUpdate = Literal["drain", "resume", "down"]
 
 
@@ -160,6 +175,10 @@ class Slurm(Protocol):
         """The jobs with these ids, or on one node, or all that this user may see. Unknown ids are left out."""
         ...
 
+    def step_nodes(self, job: int) -> frozenset[str]:
+        """The nodes on which the job has steps, the batch script left out; none for a job that does not run."""
+        ...
+
     def requeue(self, job: int) -> None:
         """Stop the job and put it back into the queue. Slurm then waits two minutes unless told otherwise."""
         ...
@@ -197,6 +216,10 @@ class Slurm(Protocol):
 
     def cancel(self, job: int) -> None:
         """Cancel a job. A job that has ended already is not an error."""
+        ...
+
+    def partitions(self) -> Sequence[Partition]:
+        """All partitions that this user may see."""
         ...
 
     def reservations(self) -> Sequence[Reservation]:

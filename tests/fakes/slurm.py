@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from opsd.slurm.port import Job, Node, NodeUpdate, Reservation, SlurmDenied, SlurmError, SlurmRejected, Version
+from opsd.slurm.port import (
+    Job,
+    Node,
+    NodeUpdate,
+    Partition,
+    Reservation,
+    SlurmDenied,
+    SlurmError,
+    SlurmRejected,
+    Version,
+)
 from opsd.slurm.runner import Output
 
 RECORDED = Path(__file__).parent / "slurm_recorded"
@@ -34,6 +44,7 @@ class FakeSlurm:
         nodes: Sequence[Node],
         *,
         jobs: Sequence[Job] = (),
+        partitions: Sequence[Partition] = (),
         config: Mapping[str, str] | None = None,
         operator: bool = True,
         version: Version = RELEASE,
@@ -43,6 +54,7 @@ class FakeSlurm:
         self.updates: list[tuple[tuple[str, ...], str, str]] = []
         self.by_comment: dict[str, str] = {}
         self._jobs = list(jobs)
+        self._partitions = partitions
         self._config = config or {}
         self._operator = operator
         self._version = version
@@ -90,6 +102,9 @@ class FakeSlurm:
         self._answer()
         return [job for job in self._jobs if (not ids or job.id in ids) and (not node or node in job.nodes)]
 
+    def step_nodes(self, job: int) -> frozenset[str]:
+        return frozenset(node for found in self.jobs([job]) for node in found.nodes)
+
     def requeue(self, job: int) -> None:
         self._answer()
 
@@ -114,6 +129,10 @@ class FakeSlurm:
 
     def cancel(self, job: int) -> None:
         self._answer()
+
+    def partitions(self) -> Sequence[Partition]:
+        self._answer()
+        return self._partitions
 
     def reservations(self) -> Sequence[Reservation]:
         self._answer()

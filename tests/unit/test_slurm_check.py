@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from opsd import exitcodes
 from opsd.slurm.advice import advise
 from opsd.slurm.check import check
-from opsd.slurm.port import Node, SlurmMissing, SlurmUnavailable, Version
+from opsd.slurm.port import Node, Partition, SlurmMissing, SlurmUnavailable, Version
 from tests.fakes.slurm import FakeSlurm
 
 OLD, NEW = Version(22, 5, 8), Version(25, 11, 2)
@@ -35,9 +36,13 @@ FAST = {
 }
 
 
-def settings(config: dict[str, str], version: Version) -> list[str]:
-    """The settings that are advised on."""
-    return [advice.setting for advice in advise(config, version)]
+SPARES = Partition("spares", ("n8", "n9"), 10, "REQUEUE")
+EVALUATIONS = Partition("evaluations", ("n8", "n9"), 1, "REQUEUE")
+
+
+def settings(config: dict[str, str], version: Version, *partitions: Partition) -> list[str]:
+    """The settings that are advised on; with no other partitions the spares' are as they should be."""
+    return [advice.setting for advice in advise(config, version, partitions or (SPARES, EVALUATIONS))]
 
 
 def test_advises_on_every_default_that_costs_time() -> None:
@@ -46,7 +51,7 @@ def test_advises_on_every_default_that_costs_time() -> None:
         "SlurmdTimeout", "ReturnToService", "cred_expire", "batch_sched_delay", "bf_interval", "sched_interval",
         "TCPTimeout", "KillWait", "PreemptType",
     ]  # fmt: skip
-    first = advise(DEFAULTS, OLD)[0]
+    first = advise(DEFAULTS, OLD, ())[0]
     assert (first.now, first.recommended) == ("300 sec", "SlurmdTimeout=30")
 
 
@@ -59,7 +64,7 @@ def test_a_tuned_cluster_gets_no_advice(version: Version) -> None:
 def test_new_releases_have_a_setting_of_their_own_for_the_requeue() -> None:
     """From 25.11 on the requeue delay does not have to shorten the life of credentials."""
     without = {key: value for key, value in FAST.items() if key != "AuthInfo"}
-    (advice,) = advise(without, NEW)
+    (advice,) = advise(without, NEW, (SPARES, EVALUATIONS))
     assert (advice.setting, advice.now) == ("requeue_delay", "120")
     with_delay = {**without, "SchedulerParameters": FAST["SchedulerParameters"] + ",requeue_delay=0"}
     assert settings(with_delay, NEW) == []
@@ -69,6 +74,27 @@ def test_new_releases_have_a_setting_of_their_own_for_the_requeue() -> None:
 def test_a_timeout_of_zero_never_notices() -> None:
     """SlurmdTimeout=0 switches the detection of dead nodes off and is advised against."""
     assert settings({**FAST, "SlurmdTimeout": "0 sec"}, OLD) == ["SlurmdTimeout"]
+
+
+@pytest.mark.parametrize(
+    "evaluations",
+    [
+        pytest.param(replace(EVALUATIONS, tier=10), id="of the same tier"),
+        pytest.param(replace(EVALUATIONS, preempt_mode="OFF"), id="not preempted"),
+        pytest.param(replace(EVALUATIONS, nodes=("n1",)), id="on other nodes"),
+    ],
+)
+def test_evaluations_that_would_not_give_way_are_pointed_out(evaluations: Partition) -> None:
+    """It takes a partition of a lower tier, on the same nodes, whose jobs may be ended."""
+    assert settings(FAST, OLD, SPARES, evaluations) == ["PriorityTier"]
+
+
+def test_a_period_of_grace_keeps_a_spare_busy() -> None:
+    """Jobs that give way only after minutes are pointed out with their partition."""
+    (advice,) = advise(FAST, OLD, (SPARES, replace(EVALUATIONS, grace_s=300)))
+    assert (advice.setting, advice.now) == ("GraceTime", "300 in partition evaluations")
+    assert settings({**FAST, "PreemptMode": "CANCEL"}, OLD) == []
+    assert settings({**FAST, "PreemptType": "preempt/qos"}, OLD, SPARES) == []
 
 
 def test_says_what_an_operator_may_do() -> None:

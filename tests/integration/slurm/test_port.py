@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from opsd.slurm.bindings import WORKER, PyslurmSlurm, Worker, why_not_pyslurm
-from opsd.slurm.check import may_update_nodes
+from opsd.slurm.check import check, may_update_nodes
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.drain import NotOurs, drain, give_back, take_down
 from opsd.slurm.hostlist import compress, expand
@@ -58,6 +58,15 @@ def test_every_node_is_seen(slurm: Slurm, cluster: Cluster) -> None:
     assert [node.name for node in nodes] == sorted(cluster.nodes)
     assert all(node.usable and not node.reason for node in nodes)
     assert slurm.responds()
+
+
+def test_partitions_are_seen(slurm: Slurm, cluster: Cluster) -> None:
+    """With what decides whose jobs give way; the test cluster is one on which evaluations do."""
+    dev, train = sorted(slurm.partitions(), key=lambda partition: partition.name)
+    assert (dev.name, dev.tier, dev.preempt_mode, dev.grace_s) == ("dev", 1, "REQUEUE", 0)
+    assert (train.name, train.tier, train.nodes) == ("train", 10, tuple(sorted(cluster.nodes)))
+    settings = {"PriorityTier", "PreemptType", "GraceTime"}
+    assert not settings & {advice.setting for advice in check(slurm, "n1").advice}
 
 
 def test_drains_with_a_reason_and_resumes(slurm: Slurm) -> None:
