@@ -266,7 +266,7 @@ class Head:
         if self._stopping and not self._swapping:
             return
         self._stopping = by
-        if self._formation.plan is None or self._formation.changing:
+        if self._formation.plan is None or self._formation.changing or self._formation.waiting:
             self._end(exitcodes.REQUEUE, f"stopped between generations after {by}")
         else:
             self._quorum.tell_all({"kind": "order_stop", "by": by})
