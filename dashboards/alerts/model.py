@@ -85,11 +85,14 @@ class Alert:
             return {"cost": self.cost} if self.cost else {}
         matcher, arguments = _MATCHERS[self.scope]
         jobs = f"count by (job_id) (opsd_gpu_job_info and on (job_id) opsd_gpu_job_info{matcher})"
-        found = f'{{{{ range query (printf "{jobs}"{arguments}) }}}}'
-        held = "the {{ .Value }} GPUs of job {{ .Labels.job_id }} go at this pace or wait"
+        found = f'{{{{ range $i, $job := query (printf "{jobs}"{arguments}) }}}}{{{{ if $i }}}}, {{{{ end }}}}'
+        held = (
+            "{{ $job.Value }} GPUs of job {{ $job.Labels.job_id }} wait or go at this pace: "
+            "up to {{ $job.Value }} GPU-hours an hour"
+        )
         return {
-            "job": f"{found}{{{{ .Labels.job_id }}}} {{{{ else }}}}none{{{{ end }}}}",
-            "cost": self.cost or f"{found}{held} {{{{ else }}}}no job is known to be hit{{{{ end }}}}",
+            "job": f"{found}{{{{ $job.Labels.job_id }}}}{{{{ else }}}}none{{{{ end }}}}",
+            "cost": self.cost or f"{found}{held}{{{{ else }}}}no job is known to be hit{{{{ end }}}}",
         }
 
 

@@ -58,6 +58,19 @@ def test_inhibition_names_only_alerts_that_exist() -> None:
                 assert set(names[1].split("|")) <= known, matcher
 
 
+def test_inhibition_compares_only_labels_that_the_alerts_have() -> None:
+    """A label that one of two alerts lacks never equals that of the other, and the rule would silence nothing."""
+    of_scope = {"gpu": {"instance", "gpu"}, "node": {"instance"}, "run": {"run"}, "cluster": set()}
+    labels: dict[str, set[str]] = {}
+    for alert in alerts():
+        labels[alert.name] = {"cluster"} | of_scope[alert.scope] & labels.get(alert.name, of_scope[alert.scope])
+    for rule in yaml.safe_load(CONFIG.read_text())["inhibit_rules"]:
+        for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
+            if names := re.match(r'alertname=~?"(.*)"', matcher):
+                for name in names[1].split("|"):
+                    assert set(rule["equal"]) <= labels[name], (name, rule)
+
+
 def test_a_message_says_what_where_whose_and_what_next(tmp_path: Path) -> None:
     """As it appears in Slack, for a GPU that is throttled."""
     alert = {
@@ -68,7 +81,7 @@ def test_a_message_says_what_where_whose_and_what_next(tmp_path: Path) -> None:
             "description": "Heat holds its clocks back.",
             "node": "node-17",
             "job": "4242",
-            "cost": "the 512 GPUs of job 4242 go at this pace or wait",
+            "cost": "512 GPUs of job 4242 wait or go at this pace: up to 512 GPU-hours an hour",
             "next_step": "on node-17: opsd incidents; opsd runbook show gpu_throttle",
             "runbook_url": "http://node-17:9477/runbooks/gpu_throttle",
         },
@@ -85,6 +98,6 @@ def test_a_message_says_what_where_whose_and_what_next(tmp_path: Path) -> None:
 
     assert render("opsd.title") == "[CRITICAL] GPU 3 of node-17:9477 is throttled 40% of the time (one of 2)"
     text = render("opsd.text")
-    assert "Node: node-17  GPU: 3  Job: 4242\nCost: the 512 GPUs of job 4242 go at this pace or wait\n" in text
+    assert "Node: node-17  GPU: 3  Job: 4242\nCost: 512 GPUs of job 4242 wait or go at this pace" in text
     assert "Next: on node-17: opsd incidents; opsd runbook show gpu_throttle\nPage: http://node-17:9477/" in text
     assert render("opsd.color") == "danger"

@@ -1,0 +1,200 @@
+"""Series that raise each alert, and the nearest ones that do not, in the notation of promtool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Series = Mapping[str, str]
+
+NODE = 'instance="node-17:9477"'
+GPU = f'{NODE},gpu="3"'
+RUN = 'run="train"'
+RUNNING = {f'opsd_run_state{{{NODE},{RUN},state="running"}}': "1x2000", f"opsd_run_up{{{NODE},{RUN}}}": "1x2000"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Series (in promtool's notation, a value every 15 s) of which each set in ``fires`` raises the alert ``at``."""
+
+    fires: Sequence[Series]
+    quiet: Sequence[Series]
+    at: str = "10m"
+
+
+def steps(a_minute: float, minutes: int, then: float | None = None) -> Series:
+    """A run whose steps take 1 s, at a pace, and at another pace after some ``minutes``; a value every minute."""
+    pace = f"0+{a_minute}x{minutes}" + ("" if then is None else f" {a_minute * minutes}+{then}x6000")
+    return {
+        f"opsd_rank_step{{{NODE},{RUN}}}": pace,
+        f"opsd_rank_step_seconds{{{NODE},{RUN}}}": "1x10000",
+        f'opsd_run_state{{{NODE},{RUN},state="running"}}': "1x10000",
+    }
+
+
+CASES: Mapping[str, Case] = {
+    "GpuLost": Case([{f"opsd_gpu_up{{{GPU}}}": "1x38 0x4"}], [{f"opsd_gpu_up{{{GPU}}}": "1x50"}]),
+    "DriverHang": Case(
+        [{f'opsd_collector_state{{{NODE},collector="nvml",state="hung"}}': "0x30 1x20"}],
+        [
+            {f'opsd_collector_state{{{NODE},collector="nvml",state="hung"}}': "0x50"},
+            {f'opsd_collector_state{{{NODE},collector="nfs",state="hung"}}': "1x50"},
+        ],
+    ),
+    "GpuThrottle": Case(
+        [{f'opsd_gpu_throttle_seconds_total{{{GPU},reason="hw_thermal"}}': "0x38 0+15x10"}],
+        [
+            {f'opsd_gpu_throttle_seconds_total{{{GPU},reason="hw_thermal"}}': "0+1x50"},
+            {f'opsd_gpu_throttle_seconds_total{{{GPU},reason="sw_power_cap"}}': "0+15x50"},
+        ],
+    ),
+    "GpuXid": Case(
+        [
+            {
+                f'opsd_xid_total{{{NODE},pci_bus_id="0000:1A",code="79"}}': "0x35 1x10",
+                f'opsd_gpu_info{{{GPU},pci_bus_id="0000:1A"}}': "1x50",
+            },
+            {f'opsd_xid_total{{{NODE},pci_bus_id="0000:1A",code="48"}}': "0x35 1x10"},
+            {f'opsd_incidents{{{NODE},kind="gpu_xid",severity="critical",state="open"}}': "1x50"},
+        ],
+        [
+            {f'opsd_xid_total{{{NODE},pci_bus_id="0000:1A",code="13"}}': "0x35 1x10"},
+            {f'opsd_xid_total{{{NODE},pci_bus_id="0000:1A",code="79"}}': "3x50"},
+        ],
+    ),
+    "GpuEcc": Case(
+        [
+            {f'opsd_gpu_ecc_errors_total{{{GPU},type="uncorrected",counter="volatile"}}': "0x30 1x20"},
+            {f'opsd_gpu_ecc_errors_total{{{GPU},type="corrected",counter="volatile"}}': "0x36 0+60x10"},
+        ],
+        [
+            {f'opsd_gpu_ecc_errors_total{{{GPU},type="corrected",counter="volatile"}}': "0+1x50"},
+            {f'opsd_gpu_ecc_errors_total{{{GPU},type="uncorrected",counter="aggregate"}}': "0x30 1x20"},
+        ],
+    ),
+    "GpuRowRemap": Case(
+        [{f"opsd_gpu_row_remap_pending{{{GPU}}}": "1x50"}, {f"DCGM_FI_DEV_ROW_REMAP_FAILURE{{{GPU}}}": "1x50"}],
+        [{f"opsd_gpu_row_remap_pending{{{GPU}}}": "0x50", f"DCGM_FI_DEV_ROW_REMAP_FAILURE{{{GPU}}}": "0x50"}],
+    ),
+    "NvlinkErrors": Case(
+        [
+            {f'opsd_gpu_nvlink_errors_total{{{GPU},type="recovery"}}': "0x30 1x20"},
+            {f'opsd_gpu_nvlink_errors_total{{{GPU},type="crc_data"}}': "0x30 0+20x20"},
+            {f'opsd_gpu_nvlink_up{{{GPU},link="4"}}': "0x50"},
+        ],
+        [
+            {f'opsd_gpu_nvlink_errors_total{{{GPU},type="crc_flit"}}': "0+20x50"},
+            {f'opsd_gpu_nvlink_up{{{GPU},link="4"}}': "1x36 0x2 1x10"},
+        ],
+    ),
+    "FabricManager": Case(
+        [{f"opsd_gpu_fabric_state{{{GPU}}}": "2x50"}, {f'opsd_gpu_fabric_problem{{{GPU},problem="x"}}': "1x50"}],
+        [{f"opsd_gpu_fabric_state{{{GPU}}}": "3x50"}, {f"opsd_gpu_fabric_state{{{GPU}}}": "0x50"}],
+    ),
+    "PcieDegraded": Case(
+        [
+            {f"opsd_gpu_pcie_link_width{{{GPU}}}": "8x50", f"opsd_gpu_pcie_link_width_max{{{GPU}}}": "16x50"},
+            {f"DCGM_FI_DEV_PCIE_REPLAY_COUNTER{{{GPU}}}": "0+60x50"},
+        ],
+        [
+            {f"opsd_gpu_pcie_link_width{{{GPU}}}": "16x50", f"opsd_gpu_pcie_link_width_max{{{GPU}}}": "16x50"},
+            {f"DCGM_FI_DEV_PCIE_REPLAY_COUNTER{{{GPU}}}": "0+1x50"},
+        ],
+    ),
+    "HostMemory": Case(
+        [{f"opsd_host_memory_available_bytes{{{NODE}}}": "2x50", f"opsd_host_memory_total_bytes{{{NODE}}}": "100x50"}],
+        [{f"opsd_host_memory_available_bytes{{{NODE}}}": "5x50", f"opsd_host_memory_total_bytes{{{NODE}}}": "100x50"}],
+    ),
+    "StorageFull": Case(
+        [
+            {
+                f'opsd_host_filesystem_available_bytes{{{NODE},mount="/"}}': "4x50",
+                f'opsd_host_filesystem_size_bytes{{{NODE},mount="/"}}': "100x50",
+            },
+            {
+                f'opsd_host_filesystem_inodes_free{{{NODE},mount="/"}}': "1x50",
+                f'opsd_host_filesystem_inodes{{{NODE},mount="/"}}': "100x50",
+            },
+        ],
+        [
+            {
+                f'opsd_host_filesystem_available_bytes{{{NODE},mount="/"}}': "6x50",
+                f'opsd_host_filesystem_size_bytes{{{NODE},mount="/"}}': "100x50",
+            }
+        ],
+    ),
+    "ThroughputDrop": Case(
+        [{**RUNNING, f"opsd_rank_tokens_total{{{NODE},{RUN}}}": "0+1000x200 200000+500x200"}],
+        [
+            {**RUNNING, f"opsd_rank_tokens_total{{{NODE},{RUN}}}": "0+1000x200 200000+900x200"},
+            {f"opsd_rank_tokens_total{{{NODE},{RUN}}}": "0+1000x200 200000+0x200"},
+        ],
+        at="60m",
+    ),
+    "RunUnsupervised": Case(
+        [{**RUNNING, f"opsd_run_up{{{NODE},{RUN}}}": "1x30 0x20"}],
+        [
+            RUNNING,
+            {
+                f'opsd_run_state{{{NODE},{RUN},state="running"}}': "0x50",
+                f'opsd_run_state{{{NODE},{RUN},state="finished"}}': "1x50",
+                f"opsd_run_up{{{NODE},{RUN}}}": "0x50",
+            },
+        ],
+    ),
+    "AgentSilent": Case([{f'up{{{NODE},job="opsd"}}': "1x30 0x20"}], [{f'up{{{NODE},job="opsd"}}': "1x50"}]),
+    "AgentMissing": Case([{'up{instance="x",job="node"}': "1x50"}], [{f'up{{{NODE},job="opsd"}}': "0x50"}]),
+    "CollectorBlind": Case(
+        [
+            {f'opsd_collector_state{{{NODE},collector="host",state="error"}}': "1x50"},
+            {f'opsd_collector_state{{{NODE},collector="host",state="hung"}}': "1x50"},
+        ],
+        [
+            {f'opsd_collector_state{{{NODE},collector="host",state="no_data"}}': "1x50"},
+            {f'opsd_collector_state{{{NODE},collector="host",state="error"}}': "0x50"},
+        ],
+    ),
+    "AgentSlow": Case(
+        [{f"opsd_agent_missed_ticks_total{{{NODE}}}": "0+6x60"}],
+        [{f"opsd_agent_missed_ticks_total{{{NODE}}}": "0+1x60"}],
+        at="12m",
+    ),
+    "JournalDown": Case([{f"opsd_journal_up{{{NODE}}}": "0x50"}], [{f"opsd_journal_up{{{NODE}}}": "1x50"}]),
+    "RunbookFailing": Case(
+        [{f'opsd_runbook_errors_total{{{NODE},kind="gpu_ecc"}}': "0x30 1x20"}],
+        [{f'opsd_runbook_errors_total{{{NODE},kind="gpu_ecc"}}': "1x50"}],
+    ),
+    "KernelLogLost": Case(
+        [{f'opsd_kmsg_dropped_total{{{NODE},reason="overrun"}}': "0x30 5x20"}],
+        [{f'opsd_kmsg_dropped_total{{{NODE},reason="overrun"}}': "5x50"}],
+    ),
+    "RankPagesBroken": Case(
+        [{f"opsd_rank_page_errors{{{NODE},{RUN}}}": "1x50"}], [{f"opsd_rank_page_errors{{{NODE},{RUN}}}": "0x50"}]
+    ),
+    "SparePoolEmpty": Case(
+        [
+            {f"opsd_spare_ready{{{NODE}}}": "0x50"},
+            {f"opsd_spare_ready{{{NODE}}}": "1x50", f'opsd_rank_up{{{NODE},{RUN},rank="0"}}': "1x50"},
+        ],
+        [
+            {f"opsd_spare_ready{{{NODE}}}": "1x50", f'opsd_rank_up{{{NODE},{RUN},rank="0"}}': "0x50"},
+            {f"opsd_spare_ready{{{NODE}}}": "0x50", 'opsd_spare_ready{instance="node-18:9477"}': "1x50"},
+            {f"opsd_slurm_up{{{NODE}}}": "1x50"},
+        ],
+    ),
+    "SlurmSilent": Case([{f"opsd_slurm_up{{{NODE}}}": "0x50"}], [{f"opsd_slurm_up{{{NODE}}}": "1x50"}]),
+    "IncidentEscalated": Case(
+        [{f'opsd_incidents{{{NODE},kind="gpu_lost",severity="critical",state="escalated"}}': "1x50"}],
+        [{f'opsd_incidents{{{NODE},kind="gpu_lost",severity="critical",state="acting"}}': "1x50"}],
+    ),
+    "ActionFailed": Case(
+        [{f'opsd_actions_total{{{NODE},verb="drain_node",outcome="failed"}}': "0x30 1x20"}],
+        [{f'opsd_actions_total{{{NODE},verb="drain_node",outcome="ok"}}': "0x30 1x20"}],
+    ),
+}
+BURNS: Mapping[str, Case] = {
+    "1h": Case([steps(60, 120, then=0)], [steps(60, 120, then=40), steps(60, 200)], at="175m"),
+    "6h": Case([steps(60, 480, then=36)], [steps(60, 480, then=48)], at="14h"),
+    "3d": Case([steps(60, 480, then=54)], [steps(60, 480, then=58.2)], at="81h"),
+}
+"""Goodput: nothing for an hour, 60 % for six hours, 90 % for three days; not two thirds, 80 % or 97 %."""

@@ -1,0 +1,143 @@
+"""Each alert fires when it should and only then: promtool runs the rules on series of ``tests.fakes.alert_cases``."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+
+import yaml
+
+from dashboards.alerts.build import FOLDER, alerts, rendered
+from tests.fakes.alert_cases import BURNS, CASES, GPU, NODE, Case, Series
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not installed"
+)
+
+
+def case_of(name: str, page: str) -> Case:
+    """Of alerts about incidents there is one for each kind, and they differ in nothing else."""
+    if name in CASES:
+        return CASES[name]
+    series = f'opsd_incidents{{{NODE},kind="{page}",severity="critical",state="acting"}}'
+    other = f'opsd_incidents{{{NODE},kind="another",severity="critical",state="acting"}}'
+    return Case([{series: "0x30 1x20"}], [{series: "1x30 0x20", other: "1x50"}])
+
+
+def promtool_group(
+    series: Series, at: str, selector: str, expected: Sequence[str], name: str, interval: str
+) -> dict[str, object]:
+    return {
+        "name": name,
+        "interval": interval,
+        "input_series": [{"series": key, "values": values} for key, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f"count by (alertname, severity, alertstate) (ALERTS{{{selector}}})",
+                "eval_time": at,
+                "exp_samples": [{"labels": labels, "value": 1} for labels in expected],
+            }
+        ],
+    }
+
+
+def groups_of(
+    name: str, severity: str | None, case: Case, extra: str = "", interval: str = "15s"
+) -> list[dict[str, object]]:
+    selector = f'alertname="{name}"{extra}'
+    fired = f'{{alertname="{name}",alertstate="firing",severity="{severity or "critical"}"}}'
+    said = [("fires", [fired], case.fires), ("is quiet", [], case.quiet)]
+    return [
+        promtool_group(series, case.at, selector, expected, f"{name} {what} {number}", interval)
+        for what, expected, every in said
+        for number, series in enumerate(every)
+    ]
+
+
+def promtool(folder: Path, groups: Sequence[dict[str, object]], rules: Iterable[Path] = tuple(rendered())) -> str:
+    """What promtool says of the tests, "" if they pass."""
+    file = folder / "tests.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(path) for path in rules], "tests": list(groups)}))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_promtool_finds_nothing_wrong() -> None:
+    """Not even what is only bad style."""
+    files = [str(path) for path in rendered()]
+    checked = subprocess.run(
+        ["promtool", "check", "rules", "--lint=all", "--lint-fatal", *files],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_every_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
+    """Each branch of each expression, and the nearest thing that is no reason to wake somebody."""
+    tests = [
+        group
+        for alert in alerts()
+        if alert.name != "GoodputBurn"
+        for group in groups_of(alert.name, alert.severity, case_of(alert.name, alert.page))
+    ]
+    assert promtool(tmp_path, tests) == ""
+
+
+@pytest.mark.slow
+def test_goodput_is_watched_over_short_and_long_windows(tmp_path: Path) -> None:
+    """A run that stands still pages within the hour; one that loses a little is noticed within days."""
+    tests = [
+        group
+        for alert in alerts()
+        if alert.name == "GoodputBurn"
+        for group in groups_of(alert.name, alert.severity, BURNS[alert.window], f',window="{alert.window}"', "1m")
+    ]
+    assert promtool(tmp_path, tests, [FOLDER / "goodput.yml"]) == ""
+
+
+def test_a_test_that_does_not_hold_is_noticed(tmp_path: Path) -> None:
+    """An alert that should fire and does not makes promtool complain."""
+    wrong = groups_of("GpuLost", "critical", Case([{f"opsd_gpu_up{{{GPU}}}": "1x50"}], []))
+    assert "GpuLost" in promtool(tmp_path, wrong)
+
+
+def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None:
+    """As Alertmanager gets it, for an alert about a GPU on which a job of three GPUs works."""
+    info = 'opsd_gpu_job_info{{instance="{}",gpu="{}",job_id="4242",rank="{}"}}'
+    series = {
+        f"opsd_gpu_up{{{GPU}}}": "0x50",
+        info.format("node-17:9477", 3, 0): "1x50",
+        info.format("node-17:9477", 4, 1): "1x50",
+        info.format("node-18:9477", 0, 2): "1x50",
+    }
+    message = {
+        "summary": "GPU 3 of node-17:9477 is lost",
+        "description": "The driver no longer reaches the GPU. Jobs on it hang or crash until the node is reset.",
+        "node": "node-17",
+        "gpu": "3",
+        "job": "4242",
+        "cost": "3 GPUs of job 4242 wait or go at this pace: up to 3 GPU-hours an hour",
+        "next_step": "on node-17: opsd incidents; opsd runbook show gpu_lost",
+        "runbook_url": "http://node-17:9477/runbooks/gpu_lost",
+    }
+    labels = {"instance": "node-17:9477", "gpu": "3", "severity": "critical"}
+    group = {
+        "interval": "15s",
+        "input_series": [{"series": key, "values": values} for key, values in series.items()],
+        "alert_rule_test": [
+            {
+                "eval_time": "10m",
+                "alertname": "GpuLost",
+                "exp_alerts": [{"exp_labels": labels, "exp_annotations": message}],
+            }
+        ],
+    }
+    assert promtool(tmp_path, [group]) == ""
