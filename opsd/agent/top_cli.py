@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -89,12 +90,12 @@ def screen(status: Mapping[str, Any], incidents: list[Mapping[str, Any]], wall: 
 
 
 def _gpus(status: Mapping[str, Any]) -> Table:
-    table = plain_table("GPU", "use", "", "temperature", "power", "SM clock", "memory", "")
+    table = plain_table("GPU", "use", "", "temp", "power", "SM clock", "memory", "")
     for gpu in status["gpus"]:
         use = gpu["utilization_percent"]
         table.add_row(
             str(gpu["index"]),
-            _bar(use),
+            _Bar(use),
             _value(use, "%"),
             _value(gpu["temperature_celsius"], " °C"),
             _value(gpu["power_watts"], " W"),
@@ -135,9 +136,18 @@ def _incidents(incidents: list[Mapping[str, Any]], wall: float) -> RenderableTyp
     return table
 
 
-def _bar(percent: float | None, width: int = 20) -> str:
-    full = round(width * min(max(percent or 0.0, 0.0), 100.0) / 100)
-    return f"[green]{'█' * full}[/green][dim]{'░' * (width - full)}[/dim]"
+class _Bar:
+    """A share of 100 as a bar, which gives way where the terminal is narrow."""
+
+    def __init__(self, percent: float | None) -> None:
+        self._share = min(max(percent or 0.0, 0.0), 100.0) / 100
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(4, options.max_width), min(20, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        full = round(options.max_width * self._share)
+        yield Text.assemble(("█" * full, "green"), ("░" * (options.max_width - full), "dim"))
 
 
 def _value(value: float | None, unit: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -100,17 +100,32 @@ def test_ctrl_c_ends_it_as_well(top: Terminal) -> None:
     assert top.process.wait(WITHIN_S) == 0
 
 
-def test_it_shows_gpus_ranks_and_incidents_with_their_symptoms(tmp_path: Path) -> None:
-    """What a node of this kind has, and a dash for what it does not tell."""
+def drawn(width: int) -> str:
+    """The screen of a terminal that is ``width`` columns wide."""
     at = snapshot()
     status = api.status(at, {"node": "n01", "mode": "act"}, at.at)
-    console = Console(width=140, record=True, file=(tmp_path / "screen").open("w"))
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(screen(status, api.incident_list(at)["incidents"], at.wall))
-    text = " ".join(console.export_text().split())
+    return console.export_text()
+
+
+def test_it_shows_gpus_ranks_and_incidents_with_their_symptoms() -> None:
+    """What a node of this kind has, and a dash for what it does not tell."""
+    text = " ".join(drawn(140).split())
     assert "87 °C - -" in text
     assert "2 smol 2 backward" in text
     assert "GPU 0 is in trouble open" in text
     assert text.endswith(" s 1")
+
+
+def test_a_gpu_takes_one_line_of_a_narrow_terminal() -> None:
+    """On 80 columns the bar gives way; eight GPUs of three lines each would push the incidents off the screen."""
+    lines = drawn(80).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    title, gpus = lines[0], lines[2 : lines.index("", 2)]
+    assert title.startswith("n01")
+    assert len(gpus) == 2
+    assert gpus[1].startswith("2 ")
 
 
 def test_without_an_agent_it_says_so() -> None:
