@@ -279,7 +279,8 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}; `opsd config init {file}` writes one") from error
+        hint = f"; `opsd config init {file}` writes one" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not a text file in UTF-8") from error
     except tomllib.TOMLDecodeError as error:

@@ -67,7 +67,7 @@ class Agent:
     """The API of one agent, at ``url`` or where the configuration in ``file`` lets it listen.
 
     ``ca_file`` has the certificates to trust instead of the system's, ``credentials`` are user and password. Raises
-    click.UsageError if these would go over a network in the clear.
+    click.UsageError if these would go over a network in the clear, and if ``url`` is none.
     """
 
     def __init__(
@@ -79,6 +79,8 @@ class Agent:
     ) -> None:
         self.named, self.file = url is not None, file
         self.base = (url or f"http://{load(file).agent.listen}").rstrip("/")
+        if urlsplit(self.base).scheme not in ("http", "https"):
+            raise click.UsageError(f"--url {url} is no address such as http://node-17:9477")
         self._ca_file, self._credentials = ca_file, credentials
         if credentials is not None and not _private(self.base):
             raise click.UsageError(f"the password would go to {self.base} in the clear: use https")

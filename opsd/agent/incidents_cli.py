@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from opsd.agent.ask import Agent, agent_options, clock_time, plain_table, printable
-from runbooks.base import Culprit
+from runbooks.base import Culprit, State
 
 _INCIDENTS = {"resolved": "green", "escalated": "bold red"}
 
@@ -29,7 +29,13 @@ def incidents() -> None:
 
 @incidents.command("list")
 @agent_options
-@click.option("--state", "states", multiple=True, help="Only this state; current: all that are not over. Repeatable.")
+@click.option(
+    "--state",
+    "states",
+    type=click.Choice(["current", *(state.value for state in State)]),
+    multiple=True,
+    help="Only this state; current: all that are not over. Repeatable.",
+)
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="At most this many.")
 def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: int) -> None:
     """List incidents, newest first."""
@@ -67,7 +73,8 @@ def show_incident(id: str, agent: Agent, as_json: bool) -> None:
 def stats(agent: Agent, as_json: bool) -> None:
     """Sum up the incidents by kind.
 
-    Detection is from the oldest evidence to the opening, resolution from there to the end; both are medians.
+    Detection is from the oldest evidence to the opening, resolution from there to the end; both are medians. What
+    healed was over by itself, what was repaired after an action of opsd.
     """
     answer = agent.ask("/api/v1/statistics")
     if as_json:
@@ -77,7 +84,7 @@ def stats(agent: Agent, as_json: bool) -> None:
     if not answer["kinds"]:
         console.print("no incidents")
         return
-    table = plain_table("kind", "count", "detected in", "resolved in", "by itself", "by action", "escalated")
+    table = plain_table("kind", "count", "detected", "resolved", "healed", "repaired", "escalated")
     for r in printable(answer["kinds"]):
         shares = (f"{r[name]:.0%}" for name in ("by_itself", "by_action", "escalated"))
         table.add_row(r["kind"], str(r["count"]), _seconds(r["detect_s"]), _seconds(r["resolve_s"]), *shares)

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from collectors.base import NoData, Reading, Sample
+from opsd import exitcodes
 from opsd.agent import server as module
 from opsd.agent.loop import Snapshot
 from opsd.agent.server import App, Server
@@ -235,3 +236,17 @@ def test_the_commands_show_symptoms_similar_incidents_and_sums(tmp_path: Path) -
     assert "cause      root" in opsd("incidents", "show", "symptom")
     assert "trouble 2 0.0 s 1.0 s 0% 100% 0%" in " ".join(opsd("incidents", "stats").split())
     site.server.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("incidents", "list", "--state=closed"), "'closed' is not one of 'current', 'open'"),
+        (("status", "--url=node-17:9477"), "--url node-17:9477 is no address such as http://node-17:9477"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(arguments: tuple[str, ...], says: str) -> None:
+    """An answer of no incidents, or the advice to start an agent, would be believed."""
+    asked = CliRunner().invoke(cli, arguments)
+    assert asked.exit_code == exitcodes.USAGE
+    assert says in asked.output

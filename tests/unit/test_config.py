@@ -51,6 +51,12 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
         config.load(tmp_path / "none.toml", env=NO_ENV)
 
 
+def test_a_folder_in_place_of_the_file_is_not_written_over(tmp_path: Path) -> None:
+    """The advice to write a file is given only where none is."""
+    with pytest.raises(config.ConfigError, match=r"cannot be read: Is a directory$"):
+        config.load(tmp_path, env=NO_ENV)
+
+
 def test_a_secret_is_never_part_of_a_sentence_or_of_what_is_shown(tmp_path: Path) -> None:
     """A webhook's address is its password."""
     file = write(tmp_path / "opsd.toml", "[notify]\nwebhook = 12345678")
