@@ -84,7 +84,7 @@ def _named(view: View, run: str, rank: int | None, reason: str) -> Culprit:
     if rank is None:
         return Culprit("unknown", view.node, detail=reason)
     page = rank_of(view, run, rank)
-    return Culprit("rank", view.node, page.gpu if page else None, rank, reason)
+    return Culprit("rank", view.node, page.gpu if page else None, rank, reason.removeprefix(f"rank {rank}: "))
 
 
 def _confidence(states: Sequence[RankState], rank: float | None) -> float:

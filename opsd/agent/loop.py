@@ -121,7 +121,8 @@ class Loop:
                 self._window.forget(source.name)
             if self._healths.get(source.name) is not source.health:
                 self._healths[source.name] = source.health
-                self._log.info("collector", collector=source.name, state=source.health.value, reason=source.reason)
+                say = self._log.warning if source.health in (Health.ERROR, Health.HUNG) else self._log.info
+                say("collector", collector=source.name, state=source.health.value, reason=source.reason)
         self._collectors = tuple(metrics.collector_samples(sources, self._wall_of_zero))
         self._window.add("agent", Reading(self._collectors))
 

@@ -167,7 +167,8 @@ class Responder:
             self.opened[incident.kind] += 1
         self._journal.transition(transition)
         said = {"state": transition.after.value, "severity": incident.severity.value, "text": transition.text}
-        self._log.warning("incident", id=incident.id, culprit=str(incident.culprit), **said)
+        say = self._log.info if transition.after is State.RESOLVED else self._log.warning
+        say("incident", id=incident.id, culprit=str(incident.culprit), **said)
         for listener in self._listeners:
             listener(incident, transition)
 

@@ -31,9 +31,9 @@ def build_journal(settings: Settings, log: FilteringBoundLogger) -> Journal:
 
     def say(problem: str) -> None:
         if problem:
-            log.error("journal", problem=problem)
+            log.error("journal is not written", problem=problem)
         else:
-            log.info("journal", path=str(settings.agent.state_dir))
+            log.info("journal is written", folder=str(settings.agent.state_dir))
 
     return Journal(settings.agent.state_dir, say)
 
