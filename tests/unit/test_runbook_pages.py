@@ -63,15 +63,20 @@ def test_a_page_tells_what_to_type(runbook):
 
 @by_name
 def test_opsd_commands_on_a_page_exist(page):
-    """A command that does not exist costs minutes at 3 a.m."""
+    """A command or an option that does not exist costs minutes at 3 a.m."""
     for command in commands(page):
         if command.startswith("opsd "):
             group, context = cli, click.Context(cli)
-            for word in command.split()[1:]:
-                if not isinstance(group, click.Group) or word.startswith("-"):
-                    break
-                group = group.get_command(context, word)
-                assert group is not None, f"{command}: no {word}"
+            words = iter(command.split()[1:])
+            for word in words:
+                if word.startswith("-"):
+                    option = next((o for o in group.params if word.partition("=")[0] in o.opts), None)
+                    assert option is not None or word == "--help", f"{command}: no option {word}"
+                    if option is not None and not option.is_flag and "=" not in word:
+                        next(words)
+                elif isinstance(group, click.Group):
+                    group = group.get_command(context, word)
+                    assert group is not None, f"{command}: no {word}"
 
 
 @by_kind
