@@ -11,18 +11,15 @@ restart of slurmctld, and it happens once: the number of restarts tells.
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from opsd.slurm.allocation import Allocation
 from opsd.slurm.check import may_update_nodes
 from opsd.slurm.drain import take_down
 from opsd.slurm.hostlist import compress
-from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmError, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmRejected, SlurmUnavailable
 
 LIMIT_S = 900.0
 """Longer than Slurm itself takes with its default settings (about 9 minutes)."""
@@ -31,8 +28,12 @@ RETRY_S = 2.0
 """How long a controller that does not answer is left alone."""
 SETTLE_S = 5.0
 """How long the scheduler has to say what it makes of the job."""
-LEAD_S = 5.0
-"""How long the attending job leaves the requeue itself to the job that asked for it."""
+APART_S = 2.1
+"""So long lies between the stop of a job and its next start at least.
+
+A slurmd takes a start for one of the old job if it comes within the second, by its own clock, in which that was stopped
+("already killed, do not launch batch job"), and Slurm then gives the job up.
+"""
 REASON = "opsd:requeue node_lost"
 _ALIVE = ("running", "configuring", "suspended", "stopped", "resizing", "signaling", "stage_out")
 _STOPPING = ("completing", "requeued", "requeue_fed")
@@ -63,13 +64,14 @@ class Without:
 class Requeued:
     """How the job stands: pending and free to start, running again, or stopping while another process attends to it.
 
-    ``avoided`` are nodes it was told to avoid.
+    ``avoided`` are nodes it was told to avoid. ``left`` if all that is still to be done is up to another process.
     """
 
     job: int
     state: str
     restarts: int
     avoided: tuple[str, ...] = ()
+    left: bool = False
 
 
 def next_move(job: Job, restarts: int) -> Move:
@@ -105,9 +107,9 @@ def requeue_now(
 
     ``restarts`` is how often it had been restarted when that was decided (SLURM_RESTART_COUNT), so that a job which
     somebody has requeued meanwhile is left alone; None is as often as now. For ``lead_s`` seconds the requeue itself is
-    left to another process; ``brief`` leaves to it what comes after the job has been stopped. While the controller is
-    down it is asked again. Raises SlurmError: the job is not ours, not known or has ended, a node is not the job's, or
-    ``limit_s`` seconds have passed.
+    left to another process, unless the job has no steps any more; ``brief`` leaves to it what comes after the job has
+    been stopped. While the controller is down it is asked again. Raises SlurmError: the job is not ours, not known or
+    has ended, a node is not the job's, or ``limit_s`` seconds have passed.
     """
     began = clock()
     attempt = _Attempt(slurm, job, without, restarts, brief, clock, say)
@@ -152,6 +154,7 @@ class _Attempt:
         self._down = not without.lost
         self._avoided: tuple[str, ...] = ()
         self._settling: float | None = None
+        self._stopped: float | None = None
 
     def tell(self, sentence: str) -> None:
         if sentence != self._told:
@@ -167,24 +170,37 @@ class _Attempt:
         if self._restarts is None:
             self._restarts = job.restarts
         move = next_move(job, self._restarts)
+        if move in ("wait", "start") and self._stopped is None:
+            self._stopped = self._clock()
         if move == "done":
             return Requeued(job.id, job.state, job.restarts, self._avoided)
         if move == "start":
             return self._start(job)
         if move == "release":
             self._slurm.release(job.id)
-        elif move == "requeue" and may_requeue:
-            self._requeue(job)
+        elif move == "requeue":
+            deserted = self._deserted(job)
+            if deserted or may_requeue:
+                self._requeue(job, down_first=deserted)
         elif move == "wait":
             self._take_down()
             if self._brief:
-                return Requeued(job.id, job.state, job.restarts)
+                return Requeued(job.id, job.state, job.restarts, left=True)
         return None
 
-    def _requeue(self, job: Job) -> None:
+    def _deserted(self, job: Job) -> bool:
+        """True if no step of the job is on a living node any more.
+
+        Then it is back in the queue at once, unless Slurm asks a dead node for its word: so that one goes down first.
+        """
+        return bool(self._without.lost) and self._slurm.step_nodes(job.id) <= set(self._without.lost)
+
+    def _requeue(self, job: Job, *, down_first: bool) -> None:
         if self._may_update():
             if strangers := sorted(set(self._in_service(self._without.lost)) - set(job.nodes)):
                 raise SlurmRejected(f"job {job.id} does not run on {compress(strangers)}; nothing was done")
+            if down_first:
+                self._take_down()
         elif living := [name for name in job.nodes if name not in self._without.lost]:
             self._shrink(job, living)
         self.tell(f"requeueing job {job.id}")
@@ -224,6 +240,9 @@ class _Attempt:
 
     def _start(self, job: Job) -> Requeued | None:
         """Let the pending job start, then look whether the scheduler can do it."""
+        assert self._stopped is not None
+        if self._clock() - self._stopped < APART_S:
+            return None
         if self._settling is None:
             self._take_down()
             self._avoid(job)
@@ -248,47 +267,3 @@ class _Attempt:
             self._avoided = avoided
         except SlurmRejected as error:
             self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
-
-
-def requeue_from_inside(
-    slurm: Slurm,
-    allocation: Allocation,
-    without: Without = Without(),
-    *,
-    command: Sequence[str] = (sys.executable, "-m", "opsd"),
-    log: str = "/dev/null",
-    say: Callable[[str], object] = print,
-) -> Requeued:
-    """``requeue_now`` for a process of the job itself, which has to end before the job is back in the queue.
-
-    What is to be done then is left to a job of a minute, submitted before: it needs one processor on any node, one of
-    those that this job gives back at the latest. Its output goes to ``log``. Returns as soon as the job is stopping;
-    who then lingers on delays the restart. Raises SlurmError.
-    """
-    attended = False
-    try:
-        attendant = slurm.submit(*_attendant(allocation, without, command, log))
-        say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
-        attended = True
-    except SlurmUnavailable:
-        say("Slurm does not answer; the requeue waits for it")
-    except SlurmError as error:
-        say(f"job {allocation.job} may start up to three minutes late: {error}")
-    return requeue_now(slurm, allocation.job, without, restarts=allocation.restarts, brief=attended, say=say)
-
-
-def _attendant(
-    allocation: Allocation, without: Without, command: Sequence[str], log: str
-) -> tuple[str, tuple[str, ...]]:
-    """The script and the options of the job that attends to a requeue."""
-    told = [f"--lost={name}" for name in without.lost] + [f"--without={name}" for name in without.unfit]
-    argv = [
-        *command, "requeue", str(allocation.job), f"--restarts={allocation.restarts}", f"--lead={LEAD_S:g}",
-        f"--reason={without.reason}", *told,
-    ]  # fmt: skip
-    options = (
-        f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M", "--time=20",
-        "--no-requeue", f"--output={log}", *allocation.same_queue,
-        *([f"--exclude={compress(without.names)}"] if without.names else []),
-    )  # fmt: skip
-    return f"#!/bin/sh\nexec {shlex.join(argv)}\n", options

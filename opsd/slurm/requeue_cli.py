@@ -8,10 +8,11 @@ import click
 
 from opsd import exitcodes
 from opsd.slurm.allocation import AllocationError, allocation
+from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
 from opsd.slurm.port import SlurmError
-from opsd.slurm.requeue import LIMIT_S, REASON, Requeued, Without, requeue_from_inside, requeue_now
+from opsd.slurm.requeue import LIMIT_S, REASON, Requeued, Without, requeue_now
 
 
 def _reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -62,7 +63,7 @@ def requeue(
 
 
 def _told(done: Requeued) -> str:
-    if done.state == "completing":
+    if done.left:
         return f"job {done.job} is being stopped and will start again at once"
     if done.state != "pending":
         return f"job {done.job} runs again; it has been restarted {done.restarts} times"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from opsd.slurm.port import Job, Node, NodeUpdate, SlurmDenied, SlurmRejected, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
+ATTENDANT = 8
 COMPLETING_LOOKS = 2
 """How often a job is seen completing once nothing holds it up."""
 
@@ -22,7 +23,8 @@ class FakeQueue(FakeSlurm):
 
     ``calls`` are the requests that changed something, ``submitted`` the scripts and their options. The controller is
     away at the requests whose numbers are in ``away``; a requeue counts twice, and may be carried out unheard. A job
-    that is completing takes no changes, and one that ``needs_all`` nodes is held once one is excluded.
+    that is completing takes no changes, and one that ``needs_all`` nodes is held once one is excluded. ``with_steps``
+    are the nodes on which it has steps. An attendant that was submitted runs if there is ``room`` for it.
     """
 
     def __init__(
@@ -35,9 +37,12 @@ class FakeQueue(FakeSlurm):
         owner: bool = True,
         needs_all: bool = False,
         away: Container[int] = (),
+        room: bool = False,
     ) -> None:
         super().__init__(nodes, operator=operator)
         self.job = job
+        self.with_steps = set(job.nodes)
+        self._room = room
         self.calls: list[str] = []
         self.submitted: list[tuple[str, tuple[str, ...]]] = []
         self._needs_all = needs_all
@@ -61,7 +66,13 @@ class FakeQueue(FakeSlurm):
             if self._looks > COMPLETING_LOOKS:
                 again = self.job.restarts + 1
                 self.job = replace(self.job, state="pending", reason="BeginTime", nodes=(), restarts=again)
-        return [self.job] if not ids or self.job.id in ids else []
+        attendant = [replace(self.job, id=ATTENDANT, state="running" if self._room else "pending", nodes=())]
+        known = [self.job, *(attendant if self.submitted else [])]
+        return [found for found in known if not ids or found.id in ids]
+
+    def step_nodes(self, job: int) -> frozenset[str]:
+        self._answer()
+        return frozenset(self.with_steps)
 
     def _held_up(self) -> bool:
         return any(name in self._dead and self.by_name[name].state != "down" for name in self.job.nodes)
@@ -80,7 +91,7 @@ class FakeQueue(FakeSlurm):
         self._answer()
         assert not self.calls
         self.submitted.append((script, tuple(options)))
-        return 8
+        return ATTENDANT
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
         self._change()

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.slurm.allocation import allocation
+from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import Requeued, Without, next_move, requeue_from_inside, requeue_now
+from opsd.slurm.requeue import Requeued, Without, next_move, requeue_now
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
 
@@ -167,20 +168,60 @@ def test_a_job_that_has_ended_is_refused(state: str) -> None:
         next_move(replace(running("n1"), state=state), 0)
 
 
+def test_what_nobody_is_left_of_is_requeued_at_once() -> None:
+    """The attendant does not wait until its lead is over; and the dead node is down before Slurm asks it to stop."""
+    slurm, pauses = queue(dead=("n1",)), list[int]()
+
+    def all_leave() -> None:
+        pauses.append(len(slurm.calls))
+        slurm.with_steps = {"n1"}
+
+    ask(slurm, Without(lost=("n1",)), lead_s=30.0, each_pause=all_leave)
+    assert pauses.count(0) == 1
+    assert slurm.calls == ["drain n1", "down n1", "requeue", "start"]
+
+
+def test_a_job_does_not_start_in_the_second_in_which_it_was_stopped() -> None:
+    """Its nodes would take that for a start of the old one, and Slurm would give it up."""
+    slurm, pauses = queue(), list[str]()
+    ask(slurm, each_pause=lambda: pauses.append(slurm.calls[-1]))
+    assert pauses.count("requeue") > 20
+
+
+def test_a_node_of_another_job_stays_up_though_nobody_is_left() -> None:
+    """A job whose steps have not begun yet has lost no node."""
+    slurm = queue()
+    slurm.with_steps = set()
+    with pytest.raises(SlurmRejected, match="job 7 does not run on n4"):
+        ask(slurm, Without(lost=("n4",)))
+    assert slurm.calls == []
+
+
+OWN = allocation(
+    {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "2",
+        "SLURM_JOB_PARTITION": "train", "SLURM_JOB_ACCOUNT": "lab",
+    }
+)  # fmt: skip
+
+
 def test_a_launcher_leaves_the_end_to_another_job() -> None:
     """It will be killed by the requeue: before that it submits a small job that sees it through, off the bad nodes."""
     slurm = queue(dead=("n2",), restarts=2)
-    own = allocation(
-        {
-            "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "2",
-            "SLURM_JOB_PARTITION": "train", "SLURM_JOB_ACCOUNT": "lab",
-        }
-    )  # fmt: skip
-    done = requeue_from_inside(slurm, own, Without(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
-    assert done == Requeued(7, "completing", 2)
+    done = requeue_from_inside(slurm, OWN, Without(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
+    assert done == Requeued(7, "completing", 2, left=True)
     assert slurm.calls == ["requeue", "drain n2", "down n2"]
     [(script, options)] = slurm.submitted
     assert script == (
-        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=5 '--reason=opsd:4 node_lost' --lost=n2 --without=n3\n"
+        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 '--reason=opsd:4 node_lost' --lost=n2 --without=n3\n"
     )
     assert {"--partition=train", "--account=lab", "--exclude=n[2-3]", "--no-requeue", "--nodes=1"} <= set(options)
+
+
+@pytest.mark.parametrize(("room", "calls"), [(True, []), (False, ["requeue", "drain n1", "down n1"])])
+def test_without_the_batch_host_all_is_left_to_the_attendant(room: bool, calls: list[str]) -> None:
+    """Once it runs the launcher may go, and must, before the job can stop; in a full cluster it requeues itself."""
+    slurm, clock = queue(dead=("n1",), restarts=2, room=room), FakeClock()
+    done = requeue_from_inside(slurm, OWN, Without(("n1",)), clock=clock.monotonic, sleep=clock.advance)
+    assert done.left
+    assert slurm.calls == calls

@@ -26,7 +26,7 @@ for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         until [ -e "tell-$SLURMD_NODENAME" ]; do sleep 0.05; done
         lost=$(cat "tell-$SLURMD_NODENAME") && rm "tell-$SLURMD_NODENAME"
         {OPSD} requeue --lost "$lost" > "said-$SLURMD_NODENAME" 2>&1
-        exec sleep 1000' &
+        [ -e leave ] || exec sleep 1000' &
 done
 wait
 """
@@ -94,16 +94,19 @@ def test_a_survivor_has_its_own_job_started_elsewhere(defaults: Cluster) -> None
 
 
 def test_the_batch_host_dies(cluster_of_tuned_timeouts: Cluster) -> None:
-    """With the node of the batch script gone an operator still has the job back on its feet."""
+    """With the node of the batch script gone the launcher leaves all to the job that attends to it, and ends."""
     cluster = cluster_of_tuned_timeouts
     slurm = CommandSlurm(runner_on(cluster.nodes["n4"]))
     job = begin(cluster, slurm, "--exclude=n4")
+    [survivor] = set(job.nodes) - {job.batch_host}
+    (cluster.shared / "leave").touch()
     cluster.nodes[job.batch_host].power_off()
     lost = time.monotonic()
-    requeue_now(slurm, job.id, Without(lost=(job.batch_host,)))
+    (cluster.shared / f"tell-{survivor}").write_text(job.batch_host)
     wait_until(lambda: resumed(cluster, slurm, job.id), "the job runs again", 120)
     print(f"\nbatch host: running again {time.monotonic() - lost:.1f} s after the loss")
     assert job.batch_host not in starts(cluster)[1]
+    assert "is being stopped and will start again at once" in (cluster.shared / f"said-{survivor}").read_text()
 
 
 @pytest.fixture

@@ -1,0 +1,87 @@
+"""A requeue that is asked for from within the job: seen through by a small job of its own, submitted before.
+
+Where the batch host has died, that job does all of it. The step daemons of the living nodes then try six times to reach
+the dead srun before they are gone, two seconds each (TCPTimeout), and slurmd looks for that at ever longer intervals:
+a requeue that has to wait for them takes 21 s, one that is asked for when they are gone 13 s, all in all.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from opsd.slurm.allocation import Allocation
+from opsd.slurm.hostlist import compress
+from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+from opsd.slurm.requeue import POLL_S, Requeued, Without, requeue_now
+
+LEAD_S = 30.0
+"""How long the attendant leaves the requeue itself to the job that asked for it, while that has steps."""
+START_S = 4.0
+"""How long an attendant may take to start where it is to do all: a little more than Slurm's batch_sched_delay."""
+
+
+def requeue_from_inside(
+    slurm: Slurm,
+    allocation: Allocation,
+    without: Without,
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "opsd"),
+    log: str = "/dev/null",
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+    say: Callable[[str], object] = print,
+) -> Requeued:
+    """``requeue_now`` for a process of the job itself, which has to end before the job is back in the queue.
+
+    What is to be done then is left to the attendant, which needs one processor on any node, one of those that this job
+    gives back at the latest. Its output goes to ``log``. Returns as soon as the job is stopping, or is to end for the
+    attendant to go on; who then lingers on delays the restart. Raises SlurmError.
+    """
+    attended = False
+    try:
+        attendant = slurm.submit(*_attendant(allocation, without, command, log))
+        say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
+        attended = True
+        if _batch_host_lost(slurm, allocation, without) and _runs(slurm, attendant, clock, sleep):
+            return Requeued(allocation.job, "running", allocation.restarts, left=True)
+    except SlurmUnavailable:
+        say("Slurm does not answer; the requeue waits for it")
+    except SlurmError as error:
+        say(f"job {allocation.job} may start up to three minutes late: {error}")
+    return requeue_now(
+        slurm, allocation.job, without, restarts=allocation.restarts, brief=attended, clock=clock, sleep=sleep, say=say
+    )
+
+
+def _batch_host_lost(slurm: Slurm, allocation: Allocation, without: Without) -> bool:
+    return any(job.batch_host in without.lost for job in slurm.jobs([allocation.job]))
+
+
+def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[float], object]) -> bool:
+    """True once ``job`` runs, False if it does not soon: the cluster is full."""
+    limit = clock() + START_S
+    while clock() < limit:
+        if any(found.state == "running" for found in slurm.jobs([job])):
+            return True
+        sleep(POLL_S)
+    return False
+
+
+def _attendant(
+    allocation: Allocation, without: Without, command: Sequence[str], log: str
+) -> tuple[str, tuple[str, ...]]:
+    """The script and the options of the job that attends to a requeue."""
+    told = [f"--lost={name}" for name in without.lost] + [f"--without={name}" for name in without.unfit]
+    argv = [
+        *command, "requeue", str(allocation.job), f"--restarts={allocation.restarts}", f"--lead={LEAD_S:g}",
+        f"--reason={without.reason}", *told,
+    ]  # fmt: skip
+    options = (
+        f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M", "--time=20",
+        "--no-requeue", f"--output={log}", *allocation.same_queue,
+        *([f"--exclude={compress(without.names)}"] if without.names else []),
+    )  # fmt: skip
+    return f"#!/bin/sh\nexec {shlex.join(argv)}\n", options
