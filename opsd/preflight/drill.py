@@ -24,20 +24,36 @@ def start(
     The global batch is cut down to one micro-batch a rank, or one for each pipeline stage.
     """
     readers = max(1, ranks // (config.parallel.tp * config.parallel.pp * config.parallel.cp))
-    all_settings = [
-        *context.overrides, f"run.steps={steps}", f"run.folder={folder}",
-        f"data.batch={readers * config.data.micro_batch * config.parallel.pp}", "data.batch_warmup=[]",
-        f"schedule.decay_end={max(config.schedule.decay_end, steps)}", "checkpoint.remote=", *settings,
-    ]  # fmt: skip
+    batch = readers * config.data.micro_batch * config.parallel.pp
     command = [
         sys.executable, "-P", "-m", "opsd", "launch", f"--nproc-per-node={ranks}", "--standalone", "--redirects=3",
         f"--run-id=drill-{os.getpid()}", f"--run-dir={folder}", f"--events={folder / 'drill.jsonl'}",
-        "-m", "trainer", context.train, *(f"--set={setting}" for setting in all_settings),
+        *program(context, config, folder, steps, batch, settings),
     ]  # fmt: skip
     output = folder / "output"
     with output.open("wb") as file:
         environment = {**os.environ, "OPSD_SHM": str(folder / "shm")}
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT), output
+
+
+def program(
+    context: Context, config: Config, folder: Path, steps: int, batch: int, settings: Sequence[str]
+) -> list[str]:
+    """The trainer with the run's own configuration, but for ``steps`` of a ``batch`` of samples, in ``folder``."""
+    all_settings = [
+        *context.overrides, f"run.steps={steps}", f"run.folder={folder}", f"data.batch={batch}", "data.batch_warmup=[]",
+        f"schedule.decay_end={max(config.schedule.decay_end, steps)}", "checkpoint.remote=", *settings,
+    ]  # fmt: skip
+    return ["-m", "trainer", context.train, *(f"--set={setting}" for setting in all_settings)]
+
+
+def storage_of(context: Context, config: Config) -> Path | None:
+    """Where the run's checkpoints will go, or the node's own storage if nothing can be written there."""
+    folder = Path(config.run.folder).absolute()
+    there = next((path for path in (folder, *folder.parents) if path.is_dir()), None)
+    if there is not None and os.access(there, os.W_OK):
+        return there
+    return Path(context.local_dir) if context.local_dir else None
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -73,8 +73,9 @@ def _interval(setting: Setting) -> Iterator[Finding]:
             f"a checkpoint every {duration(plan.interval_s)} costs {cost:.2%} of the run in lost and stalled time, one "
             f"every {duration(plan.daly_s)} {best:.2%}"
         )
-        steps = max(1, round(plan.daly_s / (plan.step_s or 1.0)))
-        yield Finding(Verdict.WARN, summary, f"set checkpoint.every to about {steps}")
+        steps, minutes = max(1, round(plan.daly_s / (plan.step_s or 1.0))), plan.daly_s / 60
+        wanted = f"minutes to about {minutes:.0f}" if config.checkpoint.minutes else f"every to about {steps}"
+        yield Finding(Verdict.WARN, summary, f"set checkpoint.{wanted}")
 
 
 def _retention(setting: Setting) -> Iterator[Finding]:

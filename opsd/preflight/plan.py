@@ -103,7 +103,22 @@ def predict(config: Config, ranks: int) -> RunPlan:
         tokens_per_s=speed,
         step_s=step_s,
         train_s=train_s,
-        interval_s=step_s * config.checkpoint.every if step_s else None,
+        interval_s=_interval_s(config, step_s),
         stops=train_s * OVERHEAD[1] / mean_time_s if train_s else None,
-        daly_s=math.sqrt(2 * STALL_S * mean_time_s) - STALL_S,
+        daly_s=_daly_s(mean_time_s),
     )
+
+
+def _interval_s(config: Config, step_s: float | None) -> float | None:
+    """Seconds between checkpoints, however the configuration says it."""
+    settings = config.checkpoint
+    if settings.minutes:
+        return settings.minutes * 60
+    if settings.mttf_hours:
+        return _daly_s(settings.mttf_hours * 3600)
+    return step_s * settings.every if step_s else None
+
+
+def _daly_s(mean_time_s: float) -> float:
+    """The interval that loses least with a failure every ``mean_time_s`` (Daly 2006, equation 20, first order)."""
+    return math.sqrt(2 * STALL_S * mean_time_s) - STALL_S

@@ -14,6 +14,7 @@ from opsd.preflight import series
 from opsd.preflight.base import Check, Context, Demand, Verdict
 from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage_local
 from opsd.preflight.engine import Job, run
+from opsd.preflight.footprint import Footprint
 from opsd.preflight.report import Result
 from opsd.preflight.view import PlainView
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
@@ -119,6 +120,16 @@ def test_a_time_series_has_clocks_temperature_and_errors_of_every_gpu(
     assert first.values["GPU 3"]["lost"] == 1.0
     assert first.values["GPU 4"]["uncorrected_errors"] == 2.0
     assert "clock" in first.values["processor"]
+
+
+def test_the_memory_that_a_run_takes_of_a_gpu_is_seen(library: str, gpus: SimulatedGpus):
+    """Beyond what was in use before; the largest GPU counts."""
+    gpus[0].load(utilization=0, power_watts=100, memory_ratio=0.1)
+    with Footprint(list, library) as footprint:
+        assert eventually(lambda: footprint.share is not None)
+        gpus[0].load(utilization=99, power_watts=700, memory_ratio=0.5)
+        assert eventually(lambda: (footprint.share or 0.0) > 0.45)
+    assert footprint.taken == pytest.approx(0.4 * 80e9, rel=0.15)
 
 
 def test_every_core_and_every_numa_node_is_measured(tmp_path: Path):

@@ -34,6 +34,7 @@ def preflight(tmp_path: Path, shards: Path, checks: str, *options: str) -> tuple
     command = [
         sys.executable, "-m", "opsd", "preflight", "--profile=standard", f"--only={checks}", "--train=tiny", "--quiet",
         f"--json={report}", f"--set=agent.state_dir={tmp_path / 'state'}", f"--train-set=data.shards={shards}",
+        f"--train-set=run.folder={tmp_path / 'run'}",
         *options,
     ]  # fmt: skip
     code = subprocess.run(command, env=environment, timeout=170, check=False).returncode
@@ -44,8 +45,12 @@ def test_a_rank_is_killed_and_training_goes_on(tmp_path: Path, shards: Path) -> 
     """Speed, time to resume and the size of a checkpoint that was read back are measured on real steps."""
     code, report = preflight(tmp_path, shards, "run_config,run_steps")
     assert code == exitcodes.OK, report.to_json()
-    values = {value.measure: value.value for result in report.results for value in result.values}
+    config, steps = ({value.measure: value.value for value in result.values} for result in report.results)
+    values = {**steps, "predicted_checkpoint": config["checkpoint"]}
     assert values["resume"] > 0
+    assert values["checkpoint"] == pytest.approx(values["predicted_checkpoint"], rel=0.05)
+    assert min(values["write"], values["read"]) > 0
+    assert values["memory"] > 10e6, "a rank has at least its libraries in memory"
     assert values["speed"] > 0
     assert not (tmp_path / "shm").exists(), "the agent of the node would take the drill for an incident"
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from opsd.preflight.base import Context, Demand, Verdict
+from opsd.preflight.checks import run_steps
+from opsd.preflight.footprint import Footprint
 from opsd.preflight.lint import Setting, findings, sbatch_options, seconds_of
 from opsd.preflight.plan import flops_per_token, parameters, predict
 from opsd.preflight.training import demand_of
@@ -121,6 +123,35 @@ def test_verdicts_fail_what_would_lose_work() -> None:
     run = config()
     found = findings(Setting(run, predict(run, 384), 48, script="#!/bin/bash\n"))
     assert {finding.verdict for finding in found} >= {Verdict.FAIL, Verdict.WARN}
+
+
+def test_an_interval_in_minutes_or_from_failures_is_judged_like_one_in_steps() -> None:
+    """A checkpoint every ten hours costs more than it need, one that follows from the failures does not."""
+    every = "checkpoint.every=0"
+    assert "set checkpoint.minutes to about 16" in said(every, "checkpoint.minutes=600")
+    assert predict(config(every, "checkpoint.minutes=10"), 384).interval_s == 600.0
+    assert "checkpoint" not in said(every, "checkpoint.mttf_hours=120")
+
+
+def footprint(taken: float, share: float | None) -> Footprint:
+    seen = Footprint(list)
+    seen.taken, seen.share = taken, share
+    return seen
+
+
+def test_memory_that_was_not_predicted_is_a_warning() -> None:
+    """On a GPU; on a processor the libraries count as well, of which nothing is known."""
+    [found] = run_steps.too_much(footprint(60e9, 0.75), 40e9)
+    assert found.summary == "a GPU took 60 GB where 40 GB were predicted"
+    assert [*run_steps.too_much(footprint(45e9, 0.6), 40e9)] == []
+    assert [*run_steps.too_much(footprint(600e6, None), 1e6)] == []
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(10.0, []), (200.0, [Verdict.WARN]), (700.0, [Verdict.FAIL])])
+def test_a_checkpoint_must_be_durable_before_the_next(seconds: float, verdict: list[Verdict]) -> None:
+    """One is due every ten minutes."""
+    run = config("checkpoint.every=0", "checkpoint.minutes=10")
+    assert [found.verdict for found in run_steps.too_slow(37_000_000_000, seconds, run, 384)] == verdict
 
 
 def test_storage_is_judged_by_what_the_run_needs() -> None:

@@ -57,8 +57,6 @@ def run(context: Context, progress: Progress) -> Outcome:
     if problem is not None:
         return Outcome((), (*found, problem))
     interval_s = predict(config, context.nodes * devices_of(context)).interval_s
-    if config.checkpoint.minutes:
-        interval_s = config.checkpoint.minutes * 60
     if interval_s is not None and seconds > interval_s:
         summary = f"an evaluation takes {duration(seconds)}, and a checkpoint comes every {duration(interval_s)}"
         found.append(Finding(V.WARN, summary, "evaluate on spares (evaluation.queue), or on smaller sets"))

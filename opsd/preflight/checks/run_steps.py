@@ -1,7 +1,8 @@
 """Real steps of the run on this node, with a rank killed on the way: training has to go on by itself.
 
-Measures speed, memory and checkpoints of the run's own model, compares the speed with the prediction, and reads the
-last checkpoint back. The layout must fit onto one node; the global batch is cut down to it.
+Measures speed, memory and checkpoints of the run's own model and compares them with the prediction. Checkpoints have
+their real size and are written to where the run will write them; the last one is read back and verified. The layout
+must fit onto one node; the global batch is cut down to it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,30 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from opsd.checkpoints.manifest import CheckpointError, Manifest, folder_of, steps, verify
 from opsd.preflight import drill
-from opsd.preflight.base import Check, Context, CouldNotRunError, Finding, Measure, Measurement, Outcome, Progress
+from opsd.preflight.base import (
+    Check,
+    Context,
+    CouldNotRunError,
+    Finding,
+    Limits,
+    Measure,
+    Measurement,
+    Outcome,
+    Progress,
+)
 from opsd.preflight.base import Verdict as V
+from opsd.preflight.footprint import Footprint
 from opsd.preflight.plan import predict
+from opsd.preflight.storage import CHECKPOINT_SHARE
 from opsd.preflight.training import config_of, devices_of
-from opsd.preflight.units import quantity
+from opsd.preflight.units import duration, quantity
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -30,25 +44,28 @@ if TYPE_CHECKING:
 SAVE_EVERY: Final = 10
 STEPS: Final = 40
 SETTINGS: Final = (
-    f"checkpoint.every={SAVE_EVERY}", "checkpoint.minutes=0", "checkpoint.mttf_hours=0", "evaluation.perplexity={}",
-    "evaluation.cloze={}",
+    f"checkpoint.every={SAVE_EVERY}", "checkpoint.minutes=0", "checkpoint.mttf_hours=0", "checkpoint.keep=1",
+    "evaluation.perplexity={}", "evaluation.cloze={}",
 )  # fmt: skip
 """Evaluating is tried by a check of its own."""
 POLL_S: Final = 0.2
 AS_PREDICTED: Final = 0.7
 """A run that reaches less than this share of the predicted speed has something wrong with it."""
+MEMORY_FACTOR: Final = 1.3
+"""The allocator wastes some of it; a run that needs more than so many times what was predicted is not understood."""
 
 
 def run(context: Context, progress: Progress) -> Outcome:
     """Train under the launcher, kill the last rank once a checkpoint is durable, and look at what becomes of it."""
     config = config_of(context)
     ranks = devices_of(context)
-    with tempfile.TemporaryDirectory(prefix="opsd-drill-", dir=context.local_dir or None) as name:
+    with tempfile.TemporaryDirectory(prefix="opsd-drill-", dir=drill.storage_of(context, config)) as name:
         folder = Path(name)
         process, output = drill.start(context, config, ranks, folder, STEPS, SETTINGS)
         try:
-            killed = _drill(folder, lambda: process.poll() is not None, progress)
-            code = process.wait(timeout=context.seconds * 3)
+            with Footprint(lambda: _pids(folder), context.nvml_library) as footprint:
+                killed = _drill(folder, lambda: process.poll() is not None, progress)
+                code = process.wait(timeout=context.seconds * 3)
         except subprocess.TimeoutExpired:
             raise CouldNotRunError(f"{STEPS} steps did not end in time; see {output}") from None
         finally:
@@ -57,7 +74,12 @@ def run(context: Context, progress: Progress) -> Outcome:
         last = drill.last_line(output)
         if killed is None:
             raise CouldNotRunError(f"the run ended with {code} before a checkpoint was durable: {last}")
-        return _outcome(folder, config, ranks, killed, code, last)
+        outcome = _outcome(folder, config, ranks, killed, code, last)
+        return replace(
+            outcome,
+            measurements=(*outcome.measurements, *_used(footprint)),
+            findings=(*outcome.findings, *too_much(footprint, predict(config, ranks).memory)),
+        )
 
 
 def _drill(folder: Path, ended: Callable[[], bool], progress: Progress) -> float | None:
@@ -82,12 +104,17 @@ def _outcome(folder: Path, config: Config, ranks: int, killed: float, code: int,
     speed = median(line["tokens_per_s"] for line in lines)
     measured = [Measurement("speed", speed), Measurement("resume", resumed - killed)]
     found = list(_slow(speed, config, ranks))
+    began = time.perf_counter()
     try:
         saved = _last_checkpoint(folder)
     except CheckpointError as error:
         found.append(Finding(V.FAIL, f"the last checkpoint cannot be read back: {error}", "look at the storage"))
     else:
-        measured.append(Measurement("checkpoint", sum(file.size for file in saved.files)))
+        size = sum(file.size for file in saved.files)
+        measured += [Measurement("checkpoint", size), Measurement("read", size / (time.perf_counter() - began))]
+        if seconds := _write_seconds(folder):
+            measured.append(Measurement("write", size / seconds))
+            found += too_slow(size, seconds, config, ranks)
     return Outcome(tuple(measured), tuple(found))
 
 
@@ -97,6 +124,45 @@ def _slow(speed: float, config: Config, ranks: int) -> Iterator[Finding]:
         speeds = quantity(speed, "tokens_per_second"), quantity(expected, "tokens_per_second")
         advice = "see `opsd runbook show throughput_drop`"
         yield Finding(V.WARN, f"{speeds[0]} where {speeds[1]} were predicted", advice)
+
+
+def _write_seconds(folder: Path) -> float | None:
+    """Median seconds from the end of a step that saved to a durable checkpoint."""
+    ended = {line["step"]: line["t"] for line in _metrics(folder)}
+    events = [event for event in drill.events(folder) if event["event"] == "checkpoint_committed"]
+    took = [event["t"] - ended[event["step"]] for event in events if event["step"] in ended]
+    return median(positive) if (positive := [seconds for seconds in took if seconds > 0]) else None
+
+
+def too_slow(size: int, seconds: float, config: Config, ranks: int) -> Iterator[Finding]:
+    """A checkpoint of ``size`` bytes that is not durable long before the next one is due."""
+    interval_s = predict(config, ranks).interval_s
+    if interval_s and seconds > CHECKPOINT_SHARE * interval_s:
+        took, due, what = duration(seconds), duration(interval_s), quantity(size, "bytes")
+        verdict = V.FAIL if seconds > interval_s else V.WARN
+        summary = f"a checkpoint of {what} took {took} to be durable, and one is due every {due}"
+        yield Finding(verdict, summary, "save less often, or to faster storage")
+
+
+def _used(footprint: Footprint) -> Iterator[Measurement]:
+    if footprint.taken is not None:
+        yield Measurement("memory", footprint.taken)
+    if footprint.share is not None:
+        yield Measurement("memory_share", footprint.share)
+
+
+def too_much(footprint: Footprint, predicted: float) -> Iterator[Finding]:
+    """More memory of a GPU than the ``predicted`` bytes; a process on the processor has its libraries in memory too."""
+    if footprint.share is not None and footprint.taken and footprint.taken > MEMORY_FACTOR * predicted:
+        sizes = quantity(footprint.taken, "bytes"), quantity(predicted, "bytes")
+        advice = "smaller micro-batches, parallel.recompute, or more devices"
+        yield Finding(V.WARN, f"a GPU took {sizes[0]} where {sizes[1]} were predicted", advice)
+
+
+def _pids(folder: Path) -> list[int]:
+    """The ranks of the newest generation."""
+    started = [event for event in drill.events(folder) if event["event"] == "generation_started"]
+    return [int(rank["pid"]) for rank in started[-1]["ranks"]] if started else []
 
 
 def _last_checkpoint(folder: Path) -> Manifest:
@@ -121,6 +187,10 @@ CHECK = Check(
         Measure("speed", "tokens_per_second", "throughput of this node", "higher", noise=0.1, required=False),
         Measure("resume", "seconds", "kill of a rank to the first new step", "lower", noise=1.0, required=False),
         Measure("checkpoint", "bytes", "size of a checkpoint", required=False),
+        Measure("write", "bytes_per_second", "checkpoint to durable", "higher", noise=0.5, required=False),
+        Measure("read", "bytes_per_second", "checkpoint read and verified", "higher", noise=0.5, required=False),
+        Measure("memory", "bytes", "most memory of a device or rank", required=False),
+        Measure("memory_share", "ratio", "most of a GPU's memory", "lower", Limits(warn=0.95), required=False),
     ),
     needs=frozenset({"exclusive"}),
     advice="read the logs of the ranks",
