@@ -21,6 +21,7 @@ from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarantine, say
 from opsd.preflight.command import preflight as run_preflight
+from opsd.preflight.drill_cli import node_drill
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.files import write_text
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
@@ -217,3 +218,4 @@ def _read_all(paths: Iterable[Path]) -> Iterable[Report]:
 
 preflight.add_command(simulate)
 preflight.add_command(network)
+preflight.add_command(node_drill, "drill")

@@ -1,0 +1,209 @@
+"""A run on several nodes that loses one on the way: training has to go on by itself, on a spare or on those left.
+
+The same command runs on every node at once. Each starts its launcher; the first node watches, names the victim once a
+checkpoint is durable, and judges. The victim kills all that the run has on it, as `opsd chaos kill-node` does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from opsd.agent.actions import ActionError, ask_launcher
+from opsd.preflight import drill
+from opsd.preflight.base import Check, Context, Finding, Measure, Measurement, Outcome, Verdict
+from opsd.preflight.checks.run_steps import SETTINGS
+from opsd.preflight.files import write_text
+from opsd.slurm.hostlist import compress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainer.config import Config
+
+RUN: Final = "preflight-drill"
+STEPS: Final = 1_000_000
+"""More than there is time for: the drill ends the run once it has seen enough."""
+AFTER: Final = 5
+"""Steps that have to be made after the loss."""
+_POLL_S: Final = 0.2
+_STOP_S: Final = 60.0
+
+CHECK: Final = Check(
+    name="run_nodes",
+    title="A node lost in the middle of the run",
+    measures=(
+        Measure("nodes", "", "nodes that trained"),
+        Measure("resume", "seconds", "last sign of the node to the first new step", "lower", noise=1.0, required=False),
+        Measure("lost_steps", "", "steps that had to be made again", required=False),
+    ),
+    needs=frozenset({"network", "exclusive"}),
+    advice="read events.jsonl and the logs in the drill's folder",
+    runbook="node_unreachable",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """The run ``config`` over the nodes ``names``, ``spares`` of which stand by, seen from number ``node`` of them.
+
+    ``folder`` is one that all see, ``memory`` this node's own; ``ranks`` run on each node.
+    """
+
+    context: Context
+    config: Config
+    names: tuple[str, ...]
+    node: int
+    spares: int
+    ranks: int
+    folder: Path
+    memory: Path
+    port: int
+
+    @property
+    def own(self) -> str:
+        """The name of this node."""
+        return self.names[self.node]
+
+    @property
+    def active(self) -> int:
+        """Nodes that train."""
+        return len(self.names) - self.spares
+
+    def batch(self) -> int:
+        """The smallest global batch that divides among all nodes, and among one fewer if there is no spare."""
+        parallel, data = self.config.parallel, self.config.data
+        split = parallel.tp * parallel.pp * parallel.cp
+        counts = [self.active] if self.spares else [self.active, self.active - 1]
+        readers = math.lcm(*(max(1, count * self.ranks // split) for count in counts))
+        return readers * data.micro_batch * parallel.pp
+
+    def command(self) -> list[str]:
+        """The launcher of this node."""
+        nodes = f"{self.active}" if self.spares else f"{self.active - 1}:{self.active}"
+        return [
+            sys.executable, "-P", "-m", "opsd", "launch", f"--nnodes={nodes}", f"--spares={self.spares}",
+            f"--nproc-per-node={self.ranks}", f"--nodes={compress(self.names)}", f"--node-name={self.own}",
+            f"--port={self.port}", f"--run-id={RUN}", f"--run-dir={self.folder}", "--redirects=3",
+            *drill.program(self.context, self.config, self.folder, STEPS, self.batch(), SETTINGS),
+        ]  # fmt: skip
+
+
+class Interrupted(Exception):
+    """The user wants it to end."""
+
+
+@contextmanager
+def launched(this: Drill) -> Iterator[subprocess.Popen[bytes]]:
+    """This node's launcher. It knows of no Slurm job, so that it can neither requeue nor end the one it runs in."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    with (this.folder / f"launcher-{this.own}.log").open("wb") as log:
+        process = subprocess.Popen(
+            this.command(), env={**environment, "OPSD_SHM": str(this.memory)}, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def take_part(this: Drill, stopped: Callable[[], bool]) -> None:
+    """Train until the launcher ends; kill everything of the run on this node if it is the victim."""
+    with launched(this) as process:
+        while process.poll() is None and not stopped():
+            if _victim(this.folder) == this.own:
+                _kill(this)
+                process.wait()
+            time.sleep(_POLL_S)
+
+
+def lead(this: Drill, within_s: float, stopped: Callable[[], bool], say: Callable[[str], None]) -> Outcome:
+    """Train on this node too, have another one killed, and judge. Raises Interrupted."""
+    with launched(this) as process:
+        deadline = time.monotonic() + within_s
+
+        def wait(what: str, happened: Callable[[], Any]) -> Any:
+            say(what)
+            while not (found := happened()):
+                if stopped():
+                    raise Interrupted
+                if time.monotonic() > deadline or process.poll() is not None:
+                    return None
+                time.sleep(_POLL_S)
+            return found
+
+        if not wait("training until a checkpoint is durable", lambda: _committed(this.folder)):
+            last = drill.last_line(this.folder / f"launcher-{this.own}.log")
+            return _failed(this, f"no checkpoint was durable within {within_s:.0f} s: {last}", Verdict.COULD_NOT_RUN)
+        places = _events(this.folder, "generation_started")[-1]["nodes"]
+        victim = next(name for name in reversed(places) if name != this.own)
+        write_text(this.folder / "victim", victim)
+        lost = wait(f"killing {victim}", lambda: _events(this.folder, "node_lost"))
+        resumed = wait("waiting for a new step", lambda: _events(this.folder, "resumed"))
+        enough = resumed and wait(
+            "training on", lambda: _steps(this.folder) and _steps(this.folder)[-1] >= resumed[-1]["step"] + AFTER
+        )
+        _stop(this, process)
+    if not lost or not resumed or not enough:
+        last = drill.last_line(this.folder / f"launcher-{this.own}.log")
+        return _failed(this, f"after {victim} was lost the run did not go on: {last}", Verdict.FAIL)
+    gone = lost[-1]["t"] - lost[-1]["silent_s"]
+    return _went_on(this, victim, resumed[-1], resumed[-1]["t"] - gone)
+
+
+def _went_on(this: Drill, victim: str, resumed: dict[str, Any], seconds: float) -> Outcome:
+    measured = (
+        Measurement("nodes", this.active),
+        Measurement("resume", seconds),
+        Measurement("lost_steps", resumed["lost_steps"]),
+    )
+    places = _events(this.folder, "generation_started")[-1]["nodes"]
+    findings = []
+    if this.spares and len(places) < this.active:
+        summary = f"a spare stood by and did not take the place of {victim}"
+        findings.append(Finding(Verdict.FAIL, summary, "read the spare's log"))
+    return Outcome(measured, tuple(findings), {"lost": victim, "went on with": compress(places)})
+
+
+def _failed(this: Drill, summary: str, verdict: Verdict) -> Outcome:
+    advice = f"read {this.folder}/events.jsonl and the logs beside it"
+    return Outcome((Measurement("nodes", this.active),), (Finding(verdict, summary, advice),))
+
+
+def _kill(this: Drill) -> None:
+    command = [sys.executable, "-P", "-m", "opsd", "chaos", "kill-node", "--run", RUN, "--yes"]
+    subprocess.run(command, env={**os.environ, "OPSD_SHM": str(this.memory)}, check=False, capture_output=True)
+
+
+def _stop(this: Drill, process: subprocess.Popen[bytes]) -> None:
+    """End the run in good order on all nodes."""
+    with suppress(ActionError, subprocess.TimeoutExpired):
+        ask_launcher(this.memory / RUN / "control.sock", {"cmd": "stop"})
+        process.wait(timeout=_STOP_S)
+
+
+def _victim(folder: Path) -> str:
+    with suppress(OSError):
+        return (folder / "victim").read_text(encoding="utf-8")
+    return ""
+
+
+def _events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in drill.lines(folder / "events.jsonl") if event["event"] == kind]
+
+
+def _committed(folder: Path) -> bool:
+    return bool(_events(folder, "checkpoint_committed") and _events(folder, "generation_started"))
+
+
+def _steps(folder: Path) -> Sequence[int]:
+    return [line["step"] for line in drill.lines(folder / "metrics.jsonl")]

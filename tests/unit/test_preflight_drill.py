@@ -1,0 +1,35 @@
+"""`opsd preflight drill`: what is started on each node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from opsd.preflight.base import Context
+from opsd.preflight.node_drill import Drill
+from trainer.config import load
+
+
+def drill(names: tuple[str, ...], spares: int, *overrides: str, ranks: int = 8) -> Drill:
+    config = load("smollm3-3b", ["data.shards=/data", *overrides], environ={})
+    context = Context(names[0], "drill", 0.0, train="smollm3-3b", overrides=overrides)
+    return Drill(context, config, names, 0, spares, ranks, Path("/shared/drill"), Path("/dev/shm/x"), 29555)
+
+
+def test_with_a_spare_it_has_to_take_the_place() -> None:
+    """As many nodes train as before; all launchers know each other."""
+    command = drill(("n1", "n2", "n3"), 1).command()
+    assert {"--nnodes=2", "--spares=1", "--nodes=n[1-3]", "--node-name=n1"} <= {*command}
+
+
+def test_without_a_spare_it_goes_on_with_one_node_fewer() -> None:
+    """At the same global batch, which both numbers of nodes have to divide."""
+    this = drill(("n1", "n2", "n3"), 0, "data.micro_batch=2")
+    assert "--nnodes=2:3" in this.command()
+    readers = [
+        nodes * 8 // (this.config.parallel.tp * this.config.parallel.pp * this.config.parallel.cp) for nodes in (2, 3)
+    ]
+    assert all(this.batch() % (count * 2) == 0 for count in readers)
