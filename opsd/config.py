@@ -74,6 +74,16 @@ class AgentSettings(_Section):
         examples=["/etc/opsd/web.yml"],
         description="File with certificate and passwords in the format of Prometheus' exporters (opsd[web]).",
     )
+    peer_ca_file: AnyPath | None = Field(
+        default=None,
+        examples=["/etc/opsd/ca.crt"],
+        description="Certificates to trust when the page of a job asks the agents of its other nodes over TLS.",
+    )
+    peer_credentials_file: AnyPath | None = Field(
+        default=None,
+        examples=["/etc/opsd/peer-credentials"],
+        description="File with USER:PASSWORD that these agents ask for. Used only with agent.web_config.",
+    )
     interval_s: float = Field(default=1.0, ge=0.05, le=60, description="Seconds between two collections.")
     deadline_s: float = Field(
         default=2.0, gt=0, le=300, description="A collector that takes longer is marked as hung and its series vanish."

@@ -45,6 +45,7 @@ def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) 
 def serve(settings: Settings) -> int:
     """Run the agent until it is told to stop; returns the exit code."""
     from opsd.agent import systemd
+    from opsd.agent.job_nodes import PeerError, job_nodes
     from opsd.agent.logs import configure
     from opsd.agent.page_history import History
     from opsd.agent.server import App, Server
@@ -56,7 +57,8 @@ def serve(settings: Settings) -> int:
     stop = stop_on_signals()
     try:
         web = load_web(settings.agent.web_config) if settings.agent.web_config else WebConfig()
-    except WebConfigError as error:
+        others = job_nodes(settings)
+    except (WebConfigError, PeerError) as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.USAGE
     try:
@@ -73,7 +75,7 @@ def serve(settings: Settings) -> int:
     facts = {"node": settings.agent.node, "mode": settings.policy.mode, "started_at": time.time()}
     history = History()
     stale_s = max(5.0, 3 * settings.agent.interval_s)
-    server.start(App(lambda: loop.snapshot, facts, stale_s=stale_s, history=history))
+    server.start(App(lambda: loop.snapshot, facts, stale_s=stale_s, history=history, job_nodes=others))
     if settings.slurm.enabled:
         carry_out_orders(settings, log, stop)
     log.info("agent started", listen=server.address, **facts)

@@ -86,10 +86,7 @@ COLLECTORS: tuple[tuple[str, Factory], ...] = (
     ("nvml", _nvml),
     ("kmsg", lambda p: KmsgCollector(p.state and p.state / "kmsg.json", ledger=p.xids)),
     ("host", lambda p: HostCollector(mounts=p.settings.host.mounts)),
-    (
-        "infiniband",
-        lambda p: InfinibandCollector(p.settings.infiniband.root, interval_s=p.settings.infiniband.interval_s),
-    ),
+    ("infiniband", _infiniband),
     ("storage", lambda p: StorageCollector(paths=p.paths)),
     ("storage_net", lambda p: StorageNetCollector(interval_s=p.settings.storage_net.interval_s)),
     ("nvme", lambda p: NvmeCollector(interval_s=p.settings.nvme.interval_s)),

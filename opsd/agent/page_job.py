@@ -1,4 +1,4 @@
-"""The page of a job: its runs on this node, their ranks, incidents, speed, and where their time went. Pure."""
+"""The page of a job: its runs and nodes, the ranks here, incidents, speed, and where the time went. Pure."""
 
 from __future__ import annotations
 
@@ -8,36 +8,50 @@ from typing import Final
 
 from collectors.base import RankFact, RunFact
 from opsd.agent.api import newest_first
+from opsd.agent.job_nodes import NodeOfJob, Others, Told
 from opsd.agent.ledgers import Made
 from opsd.agent.loop import Snapshot
 from opsd.agent.page_history import LOSS, TOKENS, History
 from opsd.agent.page_html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.page_parts import MAX_RANKS, incidents, phase_shares, ranks, span
+from opsd.agent.page_parts import MAX_INCIDENTS, MAX_RANKS, TONES, incidents, phase_shares, ranks, span
 
 MFU: Final = "opsd_rank_mfu_ratio"
 GRAD_NORM: Final = "opsd_rank_grad_norm"
 LEARNING_RATE: Final = "opsd_rank_learning_rate"
+
+MAX_NODES: Final = 32
+"""Other nodes that have a line; all of them are in the sums."""
+ALONE: Final = Others(
+    note="Only this node: those of a job are asked where Slurm runs and agent.listen is no loopback address."
+)
+TONES_BY_NAME: Final = {severity.value: tone for severity, tone in TONES.items()}
 
 Values = Mapping[tuple[str, str, str], float]
 """The newest value of a series by its name, the run and the rank."""
 
 
 def job_page(
-    snapshot: Snapshot, history: History, ledger_of: Callable[[RunFact], Made], id: str, node: str, now: float
+    snapshot: Snapshot,
+    history: History,
+    ledger_of: Callable[[RunFact], Made],
+    id: str,
+    node: str,
+    now: float,
+    others_of: Callable[[str], Others] | None = None,
 ) -> bytes | None:
     """The page of the job or run ``id`` as UTF-8, None if none of its runs is on this node.
 
-    ``now`` is the monotonic second of the request.
+    ``now`` is the monotonic second of the request. ``others_of`` tells of a job's other nodes, None if nobody can.
     """
-    runs = [run for run in snapshot.runs if id and id in (run.job, run.run)]
-    if not runs:
+    runs, of_job, names = _of_job(snapshot, id)
+    here = node_of_job(snapshot, id, node, now)
+    if here is None:
         return None
-    names = {id, *(run.run for run in runs), *(run.job for run in runs if run.job)}
-    of_job = [rank for rank in snapshot.ranks if rank.run in names]
     values = _values(snapshot)
     parts = [
         incidents([i for i in newest_first(snapshot) if i.job in names], snapshot.wall),
         *(_run(run, [rank for rank in of_job if rank.run == run.run], values, history) for run in runs),
+        _nodes(here, others_of(runs[0].job) if others_of else ALONE),
         *(_ledger(run, ledger_of(run)) for run in runs),
         ranks(of_job, now),
         _speed(of_job, values),
@@ -48,6 +62,79 @@ def job_page(
         (link("/", "this node"), link("/runbooks/", "runbooks"), link("/api/v1/ranks", "/api/v1/ranks")), " · "
     )
     return document(f"{title} – opsd", header, join(parts), footer)
+
+
+def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob | None:
+    """What this node knows of the job or run ``id`` at the monotonic second ``now``; None if no run of it is here."""
+    runs, ranks, names = _of_job(snapshot, id)
+    if not runs:
+        return None
+    last = [rank.steps[-1] for rank in ranks if rank.steps]
+    tokens = [value for (name, run, _), value in _values(snapshot).items() if name == TOKENS and run in names]
+    live = [rank for rank in ranks if rank.live]
+    current = [i for i in newest_first(snapshot) if i.job in names and i.resolved_at is None and i.cause is None]
+    return NodeOfJob(
+        node=node,
+        state=runs[0].state,
+        generation=runs[0].generation,
+        ranks=len(ranks),
+        live=len(live),
+        step=max((step.step for step in last), default=None),
+        step_s=max((step.duration_s for step in last), default=None),
+        silent_s=max((max(0.0, now - rank.changed) for rank in live), default=None),
+        tokens_per_second=sum(tokens) if tokens else None,
+        incidents=tuple(Told(severity=i.severity.value, summary=i.summary[:200]) for i in current[:MAX_INCIDENTS]),
+    )
+
+
+def _of_job(snapshot: Snapshot, id: str) -> tuple[list[RunFact], list[RankFact], set[str]]:
+    """The runs and ranks of the job or run ``id`` on this node, and all names that it goes by."""
+    runs = [run for run in snapshot.runs if id and id in (run.job, run.run)]
+    names = {id, *(run.run for run in runs), *(run.job for run in runs if run.job)}
+    return runs, [rank for rank in snapshot.ranks if rank.run in names], names
+
+
+def _nodes(here: NodeOfJob, others: Others) -> Html:
+    """A line for each node of the job: those with incidents first, then those that do not answer."""
+    asked = sorted(others.answers, key=lambda answer: (not (answer.told and answer.told.incidents), bool(answer.told)))
+    rows = [
+        _node(h(here.node), here),
+        *(
+            _node(link(f"{answer.url}/", answer.node), answer.told)
+            if answer.told
+            else (link(f"{answer.url}/", answer.node), pill(answer.problem, "warn"), *"–––––", "unknown")
+            for answer in asked[:MAX_NODES]
+        ),
+    ]
+    left = len(asked) - MAX_NODES
+    told = [here, *(answer.told for answer in asked if answer.told)]
+    total = facts(
+        [
+            ("nodes", f"{len(told)} of {1 + len(asked)} answer"),
+            ("ranks alive", f"{sum(node.live for node in told)} of {sum(node.ranks for node in told)}"),
+            ("tokens/s", f"{sum(node.tokens_per_second or 0.0 for node in told):,.0f}"),
+        ]
+    )
+    columns = ("Node", "Run", "Ranks alive", "Step", "Slowest step", "Longest silence", "Tokens/s", "Incidents")
+    more = nothing(f"and {left} more, which have no incident") if left > 0 else Html("")
+    note = nothing(others.note) if others.note else Html("")
+    return card("nodes", "Nodes of the job", join((total, table("Nodes of the job", columns, rows), more, note)))
+
+
+def _node(name: Html, node: NodeOfJob) -> Sequence[object]:
+    told = join(
+        (join((pill(i.severity, TONES_BY_NAME.get(i.severity, "")), i.summary), " ") for i in node.incidents), "; "
+    )
+    return (
+        name,
+        pill(node.state, "good" if node.state == "running" else "warn"),
+        f"{node.live} of {node.ranks}",
+        "–" if node.step is None else node.step,
+        "–" if node.step_s is None else f"{node.step_s:.3f} s",
+        "–" if node.silent_s is None else span(node.silent_s),
+        "–" if node.tokens_per_second is None else f"{node.tokens_per_second:,.0f}",
+        told if node.incidents else "none",
+    )
 
 
 def _values(snapshot: Snapshot) -> Values:

@@ -2,13 +2,14 @@
 
 ========================= ==========================================================================
 ``/``                     this node for people; ``?refresh=5`` loads it again every 5 s
-``/job/ID``               one job, or one run by its name, on this node
+``/job/ID``               one job, or one run by its name: this node, and what the job's other nodes say
 ``/runbooks/NAME``        the page of a runbook or an alert; ``/runbooks/`` lists them
 ``/metrics``              every series, Prometheus text or OpenMetrics
 ``/healthz``              200 while the loop ticks, 503 otherwise
 ``/readyz``               200 once the first collection is done and while the loop ticks
 ``/api/v1/status``        collectors, GPUs, ranks, runs, journal
 ``/api/v1/ranks``         what the rank pages say, recent steps included; ``?job=4242``
+``/api/v1/jobs/ID``       what this node knows of a job, in brief
 ``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: symptoms whole
 ``/api/v1/incidents/ID``  one incident, its symptoms, and past ones like it
 ``/api/v1/statistics``    how incidents went, by kind
@@ -34,13 +35,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from opsd import __version__
 from opsd.agent import api
 from opsd.agent.exposition import Exposition
+from opsd.agent.job_nodes import JobNodes
 from opsd.agent.ledgers import Ledgers
 from opsd.agent.loop import Snapshot
 from opsd.agent.page import REFRESH_S, node_page
 from opsd.agent.page_cache import PageCache
 from opsd.agent.page_history import History
 from opsd.agent.page_html import HEADERS
-from opsd.agent.page_job import job_page
+from opsd.agent.page_job import job_page, node_of_job
 from opsd.agent.page_runbooks import runbook_list, runbook_page
 from opsd.agent.web_config import WebConfig
 
@@ -79,11 +81,13 @@ class App:
         stale_s: float,
         history: History | None = None,
         ledgers: Ledgers | None = None,
+        job_nodes: JobNodes | None = None,
     ) -> None:
         self._latest = latest
         self._facts = facts
         self._history = history or History()
         self._ledgers = ledgers or Ledgers()
+        self._job_nodes = job_nodes
         self._pages = PageCache()
         self._stale_s = stale_s
         self._exposition = Exposition(lambda: latest().samples)
@@ -104,6 +108,8 @@ class App:
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
             return self._incident(request.path.rpartition("/")[2])
+        if request.path.startswith("/api/v1/jobs/"):
+            return self._job_summary(unquote(request.path.rpartition("/")[2]))
         if request.path.startswith("/job/"):
             return self._job(unquote(request.path.removeprefix("/job/")))
         if request.path.startswith("/runbooks/"):
@@ -155,12 +161,20 @@ class App:
 
         return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", HEADERS
 
+    def _job_summary(self, id: str) -> Answer:
+        summary = node_of_job(self._latest(), id, str(self._facts.get("node", "")), time.monotonic())
+        if summary is None:
+            return _problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node")
+        return HTTPStatus.OK, summary.model_dump_json().encode() + b"\n", {"Content-Type": JSON}
+
     def _job(self, id: str) -> Answer:
         latest, now = self._latest(), time.monotonic()
         node = str(self._facts.get("node", ""))
 
         def make() -> bytes | None:
-            return job_page(latest, self._history, self._ledgers.of, id, node, now)
+            return job_page(
+                latest, self._history, self._ledgers.of, id, node, now, self._job_nodes.of if self._job_nodes else None
+            )
 
         body = self._pages.get(id, latest, now, make)
         if body is None:

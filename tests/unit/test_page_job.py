@@ -10,11 +10,13 @@ from typing import Any
 
 from collectors.base import Metric, Sample
 from collectors.ranks import MFU
+from opsd.agent.job_nodes import Answer, NodeOfJob, Others, Told
 from opsd.agent.ledgers import FRESH_S, REST, Ledgers, Made, make_ledger
 from opsd.agent.loop import Snapshot
 from opsd.agent.page_cache import PageCache
 from opsd.agent.page_history import History
-from opsd.agent.page_job import job_page
+from opsd.agent.page_job import job_page, node_of_job
+from opsd.agent.server import App, Request
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.incidents import incident
 from tests.unit.test_page import HOSTILE, Structure, rank, run, snapshot
@@ -40,9 +42,24 @@ def speeds(run: str, ranks: Sequence[int]) -> tuple[Sample, ...]:
     )
 
 
-def page(id: str = "4242", made: Made = MADE, **changes: Any) -> bytes | None:
+def page(id: str = "4242", made: Made = MADE, others: Others | None = None, **changes: Any) -> bytes | None:
     shown = snapshot(samples=(speeds("train", (0, 1)),), **changes)
-    return job_page(shown, History(), lambda _: made, id, "node-17", now=1001.0)
+    return job_page(
+        shown, History(), lambda _: made, id, "node-17", 1001.0, None if others is None else lambda _: others
+    )
+
+
+def told(node: str, **changes: Any) -> Answer:
+    known = {
+        "node": node,
+        "state": "running",
+        "generation": 1,
+        "ranks": 8,
+        "live": 8,
+        "step": 117,
+        "tokens_per_second": 100_000.0,
+    }
+    return Answer(node, f"http://{node}:9477", NodeOfJob.model_validate({**known, **changes}))
 
 
 def test_everything_about_a_job_is_on_it() -> None:
@@ -63,6 +80,51 @@ def test_a_run_has_it_under_its_name_too() -> None:
     assert alone is not None and "run train" in Structure(alone).text
 
 
+def test_all_nodes_of_the_job_are_on_it() -> None:
+    """Those with an incident first, then those that say nothing; the sums are over all that told."""
+    silent = Answer("node-19", "http://node-19:9477", problem="does not answer: timed out")
+    ill = told("node-20", live=7, incidents=(Told(severity="critical", summary="GPU 3 is lost"),))
+    found = page(others=Others((told("node-18"), silent, ill), "10 more are not asked."))
+    assert found is not None
+    text = Structure(found).text
+    for said in ("3 of 4 answer", "17 of 18", "225,000", "timed out", "GPU 3 is lost", "10 more are not asked."):
+        assert said in text
+    assert text.index("node-20") < text.index("node-19") < text.index("node-18")
+    alone = page()
+    assert alone is not None and "Only this node" in Structure(alone).text
+
+
+def test_a_job_of_very_many_nodes_is_still_a_small_page() -> None:
+    """At most 50 KB, with the sums of all of them."""
+    incidents = (Told(severity="warning", summary="x" * 200),)
+    found = page(others=Others(tuple(told(f"node-{number:04d}", incidents=incidents) for number in range(128))))
+    assert found is not None and len(found) <= 50_000
+    assert "and 96 more" in Structure(found).text and "129 of 129" in Structure(found).text
+
+
+def test_a_node_tells_others_what_it_knows_of_a_job() -> None:
+    """In brief: incidents of this job that are not over, and not their symptoms."""
+    known = (
+        incident("a", job="4242", summary="ours"),
+        incident("b", job="7"),
+        incident("c", job="4242", cause="a"),
+        incident("d", job="4242", resolved_at=1.0),
+    )
+    shown = snapshot(samples=(speeds("train", (0, 1)),), incidents=known)
+    brief = node_of_job(shown, "4242", "node-17", 1001.0)
+    assert brief is not None
+    assert (brief.node, brief.state, brief.ranks, brief.live, brief.tokens_per_second) == (
+        "node-17", "running", 2, 2, 25_000.0
+    )  # fmt: skip
+    assert [told.summary for told in brief.incidents] == ["ours"]
+    assert brief.silent_s is not None and brief.step is not None
+    assert node_of_job(shown, "4243", "node-17", 1001.0) is None
+    app = App(lambda: shown, {"node": "node-17"}, stale_s=5.0)
+    status, body, _ = app(Request("/api/v1/jobs/4242", {}))
+    assert (status, NodeOfJob.model_validate_json(body).ranks) == (200, 2)
+    assert app(Request("/api/v1/jobs/4243", {}))[0] == 404
+
+
 def test_without_a_ledger_it_says_why() -> None:
     """The rest of the page is there."""
     found = page(made=Made(None, "events.jsonl: Permission denied"))
@@ -72,8 +134,10 @@ def test_without_a_ledger_it_says_why() -> None:
 def test_what_was_written_into_names_has_no_effect() -> None:
     """Script in names, notes and errors is text."""
     shown = {"runs": [run(HOSTILE, job=HOSTILE)], "ranks": [rank(0, run=HOSTILE, job=HOSTILE)]}
+    hostile = told(HOSTILE, state=HOSTILE[:32], incidents=(Told(severity="bad", summary=HOSTILE),))
+    others = Others((Answer(HOSTILE, HOSTILE, hostile.told), Answer(HOSTILE, HOSTILE, problem=HOSTILE)), HOSTILE)
     for made in (Made(None, HOSTILE), Made({**LEDGER, "buckets": {HOSTILE: 1.0}, "notes": [HOSTILE]})):
-        found = page(HOSTILE, made=made, **shown)
+        found = page(HOSTILE, made=made, others=others, **shown)
         assert found is not None
         assert not {tag for tag, _ in Structure(found).tags} & {"script", "img"}
 

@@ -1,0 +1,221 @@
+"""What the other nodes of a job say of it: their agents are asked when somebody looks at the page of the job.
+
+Which nodes these are is Slurm's word, never that of a run's files, which a user writes. Requests wait for nothing: they
+get what was told last.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from opsd.config import AgentSettings, Settings
+from opsd.slurm.port import SlurmError
+
+FRESH_S: Final = 5.0
+TIMEOUT_S: Final = 2.0
+MAX_NODES: Final = 128
+AT_ONCE: Final = 16
+MAX_ANSWER: Final = 64 << 10
+"""Bytes of one agent's answer."""
+KEPT: Final = 16
+"""Jobs whose nodes are remembered."""
+
+
+class PeerError(Exception):
+    """Settings with which other agents cannot be asked; the message is one sentence for their author."""
+
+
+class Told(BaseModel):
+    """An incident as ``/api/v1/jobs/ID`` lists it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    severity: str = Field(max_length=32)
+    summary: str = Field(max_length=4096)
+
+
+class NodeOfJob(BaseModel):
+    """What one node knows of a job: the answer of ``/api/v1/jobs/ID``.
+
+    ``live`` of the ``ranks`` there have a process. ``step`` is the highest completed one, ``step_s`` the slowest rank's
+    last in seconds, ``silent_s`` the longest time since a rank changed phase or step; None where no rank tells.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str = Field(max_length=256)
+    state: str = Field(max_length=32)
+    generation: int
+    ranks: int
+    live: int
+    step: int | None = None
+    step_s: float | None = None
+    silent_s: float | None = None
+    tokens_per_second: float | None = None
+    incidents: tuple[Told, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the agent of ``node`` told, or why it did not. Its pages are at ``url``."""
+
+    node: str
+    url: str
+    told: NodeOfJob | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The other nodes of a job; ``note`` is what there is to say of all of them."""
+
+    answers: tuple[Answer, ...] = ()
+    note: str = ""
+
+
+class JobNodes:
+    """The other nodes of jobs, as told last. Safe to be used from several threads.
+
+    ``nodes_of`` names the nodes of a job and may raise SlurmError; ``ask`` asks the agent of a node and never raises.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        nodes_of: Callable[[str], Sequence[str]],
+        ask: Callable[[str, str], Answer],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node, self._nodes_of, self._ask, self._clock = node, nodes_of, ask, clock
+        self._told: dict[str, tuple[Others, float]] = {}
+        self._busy: set[str] = set()
+        self._guard = threading.Lock()
+
+    def of(self, job: str) -> Others:
+        """The other nodes of ``job``, not older than some seconds; the first time that they are being asked."""
+        if not job.isascii() or not job.isdigit():
+            return Others(note="A run without a job in Slurm: only this node is known.")
+        with self._guard:
+            others, stale_at = self._told.get(job, (Others(note="The other nodes are being asked."), 0.0))
+            if self._clock() >= stale_at and job not in self._busy:
+                self._busy.add(job)
+                threading.Thread(target=self._renew, args=(job,), name="job-nodes", daemon=True).start()
+        return others
+
+    def _renew(self, job: str) -> None:
+        others = Others(note="The other nodes could not be asked: a bug in opsd.")
+        try:
+            others = self._ask_all(job)
+        except SlurmError as error:
+            others = Others(note=f"Which other nodes the job has is not known: {error}")
+        finally:
+            self._remember(job, others)
+
+    def _remember(self, job: str, others: Others) -> None:
+        with self._guard:
+            self._busy.discard(job)
+            self._told.pop(job, None)
+            self._told[job] = others, self._clock() + FRESH_S
+            while len(self._told) > KEPT:
+                del self._told[next(iter(self._told))]
+
+    def _ask_all(self, job: str) -> Others:
+        nodes = [node for node in self._nodes_of(job) if node != self._node]
+        with ThreadPoolExecutor(AT_ONCE, "job-nodes") as threads:
+            answers = tuple(threads.map(lambda node: self._ask(node, job), nodes[:MAX_NODES]))
+        return Others(answers, f"{len(nodes) - MAX_NODES} more are not asked." if len(nodes) > MAX_NODES else "")
+
+
+class Asker:
+    """Asks agents that are set up like this one: the same port, TLS if this one has it, user and password from a file.
+
+    Raises PeerError if the files that the settings name cannot be used.
+    """
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._port = settings.listen.rpartition(":")[2]
+        self._scheme = "https" if settings.web_config else "http"
+        self._context = _trusting(settings.peer_ca_file) if settings.web_config else None
+        self._headers = _authorization(settings.peer_credentials_file) if settings.web_config else {}
+
+    def __call__(self, node: str, job: str) -> Answer:
+        """What the agent of ``node`` knows of ``job``."""
+        url = f"{self._scheme}://{node}:{self._port}"
+        try:
+            status, body = self._get(node, f"/api/v1/jobs/{job}")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            return Answer(node, url, problem=f"does not answer: {error}")
+        if status == http.client.NOT_FOUND:
+            return Answer(node, url, problem="knows of no run of this job")
+        try:
+            return Answer(node, url, NodeOfJob.model_validate_json(body))
+        except ValidationError:
+            return Answer(node, url, problem=f"answers what is not understood ({status})")
+
+    def _get(self, node: str, path: str) -> tuple[int, bytes]:
+        host = f"{node}:{self._port}"
+        connection = (
+            http.client.HTTPConnection(host, timeout=TIMEOUT_S)
+            if self._context is None
+            else http.client.HTTPSConnection(host, timeout=TIMEOUT_S, context=self._context)
+        )
+        try:
+            connection.request("GET", path, headers=self._headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(MAX_ANSWER)
+        finally:
+            connection.close()
+
+
+def _trusting(file: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as error:
+        raise PeerError(f"agent.peer_ca_file {file} holds no certificates that can be used: {error}") from error
+
+
+def _authorization(file: Path | None) -> dict[str, str]:
+    if file is None:
+        return {}
+    try:
+        user, colon, password = file.read_text(encoding="utf-8").strip().partition(":")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PeerError(f"agent.peer_credentials_file {file} cannot be read: {error}") from error
+    if not (user and colon):
+        raise PeerError(f"agent.peer_credentials_file {file} does not hold USER:PASSWORD")
+    return {"Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
+
+
+def job_nodes(settings: Settings) -> JobNodes | None:
+    """For an agent with these settings; None where it is alone: without Slurm, or on a loopback address.
+
+    Raises PeerError.
+    """
+    from opsd.slurm.connect import choose
+
+    if not settings.slurm.enabled or _is_loopback(settings.agent.listen):
+        return None
+    slurm = cache(lambda: choose().slurm)
+
+    def nodes_of(job: str) -> Sequence[str]:
+        return next((found.nodes for found in slurm().jobs([int(job)])), ())
+
+    return JobNodes(settings.agent.node, nodes_of, Asker(settings.agent))
+
+
+def _is_loopback(listen: str) -> bool:
+    host = listen.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")

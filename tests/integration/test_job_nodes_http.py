@@ -1,0 +1,94 @@
+"""The page of a job from several agents, over real connections."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from opsd.agent.job_nodes import Asker, JobNodes
+from opsd.agent.server import App, Request, Server
+from opsd.agent.web_config import load
+from opsd.config import AgentSettings
+from tests.fakes.agent import SILENT
+from tests.fakes.clock import eventually
+from tests.fakes.incidents import incident
+from tests.integration.test_web_config import HASH, certificate, write
+from tests.unit.test_page import rank, run, snapshot
+from tests.unit.test_page_job import speeds
+
+HOST = "localhost"
+
+
+def application(node: str, **shown: object) -> App:
+    here = snapshot(samples=(speeds("train", (0, 1)),), runs=[run()], ranks=[rank(0), rank(1)], **shown)
+    return App(lambda: here, {"node": node}, stale_s=1e9)
+
+
+def page_of_a_job(asker: Asker, nodes: list[str]) -> str:
+    """As the agent of node-17 shows it, once the other ``nodes`` have been asked."""
+    known = JobNodes("node-17", lambda _job: ["node-17", *nodes], asker)
+    assert eventually(lambda: len(known.of("4242").answers) == len(nodes))
+    here = snapshot(samples=(speeds("train", (0, 1)),), runs=[run()], ranks=[rank(0), rank(1)])
+    app = App(lambda: here, {"node": "node-17"}, stale_s=1e9, job_nodes=known)
+    return app(Request("/job/4242", {}))[1].decode()
+
+
+def test_a_job_is_shown_with_all_its_nodes() -> None:
+    """Ranks and tokens are added up, and an incident elsewhere is seen here, as text whatever is written in it."""
+    server = Server("127.0.0.1:0", SILENT)
+    server.start(application(HOST, incidents=(incident(job="4242", summary="GPU 3 is <b>hot</b>"),)))
+    asker = Asker(AgentSettings(listen=f"0.0.0.0:{server.server_port}"))
+    try:
+        page = page_of_a_job(asker, [HOST, "no-such-node.invalid"])
+    finally:
+        server.close()
+    for said in ("2 of 3 answer", "4 of 4", "50,000", "GPU 3 is &lt;b&gt;hot&lt;/b&gt;", "does not answer"):
+        assert said in page
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_they_are_asked_over_tls_with_a_password(tmp_path: Path) -> None:
+    """With the certificate and the file of the settings, and refused without."""
+    pem, key = certificate(tmp_path)
+    users = f"basic_auth_users: {{agent: '{HASH}'}}\n"
+    web = write(tmp_path, f"tls_server_config: {{cert_file: {pem}, key_file: {key}}}\n{users}")
+    (tmp_path / "credentials").write_text("agent:secret\n")
+    server = Server("127.0.0.1:0", SILENT, load(web))
+    server.start(application(HOST))
+    settings = AgentSettings(listen=f"0.0.0.0:{server.server_port}", web_config=web, peer_ca_file=tmp_path / pem)
+    try:
+        refused = Asker(settings)(HOST, "4242")
+        admitted = Asker(settings.model_copy(update={"peer_credentials_file": tmp_path / "credentials"}))(HOST, "4242")
+    finally:
+        server.close()
+    assert (refused.told, refused.problem) == (None, "answers what is not understood (401)")
+    assert admitted.told is not None and admitted.told.ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "knows of no run of this job"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "answers what is not understood (200)"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n" + b"\xff" * 9, "answers what is not understood (200)"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not answer"),
+    ],
+)
+def test_what_answers_need_not_be_an_agent(answer: bytes, said: str) -> None:
+    """It is a line on the page, and nothing else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        found = Asker(AgentSettings(listen=f"0.0.0.0:{listener.getsockname()[1]}"))("127.0.0.1", "4242")
+    assert found.told is None
+    assert said in found.problem
