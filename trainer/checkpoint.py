@@ -29,9 +29,10 @@ from torch import nn
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.client import PERSIST, Reporter
 from trainer import memory
+from trainer.locks import hold_lock, saving
 from trainer.model import Decoder
 from trainer.optimizer import Optimizer
-from trainer.persist import Plan, hold_lock, saving
+from trainer.persist import Plan
 from trainer.regions import Region, region_of
 from trainer.replica import KEY, Pairing
 from trainer.world import World

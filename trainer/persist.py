@@ -9,11 +9,10 @@ It takes orders, one JSON object a line, on standard input and answers on standa
     {"abandon": STEP}                                   ->  {"state": "abandoned"}
 
 What happens when ranks die. The staged copy is complete, so the process finishes the checkpoint it has in hand and then
-ends; ending is bounded, see ``LIMIT_S``. A rank locks its byte of the file ``.saving`` and shares the lock with its
-persist process, so that the byte is locked as long as either lives. The first rank's process uses the locks to tell a
-part that is still to come from one that never will; the next generation uses them to wait for saves in flight before
-it chooses a checkpoint (``wait_for_saves``). File names carry the attempt, a random number of each start of the run,
-so that parts of two generations never mix. Once a later generation has been claimed (``opsd.checkpoints.lease``)
+ends; ending is bounded, see ``LIMIT_S``. The first rank's process uses the locks that it shares with its rank
+(``trainer.locks``) to tell a part that is still to come from one that never will; the next generation uses them to wait
+for saves in flight before it chooses a checkpoint. File names carry the attempt, a random number of each start of the
+run, so that parts of two generations never mix. Once a later generation has been claimed (``opsd.checkpoints.lease``)
 nothing of an earlier one is committed any more.
 """
 
@@ -27,7 +26,6 @@ import re
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -41,16 +39,14 @@ from typing import Any
 from opsd.checkpoints.lease import Fence
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
 from opsd.checkpoints.retention import AWAITED, prune
+from trainer.locks import POLL_S, locked
 from trainer.memory import Record, checksum, write_record
 from trainer.replica import KEY, Sending, serve
 
-LOCKS = ".saving"
 LIMIT_S = 600
 """A process whose rank has gone ends after this, come what may."""
-POLL_S = 0.02
 _BLOCK = 1 << 24
 _PAGE = mmap.PAGESIZE
-_FLOCK = struct.Struct("@hhqqi0q")  # struct flock of 64-bit Linux (fcntl(2)): type, whence, start, length, pid
 _PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
 
 
@@ -58,7 +54,7 @@ _PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
 class Plan:
     """What a persist process needs to know.
 
-    ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` that of ``hold_lock``,
+    ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` what ``hold_lock`` gave,
     ``shared`` the folder in shared memory in which the staged file lies, if it does. Besides the newest ``keep``
     checkpoints those of every ``every``-th step are kept, and those that have yet to be uploaded to ``remote`` or
     ``evaluated``. Without ``writers`` every rank writes a file; who does not has nothing that the others have not.
@@ -154,36 +150,6 @@ def main() -> None:
                     upload = _upload(plan, upload)
         if upload is not None:
             upload.wait()
-
-
-def hold_lock(root: Path, rank: int) -> int:
-    """A descriptor that locks the byte of ``rank`` for as long as any process has it open.
-
-    Not to get the lock (a hung process of an earlier start has it, or the file system has no locks) only means that
-    a save is given up early if the ranks die.
-    """
-    locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    with suppress(OSError):
-        fcntl.fcntl(locks, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0))
-    return locks
-
-
-def saving(root: Path, rank: int) -> bool:
-    """Whether ``rank`` of an earlier start of the run, or its persist process, is still alive."""
-    locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        return _locked(locks, rank, 1)
-    finally:
-        os.close(locks)
-
-
-def _locked(locks: int, start: int, length: int) -> bool:
-    """Whether somebody else has a lock in the range; a ``length`` of 0 is without end."""
-    try:
-        answer = fcntl.fcntl(locks, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
-    except OSError:
-        return False
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _declare(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any]) -> Record:
@@ -299,24 +265,10 @@ def parts_of(folder: Path, attempt: str) -> dict[int, FileEntry]:
     return parts
 
 
-def wait_for_saves(root: Path, timeout_s: float) -> bool:
-    """Wait until no rank or persist process has a lock in ``root``. False if one still has after ``timeout_s``."""
-    locks = os.open(root / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    deadline = time.monotonic() + timeout_s
-    try:
-        while _locked(locks, 0, 0):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
-    finally:
-        os.close(locks)
-
-
 def _gather(folder: Path, plan: Plan, orders: Orders) -> tuple[FileEntry, ...]:
     while True:
         # Locks before files: a process may finish its part and end in between.
-        gone = {rank for rank in plan.parts if rank and orders.closed and not _locked(plan.locks, rank, 1)}
+        gone = {rank for rank in plan.parts if rank and orders.closed and not locked(plan.locks, rank, 1)}
         parts = parts_of(folder, plan.attempt)
         if len(parts) == len(plan.parts):
             return tuple(parts[rank] for rank in plan.parts)

@@ -31,7 +31,7 @@ from trainer import memory
 from trainer.checkpoint import State, StateFile
 from trainer.config import ConfigError
 from trainer.exchange import carry_out, moves, newest_whole, survey
-from trainer.persist import wait_for_saves
+from trainer.locks import wait_for_saves
 from trainer.regions import Region
 from trainer.world import World
 

@@ -33,7 +33,8 @@ from opsd.checkpoints.manifest import (
     verify,
 )
 from trainer.checkpoint import State, file_layout
-from trainer.persist import LOCKS, Plan, hold_lock, wait_for_saves
+from trainer.locks import LOCKS, hold_lock, wait_for_saves
+from trainer.persist import Plan
 from trainer.regions import Region
 from trainer.restore import load
 
