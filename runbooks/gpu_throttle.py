@@ -19,8 +19,9 @@ THROTTLED = "opsd_gpu_throttle_seconds_total"
 CLOCK = "DCGM_FI_DEV_SM_CLOCK"
 
 SHORT_S, SHORT_LIMIT_S = 6.0, 3.0
-LONG_S, LONG_LIMIT_S = 30.0, 9.0
-"""A throttle is half of the last 6 s or 30 % of the last 30 s; a single wild sample adds one second at most."""
+VIEWS = ((SHORT_S, SHORT_LIMIT_S), (10.0, 3.5), (30.0, 9.0))
+"""A throttle is half of the last 6 s, 35 % of the last 10 s or 30 % of the last 30 s, shown by the first view that has
+one; a single wild sample adds one second at most."""
 
 QUIET_S = 5.0
 CUT, BELOW_DRAW, LOWEST = 0.85, 0.95, 0.6
@@ -46,10 +47,12 @@ def _counters(view: View) -> dict[str, dict[str, Series]]:
 
 
 def _throttles(counters: Mapping[str, Series]) -> list[str]:
-    """The reasons that hold the GPU back now, or have for a good part of the last half minute."""
-    lately = {reason: spent for reason, series in counters.items() if (spent := seconds_spent(series, LONG_S)) > 0}
-    now = [reason for reason in lately if seconds_spent(counters[reason], SHORT_S) >= SHORT_LIMIT_S]
-    return now or [reason for reason, spent in lately.items() if spent >= LONG_LIMIT_S]
+    """The reasons that hold the GPU back, by the shortest of ``VIEWS`` that has any."""
+    moved = {reason: series for reason, series in counters.items() if seconds_spent(series, VIEWS[-1][0]) > 0}
+    for seconds, limit_s in VIEWS:
+        if reasons := [reason for reason, series in moved.items() if seconds_spent(series, seconds) >= limit_s]:
+            return reasons
+    return []
 
 
 def _detect(view: View) -> Iterator[Finding]:
