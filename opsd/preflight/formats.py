@@ -83,7 +83,7 @@ def markdown(report: Report) -> str:
     for result in report.results:
         measured = "; ".join(headlines(result)) or result.reason
         verdict = result.verdict.value.replace("_", " ")
-        lines.append(f"| {result.check} | {verdict} | {_cell(measured)} | {duration(result.seconds)} |")
+        lines.append(f"| {result.check} | {verdict} | {_cell(measured)} | {duration(round(result.seconds, 1))} |")
     problems = [_cell(text) for r in report.results if r.verdict is not Verdict.NOT_APPLICABLE for text in r.sentences]
     if problems:
         lines += ["", *(f"- {text}" for text in problems)]

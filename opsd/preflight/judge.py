@@ -199,5 +199,7 @@ def _name(measure: Measure, subject: str) -> str:
 
 def _distance(number: float, bound: _Bound, measure: Measure) -> str:
     side = "below" if measure.better == "higher" else "above"
-    share = f"{abs(number - bound.normal) / abs(bound.normal):.0%} {side}" if bound.normal else side
+    # A share of a share ("81% above 50%") is read as something else than it is.
+    relative = bound.normal and measure.unit != "ratio"
+    share = f"{abs(number - bound.normal) / abs(bound.normal):.0%} {side}" if relative else side
     return f"{share} {bound.label} {quantity(bound.normal, measure.unit)}"

@@ -84,7 +84,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """Ask the process to end, which removes its temporary files; then kill it and every process of its session."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, TimeoutError):
-            process.terminate()
+            os.kill(process.pid, signal.SIGTERM)  # process.terminate() would reap it behind asyncio's back
             async with asyncio.timeout(_TIDY_S):
                 await process.wait()
     leftovers = [*_session(process.pid)]

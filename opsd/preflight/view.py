@@ -49,7 +49,7 @@ class LiveView:
     def finished(self, result: Result) -> None:
         for key in [key for key in self._tasks if key[0] == result.check]:
             self._progress.remove_task(self._tasks.pop(key))
-        if not self.brief or result.failed:
+        if _worth_a_line(result, self.brief):
             self._progress.console.print(line(result))
 
 
@@ -67,11 +67,16 @@ class PlainView:
         """Nothing: a log needs no line for that."""
 
     def finished(self, result: Result) -> None:
-        if not self.brief or result.failed:
+        if _worth_a_line(result, self.brief):
             self._console.print(line(result))
 
 
 View = LiveView | PlainView
+
+
+def _worth_a_line(result: Result, brief: bool) -> bool:
+    """What does not apply is summed up at the end."""
+    return result.failed or not (brief or result.verdict is Verdict.NOT_APPLICABLE)
 
 
 @contextmanager
@@ -105,13 +110,18 @@ def show(report: Report, console: Console) -> None:
     for result in report.results:
         if result.verdict in (Verdict.FAIL, Verdict.COULD_NOT_RUN, Verdict.WARN):
             for sentence in result.sentences:
-                console.print(f"{_STYLES[result.verdict]} {escape(sentence)}", highlight=False, soft_wrap=True)
+                _say(console, f"{_STYLES[result.verdict]} {escape(sentence)}")
             if result.failed and result.log:
-                console.print(f"     [dim]its output: {escape(result.log)}[/]", highlight=False, soft_wrap=True)
+                _say(console, f"     [dim]its output: {escape(result.log)}[/]")
     color = "green" if report.passed else "bold red"
     console.print(
         f"[{color}]{escape(report.summary)}, {duration(round(report.ended - report.started))}[/]", highlight=False
     )
+
+
+def _say(console: Console, sentence: str) -> None:
+    """A sentence in rich's markup: wrapped between words on a terminal, one line in a log, where it is searched for."""
+    console.print(sentence, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _absent(report: Report, console: Console) -> None:
@@ -120,6 +130,4 @@ def _absent(report: Report, console: Console) -> None:
         if result.verdict is Verdict.NOT_APPLICABLE:
             reasons.setdefault(result.reason, []).append(result.check)
     for reason, checks in reasons.items():
-        console.print(
-            f"[dim]not applicable ({escape(reason)}): {', '.join(checks)}[/]", highlight=False, soft_wrap=True
-        )
+        _say(console, f"[dim]not applicable ({escape(reason)}): {', '.join(checks)}[/]")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -158,6 +159,38 @@ def test_ctrl_c_while_checks_run_side_by_side(environment: dict[str, str], tmp_p
     assert code == 3
     assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in children))
     assert Report.from_json(target.read_bytes()).interrupted
+
+
+def test_ctrl_c_while_the_report_is_written_leaves_a_whole_one(environment: dict[str, str], tmp_path: Path):
+    """All that was to be measured has been; it goes into a pipe here that nobody reads yet, and the verdict stands."""
+    pipe = tmp_path / "report.json"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-m", "opsd", "preflight", "--only", "numa", "--json", str(pipe)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any("passed preflight" in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    assert not Report.from_json(pipe.read_bytes()).interrupted
+    assert process.wait(timeout=60) == 0
+
+
+def test_ctrl_c_before_anything_was_started_is_exit_3(environment: dict[str, str], tmp_path: Path):
+    """While the configuration is read, here from a pipe into which nobody writes."""
+    os.mkfifo(tmp_path / "slow.toml")
+    command = [sys.executable, "-m", "opsd", "preflight", "--config", str(tmp_path / "slow.toml")]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    writer: list[int] = []
+
+    def is_read() -> bool:
+        with suppress(OSError):  # ENXIO until there is a reader
+            writer.append(os.open(tmp_path / "slow.toml", os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writer)
+
+    assert eventually(is_read, within_s=60)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 3
+    os.close(writer[0])
+    assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
 def test_a_burn_in_that_was_killed_goes_on_where_it_was(environment: dict[str, str], tmp_path: Path):

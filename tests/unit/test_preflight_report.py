@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import resource
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +17,7 @@ from rich.console import Console
 
 from opsd.preflight import formats, view
 from opsd.preflight.base import Finding, Verdict
+from opsd.preflight.files import write_text
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.units import quantity
 from tests.fakes.preflight_reports import ABSENT, CLOCK, DISK, GEMM, VERSIONS, report
@@ -143,3 +146,29 @@ def test_the_page_a_person_sees_needs_no_explanation():
 def test_quantities_are_written_as_people_say_them(value: float, unit: str, text: str):
     """Three digits and a prefix."""
     assert quantity(value, unit) == text
+
+
+def test_a_report_that_does_not_fit_leaves_the_old_one_as_it_was(tmp_path: Path):
+    """As on a full disk: nobody reads half a report, and no draft is left."""
+    target = tmp_path / "report.json"
+    write_text(target, "old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_text(target, "a new and longer one")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert target.read_text(encoding="utf-8") == "old"
+    assert [*tmp_path.iterdir()] == [target]
+
+
+def test_a_line_comes_up_for_what_ran_and_in_later_rounds_only_for_what_failed():
+    """What does not apply is summed up at the end; a burn-in of days does not fill the screen with passes."""
+    out = io.StringIO()
+    plain = view.PlainView(Console(file=out, width=200))
+    for plain.brief in (False, True):
+        for result in ALL.results:
+            plain.finished(result)
+    first = ["FAIL GPU burn 12.5 s", "warn Clock 0 s", "could not run Storage 0 s", "pass Versions 0 s"]
+    assert out.getvalue().splitlines() == [*first, "FAIL GPU burn 12.5 s", "could not run Storage 0 s"]
