@@ -44,10 +44,15 @@ class Result:
     @property
     def sentences(self) -> list[str]:
         """What is not as it should be, worst first: what, how far from normal, what to do."""
+        return [sentence for _, sentence in self.problems]
+
+    @property
+    def problems(self) -> list[tuple[Verdict, str]]:
+        """The sentences, each with its own verdict."""
         runbook = f"see `opsd runbook show {self.runbook}`" if self.runbook else ""
         if self.reason:
-            return [_sentence(f"{self.title}: {self.reason}", runbook if self.failed else "")]
-        return [_sentence(f"{self.title}: {f.summary}", f.advice, runbook) for f in self.findings]
+            return [(self.verdict, _sentence(f"{self.title}: {self.reason}", runbook if self.failed else ""))]
+        return [(f.verdict, _sentence(f"{self.title}: {f.summary}", f.advice, runbook)) for f in self.findings]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ _STYLES: Final = {
     Verdict.COULD_NOT_RUN: "[bold red]could not run[/]",
     Verdict.NOT_APPLICABLE: "[dim]not applicable[/]",
 }
-_PHRASES: Final = 3
+_PHRASES: Final = 6
 
 
 class LiveView:
@@ -109,8 +109,8 @@ def show(report: Report, console: Console) -> None:
     _absent(report, console)
     for result in report.results:
         if result.verdict in (Verdict.FAIL, Verdict.COULD_NOT_RUN, Verdict.WARN):
-            for sentence in result.sentences:
-                _say(console, f"{_STYLES[result.verdict]} {escape(sentence)}")
+            for verdict, sentence in result.problems:
+                _say(console, f"{_STYLES[verdict]} {escape(sentence)}")
             if result.failed and result.log:
                 _say(console, f"     [dim]its output: {escape(result.log)}[/]")
     color = "green" if report.passed else "bold red"

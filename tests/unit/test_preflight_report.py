@@ -172,3 +172,12 @@ def test_a_line_comes_up_for_what_ran_and_in_later_rounds_only_for_what_failed()
             plain.finished(result)
     first = ["FAIL GPU burn 12.5 s", "warn Clock 0 s", "could not run Storage 0 s", "pass Versions 0 s"]
     assert out.getvalue().splitlines() == [*first, "FAIL GPU burn 12.5 s", "could not run Storage 0 s"]
+
+
+def test_each_sentence_has_its_own_verdict():
+    """A warning beside a failure of the same check is still a warning."""
+    both = replace(GEMM, findings=(*GEMM.findings, Finding(Verdict.WARN, "GPU 0 is warm")))
+    assert [verdict for verdict, _ in both.problems] == [Verdict.FAIL, Verdict.WARN]
+    out = io.StringIO()
+    view.show(report(both), Console(file=out, width=200))
+    assert "\nwarn GPU burn: GPU 0 is warm" in out.getvalue()

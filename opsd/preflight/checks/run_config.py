@@ -54,7 +54,7 @@ def _predicted(name: str, unit: str, text: str) -> Measure:
 
 CHECK = Check(
     name="run_config",
-    title="Configuration of the run",
+    title="Configuration of the run, and what it will take",
     run=run,
     seconds=dict.fromkeys(("quick", "standard", "burn-in"), 2),
     measures=(
