@@ -68,6 +68,7 @@ class Responder:
         """Allow for a step of the wall clock."""
         self._book = incidents.shifted(self._book, seconds)
         self._started_at += seconds
+        self._history = [replace(past, at=past.at + seconds) for past in self._history]
 
     def respond(self, view: View) -> None:
         """One tick: take in what ``view`` shows and do what is to be done about it."""

@@ -224,6 +224,25 @@ def test_a_step_of_the_clock_opens_and_closes_nothing(tmp_path: Path, trouble: T
     assert [a["outcome"] for a in agent.responder.current[0].actions] == ["recommended"]
 
 
+@pytest.mark.parametrize("step", [3600, -3600])
+def test_a_step_of_the_clock_ends_no_cool_down_and_makes_none_longer(
+    tmp_path: Path, trouble: Trouble, step: float
+) -> None:
+    """What was done a minute ago was done a minute ago, whatever the wall clock says since."""
+    agent = trouble.agent(tmp_path, limits=Limits(cooldown_s=100))
+    trouble.on = True
+    settle(agent, State.RESOLVED)
+    agent.clock.wall_now += step
+    agent.tick(5)
+    trouble.on = True
+    agent.tick(5)
+    assert [a["outcome"] for i in agent.responder.current for a in i.actions][-1:] == ["refused"]
+    assert trouble.limits == [(0, 500.0)]
+    agent.clock.advance(100)
+    settle(agent, State.RESOLVED)
+    assert trouble.limits == [(0, 500.0)] * 2
+
+
 def test_listeners_hear_of_every_change(tmp_path: Path, trouble: Trouble) -> None:
     """Opened, verifying and resolved reach whoever announces them; acting is the agent's own doing and is not told."""
     heard: list[State] = []
