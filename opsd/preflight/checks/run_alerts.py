@@ -199,5 +199,4 @@ CHECK = Check(
     ),
     needs=frozenset({"network"}),
     advice="amtool config routes test shows who is told of what",
-    runbook="collector_blind",
 )
