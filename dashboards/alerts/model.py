@@ -26,8 +26,13 @@ _MATCHERS: Mapping[Scope, tuple[str, str]] = {
     "node": ("{instance=%q}", " $labels.instance"),
     "run": ("{cluster=%q, run=%q}", " $labels.cluster $labels.run"),
 }
-_ANY_AGENT = '{{ with query "up{job=\\"opsd\\"} == 1" }}http://{{ . | first | label "instance" }}{{ end }}'
-"""The address of an agent that lives: every agent has every page."""
+_ANY_AGENT = (
+    '{{ with query "up{job=\\"opsd\\"} == 1" }}http://{{ . | first | label "instance" }}'
+    "{{ else }}http://localhost:9477{{ end }}"
+)
+"""The address of an agent that lives: every agent has every page. Without any, that of the reader's own machine."""
+_REMEMBERED = "15m"
+"""How long after its last scrape the jobs of a silent agent are still named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,10 @@ class Alert:
         if self.scope == "cluster":
             return {"cost": self.cost} if self.cost else {}
         matcher, arguments = _MATCHERS[self.scope]
-        jobs = f"count by (job_id) (opsd_gpu_job_info and on (job_id) opsd_gpu_job_info{matcher})"
+        every, hit = "opsd_gpu_job_info", f"opsd_gpu_job_info{matcher}"
+        if not self.agent_lives:
+            every, hit = (f"last_over_time({series}[{_REMEMBERED}])" for series in (every, hit))
+        jobs = f"count by (job_id) ({every} and on (job_id) {hit})"
         found = f'{{{{ range $i, $job := query (printf "{jobs}"{arguments}) }}}}{{{{ if $i }}}}, {{{{ end }}}}'
         held = (
             "{{ $job.Value }} GPUs of job {{ $job.Labels.job_id }} wait or go at this pace: "

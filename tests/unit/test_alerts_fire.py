@@ -109,14 +109,32 @@ def test_a_test_that_does_not_hold_is_noticed(tmp_path: Path) -> None:
     assert "GpuLost" in promtool(tmp_path, wrong)
 
 
+def message_group(name: str, series: Series, labels: dict[str, str], message: dict[str, str]) -> dict[str, object]:
+    """A test of promtool: after ten minutes the alert has these labels and annotations."""
+    return {
+        "interval": "15s",
+        "input_series": [{"series": key, "values": values} for key, values in series.items()],
+        "alert_rule_test": [
+            {
+                "eval_time": "10m",
+                "alertname": name,
+                "exp_alerts": [{"exp_labels": labels, "exp_annotations": message}],
+            }
+        ],
+    }
+
+
+INFO = 'opsd_gpu_job_info{{instance="{}",gpu="{}",job_id="4242",rank="{}"}}'
+INSTANCE = "node-17:9477"
+
+
 def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None:
     """As Alertmanager gets it, for an alert about a GPU on which a job of three GPUs works."""
-    info = 'opsd_gpu_job_info{{instance="{}",gpu="{}",job_id="4242",rank="{}"}}'
     series = {
         f"opsd_gpu_up{{{GPU}}}": "0x50",
-        info.format("node-17:9477", 3, 0): "1x50",
-        info.format("node-17:9477", 4, 1): "1x50",
-        info.format("node-18:9477", 0, 2): "1x50",
+        INFO.format(INSTANCE, 3, 0): "1x50",
+        INFO.format(INSTANCE, 4, 1): "1x50",
+        INFO.format("node-18:9477", 0, 2): "1x50",
     }
     message = {
         "summary": "GPU 3 of node-17:9477 is lost",
@@ -128,16 +146,25 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         "next_step": "on node-17: opsd incidents; opsd runbook show gpu_lost",
         "runbook_url": "http://node-17:9477/runbooks/gpu_lost",
     }
-    labels = {"instance": "node-17:9477", "gpu": "3", "severity": "critical"}
-    group = {
-        "interval": "15s",
-        "input_series": [{"series": key, "values": values} for key, values in series.items()],
-        "alert_rule_test": [
-            {
-                "eval_time": "10m",
-                "alertname": "GpuLost",
-                "exp_alerts": [{"exp_labels": labels, "exp_annotations": message}],
-            }
-        ],
+    labels = {"instance": INSTANCE, "gpu": "3", "severity": "critical"}
+    assert promtool(tmp_path, [message_group("GpuLost", series, labels, message)]) == ""
+
+
+def test_a_node_that_is_down_still_names_its_job(tmp_path: Path) -> None:
+    """Its series ended with its agent; the page is that of an agent that lives, or where none does of one's own."""
+    message = {
+        "summary": "The agent of node-17:9477 does not answer",
+        "description": "The node, its network or the agent is down; nothing is known of its GPUs.",
+        "node": "node-17",
+        "job": "4242",
+        "cost": "1 GPUs of job 4242 wait or go at this pace: up to 1 GPU-hours an hour",
+        "next_step": "opsd runbook show agent_silent",
     }
-    assert promtool(tmp_path, [group]) == ""
+    down = {f'up{{{NODE},job="opsd"}}': "1x20 0x50", INFO.format(INSTANCE, 3, 0): "1x20 stale"}
+    other = {'up{instance="node-18:9477",job="opsd"}': "1x70"}
+    labels = {"instance": INSTANCE, "job": "opsd", "severity": "critical"}
+    tests = [
+        message_group("AgentSilent", series, labels, {**message, "runbook_url": f"http://{host}/runbooks/agent_silent"})
+        for series, host in (({**down, **other}, "node-18:9477"), (down, "localhost:9477"))
+    ]
+    assert promtool(tmp_path, tests) == ""
