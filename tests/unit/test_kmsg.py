@@ -226,6 +226,19 @@ def test_a_flood_is_read_in_bounded_portions(node: Node) -> None:
     assert values(readings[-1], "opsd_xid_total")[GPU, "31"] == 2500
 
 
+def test_ten_thousand_records_a_second_are_kept_up_with(node: Node) -> None:
+    """A collection reads what such a flood brings in a second, and finds the one line that matters in it."""
+    agent = node.agent()
+    read(agent)
+    for second in range(2):
+        for number in range(9_999):
+            node.say(f"usb 1-1: reset high-speed USB device number {number}")
+        node.say(XID_79)
+        reading = read(agent)
+        assert codes(reading) == [79]
+        assert values(reading, "opsd_kmsg_records_total")[()] == 10_000 * (second + 1)
+
+
 def test_too_many_different_events_are_cut_and_counted(node: Node) -> None:
     """No collection returns more events than it may; the others are counted, as kinds and as crowded out."""
     agent = node.agent(max_events=5)
