@@ -1,4 +1,7 @@
-"""``opsd bench recovery``: steps lost when a rank of the included trainer is killed, and on SIGTERM."""
+"""``opsd bench recovery``: steps lost when a rank of the included trainer is killed, and on SIGTERM.
+
+Afterwards the same run is done once more with nothing happening to it, and all losses are compared bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.bench.restart import BenchError
-from opsd.client import PageError, read_page
+from opsd.client import PageError, RankPage, read_page
 from opsd.demo.text import copy_text
 
-KILLS, STOPS = 6, 2
-EVERY = 10
+KILLS, STOPS = 50, 2
+EVERY = 5
 RANKS = 2
 LIMIT_S = 120.0
 TEXT_BYTES = 400_000
@@ -30,21 +33,26 @@ NEVER = 100_000
 def run(kills: int = KILLS, stops: int = STOPS) -> dict[str, float | int | str]:
     """Kill a rank at ``kills`` random moments, then stop the run ``stops`` times by SIGTERM and start it again.
 
-    A step is lost if it has to be done once more. There is no peer: torchrun alone keeps no state. Raises BenchError.
+    Every other kill comes right after a save has begun; ``ours_kills_into_saves`` are those that left one unfinished.
+    A step is lost if it has to be done once more. ``ours_losses_different`` counts the lines of metrics.jsonl, those of
+    steps done twice included, whose loss is not that of the undisturbed run to the last bit. There is no peer: torchrun
+    alone keeps no state. Raises BenchError.
     """
     with tempfile.TemporaryDirectory(prefix="opsd-bench-") as name:
         folder = Path(name)
-        copy_text(folder / "text", TEXT_BYTES)
-        data = [sys.executable, "-m", "trainer.data", str(folder / "text"), "--out", str(folder / "shards")]
-        made = subprocess.run(data, capture_output=True, text=True, check=False)
-        if made.returncode != 0:
-            raise BenchError(f"no token shards: {made.stderr.strip()[-500:]}")
-        training = Training(folder)
-        lost = [training.kill() for _ in range(kills)]
+        make_shards(folder)
+        training = Training(folder, "disturbed")
+        lost = [training.kill(into_save=number % 2 == 1) for number in range(kills)]
         stopped = [training.stop_and_resume() for _ in range(stops)]
         training.end()
+        losses = training.losses()
+        undisturbed = dict(Training(folder, "undisturbed", steps=max(step for step, _ in losses)).finish())
     return {
         "ours_checkpoint_every_steps": EVERY,
+        "ours_kills_resumed": len(lost),
+        "ours_kills_into_saves": training.into_saves,
+        "ours_losses_compared": len(losses),
+        "ours_losses_different": sum(undisturbed[step] != loss for step, loss in losses),
         "ours_kill_lost_steps_max": max(lost),
         "ours_kill_lost_steps_mean": sum(lost) / len(lost),
         "ours_sigterm_lost_steps_max": max(stopped),
@@ -53,23 +61,39 @@ def run(kills: int = KILLS, stops: int = STOPS) -> dict[str, float | int | str]:
     }
 
 
+def make_shards(folder: Path) -> Path:
+    """Token shards for the tiny preset, of the standard library's text. Raises BenchError."""
+    copy_text(folder / "text", TEXT_BYTES)
+    data = [sys.executable, "-m", "trainer.data", str(folder / "text"), "--out", str(folder / "shards")]
+    made = subprocess.run(data, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise BenchError(f"no token shards: {made.stderr.strip()[-500:]}")
+    return folder / "shards"
+
+
 class Training:
     """The tiny preset on two ranks under ``opsd launch``, checkpointed every ``EVERY`` steps."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._events = folder / "run" / "events.jsonl"
+    def __init__(self, folder: Path, name: str, steps: int = NEVER) -> None:
+        self._folder, self._name, self._last = folder, name, steps
+        self._events = folder / name / "events.jsonl"
         self._random = random.Random(1)
         self._process = self._launch()
+        self.into_saves = 0
+        """Kills after which a checkpoint that had been begun was not there."""
 
-    def kill(self) -> int:
+    def kill(self, *, into_save: bool) -> int:
         """SIGKILL a random rank at a random moment once a checkpoint is committed; the steps lost."""
         self._until(lambda: bool(self._seen("checkpoint_committed")))
         resumed = len(self._seen("resumed"))
-        time.sleep(self._random.uniform(1.0, 3.0))
-        rank = self._random.randrange(RANKS)
-        os.kill(self._pid(rank), signal.SIGKILL)
+        time.sleep(self._random.uniform(0.0, 1.5))
+        if into_save:
+            save = self._page(0).steps[-1].step // EVERY * EVERY + EVERY
+            self._until(lambda: self._page(0).steps[-1].step >= save, poll_s=0.001)
+        page = self._page(self._random.randrange(RANKS))
+        os.kill(page.pid, signal.SIGKILL)
         self._until(lambda: len(self._seen("resumed")) > resumed)
+        self.into_saves += page.steps[-1].step // EVERY * EVERY > (page.committed_step or 0)
         return int(self._seen("resumed")[-1]["lost_steps"])
 
     def stop_and_resume(self) -> int:
@@ -89,10 +113,23 @@ class Training:
         self._process.send_signal(signal.SIGINT)
         self._process.wait(timeout=LIMIT_S)
 
+    def finish(self) -> list[tuple[int, float]]:
+        """Let the run come to its end; its losses."""
+        if code := self._process.wait():
+            raise BenchError(f"the undisturbed run ended with {code}:\n{self._output()}")
+        return self.losses()
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Step and loss of every whole line of the metrics."""
+        lines = (self._folder / self._name / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [(int(line["step"]), float(line["loss"])) for line in found]
+
     def _launch(self) -> subprocess.Popen[bytes]:
         settings = {
             "data.shards": self._folder / "shards",
-            "run.steps": NEVER,
+            "run.steps": self._last,
+            "data.sequence": 64,
             "schedule.decay_start": NEVER - 1,
             "schedule.decay_end": NEVER,
             "checkpoint.every": EVERY,
@@ -105,8 +142,9 @@ class Training:
             "--standalone",
             f"--nproc-per-node={RANKS}",
             "--same-failures=0",
+            f"--max-restarts={NEVER}",
         ]
-        where = ["--run-id=recovery", f"--run-dir={self._folder / 'run'}", "-m", "trainer", "tiny"]
+        where = [f"--run-id={self._name}", f"--run-dir={self._folder / self._name}", "-m", "trainer", "tiny"]
         with (self._folder / "output").open("ab") as output:
             return subprocess.Popen(
                 [*launch, *where, *(f"--set={key}={value}" for key, value in settings.items())],
@@ -122,21 +160,23 @@ class Training:
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
     def _steps(self) -> list[int]:
-        lines = (self._folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        return [int(json.loads(line)["step"]) for line in lines if line.endswith("\n")]
+        return [step for step, _ in self.losses()]
 
-    def _pid(self, rank: int) -> int:
-        return read_page(self._folder / "shm" / "recovery" / f"rank-{rank:04d}.page").pid
+    def _page(self, rank: int) -> RankPage:
+        return read_page(self._folder / "shm" / self._name / f"rank-{rank:04d}.page")
 
-    def _until(self, condition: Callable[[], bool]) -> None:
+    def _output(self) -> str:
+        return (self._folder / "output").read_text(errors="replace")[-800:]
+
+    def _until(self, condition: Callable[[], bool], poll_s: float = 0.05) -> None:
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             try:
                 if condition():
                     return
-            except (PageError, FileNotFoundError):
+            except (PageError, FileNotFoundError, IndexError):
                 pass
             if self._process.poll() is not None:
                 break
-            time.sleep(0.05)
-        raise BenchError(f"the run did not go on:\n{(self._folder / 'output').read_text(errors='replace')[-800:]}")
+            time.sleep(poll_s)
+        raise BenchError(f"the run did not go on:\n{self._output()}")
