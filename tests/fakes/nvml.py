@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from multiprocessing.managers import BaseManager
 from typing import Any, Protocol, cast
 
-from collectors.base import NoData, Reading
+from collectors.base import GpuFact, NoData, Reading
 from collectors.nvml import NvmlCollector, PowerControl
 from collectors.xid import XidLedger
 
@@ -74,3 +74,19 @@ def samples(reading: Reading | NoData) -> dict[tuple[str, ...], float]:
     """The values of a reading by metric name and label values."""
     assert isinstance(reading, Reading), reading
     return {(sample.metric.name, *sample.labels): sample.value for sample in reading.samples}
+
+
+def of_gpu(got: Mapping[tuple[str, ...], float], gpu: int) -> dict[tuple[str, ...], float]:
+    """The series of one GPU without the labels that say which."""
+    mine = {key: value for key, value in got.items() if key[1:2] == (str(gpu),)}
+
+    def rest(name: str, *labels: str) -> tuple[str, ...]:
+        return () if name == "opsd_gpu_info" else labels[6 if name.startswith("DCGM") else 2 :]
+
+    return {(key[0], *rest(*key)): value for key, value in mine.items()}
+
+
+def facts(reading: Reading | NoData) -> list[GpuFact]:
+    """The GPUs of a reading."""
+    assert isinstance(reading, Reading)
+    return [fact for fact in reading.facts if isinstance(fact, GpuFact)]
