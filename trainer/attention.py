@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from trainer.config import ModelSettings
+from trainer.settings import ModelSettings
 
 _flex_attention = torch.compile(flex_attention)
 """Without being compiled it would hold the scores of all pairs; the CPU has no compiled backward pass."""

@@ -20,10 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, steps, verify
-from trainer.config import Config, ConfigError, ModelSettings, load
+from trainer.config import Config, ConfigError, load
 from trainer.data.shards import DOCUMENT, TOKENIZER
 from trainer.model import Decoder, has_rotary
 from trainer.regions import region_of
+from trainer.settings import ModelSettings
 from trainer.tensors import Stored, tensors_of_files
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.attention import Context, View, attend, make_view, rotate
-from trainer.config import ModelSettings
 from trainer.loss import next_token_loss
+from trainer.settings import ModelSettings
 
 
 class Attention(nn.Module):

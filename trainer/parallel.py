@@ -25,10 +25,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from trainer.config import Config, ConfigError, ParallelSettings
+from trainer.config import Config, ConfigError
 from trainer.loss import next_token_loss
 from trainer.model import Block, Decoder
 from trainer.regions import initialise
+from trainer.settings import ParallelSettings
 from trainer.world import World
 
 _KEPT = {

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from opsd.client import Reporter, append_event
-from trainer.config import Config, ConfigError, TrackingSettings
+from trainer.config import Config, ConfigError
 from trainer.evaluations import RESULTS
 from trainer.metrics import METRICS
+from trainer.settings import TrackingSettings
 from trainer.trackers import TRACKERS, Tracker
 
 FOLDER, POSITION, LOG = "tracking", "position.json", "tracking.log"

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.config import ConfigError, ParallelSettings, RunSettings
+from trainer.config import ConfigError
+from trainer.settings import ParallelSettings, RunSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer.attention import attend, make_view
-from trainer.config import ModelSettings
+from trainer.settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measure import measure, summary

@@ -15,7 +15,8 @@ import pytest
 from trainer_world import Run, make_small_corpus
 
 from opsd.client import events_path
-from trainer.config import Config, ConfigError, TrackingSettings, load
+from trainer.config import Config, ConfigError, load
+from trainer.settings import TrackingSettings
 from trainer.tracking import demand_installed, numbers, shape, without_secrets
 
 

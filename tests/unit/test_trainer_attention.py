@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.attention import Packed, attend, gathered_positions, make_view, pack, positions, rotary_angles, visible
-from trainer.config import ModelSettings
+from trainer.settings import ModelSettings
 
 torch.set_num_threads(1)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.config import ConfigError, ModelSettings
+from trainer.config import ConfigError
 from trainer.huggingface import CONFIG, fill, settings_of, their_config, write
 from trainer.model import Decoder
+from trainer.settings import ModelSettings
 from trainer.tensors import Chunk, Stored
 
 transformers = pytest.importorskip("transformers")

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.attention import View, make_view, rotary_angles, rotate, visible
-from trainer.config import ModelSettings, load
+from trainer.config import load
 from trainer.loss import next_token_loss
 from trainer.model import Attention, Decoder, count_parameters, flops_per_token, has_rotary, init_std
+from trainer.settings import ModelSettings
 
 torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
 

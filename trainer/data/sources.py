@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import DataSettings
 from trainer.data.shards import DataError, Index, find_index, place, sequence_counts, verify
+from trainer.settings import DataSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,307 @@
+"""The sections of a run's settings. Each knows what does not fit together in it (``problem``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
+
+from trainer.data.mixture import Mixture, MixtureError, Stage
+
+
+class Section(BaseModel):
+    """Frozen, and strict: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RunSettings(Section):
+    """What to run and where. ``folder`` defaults to $OPSD_RUN_DIR, then to ``runs/NAME`` of the configuration."""
+
+    steps: PositiveInt
+    seed: NonNegativeInt = 0
+    folder: str = ""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: NonNegativeInt = 0
+    """Threads of a rank on the CPU; 0 shares the node's cores among its ranks."""
+    deterministic: bool = False
+    """Refuse operations that have no deterministic implementation (slower on a GPU, free on the CPU)."""
+    initial: str = ""
+    """Folder of a Hugging Face model whose weights the run begins with; empty draws them."""
+
+
+class ModelSettings(Section):
+    """Shape of the decoder. ``nope_every`` 4 leaves every 4th layer without rotary positions; 0 leaves none."""
+
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    ffn: PositiveInt
+    vocab: PositiveInt
+    rope_theta: float = Field(50_000.0, gt=0)
+    nope_every: NonNegativeInt = 4
+    norm_eps: float = Field(1e-6, gt=0)
+    init_std: float = Field(0.02, gt=0)
+    document_mask: bool = True
+    """Whether a token sees its own document only, and not what stands before it in the sequence."""
+    window: NonNegativeInt = 0
+    """How many tokens, itself included, a token sees in the layers that have positions; 0 is without limit."""
+    yarn_factor: float = Field(1.0, ge=1)
+    """How many times longer than ``yarn_positions`` the sequences are (YaRN); 1 is plain RoPE."""
+    yarn_positions: NonNegativeInt = 0
+    """Length of the sequences that the model was trained with before; needed with ``yarn_factor``."""
+    tied: bool = True
+    """Whether the output projection is the embedding."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised in each head (as in OLMo 2 and Qwen 3)."""
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    """Kernel; auto is sdpa on the CPU, varlen on a GPU, and flex there with context parallelism."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters, gradients and optimiser state are float32."""
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.width // self.heads
+
+    def problem(self) -> str | None:
+        """What is wrong between the settings, in one sentence."""
+        if self.width % self.heads or self.head_dim % 2:
+            return f"model.width {self.width} does not split into {self.heads} heads of an even number of channels"
+        if self.heads % self.kv_heads:
+            return f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}"
+        if self.yarn_factor > 1 and not self.yarn_positions:
+            return "model.yarn_factor needs model.yarn_positions, the length that the model was trained with before"
+        return None
+
+
+class ParallelSettings(Section):
+    """How the model is spread over ranks. What ``replicas`` x ``tp`` x ``pp`` x ``cp`` leaves shards it (FSDP)."""
+
+    replicas: PositiveInt = 1
+    """Groups of ranks that each have the whole sharded model (HSDP)."""
+    tp: PositiveInt = 1
+    """Ranks that share each layer's matrices, and the sequence between them (tensor and sequence parallel)."""
+    pp: PositiveInt = 1
+    """Pipeline stages, each with as many layers."""
+    cp: PositiveInt = 1
+    """Ranks that share each sequence (context parallel)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: all of a layer, or all but its products and its attention."""
+    compile: bool = False
+    """Whether layers and loss are compiled."""
+    fp8: bool = False
+    """Whether the layers' matrices are multiplied in 8 bits; needs torchao and a GPU that can."""
+
+    def problem(self, model: ModelSettings, sequence: int) -> str | None:
+        """Why ``model`` cannot be spread so, in one sentence."""
+        shares = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab}
+        for name, size in shares.items():
+            if size % self.tp:
+                return f"parallel.tp {self.tp} does not divide model.{name} {size}"
+        if model.layers % self.pp:
+            return f"parallel.pp {self.pp} does not divide model.layers {model.layers}"
+        if sequence % (parts := self.tp * (2 * self.cp if self.cp > 1 else 1)):
+            return f"data.sequence {sequence} is not a multiple of {parts}, which parallel.tp and parallel.cp need"
+        if self.cp > 1 and model.attention == "varlen":
+            return "model.attention varlen does not work with parallel.cp; set it to auto"
+        if self.fp8 and self.tp > 1:
+            return "parallel.fp8 does not work with parallel.tp"
+        return None
+
+
+_Steps = Annotated[tuple[PositiveInt, PositiveInt], Strict(False)]
+
+
+class StageSettings(Section):
+    """From step ``start`` on, counted from 1, sources are mixed by these ``weights``, which sum to 1."""
+
+    start: PositiveInt
+    weights: dict[str, NonNegativeFloat]
+
+
+class DataSettings(Section):
+    """Which token shards, in which order. ``batch`` is the global batch in sequences, the same for every world size."""
+
+    shards: str = ""
+    """Folder of the corpus; with stages, the folder in which each source has a corpus of its name."""
+    fallback: str = ""
+    """The same on slower storage, used file by file where ``shards`` (on the node, for instance) has none."""
+    tokenizer: str = ""
+    """A tokenizer.json that the shards must have been made with; empty does not compare."""
+    mixture: str = ""
+    """A TOML file with ``[[stages]]``, or the name of a preset (smollm3); empty for the stages given here."""
+    stages: Annotated[tuple[StageSettings, ...], Strict(False)] = ()
+    skip: Annotated[tuple[_Steps, ...], Strict(False)] = ()
+    """Pairs of steps, first and last: the batches of these steps are left out and the next ones take their place,
+    for instance after a loss spike. Each pair counts steps with the pairs before it applied."""
+    sequence: PositiveInt
+    batch: PositiveInt
+    batch_warmup: Annotated[tuple[_Steps, ...], Strict(False)] = ()
+    """Pairs (step, batch): up to and with that step the global batch has so many sequences; afterwards ``batch``."""
+    micro_batch: PositiveInt
+    prefetch: PositiveInt = 4
+    """Micro-batches that the data worker keeps ready."""
+    verify: Literal["checksum", "size"] = "checksum"
+    """What is compared with the index at start; ``size`` for corpora too large to be read through."""
+
+    def problem(self, steps: int) -> str | None:
+        """What is wrong with the order of the data for a run of so many ``steps``, in one sentence."""
+        starts = [stage.start for stage in self.stages]
+        if starts and (starts[0] != 1 or starts != sorted(set(starts))):
+            return f"data.stages start at steps {starts}; the first starts at 1, each later one after it"
+        if starts and starts[-1] > steps:
+            return f"data.stages: a stage starts at step {starts[-1]}, and the run ends at run.steps {steps}"
+        for number, stage in enumerate(self.stages, 1):
+            if strange := next((name for name in stage.weights if name in ("", "..") or "/" in name), None):
+                return f"data.stages: {strange!r} is not the name of a folder in data.shards"
+            try:
+                Stage(0, stage.weights).shares()
+            except MixtureError as error:
+                return f"data.stages: stage {number}, from step {stage.start}: {error}"
+        if list(self.skip) != sorted(self.skip) or any(last < first for first, last in self.skip):
+            return "data.skip needs pairs of a first and a last step, in ascending order"
+        if (ends := [end for end, _ in self.batch_warmup]) != sorted(set(ends)):
+            return f"data.batch_warmup ends at steps {ends}; they have to ascend"
+        return None
+
+    @property
+    def batches(self) -> set[int]:
+        """All global batches that occur."""
+        return {self.batch, *(batch for _, batch in self.batch_warmup)}
+
+    def batch_at(self, step: int) -> int:
+        """The global batch of ``step``, counted from 1, in sequences."""
+        return next((batch for end, batch in self.batch_warmup if step <= end), self.batch)
+
+    def position(self, step: int) -> int:
+        """How many samples a run trains on before ``step``."""
+        samples = begin = 0
+        for end, batch in self.batch_warmup:
+            samples += max(0, min(end, step - 1) - begin) * batch
+            begin = end
+        return samples + max(0, step - 1 - begin) * self.batch
+
+    def mix(self, sizes: Mapping[str, int], seed: int) -> Mixture:
+        """The order of the samples over ``sizes``, the number of sequences of each source; "." is the only corpus."""
+        stages = [Stage(self.position(stage.start), stage.weights) for stage in self.stages]
+        skips = [(self.position(first), self.position(last + 1) - self.position(first)) for first, last in self.skip]
+        return Mixture(stages or [Stage(0, {".": 1.0})], sizes, seed, skips)
+
+
+class OptimizerSettings(Section):
+    """AdamW. ``clip`` bounds the global gradient norm; ``z_loss`` weighs log(Z)^2 (PaLM, section 5).
+
+    Updates whose gradient norm is not finite are skipped; after more than ``max_skipped`` in a row the run ends.
+    """
+
+    lr: float = Field(gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: NonNegativeFloat = 0.1
+    clip: float = Field(1.0, gt=0)
+    z_loss: NonNegativeFloat = 0.0
+    max_skipped: NonNegativeInt = 10
+
+
+class ScheduleSettings(Section):
+    """The learning rate in absolute steps, lest it depend on the length of the run.
+
+    Linear up to step ``warmup``. ``wsd``: constant, then linearly down to ``floor`` from ``decay_start`` to
+    ``decay_end``. ``cosine``: half a cosine from ``warmup`` to ``decay_end``. ``multi-step``: constant, times ``gamma``
+    from each of the ``milestones`` on.
+    """
+
+    kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
+    warmup: NonNegativeInt
+    decay_start: NonNegativeInt = 0
+    decay_end: NonNegativeInt = 0
+    floor: float = Field(0.0, ge=0, le=1)
+    """Share of the peak that remains at the end, of wsd and cosine."""
+    milestones: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    gamma: float = Field(0.1, gt=0, le=1)
+
+    def problem(self) -> str | None:
+        """What is wrong between the settings, in one sentence."""
+        if self.kind == "wsd" and not self.warmup <= self.decay_start < self.decay_end:
+            return "schedule needs warmup <= decay_start < decay_end"
+        if self.kind == "cosine" and not self.warmup < self.decay_end:
+            return "schedule.kind cosine needs warmup < decay_end"
+        if self.kind == "multi-step" and (
+            not self.milestones
+            or list(self.milestones) != sorted(set(self.milestones))
+            or self.milestones[0] <= self.warmup
+        ):
+            return "schedule.kind multi-step needs milestones, ascending and after warmup"
+        return None
+
+
+class CheckpointSettings(Section):
+    """When checkpoints are made, how many are kept, and where copies go. One is always made at the end.
+
+    One of ``every``, ``minutes`` and ``mttf_hours`` says when.
+    """
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints."""
+    minutes: NonNegativeFloat = 0.0
+    """Minutes between checkpoints."""
+    mttf_hours: NonNegativeFloat = 0.0
+    """Mean time between failures of the job; with the measured stall of a save it gives the interval (Daly 2006)."""
+    keep: PositiveInt = 3
+    """How many of the newest are kept."""
+    keep_every: NonNegativeInt = 0
+    """Those of every so-many-th step are kept for good; 0 keeps none so."""
+    replicas: bool = True
+    """Whether, on several nodes, each keeps the newest state of another in its memory as well."""
+    remote: str = ""
+    """Where each checkpoint is copied, a URL that fsspec knows: s3://bucket/run, or a network folder."""
+
+    def problem(self) -> str | None:
+        """What is wrong between the settings, in one sentence."""
+        given = [name for name in ("every", "minutes", "mttf_hours") if getattr(self, name)]
+        if len(given) != 1:
+            names = " and ".join(f"checkpoint.{name}" for name in given) or "nothing"
+            return f"{names} says when to save; set exactly one of checkpoint.every, minutes and mttf_hours"
+        return None
+
+
+class MetricsSettings(Section):
+    """``peak_flops``: FLOP/s of one device in ``model.dtype``, dense; the denominator of MFU. 0 means not known."""
+
+    peak_flops: NonNegativeFloat = 0.0
+
+
+class EvaluationSettings(Section):
+    """What every checkpoint is evaluated on; without a set or a harness none is."""
+
+    perplexity: dict[str, str] = {}
+    """Files of text, or JSON lines or Parquet with it, by the name of the set."""
+    cloze: dict[str, str] = {}
+    """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set."""
+    harness: str = ""
+    """A command of lm-evaluation-harness or lighteval, with ``{model}`` where the folder of the model belongs and
+    ``{output}`` where that for results does."""
+    reference: str = ""
+    """The evaluations.jsonl of a run to be compared with at equal tokens."""
+    queue: str = "{command}"
+    """How the evaluation is started, for instance ``sbatch --gpus=1 --wrap={command}``; by itself it runs here."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.perplexity or self.cloze or self.harness)
+
+
+class TrackingSettings(Section):
+    """Where the numbers of every step and evaluation go besides the run folder's own files."""
+
+    tensorboard: bool = False
+    """Whether TensorBoard's files are written into RUN_FOLDER/tracking/tensorboard."""
+    wandb: str = ""
+    """A project of Weights & Biases."""
+    trackio: str = ""
+    """A project of Trackio."""
