@@ -66,6 +66,8 @@ torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its 
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check 'torchtitan==0.3.*'
 
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]' || \
+		echo "not all peers could be installed; those that are missing are missing from the results"
 	@mkdir -p bench-results
 	@for name in $$($(BIN)/opsd bench --names); do $(BIN)/opsd bench $$name --json bench-results/$$name.json || exit 1; done
 
