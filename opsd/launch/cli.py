@@ -28,6 +28,7 @@ from opsd.launch.placement import Shape
 from opsd.launch.process import become_subreaper
 from opsd.launch.program import Program, ProgramNotFound
 from opsd.launch.ranks import RankStarter
+from opsd.launch.readiness import spare_readiness
 from opsd.launch.run_control import RunControl
 from opsd.launch.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.secret import SecretError, job_secret
@@ -270,7 +271,7 @@ def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventL
         settings,
         folders,
         events,
-        lambda node: with_fellows(node, fellows, shape, secret, first, timeout_s),
+        lambda node: with_fellows(node, fellows, shape, secret, first, timeout_s, spare_readiness),
         stacks_suffix=f"-{settings.node}",
     )
 

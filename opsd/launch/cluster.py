@@ -20,6 +20,7 @@ from opsd.launch.outside import Fence, Job
 from opsd.launch.placement import generation_of
 from opsd.launch.postmortem import report_exit
 from opsd.launch.quorum.port import Member, Message, Plan, Quorum
+from opsd.launch.readiness import Readiness
 from opsd.launch.reports import BadReport, failed_to_json, failure_to_json
 from opsd.launch.requests import answer
 from opsd.launch.run_control import Failed
@@ -28,6 +29,10 @@ from opsd.launch.supervisor import Supervisor
 from opsd.launch.watch import Recovery
 
 PROGRESS_S = 1.0
+READINESS_S = 30.0
+"""How often a node that stands by looks whether it still may."""
+LAST_WORDS_S = 1.0
+"""How long a launcher that must not be used stays to say so."""
 TIE_S = 4.0
 """How long a half that has not most of the nodes at work leaves the claim to the other."""
 CLAIMS = 3
@@ -38,7 +43,8 @@ class ClusterRun:
     """The ``RunControl`` of a launcher with fellows, and the ``Listener`` of their agreement.
 
     ``new_head`` makes the head's part when this launcher is elected. Without a majority within reach the launcher ends
-    after ``join_s`` seconds at the beginning, and after ``isolated_s`` later.
+    after ``join_s`` seconds at the beginning, and after ``isolated_s`` later. ``ready`` says why this node must not
+    take the place of another, "" if it may; a ``guest``, whose node is not the job's, then ends.
     """
 
     def __init__(
@@ -49,6 +55,8 @@ class ClusterRun:
         new_head: Callable[[Callable[[tuple[str, ...], tuple[str, ...]], None]], Head],
         fence: Fence,
         job: Job,
+        ready: Callable[[], str],
+        guest: bool = False,
         join_s: float = 600.0,
         isolated_s: float = 60.0,
     ) -> None:
@@ -58,6 +66,7 @@ class ClusterRun:
         self._fence = fence
         self._farewell = Farewell(node, quorum, job)
         self._hang = LocalHang(node)
+        self._readiness = Readiness(node.loop, quorum, ready, self._not_ready if guest else lambda why: None)
         self._refused = 0
         self._join_s = join_s
         self._isolated_s = isolated_s
@@ -84,6 +93,7 @@ class ClusterRun:
             )
             return
         self._node.loop.every(PROGRESS_S, self._tell_progress)
+        self._node.loop.every(READINESS_S, self._tell_readiness)
         self._node.loop.later(self._join_s, self._nobody_came)
 
     def _nobody_came(self) -> None:
@@ -176,6 +186,24 @@ class ClusterRun:
         self._node.end(lambda: self._prepared(plan))
 
     def _prepared(self, plan: Plan) -> None:
+        if not plan.payload["first"] and not self._at_work and self._quorum.own.name in plan.slots:
+            self._readiness.before(lambda: self._secured(plan))
+        else:
+            self._secured(plan)
+
+    @property
+    def _at_work(self) -> bool:
+        return self._plan is not None and self._quorum.own.name in self._plan.slots
+
+    def _tell_readiness(self) -> None:
+        if self._plan is not None and not self._at_work:
+            self._readiness.tell()
+
+    def _not_ready(self, why: str) -> None:
+        """Give the node back to the pool, once the head has heard why."""
+        self._node.loop.later(LAST_WORDS_S, lambda: self._leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
+
+    def _secured(self, plan: Plan) -> None:
         if self._head is None:
             self._ready(plan)
         else:
@@ -228,6 +256,7 @@ class ClusterRun:
             return
         if self._quorum.own.name not in plan.slots:
             self._node.stand_by(generation_of(plan))
+            self._tell_readiness()
             return
         if plan.payload["keep"]:
             self._tell("waiting", told="")

@@ -37,10 +37,14 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Fellows:
-    """All launchers of the run in the order in which they get work, and the own one among them."""
+    """All launchers of the run in the order in which they get work, and the own one among them.
+
+    A ``guest`` runs on a node that is not the Slurm job's: it was fetched from a pool.
+    """
 
     own: Member
     members: tuple[Member, ...]
+    guest: bool = False
 
 
 def find_fellows(nodes: str, own_name: str, port: int | None, environ: Mapping[str, str]) -> Fellows:
@@ -58,7 +62,9 @@ def find_fellows(nodes: str, own_name: str, port: int | None, environ: Mapping[s
     if own_name not in members:
         shown = ", ".join(list(members)[:8])
         raise FellowsError(f"this node, {own_name}, is not among the nodes of the run ({shown}); see --node-name")
-    return Fellows(members[own_name], tuple(members.values()))
+    job = environ.get("SLURM_JOB_NODELIST", "")
+    guest = bool(nodes and job) and own_name not in _pairs(job)
+    return Fellows(members[own_name], tuple(members.values()), guest)
 
 
 def _pairs(given: str) -> dict[str, str]:

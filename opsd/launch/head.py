@@ -48,6 +48,7 @@ class Head:
         self._over = over
         self._formation = Formation(shape, quorum, loop, self)
         self._blame = Blame()
+        self._unready: dict[str, str] = {}
         self._inquest = Inquest(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_standings, self._hung)
         self._first_rank: dict[str, int] = {}
@@ -76,6 +77,7 @@ class Head:
     def joined(self, member: Member) -> None:
         """Another launcher is there."""
         self._gone.discard(member.name)
+        self._unready.pop(member.name, None)
         if self._formation.waiting:
             self._formation.renew()
         elif self._formation.plan is not None:
@@ -107,7 +109,7 @@ class Head:
     @property
     def unfit(self) -> set[str]:
         """The nodes that are to run no ranks."""
-        return self._blame.unfit
+        return self._blame.unfit | self._unready.keys()
 
     def payload(self, keep: int) -> dict[str, Any]:
         """What the plan tells a successor, and the launchers of what was before."""
@@ -156,6 +158,8 @@ class Head:
             return
         elif kind == "stop":
             self._stop(str(message["by"]))
+        elif kind == "readiness":
+            self._note_readiness(sender, str(message["why"]))
         elif plan is None or self._formation.changing or message.get("generation") != generation_of(plan):
             return
         elif kind == "failed":
@@ -179,6 +183,17 @@ class Head:
             self._swap(str(message["node"]), str(message["reason"]))
         else:
             raise BadReport(f"{kind!r} is not a message that this version knows")
+
+    def _note_readiness(self, node: str, why: str) -> None:
+        """Use a spare only while it says that it may be."""
+        known = self._unready.pop(node, "")
+        if why:
+            self._unready[node] = why
+        if why != known:
+            if why:
+                self._log.emit("spare_refused", refused=node, reason=why)
+            if self._formation.changing or self._formation.waiting:
+                self._formation.renew()
 
     def _note_progress(self, message: Mapping[str, Any]) -> None:
         self._furthest = later(self._furthest, message.get("furthest"))
@@ -297,7 +312,7 @@ class Head:
         self._finished = True
         self.retire()
         self._log.emit("finished", exit_code=code, reason=reason)
-        self._over(tuple(sorted(self._gone)), tuple(sorted(self.unfit - self._gone)))
+        self._over(tuple(sorted(self._gone)), tuple(sorted(self._blame.unfit - self._gone)))
         self._quorum.tell_all({"kind": "finish", "code": code, "reason": reason})
 
     def retire(self) -> None:

@@ -51,9 +51,18 @@ class SlurmJob:
 
 
 def with_fellows(
-    node: Supervisor, fellows: Fellows, shape: Shape, secret: bytes, first_number: int, timeout_s: float
+    node: Supervisor,
+    fellows: Fellows,
+    shape: Shape,
+    secret: bytes,
+    first_number: int,
+    timeout_s: float,
+    ready: Callable[[], str],
 ) -> ClusterRun:
-    """The control of a run on the nodes of ``fellows``; its first generation has ``first_number`` or a higher one."""
+    """The control of a run on the nodes of ``fellows``; its first generation has ``first_number`` or a higher one.
+
+    ``ready`` says why this node must not take another's place, "" if it may.
+    """
     settings, folder = node.settings, node.folders.folder
     quorum = TcpQuorum(
         fellows.own,
@@ -74,4 +83,13 @@ def with_fellows(
 
     fence = FolderFence.of_job(folder, settings)
     job = SlurmJob(os.environ, folder / "requeue.log")
-    return ClusterRun(node, quorum, new_head=new_head, fence=fence, job=job, join_s=shape.join_s)
+    return ClusterRun(
+        node,
+        quorum,
+        new_head=new_head,
+        fence=fence,
+        job=job,
+        ready=ready,
+        guest=fellows.guest,
+        join_s=shape.join_s,
+    )

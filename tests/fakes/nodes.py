@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +21,19 @@ from opsd.launch.membership import free_port
 
 
 class Nodes:
-    """``opsd launch`` on ``count`` nodes n1, n2, …; everything is killed when the ``with`` block ends."""
+    """``opsd launch`` on ``count`` nodes n1, n2, …; everything is killed when the ``with`` block ends.
+
+    ``environ`` has variables that only some nodes have, by their name.
+    """
 
     def __init__(
-        self, folder: Path, source: str, *flags: str, count: int, program: Sequence[str] | None = None
+        self,
+        folder: Path,
+        source: str,
+        *flags: str,
+        count: int,
+        program: Sequence[str] | None = None,
+        environ: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.folder = folder
         self.run = folder / "run"
@@ -36,6 +45,7 @@ class Nodes:
         script = folder / "prog.py"
         script.write_text(textwrap.dedent(source))
         self._program = list(program or [str(script)])
+        self._environ = environ or {}
 
     def __enter__(self) -> Nodes:
         for name in self.names:
@@ -55,7 +65,7 @@ class Nodes:
             sys.executable, "-m", "opsd", "launch", "--run-id=r", f"--run-dir={self.run}", f"--nodes={nodes}",
             f"--node-name={name}", f"--port={self.port}", *self._flags, *self._program,
         ]  # fmt: skip
-        environment = {**os.environ, "OPSD_SHM": str(self.folder / name)}
+        environment = {**os.environ, "OPSD_SHM": str(self.folder / name), **self._environ.get(name, {})}
         with (self.folder / f"{name}.err").open("ab") as err:
             self.processes[name] = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=err, stderr=err)
 

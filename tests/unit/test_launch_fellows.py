@@ -46,6 +46,15 @@ def test_the_nodes_of_a_slurm_job() -> None:
     assert find_fellows("", "127.0.0.7", 999, job).own.port == 999
 
 
+def test_a_node_from_a_pool_is_a_guest() -> None:
+    """It is named on the command line and is none of the job's."""
+    job = {"SLURM_JOB_NODELIST": "127.0.0.[1-3]", "SLURM_JOB_ID": "17"}
+    assert find_fellows("127.0.0.[1-3],127.0.0.9", "127.0.0.9", None, job).guest
+    assert not find_fellows("127.0.0.[1-3],127.0.0.9", "127.0.0.2", None, job).guest
+    assert not find_fellows("", "127.0.0.2", None, job).guest
+    assert not find_fellows("127.0.0.[1-3]", "127.0.0.2", None, {}).guest
+
+
 @pytest.mark.parametrize(
     ("nodes", "own", "text"),
     [

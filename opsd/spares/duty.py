@@ -1,0 +1,44 @@
+"""Whether this node may take another's place in a run: asked by its launcher, which need not be root's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from opsd.config import Settings
+from opsd.slurm.port import Slurm, SlurmError
+from opsd.spares import pool, state
+from opsd.spares.settings import SpareSettings
+from opsd.spares.state import SpareState
+
+
+def why_not(settings: Settings, slurm: Callable[[], Slurm], clock: Callable[[], float] = time.time) -> str:
+    """Why ``agent.node`` must not take another's place, "" if it may, or if nothing is asked of spares here.
+
+    The agent's state folder says it. To a user who may not read that, the node's comment in Slurm does.
+    """
+    if not asked(settings.spare):
+        return ""
+    try:
+        (settings.agent.state_dir / state.FILE).stat()
+    except PermissionError:
+        return _by_comment(slurm, settings, clock())
+    except OSError:
+        pass
+    return (state.read(settings.agent.state_dir) or SpareState()).why_not_ready(clock())
+
+
+def asked(settings: SpareSettings) -> bool:
+    """Whether these settings ask anything of a spare."""
+    return settings.enabled and bool(settings.source or settings.software)
+
+
+def _by_comment(slurm: Callable[[], Slurm], settings: Settings, now: float) -> str:
+    node = settings.agent.node
+    try:
+        port = slurm()
+        (found,) = pool.judge(port.nodes([node]), port.comments([node]), {node}, settings.spare.max_age_s, now)
+    except (SlurmError, ValueError) as error:
+        unknown = str(error) if isinstance(error, SlurmError) else f"Slurm has no node {node}"
+        return f"whether it is ready cannot be known: {settings.agent.state_dir} cannot be read here, and {unknown}"
+    return found.why_not
