@@ -7,14 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainer_world import Run, eventually, make_small_corpus
+from trainer_world import Run, eventually
 
 from opsd.checkpoints.manifest import steps
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path / "run", make_small_corpus(tmp_path / "shards"))
 
 
 def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from trainer_world import Run, make_small_corpus
+from trainer_world import Run
 
 from opsd.checkpoints.cli import checkpoint
 from opsd.checkpoints.manifest import MANIFEST, checksum, folder_of, read
@@ -38,11 +38,6 @@ LAYOUTS = {
     "pp2 tp2": {"pp": 2, "tp": 2},
     "replicas2 cp2": {"replicas": 2, "cp": 2},
 }
-
-
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small_corpus(tmp_path_factory.mktemp("shards"))
 
 
 def start(folder: Path, shards: Path, layout: dict[str, int], **settings: object) -> Run:

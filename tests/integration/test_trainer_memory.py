@@ -9,36 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_world import Run, eventually, make_small_corpus
+from trainer_world import Run, eventually, flip
 
 from opsd.checkpoints.manifest import folder_of, steps
 from trainer import memory
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small_corpus(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
-    run = Run(tmp_path_factory.mktemp("undisturbed"), shards)
-    finish(run)
-    return run
-
-
-@pytest.fixture
-def run(tmp_path: Path, shards: Path) -> Run:
-    return Run(tmp_path / "run", shards)
-
-
-def finish(run: Run, world: int = 2, **settings: object) -> None:
-    assert run.start(world=world, **settings).wait() == [0] * world, run.log().read_text()
-
-
 def resume(run: Run, undisturbed: Run, world: int = 2) -> dict[str, Any]:
     """Go on for ten steps beyond what has been seen; what was computed again came out the same. How it was loaded."""
-    finish(run, world, run__steps=max(run.curve()) + 10)
+    run.finish(world=world, run__steps=max(run.curve()) + 10)
     if world == 2:
         curve, expected = run.curve(), undisturbed.curve()
         assert all(curve[step] == expected[step] for step in curve.keys() & expected.keys())
@@ -76,14 +55,6 @@ def test_memory_goes_on_where_the_disk_ends(run: Run, undisturbed: Run) -> None:
     assert (event["tier"], event["step"] % 20) == ("memory", 0)
 
 
-def flip(path: Path) -> None:
-    with open(path, "r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_damaged_memory_is_not_used(run: Run, undisturbed: Run, rank: int) -> None:
     """A flipped bit in one rank's memory is noticed, and all ranks read from the disk."""
@@ -105,7 +76,7 @@ def test_a_damaged_memory_alone_is_not_begun_with(run: Run) -> None:
     flip(memory.state_path(run.folder, 0))
     assert run.start().wait() == [1, 1]
     assert "in memory, is damaged; run again to begin at step 0" in run.printed()
-    finish(run, run__steps=5)
+    run.finish(run__steps=5)
 
 
 @pytest.mark.parametrize("change", ["older", "other attempt", "gone"])
@@ -135,7 +106,7 @@ def test_a_kill_while_staging_leaves_no_record(run: Run, undisturbed: Run) -> No
         eventually(lambda world=world, step=step: world.step() > step + 2)
         os.kill(world.ranks[1].pid or 0, signal.SIGKILL)
         world.kill()
-    finish(run)
+    run.finish()
     assert run.events("checkpoint_rejected") == []
     assert run.curve() == undisturbed.curve()
 
@@ -143,10 +114,10 @@ def test_a_kill_while_staging_leaves_no_record(run: Run, undisturbed: Run) -> No
 def test_a_lost_disk_is_replaced_by_the_copy(run: Run, undisturbed: Run, tmp_path: Path) -> None:
     """With its checkpoints gone, a run goes on from what has been uploaded, and says so."""
     remote = {"checkpoint__remote": f"file://{tmp_path}/bucket", "checkpoint__every": 20}
-    finish(run, run__steps=20, **remote)
+    run.finish(run__steps=20, **remote)
     assert steps(tmp_path / "bucket") == [20]
     run.checkpoints.rename(tmp_path / "lost")
-    finish(run, **remote)
+    run.finish(**remote)
     (loaded,) = run.events("checkpoint_loaded")
     assert (loaded["step"], loaded["tier"]) == (20, "remote")
     assert [event["step"] for event in run.events("checkpoint_uploaded")] == [20, 40]
@@ -155,7 +126,7 @@ def test_a_lost_disk_is_replaced_by_the_copy(run: Run, undisturbed: Run, tmp_pat
 
 def test_a_storage_that_refuses_stops_nothing(run: Run, undisturbed: Run) -> None:
     """When nothing can be uploaded the training goes on, the failure is told, and no checkpoint is removed."""
-    finish(run, checkpoint__remote="file:///proc/nowhere", checkpoint__every=10, checkpoint__keep=1)
+    run.finish(checkpoint__remote="file:///proc/nowhere", checkpoint__every=10, checkpoint__keep=1)
     assert run.events("checkpoint_upload_failed")
     assert steps(run.checkpoints)[0] == 10
     assert steps(run.checkpoints)[-1] == 40

@@ -7,15 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_world import Run, eventually, make_small_corpus
+from trainer_world import Run, eventually
 
 from opsd.checkpoints.manifest import folder_of, read, steps
 from trainer import memory
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small_corpus(tmp_path_factory.mktemp("shards"))
 
 
 @pytest.fixture(scope="module")

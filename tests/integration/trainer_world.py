@@ -21,9 +21,11 @@ from trainer.data.tokenize import make_corpus, train_tokenizer
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["trainer.__main__"])
 
-CONFIG = """
+STEPS = 40
+
+CONFIG = f"""
 [run]
-steps = 40
+steps = {STEPS}
 seed = 1
 device = "cpu"
 threads = 1
@@ -66,6 +68,15 @@ def eventually(condition: Callable[[], object], limit_s: float = 60.0) -> Any:
         assert time.monotonic() < deadline, f"{condition} did not come true in time"
         time.sleep(0.01)
     return value
+
+
+def flip(path: Path) -> None:
+    """Change a bit in the middle of a file, in place."""
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 8]))
 
 
 def _free_port() -> int:
@@ -176,6 +187,10 @@ class Run:
             ranks.append(CONTEXT.Process(target=rank_main, args=arguments_of_process, name=f"trainer rank {rank}"))
             ranks[-1].start()
         return World(ranks, pages)
+
+    def finish(self, *arguments: str, world: int = 2, **settings: object) -> None:
+        """Start ``world`` ranks and wait until all have ended well."""
+        assert self.start(*arguments, world=world, **settings).wait() == [0] * world, self.log().read_text()
 
     def memory(self, node: int, nodes: int = 2) -> Path:
         """Where the rank pages and the memory of a node are."""
