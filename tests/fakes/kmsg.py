@@ -1,0 +1,67 @@
+"""A machine with a kernel log, and the collector that reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from collectors.base import Reading
+from collectors.kmsg import KmsgCollector
+from collectors.xid import XidLedger
+from tests.fakes.clock import FakeClock
+from tests.fakes.kernel_log import RingLog
+
+GPU = "00000000:3B:00.0"
+XID_31 = "NVRM: Xid (PCI:0000:3b:00): 31, pid=89, name=python, Ch 00000018, MMU Fault"
+XID_79 = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+FALLEN = "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus."
+
+
+class Node:
+    """A machine with a kernel log, on which the agent is started, stopped and restarted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = RingLog()
+        self.clock = FakeClock(now=1000.0, wall=50_000.0)
+        self.state = folder / "kmsg.json"
+        self.ledger = XidLedger()
+        self._boots = 0
+        self.boot()
+
+    def boot(self) -> None:
+        """A new boot: another boot id, an empty log."""
+        self._boots += 1
+        self.log = RingLog()
+        file = self.folder / "proc/sys/kernel/random/boot_id"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"boot-{self._boots}\n")
+
+    def device(self, kind: str, address: str) -> None:
+        """Let the driver show a device in /proc."""
+        (self.folder / "proc/driver" / kind / address).mkdir(parents=True)
+
+    def say(self, text: str, **how: object) -> None:
+        """The kernel logs ``text`` now."""
+        self.log.write(text, **{"seconds": self.clock.now, **how})  # type: ignore[arg-type]
+
+    def agent(self, **arguments: object) -> KmsgCollector:
+        """A freshly started collector."""
+        given = {"open_device": self.log, "clock": self.clock.monotonic, "wall": self.clock.wall, "ledger": self.ledger}
+        return KmsgCollector(self.state, proc=self.folder / "proc", **{**given, **arguments})  # type: ignore[arg-type]
+
+
+def read(collector: KmsgCollector) -> Reading:
+    """One collection, which must not be an absence."""
+    reading = collector.collect()
+    assert isinstance(reading, Reading)
+    return reading
+
+
+def codes(reading: Reading) -> list[object]:
+    """The Xids among the events."""
+    return [event.data["code"] for event in reading.events if event.kind == "xid"]
+
+
+def values(reading: Reading, metric: str) -> dict[tuple[str, ...], float]:
+    """The series of one metric."""
+    return {sample.labels: sample.value for sample in reading.samples if sample.metric.name == metric}
