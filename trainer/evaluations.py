@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from opsd.client import Reporter
@@ -18,6 +21,11 @@ CONFIG, RESULTS = "config.json", "evaluations.jsonl"
 LOG = "evaluations.log"
 POLL_S = 5.0
 PLACE = "{command}"
+_OF_A_RANK = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|OPSD_(RUN|RUN_DIR|JOB|NODE|GPU|RANK_PAGE|GENERATION)"
+)
+"""What sbatch would hand on to a job that is no rank, and would wait for the others as one."""
 
 
 class Evaluations:
@@ -66,7 +74,14 @@ class Evaluations:
             words += command if word == PLACE else [word.replace(PLACE, shlex.join(command))]
         try:
             with open(self._folder / LOG, "ab") as log:
-                return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                return subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=of_no_rank(os.environ),
+                    start_new_session=True,
+                )
         except OSError as error:
             self._reporter.event("evaluation", step=step, results={}, why=f"{words[0]}: {error.strerror}")
             return None
@@ -85,3 +100,8 @@ class Evaluations:
             record = json.loads(line)
             del record["t"]
             self._reporter.event("evaluation", **record)
+
+
+def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what makes a process a rank."""
+    return {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}
