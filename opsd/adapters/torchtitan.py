@@ -58,12 +58,13 @@ class RankPageTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """One step; torchtitan may save and validate next."""
-        before = self.ntokens_seen
+        before, rates = self.ntokens_seen, self.lr_schedulers.get_metrics()
         super().train_step(data_iterator)
         self._phases.leave()
         self._reporter.step(
-            tokens=self.ntokens_seen - before, loss=self._logged.loss, grad_norm=self._logged.grad_norm, step=self.step
-        )
+            tokens=self.ntokens_seen - before, loss=self._logged.loss, grad_norm=self._logged.grad_norm,
+            learning_rate=next(iter(rates.values()), float("nan")), step=self.step,
+        )  # fmt: skip
         self._tell_saved()
         if is_saved := self._is_saved_now():
             self._saving = self._kept = self.step

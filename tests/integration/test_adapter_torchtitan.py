@@ -41,6 +41,7 @@ def test_a_training_fills_its_page(tmp_path: Path) -> None:
     assert page.tokens == 4 * 4 * 64
     assert 5 < page.steps[-1].loss < 12
     assert page.steps[-1].grad_norm > 0
+    assert page.steps[0].learning_rate == pytest.approx(8e-4 / 2)
     assert all(page.steps[-1].phase(name) > 0 for name in ("data", "forward", "optimizer"))
     assert page.steps[3].phase("checkpoint") > page.steps[2].phase("checkpoint") == 0
 
