@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
 from opsd.preflight.report import Report
+
+_OF_ONE_GPU: Final = re.compile(r"GPU \d+")
 
 
 class FleetError(Exception):
@@ -98,11 +102,16 @@ def deviations(facts: Mapping[str, Mapping[str, str]]) -> list[Deviation]:
     return found
 
 
-def facts_of(reports: Sequence[Report], check: str = "versions") -> dict[str, Mapping[str, str]]:
-    """The facts that ``check`` told about every node, by node."""
-    return {
-        node: result.facts
+def facts_of(reports: Sequence[Report]) -> dict[str, Mapping[str, str]]:
+    """Versions and the layout of the GPUs of every node, by node; what is one GPU's own, like its UUID, is left out."""
+    found = {
+        node: {
+            name: value
+            for result in report.results
+            if result.check in ("versions", "gpu_inventory")
+            for name, value in result.facts.items()
+            if not _OF_ONE_GPU.fullmatch(name)
+        }
         for node, report in newest_by_node(reports).items()
-        for result in report.results
-        if result.check == check and result.facts
     }
+    return {node: facts for node, facts in found.items() if facts}

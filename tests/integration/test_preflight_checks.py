@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from collectors.throttle import REASONS
 from opsd.preflight import series
 from opsd.preflight.base import Check, Context, Demand, Verdict
 from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage_local
@@ -17,6 +18,7 @@ from opsd.preflight.engine import Job, run
 from opsd.preflight.footprint import Footprint
 from opsd.preflight.report import Result
 from opsd.preflight.view import PlainView
+from opsd.preflight.watch import Watch
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
 from tests.fakes.clock import eventually
 
@@ -53,7 +55,8 @@ def test_eight_healthy_gpus_pass(look: Callable[[Check], Result]):
     """Inventory and health, with the identity of every GPU kept for the next run."""
     inventory, health = look(gpu_inventory.CHECK), look(gpu_health.CHECK)
     assert (inventory.verdict, health.verdict) == (Verdict.PASS, Verdict.PASS), (inventory, health)
-    assert len({uuid for name, uuid in inventory.facts.items() if name.startswith("GPU")}) == 8
+    assert len({uuid for name, uuid in inventory.facts.items() if name.startswith("GPU ")}) == 8
+    assert inventory.facts["GPUs"].startswith("8 x ")
     assert {value.subject for value in health.values if value.measure == "temperature"} == {
         f"GPU {index}" for index in range(8)
     }
@@ -122,14 +125,22 @@ def test_a_time_series_has_clocks_temperature_and_errors_of_every_gpu(
     assert "clock" in first.values["processor"]
 
 
-def test_the_memory_that_a_run_takes_of_a_gpu_is_seen(library: str, gpus: SimulatedGpus):
-    """Beyond what was in use before; the largest GPU counts."""
+def test_gpus_are_watched_while_they_work(library: str, gpus: SimulatedGpus):
+    """The memory that a run takes, throttling, and a GPU that is gone: all by one test, as a process has one driver."""
     gpus[0].load(utilization=0, power_watts=100, memory_ratio=0.1)
     with Footprint(list, library) as footprint:
         assert eventually(lambda: footprint.share is not None)
         gpus[0].load(utilization=99, power_watts=700, memory_ratio=0.5)
         assert eventually(lambda: (footprint.share or 0.0) > 0.45)
     assert footprint.taken == pytest.approx(0.4 * 80e9, rel=0.15)
+    with Watch(library) as watch:
+        assert eventually(lambda: any(m.measure == "clock" for m in watch.measurements()))
+        gpus[2].throttle_reasons = REASONS["hw_thermal"]
+        gpus[3].lost = True
+        assert eventually(lambda: {f.subject for f in watch.findings()} == {"GPU 2", "GPU 3"}, within_s=30)
+    text = "\n".join(finding.summary for finding in watch.findings())
+    assert "of the time by the hardware's thermal limit" in text
+    assert "GPU 3 was lost under load" in text
 
 
 def test_every_core_and_every_numa_node_is_measured(tmp_path: Path):

@@ -27,6 +27,17 @@ def test_the_nodes_that_differ_are_named_beside_the_majority():
     ]
 
 
+def test_gpus_that_are_wired_otherwise_than_elsewhere_are_named():
+    """Their layout is compared; what is one GPU's own, its UUID, differs everywhere and is not."""
+
+    def gpus(name: str, links: str):
+        facts = {"NVLinks of the GPUs": links, "GPU 0": f"NVIDIA H100 GPU-{name} at 0000:1b:00.0"}
+        return report(replace(VERSIONS, check="gpu_inventory", facts=facts), node=name)
+
+    found = deviations(facts_of([gpus("a", "18 18"), gpus("b", "18 18"), gpus("c", "18 12")]))
+    assert [str(deviation) for deviation in found] == ["NVLinks of the GPUs is 18 12 on c; 2 of 3 nodes have 18 18"]
+
+
 def test_only_the_newest_report_of_a_node_counts():
     """A node that was repaired is not held to its old report."""
     reports = [node("a", 2.0, kernel="6.8"), node("a", 1.0, kernel="6.5"), node("b", kernel="6.8")]

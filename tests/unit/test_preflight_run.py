@@ -147,6 +147,18 @@ def test_memory_that_was_not_predicted_is_a_warning() -> None:
     assert [*run_steps.too_much(footprint(600e6, None), 1e6)] == []
 
 
+def test_what_the_ranks_tell_of_each_other_fails_the_drill() -> None:
+    """Equal seeds of tensor-parallel ranks train a smaller model, and nobody sees it in the loss."""
+    events = [
+        {"event": "generation_started"},
+        {"event": "tp_shards_equal", "tensors": ["layers.0.wq"], "ranks": [0, 1]},
+        {"event": "replicas_differ", "tensor": "norm", "ranks": [1, 3], "step": 10},
+    ]
+    seeds, replicas = run_steps.of_ranks(events)
+    assert seeds.summary == "ranks 0, 1 began with the same random numbers in different shards (layers.0.wq)"
+    assert replicas.summary == "ranks 1, 3 should hold the same norm and do not, at step 10"
+
+
 @pytest.mark.parametrize(("seconds", "verdict"), [(10.0, []), (200.0, [Verdict.WARN]), (700.0, [Verdict.FAIL])])
 def test_a_checkpoint_must_be_durable_before_the_next(seconds: float, verdict: list[Verdict]) -> None:
     """One is due every ten minutes."""

@@ -39,7 +39,7 @@ def _burn(context: Context, progress: Progress, *, fp8_products: bool) -> Outcom
             progress=lambda share: progress(share, name),
         )
 
-    with Watch() as watch:
+    with Watch(context.nvml_library) as watch:
         burned, findings = on_each(devices, work)
     peaks = {gpus.device_name(device): _peak(device, fp8_products) for device in devices}
     return Outcome(

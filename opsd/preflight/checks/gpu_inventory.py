@@ -17,13 +17,24 @@ def run(context: Context, progress: Progress) -> Outcome:
     present = [gpu for gpu in snapshot.gpus if gpu.lost is None]
     findings = [*_lost(snapshot.gpus), *_count(context.gpus, len(present)), *_alike(present)]
     measurements = [Measurement("gpus", len(present))]
-    facts = {}
+    facts = _layout(snapshot, present)
     for gpu in present:
         findings += _links(snapshot, gpu)
         measurements += _measure(snapshot, gpu)
         facts[gpus.name(gpu)] = f"{gpu.model} {gpu.uuid} at {gpu.pci_bus_id}"
         facts[f"VBIOS of {gpus.name(gpu)}"] = snapshot.labels(gpu, series.INFO).get("vbios_version", "unknown")
     return Outcome(tuple(measurements), tuple(findings), facts)
+
+
+def _layout(snapshot: gpus.Snapshot, present: Sequence[GpuFact]) -> dict[str, str]:
+    """What has to be the same on all nodes of a kind."""
+    links = Counter(sample.labels[0] for sample in snapshot.samples if sample.metric is series.NVLINK_UP)
+    models = Counter(gpu.model for gpu in present)
+    return {
+        "GPUs": ", ".join(f"{count} x {model}" for model, count in sorted(models.items())),
+        "PCI addresses of the GPUs": " ".join(gpu.pci_bus_id for gpu in present),
+        "NVLinks of the GPUs": " ".join(str(links[str(gpu.index)]) for gpu in present),
+    }
 
 
 def _lost(found: Sequence[GpuFact]) -> Iterator[Finding]:

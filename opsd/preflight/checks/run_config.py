@@ -45,7 +45,9 @@ def _script(path: str) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8") if path else None
     except (OSError, UnicodeDecodeError) as error:
-        raise CouldNotRunError(f"the batch script {path} cannot be read: {error}") from error
+        raise CouldNotRunError(
+            f"the batch script {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def _predicted(name: str, unit: str, text: str) -> Measure:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -103,7 +103,7 @@ def _outcome(folder: Path, config: Config, ranks: int, killed: float, code: int,
     lines = [line for line in _metrics(folder) if line["step"] > 2]
     speed = median(line["tokens_per_s"] for line in lines)
     measured = [Measurement("speed", speed), Measurement("resume", resumed - killed)]
-    found = list(_slow(speed, config, ranks))
+    found = [*of_ranks(drill.events(folder)), *_slow(speed, config, ranks)]
     began = time.perf_counter()
     try:
         saved = _last_checkpoint(folder)
@@ -124,6 +124,20 @@ def _slow(speed: float, config: Config, ranks: int) -> Iterator[Finding]:
         speeds = quantity(speed, "tokens_per_second"), quantity(expected, "tokens_per_second")
         advice = "see `opsd runbook show throughput_drop`"
         yield Finding(V.WARN, f"{speeds[0]} where {speeds[1]} were predicted", advice)
+
+
+def of_ranks(events: Iterable[dict[str, Any]]) -> Iterator[Finding]:
+    """What the trainer itself found when it compared the ranks with each other."""
+    for event in events:
+        ranks = ", ".join(map(str, event.get("ranks", ())))
+        if event["event"] == "tp_shards_equal":
+            summary = f"ranks {ranks} began with the same random numbers in different shards ({event['tensors'][0]})"
+            yield Finding(V.FAIL, summary, "each tensor-parallel rank needs a seed of its own")
+        elif event["event"] == "replicas_differ":
+            summary = f"ranks {ranks} should hold the same {event['tensor']} and do not, at step {event['step']}"
+            yield Finding(
+                V.FAIL, summary, "burn in the GPUs of these ranks, and see `opsd runbook show replica_divergence`"
+            )
 
 
 def _write_seconds(folder: Path) -> float | None:

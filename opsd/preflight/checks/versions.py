@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,14 @@ from opsd.preflight.base import Check, Context, Measure, Measurement, Outcome, P
 
 _PACKAGES: Final = ("torch", "triton", "transformer-engine", "flash-attn", "numpy")
 _NCCL: Final = re.compile(r"nvidia-nccl(-cu\d+)?")
+_PROGRAMS: Final[Mapping[str, Sequence[str]]] = {
+    "Slurm": ("slurmd", "-V"),
+    "enroot": ("enroot", "version"),
+    "Apptainer": ("apptainer", "--version"),
+    "Docker": ("docker", "--version"),
+    "NVIDIA container toolkit": ("nvidia-ctk", "--version"),
+}
+_IMAGES: Final = ("SLURM_CONTAINER", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "NVIDIA_BUILD_ID")
 _CUDA: Final = re.compile(r"nvidia-cuda-runtime(-cu\d+)?")
 
 
@@ -35,7 +43,8 @@ def run(context: Context, progress: Progress) -> Outcome:
         **dict(_modules(Path(context.sys))),
         **dict(_firmware(Path(context.sys))),
         **dict(_system(Path("/etc/os-release"))),
-        **dict(_slurm()),
+        **dict(_programs()),
+        **dict(_image(os.environ)),
     }
     return Outcome((Measurement("known", len(facts)),), facts=facts)
 
@@ -81,11 +90,19 @@ def _system(os_release: Path) -> Iterator[tuple[str, str]]:
             yield "system", match[1]
 
 
-def _slurm() -> Iterator[tuple[str, str]]:
-    if shutil.which("slurmd"):
-        answer = subprocess.run(["slurmd", "-V"], capture_output=True, text=True, timeout=10, check=False).stdout
-        if match := re.search(r"slurm\S* (\S+)", answer):
-            yield "Slurm", match[1]
+def _programs() -> Iterator[tuple[str, str]]:
+    """Slurm and what containers are run with, by what they say of themselves."""
+    for name, command in _PROGRAMS.items():
+        if shutil.which(command[0]):
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+            if match := re.search(r"\d+\.\d+[\w.+~-]*", answer):
+                yield name, match[0]
+
+
+def _image(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The container image that this runs in, by the variables of Slurm, Apptainer, and NVIDIA's images."""
+    if image := next((environ[name] for name in _IMAGES if environ.get(name)), ""):
+        yield "container image", image
 
 
 CHECK = Check(
