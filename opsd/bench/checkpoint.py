@@ -1,4 +1,7 @@
-"""What a checkpoint of 2 GB costs the training, beside torch.save and torch's distributed checkpoint (DCP)."""
+"""What a checkpoint of 2 GB costs the training, beside torch.save and torch's distributed checkpoint (DCP).
+
+nvidia-resiliency-ext is no peer without a GPU: it stages by the copy from there, and each of its saves calls torch.cuda.
+"""
 
 from __future__ import annotations
 
