@@ -16,6 +16,8 @@ from pwd import getpwnam
 
 HERE = Path(__file__).parent
 USUAL_DEADLINE_S = 30.0
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+"""Gives a process another wall clock; the kernel has one for all (there are namespaces for the monotonic one only)."""
 
 
 class Namespaces:
@@ -97,6 +99,8 @@ class Host:
         self.address = address
         self._network = network
         self.on = True
+        self.clock_ahead_s = 0
+        """By how much the wall clock of what is started from now on is wrong."""
         self._port = f"port-{name}"
         self._spaces = self._begin()
 
@@ -154,7 +158,9 @@ class Host:
             if user == "root"
             else ("setpriv", f"--reuid={user}", f"--regid={getpwnam(user).pw_gid}", "--init-groups")
         )
-        return [*self._spaces.enter(), f"--wd={self._network.folder / 'shared'}", "--", *become, *argv]
+        ahead = f"FAKETIME={self.clock_ahead_s:+d}s"
+        clock = ("env", f"LD_PRELOAD={FAKETIME}", ahead, "FAKETIME_DONT_FAKE_MONOTONIC=1") if self.clock_ahead_s else ()
+        return [*self._spaces.enter(), f"--wd={self._network.folder / 'shared'}", "--", *become, *clock, *argv]
 
     def run(
         self, *argv: str, user: str = "root", check: bool = True, timeout: float = USUAL_DEADLINE_S, stdin: str = ""

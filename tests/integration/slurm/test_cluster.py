@@ -14,7 +14,7 @@ import pytest
 
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
-from tests.integration.slurm.host import Host
+from tests.integration.slurm.host import FAKETIME, Host
 
 pytestmark = pytest.mark.xdist_group("slurm")
 
@@ -145,6 +145,21 @@ def test_a_slow_network_is_slow_and_recovers(own_cluster: Cluster) -> None:
         assert time.monotonic() - began > 1
         n2.unslow()
         n1.run(sys.executable, "-c", fetch)
+
+
+def test_a_clock_may_be_wrong(own_cluster: Cluster) -> None:
+    """What is started on the host has its time, slurmd too; Slurm runs jobs there all the same."""
+    if not FAKETIME.exists():
+        pytest.skip("not installed: libfaketime (see tests/debian-packages.txt)")
+    n1, n2 = own_cluster.nodes["n1"], own_cluster.nodes["n2"]
+    n1.run("pkill", "slurmd")
+    n1.clock_ahead_s = 60
+    own_cluster.start_node(n1)
+    assert int(n1.run("date", "+%s").stdout) > int(n2.run("date", "+%s").stdout) + 50
+    slurm = CommandSlurm(runner_on(own_cluster.controller))
+    job = slurm.submit("#!/bin/sh\nexec sleep 1000\n", ["--nodelist=n1"])
+    wait_until(lambda: slurm.jobs([job])[0].state == "running", "the job runs")
+    assert slurm.nodes(["n1"])[0].usable
 
 
 def test_each_host_has_a_disk_that_can_be_filled(own_cluster: Cluster) -> None:
