@@ -1,6 +1,6 @@
 """What a checkpoint of 2 GB costs the training, beside torch.save and torch's distributed checkpoint (DCP).
 
-nvidia-resiliency-ext is no peer without a GPU: it stages by the copy from there, and each of its saves calls torch.cuda.
+nvidia-resiliency-ext is no peer without a GPU: it stages by the copy from there, and its saves call torch.cuda.
 """
 
 from __future__ import annotations
