@@ -193,6 +193,22 @@ def test_ctrl_c_before_anything_was_started_is_exit_3(environment: dict[str, str
     assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
+def test_ctrl_c_ends_a_drill_with_all_that_it_started(environment: dict[str, str], tmp_path: Path):
+    """While the launcher waits for the other node."""
+    pytest.importorskip("torch")
+    target, folder = tmp_path / "report.json", tmp_path / "drill"
+    options = ("--hosts", "127.0.0.2,127.0.0.3", "--node", "0", "--train", "tiny", "--train-set", "data.shards=/data")
+    command = [sys.executable, "-m", "opsd", "preflight", "drill", *options, "--folder", folder, "--json", target]
+    process = subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.DEVNULL)
+    me = psutil.Process(process.pid)
+    assert eventually(lambda: len(me.children(recursive=True)) > 0, within_s=60)
+    children = [child.pid for child in me.children(recursive=True)]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 3
+    assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in children))
+    assert Report.from_json(target.read_bytes()).interrupted
+
+
 def test_a_burn_in_that_was_killed_goes_on_where_it_was(environment: dict[str, str], tmp_path: Path):
     """After a power cut the rounds that were over count; the report has them all."""
     command = ("--profile", "burn-in", "--only", "numa", "--json", tmp_path / "report.json")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("numpy")
 
+from opsd.config_cli import BadConfig
 from opsd.preflight.base import Context
+from opsd.preflight.cli import preflight
 from opsd.preflight.node_drill import Drill
 from trainer.config import load
 
@@ -33,3 +37,22 @@ def test_without_a_spare_it_goes_on_with_one_node_fewer() -> None:
         nodes * 8 // (this.config.parallel.tp * this.config.parallel.pp * this.config.parallel.cp) for nodes in (2, 3)
     ]
     assert all(this.batch() % (count * 2) == 0 for count in readers)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ((), "a node can be lost only where two train; there are 1, and 0 spares"),
+        (("--hosts", "n[1-"), "brackets do not match"),
+        (("--hosts", "n[1-2]", "--spares", "1"), "there are 2, and 1 spares"),
+        (("--hosts", "n[1-3]", "--node", "3"), "node number 3 is not among the 3 nodes"),
+        (("--hosts", "n[1-3]", "--node", "0"), "data.shards is not set"),
+        (("--hosts", "n[1-3]", "--node", "0", "--train-set", "data.shards=/data"), "with --folder"),
+    ],
+)
+def test_a_drill_that_makes_no_sense_is_refused(options: tuple[str, ...], sentence: str) -> None:
+    """One sentence, before anything is started."""
+    nowhere = dict.fromkeys(("OPSD_CONFIG", *(name for name in os.environ if name.startswith("SLURM"))))
+    result = CliRunner().invoke(preflight, ["drill", "--train", "tiny", *options], env=nowhere, standalone_mode=False)
+    assert isinstance(result.exception, BadConfig)
+    assert sentence in result.exception.message
