@@ -16,7 +16,8 @@ class SpareSettings(BaseModel):
     source: str = Field(
         default="",
         examples=["s3://datasets/smollm3"],
-        description="Folder or URL with the token shards that spares must have; with a folder per source of a mixture.",
+        description="Folder or URL with the token shards that spares must have, with a folder per source of a mixture; "
+        "the web server of a node that has them (python -m http.server) is one too.",
     )
     folder: str = Field(
         default="", examples=["/scratch/shards"], description="Folder on local NVMe into which they are copied."

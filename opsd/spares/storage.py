@@ -61,10 +61,12 @@ class Folder:
 
 
 class Url:
-    """A folder of an fsspec file system: object storage or a web server."""
+    """A folder of an fsspec file system: object storage, or a web server, on another node for instance."""
 
     def __init__(self, filesystem: Any, base: str) -> None:
         self._files, self._base = filesystem, base.rstrip("/")
+        # Simple web servers, as of Python, know whole files only: they are read as a stream.
+        self._options = {"block_size": 0} if "http" in filesystem.protocol else {}
 
     def folders(self) -> list[str]:
         try:
@@ -75,12 +77,21 @@ class Url:
 
     def open(self, path: str, offset: int = 0) -> BinaryIO:
         try:
-            file: BinaryIO = self._files.open(f"{self._base}/{path}", "rb")
-            file.seek(offset)
+            file: BinaryIO = self._files.open(f"{self._base}/{path}", "rb", **self._options)
+            _go_to(file, offset)
         except Exception as error:  # clients of object storages raise what they like
             kind = AbsentError if isinstance(error, FileNotFoundError) else StorageError
             raise kind(f"{self._base}/{path} cannot be read: {_said(error)}") from error
         return file
+
+
+def _go_to(file: BinaryIO, offset: int) -> None:
+    """Have ``file`` read on from ``offset``; of a stream what comes before is skipped."""
+    try:
+        file.seek(offset)
+    except ValueError:
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            offset -= len(block)
 
 
 def _said(error: Exception) -> str:

@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
@@ -113,6 +116,28 @@ def test_any_url_of_fsspec_is_a_source(source: Path, target: Path) -> None:
     finally:
         memory.rm("/bucket", recursive=True)
     assert contents(target / "web") == contents(source)
+
+
+def test_a_peer_is_a_source(source: Path, target: Path) -> None:
+    """Another node gives what it has through the simplest of web servers, also the rest of a copy that was cut off."""
+    pytest.importorskip("aiohttp")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(source)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        storage = open_storage(f"http://127.0.0.1:{server.server_port}")
+        make_folder(target)
+        (target / f".{TOKENS}.part").write_bytes((source / TOKENS).read_bytes()[:15_000])
+        stage(storage, read_corpora(storage), target, WORK)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert contents(target) == contents(source)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Says nothing."""
+
+    def log_message(self, *_: object) -> None: ...
 
 
 def test_an_interrupted_copy_goes_on_where_it_was_cut_off(source: Path, target: Path) -> None:
