@@ -45,7 +45,7 @@ def run() -> dict[str, float | int | str]:
     results |= _simulations()
     if importlib.util.find_spec("torch") is not None:
         results |= _allreduce()
-        results |= _gemm()
+        results |= gemm()
         try:
             results |= _namespaces()
         except NoNamespacesError as error:
@@ -163,7 +163,7 @@ def _allreduce_rank(rank: int, store: str, answers: Queue[tuple[float, float]]) 
     dist.destroy_process_group()
 
 
-def _gemm() -> dict[str, float | int | str]:
+def gemm() -> dict[str, float | int | str]:
     """Throughput of the burn beside the best slice of plain torch.mm of the same shape, on the first GPU."""
     import torch
 
