@@ -1,4 +1,4 @@
-"""Preflight's GPU checks on real GPUs: they measure all that they declare, find nothing, and burn as hot as torch can."""
+"""Preflight's GPU checks on real GPUs: they measure all that they declare, find nothing, and burn as hot as torch."""
 
 from __future__ import annotations
 
