@@ -16,7 +16,7 @@ from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
 pytestmark = pytest.mark.xdist_group("slurm")
 
 FOLDER = Path(__file__).parents[3] / "deploy/slurm"
-TEMPLATES = sorted(FOLDER.glob("*.sbatch"), key=lambda path: path.name)
+TEMPLATES = sorted(FOLDER.glob("train-*.sbatch"), key=lambda path: path.name)
 OPSD = """#!/bin/sh
 # Stands for opsd: says how it was called, and ends with what the test writes down for its node.
 echo "$SLURMD_NODENAME $*" >> calls
@@ -133,7 +133,8 @@ def test_a_spare_is_fetched_for_a_lost_node(submit: Callable[[Path], Submitted],
         "all watch",
     )
     with events.open("a") as file:
-        file.write('{"run": "train", "event": "node_lost", "lost": "n2"}\n')
+        file.write('{"run": "train", "event": "node_lost", "lost": "n4", "ranks": false}\n')
+        file.write('{"run": "train", "event": "node_lost", "lost": "n2", "ranks": true}\n')
     wait_until(lambda: len(run.calls()) == 4, "a spare has been fetched")
     assert [call.partition(" ")[0] for call in run.calls()] == ["n1", "n2", "n3", "n4"]
     first, spare = run.calls()[0], run.calls()[3]
