@@ -67,6 +67,16 @@ def find_fellows(nodes: str, own_name: str, port: int | None, environ: Mapping[s
     return Fellows(members[own_name], tuple(members.values()), guest)
 
 
+def start_of(run: str, environ: Mapping[str, str]) -> str:
+    """What the launchers of one start of ``run`` have in common.
+
+    Slurm may start the job again while a node that was cut off still runs a launcher of the start before. That one must
+    not join once it is back: it may be the next to be told to stop.
+    """
+    job = environ.get("SLURM_JOB_ID", "")
+    return f"{run}, job {job}.{environ.get('SLURM_RESTART_COUNT', '0')}" if job else run
+
+
 def _pairs(given: str) -> dict[str, str]:
     if "=" not in given:
         try:

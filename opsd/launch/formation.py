@@ -146,7 +146,8 @@ class Formation:
 
     def _too_few(self, reason: str) -> None:
         self._waiting = None
-        self._purpose.too_few(f"{reason}: {len(self._quorum.alive)} are there, {self._shape.least} are needed")
+        fit = self._quorum.alive.keys() - set(self._purpose.unfit)
+        self._purpose.too_few(f"{reason}: {len(fit)} are there, {self._shape.least} are needed")
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:

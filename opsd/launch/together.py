@@ -10,7 +10,7 @@ from pathlib import Path
 from opsd import exitcodes
 from opsd.launch.cluster import ClusterRun
 from opsd.launch.failure import RestartPolicy
-from opsd.launch.fellows import Fellows
+from opsd.launch.fellows import Fellows, start_of
 from opsd.launch.fence import FolderFence
 from opsd.launch.head import Head
 from opsd.launch.messages import say
@@ -67,7 +67,7 @@ def with_fellows(
     quorum = TcpQuorum(
         fellows.own,
         fellows.members,
-        run=settings.run,
+        run=start_of(settings.run, os.environ),
         secret=secret,
         loop=node.loop,
         first_number=first_number,

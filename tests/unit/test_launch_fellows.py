@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows
+from opsd.launch.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows, start_of
 from opsd.launch.secret import NAME, VARIABLE, SecretError, job_secret
 
 
@@ -68,6 +68,14 @@ def test_what_is_missing_is_said(nodes: str, own: str, text: str) -> None:
     """One sentence with what to give."""
     with pytest.raises(FellowsError, match=text):
         find_fellows(nodes, own, None, {})
+
+
+def test_a_start_is_not_the_one_before() -> None:
+    """Launchers of an earlier start of the job, or of another job, are told apart; outside of Slurm a run is a run."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    starts = {start_of("r", env) for env in ({}, job, {**job, "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"})}
+    assert len(starts) == 4
+    assert start_of("r", job) == start_of("r", {**job, "SLURM_RESTART_COUNT": "0", "SLURMD_NODENAME": "n2"})
 
 
 def test_launchers_that_start_together_have_one_secret(tmp_path: Path) -> None:
