@@ -12,10 +12,15 @@ from opsd.spares.settings import SpareSettings
 from opsd.spares.state import SpareState
 
 
+class UnknownError(OSError):
+    """Whether the node is ready cannot be known at the moment."""
+
+
 def why_not(settings: Settings, slurm: Callable[[], Slurm], clock: Callable[[], float] = time.time) -> str:
     """Why ``agent.node`` must not take another's place, "" if it may, or if nothing is asked of spares here.
 
-    The agent's state folder says it. To a user who may not read that, the node's comment in Slurm does.
+    The agent's state folder says it. To a user who may not read that, the node's comment in Slurm does. Raises
+    UnknownError where neither can be read.
     """
     if not asked(settings.spare):
         return ""
@@ -34,11 +39,12 @@ def asked(settings: SpareSettings) -> bool:
 
 
 def _by_comment(slurm: Callable[[], Slurm], settings: Settings, now: float) -> str:
-    node = settings.agent.node
+    node, folder = settings.agent.node, settings.agent.state_dir
     try:
         port = slurm()
         (found,) = pool.judge(port.nodes([node]), port.comments([node]), {node}, settings.spare.max_age_s, now)
-    except (SlurmError, ValueError) as error:
-        unknown = str(error) if isinstance(error, SlurmError) else f"Slurm has no node {node}"
-        return f"whether it is ready cannot be known: {settings.agent.state_dir} cannot be read here, and {unknown}"
+    except ValueError:
+        return f"whether it is ready cannot be known: {folder} cannot be read here, and Slurm has no node {node}"
+    except SlurmError as error:
+        raise UnknownError(f"whether it is ready cannot be known: {folder} cannot be read here, and {error}") from error
     return found.why_not

@@ -1,10 +1,13 @@
-"""Spares that say that they must not be used: the head of a run goes by that."""
+"""Spares that say whether they may be used, and the head of a run that goes by it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from select import select
 
-from tests.fakes.head import NODES, SPARE, Stage
+from opsd.launch.readiness import Readiness
+from tests.fakes.head import NODES, SPARE, PlayedQuorum, Stage
 
 
 def started(folder: Path, *spares: str, wait_s: float = 0.0) -> Stage:
@@ -55,3 +58,80 @@ def test_a_node_is_not_swapped_for_a_spare_that_is_not_ready(tmp_path: Path) -> 
     stage.tell("n1", "swap", node="n2", reason="ecc")
     assert stage.events("swap_refused")[0]["swap"] == "n2"
     assert not any(order["kind"] == "order_stop" for order in stage.quorum.orders)
+
+
+class WatchingLoop:
+    """Waits for what is done beside it only when told to."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, Callable[[], None]] = {}
+
+    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        self._watched[descriptor] = callback
+
+    def unwatch(self, descriptor: int) -> None:
+        del self._watched[descriptor]
+
+    def settle(self) -> None:
+        while self._watched:
+            for descriptor in select(list(self._watched), [], [])[0]:
+                self._watched[descriptor]()
+
+
+class Asked:
+    """What a node says of itself: the given answers one after the other, OSErrors raised."""
+
+    def __init__(self, *answers: str | OSError) -> None:
+        self._answers = list(answers)
+        self.told: list[str] = []
+        self.refused: list[str] = []
+        self.taken = 0
+        self._loop = WatchingLoop()
+        quorum = PlayedQuorum(SPARE)
+        quorum.tell_head = lambda message: self.told.append(message["why"])  # type: ignore[method-assign]
+        self._readiness = Readiness(self._loop, quorum, self._answer, self.refused.append)  # type: ignore[arg-type]
+
+    def _answer(self) -> str:
+        answer = self._answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def look(self) -> None:
+        """It is time to look again."""
+        self._readiness.tell()
+        self._loop.settle()
+
+    def take_a_place(self) -> None:
+        """The head has made a plan with this node at work."""
+        self._readiness.before(self._take)
+        self._loop.settle()
+
+    def _take(self) -> None:
+        self.taken += 1
+
+
+def test_a_controller_that_is_down_makes_no_spare_unready() -> None:
+    """What was known last holds, and a swap does not ask again."""
+    asked = Asked("", OSError("the controller is away"))
+    asked.look()
+    asked.look()
+    asked.take_a_place()
+    assert (asked.told, asked.refused, asked.taken) == ([""], [], 1)
+
+
+def test_a_node_of_which_nothing_is_known_is_not_used() -> None:
+    """It takes no part until it is known to be ready."""
+    asked = Asked(OSError("the controller is away"), "")
+    asked.take_a_place()
+    assert (asked.told, asked.taken) == (["the controller is away"], 0)
+    asked.take_a_place()
+    assert (asked.told[-1], asked.taken) == ("", 1)
+
+
+def test_a_node_that_is_not_ready_says_so_again_when_it_is_wanted() -> None:
+    """A new head has not heard it."""
+    asked = Asked("data: x was damaged")
+    asked.look()
+    asked.take_a_place()
+    assert (asked.told, asked.refused, asked.taken) == (["data: x was damaged"] * 2, ["data: x was damaged"], 0)

@@ -14,7 +14,7 @@ from opsd.launch.readiness import spare_readiness
 from opsd.slurm import record
 from opsd.slurm.port import Node, SlurmUnavailable
 from opsd.spares import state
-from opsd.spares.duty import why_not
+from opsd.spares.duty import UnknownError, why_not
 from opsd.spares.settings import SpareSettings
 from opsd.spares.state import SpareState
 from tests.fakes.slurm import FakeSlurm
@@ -74,7 +74,7 @@ def test_without_settings_nothing_is_asked(settings: Settings, slurm: FakeSlurm)
 
 @pytest.mark.usefixtures("ordinary_user")
 def test_slurm_says_it_to_an_ordinary_user(settings: Settings, slurm: FakeSlurm) -> None:
-    """By the node's comment, which everybody may read; what cannot be known is a reason not to use it."""
+    """By the node's comment, which everybody may read; what cannot be known is no answer."""
     assert "it has not said that it is ready" in why_not(settings, lambda: slurm, lambda: NOW)
     slurm.by_comment["n1"] = record.write("", record.Record(spare="ready", spare_at=NOW - 60))
     assert why_not(settings, lambda: slurm, lambda: NOW) == ""
@@ -82,7 +82,8 @@ def test_slurm_says_it_to_an_ordinary_user(settings: Settings, slurm: FakeSlurm)
     slurm.by_comment["n1"] = record.write("", record.Record(spare="data,software", spare_at=NOW - 60))
     assert "it lacks data, software since" in why_not(settings, lambda: slurm, lambda: NOW)
     slurm.error = SlurmUnavailable("the controller is away")
-    assert "cannot be known" in why_not(settings, lambda: slurm, lambda: NOW)
+    with pytest.raises(UnknownError, match="cannot be known"):
+        why_not(settings, lambda: slurm, lambda: NOW)
     assert "Slurm has no node n1" in why_not(settings, lambda: FakeSlurm([]), lambda: NOW)
 
 
