@@ -20,6 +20,7 @@ BENCHES = {
     "client": "cost of a rank-page update",
     "data": "finding a sample at any point of a run, beside Grain, Megatron's index and one that grows",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
+    "faults": "runs that random faults happen to, on a real Slurm cluster in namespaces",
     "membership": "launchers that agree on a new generation after a loss, and what they cost the head",
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "steps lost when a rank is killed and on SIGTERM",
@@ -29,8 +30,10 @@ BENCHES = {
     "swap": "how long a run stands still when a node of it goes, on a real Slurm cluster in namespaces",
     "trainer": "tokens/s of the trainer beside transformers' Llama under plain FSDP2",
 }
-LONG = ("soak", "swap")
+LONG = ("faults", "soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
+OPTIONS = {"nodes": ("membership",), "trials": ("faults", "swap"), "seed": ("faults",), "scenario": ("swap",)}
+"""Options that only some benchmarks have."""
 
 
 def _print_names(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -61,6 +64,9 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     type=click.IntRange(16, 4096),
     help="Of membership only: how many launchers are simulated; 1,024 unless given.",
 )
+@click.option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
+@click.option("--seed", type=click.IntRange(0), help="Of faults: the seed of the first sequence; 1 unless given.")
+@click.option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
 @click.option(
     "--names",
     is_flag=True,
@@ -69,14 +75,15 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     callback=_print_names,
     help="Print the names of those that take minutes.",
 )
-def bench(name: str, nodes: int | None, target: TextIO | None) -> None:
+def bench(name: str, target: TextIO | None, **given: Any) -> None:
     """Run the benchmark NAME and print what it measured.
 
     The results are named ours_*, PEER_* and ratio_*; a peer that is not installed is missing from them.
     """
-    if nodes is not None and name != "membership":
-        raise click.UsageError("--nodes goes with the benchmark membership only")
-    options = {} if nodes is None else {"nodes": nodes}
+    options = {option: value for option, value in given.items() if value not in (None, ())}
+    for option in options:
+        if name not in OPTIONS[option]:
+            raise click.UsageError(f"--{option} goes with the benchmark {' and '.join(OPTIONS[option])} only")
     try:
         results: dict[str, Any] = import_module(f"opsd.bench.{name}").run(**options)
     except ScenarioError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from opsd.checkout import ROOT
@@ -11,8 +12,8 @@ from opsd.scenarios.model import ScenarioError
 TRIALS = 10
 
 
-def run() -> dict[str, Any]:
-    """The scenarios by name with ``p50_s``, ``p99_s``, ``lost_steps_max``, ``trials`` and ``failed``.
+def on_the_cluster(name: str) -> ModuleType:
+    """The module ``name`` beside the test cluster, which is no part of the installed package.
 
     Raises ScenarioError where there can be no cluster.
     """
@@ -20,5 +21,16 @@ def run() -> dict[str, Any]:
         raise ScenarioError("the test cluster is part of the checkout, and this opsd is installed without it")
     if reason := import_module("tests.integration.slurm.cluster").missing():
         raise ScenarioError(f"no Slurm cluster can be made: {reason}")
-    swaps = import_module("tests.integration.slurm.swaps")
-    return {"scenarios": swaps.run(TRIALS, lambda text: print(text, flush=True)), "peers": {}}
+    return import_module(f"tests.integration.slurm.{name}")
+
+
+def run(trials: int = TRIALS, scenario: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The scenarios by name with ``p50_s``, ``p99_s``, ``lost_steps_max``, ``trials`` and ``failed``.
+
+    Raises ScenarioError where there can be no cluster, or no such ``scenario``.
+    """
+    swaps = on_the_cluster("swaps")
+    if unknown := set(scenario) - set(swaps.NAMES):
+        raise ScenarioError(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(swaps.NAMES)}")
+    found: dict[str, Any] = swaps.run(trials, lambda text: print(text, flush=True), scenario or swaps.NAMES)
+    return found

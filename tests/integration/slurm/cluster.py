@@ -163,6 +163,25 @@ class Cluster:
 
         wait_until(idle, "all nodes idle", timeout)
 
+    def restore(self, timeout: float = 120.0) -> None:
+        """Cancel all jobs, mend the network, give power to the nodes without, and wait until every node is idle."""
+        self.heal()
+        for host in self.nodes.values():
+            if not host.on:
+                host.power_on()
+                self.start_node(host)
+        wait_until(self._resumed, "all nodes idle again", timeout)
+
+    def _resumed(self) -> bool:
+        jobs = self.controller.run("squeue", "--noheader", "--format=%i", check=False).stdout.split()
+        if jobs:
+            self.controller.run("scancel", *jobs, check=False)
+        states = self.states()
+        for name, state in states.items():
+            if state.startswith(("down", "drain")):
+                self.controller.run("scontrol", "update", f"nodename={name}", "state=resume", check=False)
+        return set(states.values()) == {"idle"}
+
     def _addresses(self) -> list[tuple[str, str]]:
         return [(name, f"10.77.0.{index}") for index, name in enumerate(self._names, start=1)]
 

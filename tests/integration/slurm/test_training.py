@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.slurm import sequences
 from tests.integration.slurm.cluster import Cluster, missing, wait_until
 from tests.integration.slurm.training import Training, make_data
 
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow, pytest.mark.timeout(400)]
 
 SOON = {"checkpoint.every": 5}
+CORRUPT_AND_KILL_HEAD = 25
+"""A seed for that."""
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +60,15 @@ def test_without_a_spare_the_job_starts_again_on_other_nodes(trained_on: tuple[C
     assert victim not in training.places
     assert sorted(training.losses()) == list(range(1, 41))
     assert cluster.controller.run("scontrol", "show", "job", str(job)).stdout.count("Restarts=1") == 1
+
+
+def test_two_faults_leave_no_trace_in_the_losses(trained_on: tuple[Cluster, Path]) -> None:
+    """The newest checkpoint is damaged and a rank dies, then the head's node: every loss is as without all that."""
+    cluster, data = trained_on
+    cluster.restore()
+    losses = sequences.undisturbed(cluster, data, steps=60)
+    faults = sequences.draw(CORRUPT_AND_KILL_HEAD, most=2)
+    assert [fault.kind for fault in faults] == ["corrupt_checkpoint", "kill_head"]
+    training = sequences.disturbed(cluster, data, "sequence", steps=60)
+    assert sequences.play(cluster, training, faults, losses).problems == ()
+    assert training.events("checkpoint_rejected")

@@ -17,7 +17,7 @@ SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={name} --nodes={nodes} --ntasks-per-node=1 --no-kill --requeue --open-mode=append
 #SBATCH --output={folder}/job.out
-export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HOME={folder} PYTHONUNBUFFERED=1 {environment}
+export {exports}
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
     srun --no-kill --wait=0 --kill-on-bad-exit=0 --nodes=1 --ntasks=1 --nodelist="$node" \\
         --output={folder}/launcher-"$node".log --open-mode=append \\
@@ -41,7 +41,10 @@ def make_data(folder: Path, text_bytes: int = 1_000_000) -> Path:
 
 @dataclass
 class Training:
-    """One run of the tiny model over ``active`` nodes, one rank on each, and so many ``spares``."""
+    """One run of the tiny model over ``active`` nodes, one rank on each, and so many ``spares``.
+
+    ``flags`` are for the launcher, ``settings`` for the trainer, ``options`` for sbatch.
+    """
 
     cluster: Cluster
     data: Path
@@ -52,6 +55,7 @@ class Training:
     flags: Sequence[str] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()
 
     @property
     def folder(self) -> Path:
@@ -86,18 +90,27 @@ class Training:
             "checkpoint.every": 20,
         } | dict(self.settings)
         program = ["-m", "trainer", "tiny", *(f"--set={key}={value}" for key, value in values.items())]
-        script = SCRIPT.format(
+        (self.folder / "job.sbatch").write_text(self.script(program))
+        given = [*self.options, "--parsable", str(self.folder / "job.sbatch")]
+        return int(self.cluster.controller.run("sbatch", *given).stdout.strip())
+
+    def script(self, program: Sequence[str]) -> str:
+        """The batch script that has ``program`` run on all nodes of the job."""
+        return SCRIPT.format(
             name=self.name,
             nodes=self.active + self.spares,
             folder=self.folder,
+            exports=self.exports,
             python=sys.executable,
             flags=" ".join([f"--nnodes={self.active}", f"--spares={self.spares}", *self.flags]),
             program=" ".join(program),
-            environment=" ".join(f"{key}={value}" for key, value in self.environment.items()),
         )
-        (self.folder / "job.sbatch").write_text(script)
-        done = self.cluster.controller.run("sbatch", "--parsable", str(self.folder / "job.sbatch"))
-        return int(done.stdout.strip())
+
+    @property
+    def exports(self) -> str:
+        """What the environment of the launchers has to have, for the shell's export."""
+        usual = {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "eth0", "HOME": self.folder, "PYTHONUNBUFFERED": 1}
+        return " ".join(f"{key}={value}" for key, value in {**usual, **self.environment}.items())
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """What has happened, all or of one kind."""

@@ -1,0 +1,183 @@
+"""How long a run without spares stands still: it has to end, go back into the queue, and start again on other nodes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from opsd.checkout import ROOT
+from tests.integration.slurm.cluster import FAST, Cluster, wait_until
+from tests.integration.slurm.training import Training, make_data
+from tests.integration.slurm.trials import Scenario, Trial, failure, since
+
+ACTIVE = 3
+STEPS = 4000
+SETTLED_STEP = 45
+AGAIN_S = 240.0
+DEFAULTS: Mapping[str, str] = {}
+"""Slurm's own timeouts, periods and delays."""
+DOWN_S = 120.0
+LIMIT = ("--time=2", "--signal=USR1@75")
+OUTAGE_TRIALS = 2
+"""An outage takes minutes: it is tried this often at most."""
+
+
+def kill_follower(training: Training) -> None:
+    """A node with ranks, but not the head's, loses power."""
+    victim = next(name for name in reversed(training.places) if name != training.head)
+    training.cluster.nodes[victim].power_off()
+
+
+def kill_batch_host(training: Training) -> None:
+    """The node with the batch script loses power; it is the first of the job, and the head's."""
+    training.cluster.nodes[sorted(training.places)[0]].power_off()
+
+
+@contextmanager
+def _cluster(settings: Mapping[str, str], nodes: int = 5) -> Iterator[tuple[Cluster, Path]]:
+    with Cluster([f"n{number}" for number in range(1, nodes + 1)], settings) as cluster:
+        yield cluster, make_data(cluster.shared)
+
+
+def killed(cause: Callable[[Training], None], trials: int, note: Callable[[Trial], None]) -> None:
+    """A node loses power where the job has no spare, on Slurm's default settings."""
+    with _cluster(DEFAULTS) as (cluster, data):
+        for number in range(trials):
+            training = Training(cluster, data, f"cold-{number}", active=ACTIVE, spares=0, steps=STEPS)
+            training.submit()
+            note(_again(training, cause))
+            cluster.restore()
+
+
+def _again(training: Training, cause: Callable[[Training], object]) -> Trial:
+    """Let ``cause`` end a run that has come to its pace, and wait for the first steps of the next start."""
+    try:
+        training.until(lambda: training.step >= SETTLED_STEP, "the first steps")
+        before = training.events("generation_started")[-1]["generation"]
+        cause(training)
+        training.until(lambda: training.metrics()[-1]["generation"] > before, "steps after the requeue", AGAIN_S)
+        return since(training, training.metrics()[-1]["generation"])
+    except (TimeoutError, ValueError, RuntimeError) as error:
+        return failure(error)
+
+
+def preempted(trials: int, note: Callable[[Trial], None]) -> None:
+    """A job of higher priority takes all nodes for a moment."""
+    with _cluster(FAST, nodes=ACTIVE) as (cluster, data):
+        for number in range(trials):
+            training = FromTemplate(cluster, data, f"preempted-{number}", ACTIVE, 0, STEPS, options=["--partition=dev"])
+            training.submit()
+            note(_again(training, _preempt))
+            cluster.restore()
+
+
+def _preempt(training: Training) -> None:
+    intruder = ("sbatch", f"--nodes={ACTIVE}", "--exclusive", "--partition=train", "--wrap", "sleep 1")
+    training.cluster.controller.run(*intruder)
+
+
+def time_limit(trials: int, note: Callable[[Trial], None]) -> None:
+    """The job comes to its time limit, of which Slurm tells the launchers 75 seconds before."""
+    with _cluster(FAST, nodes=ACTIVE) as (cluster, data):
+        for number in range(trials):
+            training = FromTemplate(cluster, data, f"limited-{number}", ACTIVE, 0, STEPS, options=LIMIT)
+            training.submit()
+            note(_again(training, lambda _: None))
+            cluster.restore()
+
+
+def controller_down(trials: int, note: Callable[[Trial], None]) -> None:
+    """The controller is away for two minutes: the gap is the longest between two steps in that time."""
+    with _cluster(DEFAULTS) as (cluster, data):
+        for number in range(min(trials, OUTAGE_TRIALS)):
+            training = Training(cluster, data, f"unnoticed-{number}", active=ACTIVE, spares=1, steps=STEPS)
+            training.submit()
+            training.until_steady()
+            with _without_controller(cluster):
+                began = time.time()
+                time.sleep(DOWN_S)
+                ended = time.time()
+            times = [line["t"] for line in training.metrics() if began <= line["t"] <= ended]
+            pauses = [later - earlier for earlier, later in zip([began, *times], [*times, ended], strict=True)]
+            again = "" if len(training.events("generation_started")) == 1 else "the run has started anew"
+            note(Trial(max(pauses), 0, again))
+            cluster.restore()
+
+
+def requeue_without_controller(trials: int, note: Callable[[Trial], None]) -> None:
+    """A node dies while the controller is away: the requeue is done once it is back, and once.
+
+    The gap begins with its return.
+    """
+    with _cluster(DEFAULTS) as (cluster, data):
+        for number in range(min(trials, OUTAGE_TRIALS)):
+            note(_outage(Training(cluster, data, f"retried-{number}", active=ACTIVE, spares=0, steps=STEPS)))
+            cluster.restore()
+
+
+def _outage(training: Training) -> Trial:
+    cluster, job, back = training.cluster, training.submit(), 0.0
+
+    def cause(training: Training) -> None:
+        nonlocal back
+        with _without_controller(cluster):
+            kill_follower(training)
+            time.sleep(DOWN_S)
+        back = time.time()
+
+    trial = _again(training, cause)
+    if trial.failed:
+        return trial
+    shown = cluster.controller.run("squeue", "-h", f"--jobs={job}", "-O", "RestartCnt").stdout.strip()
+    first = next(line["t"] for line in training.metrics() if line["t"] > back)
+    return Trial(first - back, trial.lost_steps, "" if shown == "1" else f"restarted {shown} times")
+
+
+@contextmanager
+def _without_controller(cluster: Cluster) -> Iterator[None]:
+    """Kill slurmctld once its state is saved, and start it again at the end."""
+    saved, began = cluster.folder / "state/job_state", time.time()
+    wait_until(lambda: saved.exists() and saved.stat().st_mtime > began, "the state is saved", 60)
+    cluster.stop_controller()
+    try:
+        yield
+    finally:
+        cluster.start_controller()
+
+
+class FromTemplate(Training):
+    """A run by deploy/slurm/train-requeue.sbatch, with the lines adapted that it says are to be."""
+
+    def script(self, program: Sequence[str]) -> str:
+        """See ``Training.script``."""
+        opsd = self.folder / "opsd"
+        opsd.write_text(f'#!/bin/sh\nexec {sys.executable} -m opsd "$@"\n')
+        opsd.chmod(0o755)
+        adapted = {
+            "--nodes=4 ": f"--nodes={self.active} ",
+            "#SBATCH --gpus-per-node=8": "#",
+            "RANKS=8 ": "RANKS=1 ",
+            "RUN=$SLURM_JOB_NAME ": "RUN=run ",
+            "SHARED=/shared/runs ": f"SHARED={self.folder} ",
+            "(train.py) ": f"({' '.join(program)}) ",
+            "OPSD=${OPSD:-/opt/opsd/bin/opsd}": f"OPSD={opsd}\nexport {self.exports}",
+            "%x-%j.log": str(self.folder / "job.out"),
+        }
+        text = (ROOT / "deploy/slurm/train-requeue.sbatch").read_text()
+        for line, own in adapted.items():
+            text = text.replace(line, own)
+        return text
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "cold_node_killed": partial(killed, kill_follower),
+    "cold_batch_host_killed": partial(killed, kill_batch_host),
+    "preempted": preempted,
+    "time_limit": time_limit,
+    "controller_down": controller_down,
+    "requeue_without_controller": requeue_without_controller,
+}
