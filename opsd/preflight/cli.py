@@ -31,6 +31,7 @@ from opsd.preflight.report import Report, ReportError
 from opsd.preflight.simulate_cli import simulate
 from opsd.preflight.trends import render
 from opsd.slurm.connect import choose
+from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
 from opsd.spares import readiness, state, verdict
 
@@ -194,9 +195,12 @@ def merge(reports: tuple[Path, ...], fleet_file: Path | None) -> int:
     loaded = [*_read_all(reports)]
     nodes = newest_by_node(loaded)
     console = Console()
-    for report in sorted(nodes.values(), key=lambda report: report.node):
-        color = "green" if report.passed else "bold red"
-        console.print(f"[{color}]{escape(report.summary)}[/]", highlight=False, soft_wrap=True)
+    passed = sorted(node for node, report in nodes.items() if report.passed)
+    if passed:
+        count = f"{len(passed)} node{'s' if len(passed) > 1 else ''} passed"
+        console.print(f"[green]{count}: {escape(compress(passed))}[/]", highlight=False, soft_wrap=True)
+    for report in sorted((r for r in nodes.values() if not r.passed), key=lambda report: report.node):
+        console.print(f"[bold red]{escape(report.summary)}[/]", highlight=False, soft_wrap=True)
         for result in report.results:
             for sentence in result.sentences if result.failed else ():
                 console.print(f"  {escape(sentence)}", highlight=False, soft_wrap=True)
@@ -205,7 +209,7 @@ def merge(reports: tuple[Path, ...], fleet_file: Path | None) -> int:
         console.print(f"[yellow]{escape(str(deviation))}[/]", highlight=False, soft_wrap=True)
     if fleet_file is not None:
         write_text(fleet_file, fleet_of(loaded).to_json())
-    return exitcodes.FAILED if differing or not all(r.passed for r in nodes.values()) else exitcodes.OK
+    return exitcodes.FAILED if differing or len(passed) < len(nodes) else exitcodes.OK
 
 
 def _read_all(paths: Iterable[Path]) -> Iterable[Report]:

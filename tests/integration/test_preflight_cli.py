@@ -234,6 +234,7 @@ def test_merge_names_the_nodes_that_failed_and_those_that_differ(environment: di
         (tmp_path / f"{index}.json").write_text(found.to_json(), encoding="utf-8")
     result = opsd(environment, "merge", *sorted(tmp_path.glob("*.json")), "--fleet", tmp_path / "fleet.out")
     assert result.returncode == 1
+    assert "3 nodes passed: node-[0-2]" in result.stdout
     assert "kernel is 6.5 on node-2; 2 of 3 nodes have 6.8" in result.stdout
     assert (tmp_path / "fleet.out").exists()
 
