@@ -55,11 +55,10 @@ class SimulatedNode:
         self._owner = {metric.name: name for name, metrics in COLLECTORS.items() for metric in metrics}
         self._identities = [_identity(index) for index in range(scenario.gpus)]
         self._lost: dict[int, str] = {}
-        self._series: dict[str, dict[tuple[str, ...], Signal]] = {}
+        self._series: dict[str, dict[str, dict[tuple[str, ...], Signal]]] = {name: {} for name in COLLECTORS}
         for identity in self._identities:
             for metric, extra, signal in healthy.gpu(loaded=identity.index < scenario.job.ranks):
-                labels = identity.labels(metric, NODE, *extra)
-                self._series.setdefault(metric.name, {})[labels] = signal
+                self._family(metric)[identity.labels(metric, NODE, *extra)] = signal
         for metric, labels, signal in (
             *healthy.host(),
             *healthy.fabric(scenario.gpus),
@@ -67,7 +66,7 @@ class SimulatedNode:
             *healthy.drive(),
             *healthy.slurm(scenario.job.job),
         ):
-            self._series.setdefault(metric.name, {})[labels] = signal
+            self._family(metric)[labels] = signal
         settings = scenario.job
         warm_s = settings.setup_s + settings.first_step_s + settings.warm_steps * settings.step_s
         began = -warm_s if settings.warm_steps else 0.0
@@ -131,22 +130,24 @@ class SimulatedNode:
             )
         )
 
-    def _samples(self, collector: str) -> Iterator[Sample]:
-        for name, family in self._series.items():
-            if self._owner[name] != collector:
-                continue
-            metric = self._metrics[name]
-            for labels, signal in family.items():
-                if collector == "nvml" and self._lost.get(int(labels[0])):
-                    if metric in _ALIVE_WHEN_LOST:
-                        yield Sample(metric, 0.0 if metric is nvml.UP else signal.exact(self.now), labels)
-                elif (value := signal.read(self.now, self._rng)) is not None:
-                    yield Sample(metric, value + self._used_by_rank(metric, labels), labels)
+    def _family(self, metric: Metric) -> dict[tuple[str, ...], Signal]:
+        """The series of ``metric`` by their labels."""
+        return self._series[self._owner[metric.name]].setdefault(metric.name, {})
 
-    def _used_by_rank(self, metric: Metric, labels: tuple[str, ...]) -> float:
-        """What the rank on a GPU adds to this series of it while its process lives."""
-        use = _RANK_USES.get(metric.name, 0.0)
-        return use and use * sum(str(rank.number) == labels[0] and rank.process is not None for rank in self.job.ranks)
+    def _samples(self, collector: str) -> Iterator[Sample]:
+        now, rng, lost = self.now, self._rng, self._lost if collector == "nvml" else {}
+        for name, family in self._series[collector].items():
+            metric, use = self._metrics[name], _RANK_USES.get(name, 0.0)
+            for labels, signal in family.items():
+                if lost and lost.get(int(labels[0])):
+                    if metric in _ALIVE_WHEN_LOST:
+                        yield Sample(metric, 0.0 if metric is nvml.UP else signal.exact(now), labels)
+                elif (value := signal.read(now, rng)) is not None:
+                    yield Sample(metric, value + use * self._ranks_on(labels[0]) if use else value, labels)
+
+    def _ranks_on(self, gpu: str) -> int:
+        """How many ranks have a living process on the GPU."""
+        return sum(str(rank.number) == gpu and rank.process is not None for rank in self.job.ranks)
 
     def _rank_samples(self) -> Iterator[Sample]:
         for rank in self.job.ranks:
@@ -181,7 +182,7 @@ class SimulatedNode:
         wanted = dict(pair.split("=", 1) for pair in (match[2] or "").split(",") if pair)
         if gpu is not None:
             wanted["gpu"] = str(gpu)
-        family = self._series.setdefault(metric.name, {})
+        family = self._family(metric)
         fitting = [
             signal
             for labels, signal in family.items()

@@ -30,7 +30,8 @@ class Signal:
         """What a collector reads at second ``now``."""
         if self.absent:
             return None
-        return rng.gauss(self.exact(now), self.noise) if self.noise else self.exact(now)
+        value = self.exact(now) if self.rate else self.value
+        return rng.gauss(value, self.noise) if self.noise else value
 
     def become(self, value: Value, now: float) -> None:
         """Take a new course from second ``now`` on."""
