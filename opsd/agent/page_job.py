@@ -22,7 +22,7 @@ LEARNING_RATE: Final = "opsd_rank_learning_rate"
 MAX_NODES: Final = 32
 """Other nodes that have a line; all of them are in the sums."""
 ALONE: Final = Others(
-    note="Only this node: those of a job are asked where Slurm runs and agent.listen is no loopback address."
+    note="Only this node is known: agents ask each other where Slurm runs and agent.listen is no loopback address."
 )
 TONES_BY_NAME: Final = {severity.value: tone for severity, tone in TONES.items()}
 
@@ -102,7 +102,7 @@ def _nodes(here: NodeOfJob, others: Others) -> Html:
         *(
             _node(link(f"{answer.url}/", answer.node), answer.told)
             if answer.told
-            else (link(f"{answer.url}/", answer.node), pill(answer.problem, "warn"), *"–––––", "unknown")
+            else (link(f"{answer.url}/", answer.node), pill("not known", "warn"), *"–––––", answer.problem)
             for answer in asked[:MAX_NODES]
         ),
     ]

@@ -91,7 +91,7 @@ def test_all_nodes_of_the_job_are_on_it() -> None:
         assert said in text
     assert text.index("node-20") < text.index("node-19") < text.index("node-18")
     alone = page()
-    assert alone is not None and "Only this node" in Structure(alone).text
+    assert alone is not None and "Only this node is known" in Structure(alone).text
 
 
 def test_a_job_of_very_many_nodes_is_still_a_small_page() -> None:
