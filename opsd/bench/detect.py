@@ -23,10 +23,14 @@ SCENARIOS = Path(__file__).parents[2] / "tests" / "scenarios"
 NODES, HOURS = 12, 6.0
 LOOK_S = 5.0
 HOUR_S = 3600.0
+PREDICTIONS = frozenset({"fan_failing", "gpu_ecc_trend", "nic_degrading", "nvme_failing"})
+"""Kinds that foresee a failure; each states its horizon on its runbook's page."""
 
 
 def run() -> dict[str, Any]:
     """``precision, recall, culprit_accuracy, scenarios, latency_s`` (kind -> median), and false alarms in 72 hours.
+
+    ``prediction_precision`` and ``prediction_recall`` are those of ``PREDICTIONS`` alone.
 
     Raises ScenarioError where opsd was installed without its tests.
     """
@@ -48,15 +52,20 @@ def score(verdicts: Iterable[Verdict]) -> dict[str, Any]:
     """
     known = list(verdicts)
     hits = [hit for verdict in known for hit in verdict.hits]
-    missed = sum(len(verdict.missed) for verdict in known)
-    alarms = sum(len(verdict.false_alarms) for verdict in known)
+    missed = [kind for verdict in known for kind in verdict.missed]
+    alarms = [kind for verdict in known for kind in verdict.false_alarms]
+    foreseen, unforeseen, wrongly = (
+        sum(kind in PREDICTIONS for kind in kinds) for kinds in ([hit.kind for hit in hits], missed, alarms)
+    )
     latencies: defaultdict[str, list[float]] = defaultdict(list)
     for hit in hits:
         latencies[hit.kind].append(hit.latency_s)
     return {
         "scenarios": len(known),
-        "precision": _share(len(hits), len(hits) + alarms),
-        "recall": _share(len(hits), len(hits) + missed),
+        "precision": _share(len(hits), len(hits) + len(alarms)),
+        "recall": _share(len(hits), len(hits) + len(missed)),
+        "prediction_precision": _share(foreseen, foreseen + wrongly),
+        "prediction_recall": _share(foreseen, foreseen + unforeseen),
         "culprit_accuracy": _share(sum(hit.culprit_right for hit in hits), len(hits)),
         "flawed": sum(bool(verdict.problems) for verdict in known),
         "latency_s": {kind: median(seconds) for kind, seconds in sorted(latencies.items())},

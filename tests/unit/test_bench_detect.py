@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from opsd.bench.detect import false_alarms, score
+from opsd.bench.detect import PREDICTIONS, false_alarms, score
 from opsd.scenarios.verdict import Hit, Verdict
+from runbooks import RUNBOOKS
 
 
 def test_shares_are_of_incidents_and_not_of_scenarios() -> None:
@@ -21,6 +22,21 @@ def test_shares_are_of_incidents_and_not_of_scenarios() -> None:
     assert (result["scenarios"], result["flawed"]) == (3, 2)
     assert result["latency_s"] == {"gpu_xid": 2.5, "straggler": 30.0}
     assert result["worst_latency_s"]["gpu_xid"] == 4.0
+
+
+def test_predictions_have_shares_of_their_own() -> None:
+    """Two failures foreseen of three, and one foretold that did not come; what is no prediction does not count."""
+    verdicts = [
+        Verdict((Hit("fan_failing", 60.0, True), Hit("gpu_lost", 1.0, True)), ("nvme_failing",), (), ()),
+        Verdict((Hit("gpu_ecc_trend", 60.0, True),), ("straggler",), ("nic_degrading", "loss_nan"), ()),
+    ]
+    result = score(verdicts)
+    assert result["prediction_precision"] == result["prediction_recall"] == pytest.approx(2 / 3)
+
+
+def test_what_is_called_a_prediction_is_a_kind() -> None:
+    """A kind that is renamed would leave the score in silence."""
+    assert {runbook.kind for runbook in RUNBOOKS} >= PREDICTIONS
 
 
 def test_a_quarter_of_an_hour_without_a_fault_has_no_incident() -> None:
