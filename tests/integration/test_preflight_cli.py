@@ -161,6 +161,31 @@ def test_ctrl_c_while_checks_run_side_by_side(environment: dict[str, str], tmp_p
     assert Report.from_json(target.read_bytes()).interrupted
 
 
+def ended(process: psutil.Process) -> bool:
+    """True if nothing of it runs any more, whether or not it has been waited for."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_ctrl_c_while_the_run_is_tried_leaves_nothing_of_it(environment: dict[str, str], tmp_path: Path):
+    """The launcher and its ranks end, and the folder with the checkpoints goes."""
+    pytest.importorskip("torch")
+    storage, target = tmp_path / "storage", tmp_path / "report.json"
+    storage.mkdir()
+    run = ("--train", "tiny", "--train-set", "data.shards=/data", "--train-set", f"run.folder={storage}")
+    command = [sys.executable, "-m", "opsd", "preflight", "--only", "run_steps", *run, "--json", str(target)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    assert eventually(lambda: any(storage.glob("opsd-drill-*/output")), within_s=60)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 3
+    assert eventually(lambda: all(map(ended, children)))
+    assert [*storage.iterdir()] == []
+    assert Report.from_json(target.read_bytes()).interrupted
+
+
 def test_ctrl_c_while_the_report_is_written_leaves_a_whole_one(environment: dict[str, str], tmp_path: Path):
     """All that was to be measured has been; it goes into a pipe here that nobody reads yet, and the verdict stands."""
     pipe = tmp_path / "report.json"
