@@ -6,7 +6,8 @@ Alertmanager's API is version 2 (api/v2/openapi.yaml there), Prometheus' is vers
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -74,16 +75,17 @@ class Alertmanager:
 
     def listed(self, label: str, value: str) -> list[Listed]:
         """The alerts whose ``label`` is ``value``, held back or not."""
-        found = _ask("GET", f"{self._url}/api/v2/alerts", params={"filter": f'{label}="{value}"'}).json()
-        return [
-            Listed(
-                alert["labels"],
-                tuple(receiver["name"] for receiver in alert["receivers"]),
-                (*alert["status"]["silencedBy"], *alert["status"]["inhibitedBy"]),
-                alert["status"]["state"] != "unprocessed",
-            )
-            for alert in found
-        ]
+        answer = _ask("GET", f"{self._url}/api/v2/alerts", params={"filter": f'{label}="{value}"'})
+        with _understood(self._url, "Alertmanager"):
+            return [
+                Listed(
+                    alert["labels"],
+                    tuple(receiver["name"] for receiver in alert["receivers"]),
+                    (*alert["status"]["silencedBy"], *alert["status"]["inhibitedBy"]),
+                    alert["status"]["state"] != "unprocessed",
+                )
+                for alert in answer.json()
+            ]
 
     def notified(self) -> Notified:
         """How many messages it has sent so far."""
@@ -96,15 +98,24 @@ def alerts_of(prometheus: str) -> list[dict[str, str]]:
 
     Raises CouldNotRunError.
     """
-    answer: dict[str, Any] = _ask("GET", f"{prometheus.rstrip('/')}/api/v1/rules", params={"type": "alert"}).json()
-    groups = [group for group in answer["data"]["groups"] if group["name"].startswith(_GROUPS)]
-    return [{"alertname": rule["name"], **rule.get("labels", {})} for group in groups for rule in group["rules"]]
+    answer = _ask("GET", f"{prometheus.rstrip('/')}/api/v1/rules", params={"type": "alert"})
+    with _understood(prometheus, "Prometheus"):
+        groups = [group for group in answer.json()["data"]["groups"] if group["name"].startswith(_GROUPS)]
+        return [{"alertname": rule["name"], **rule.get("labels", {})} for group in groups for rule in group["rules"]]
+
+
+@contextmanager
+def _understood(url: str, program: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise CouldNotRunError(f"{url} does not answer like {program}; is the address right?") from error
 
 
 def _ask(method: str, url: str, **options: Any) -> httpx.Response:
     try:
         answer = httpx.request(method, url, timeout=_TIMEOUT_S, **options)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CouldNotRunError(f"{url} does not answer ({type(error).__name__}); is the address right?") from error
     if answer.is_error:
         raise CouldNotRunError(f"{url} answered with status {answer.status_code}; is the address right?")

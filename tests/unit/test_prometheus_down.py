@@ -1,0 +1,55 @@
+"""A Prometheus or Alertmanager that is down, refuses, or is something else: one sentence with its address."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from opsd.preflight.alertmanager import Alertmanager, alerts_of
+from opsd.preflight.base import CouldNotRunError
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The address of something that answers one request with ``answer``."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n", "answered with status 503"),
+        (b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n", "answered with status 401"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", "does not answer like"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"data":null}', "does not answer like"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not answer (RemoteProtocolError)"),
+    ],
+)
+def test_what_answers_need_not_be_prometheus(answer: bytes, said: str) -> None:
+    """A proxy that asks for a password, a page of a portal, an older API, another service."""
+    with answering(answer) as url, pytest.raises(CouldNotRunError) as caught:
+        alerts_of(url)
+    assert url in str(caught.value) and said in str(caught.value)
+    with answering(answer) as url, pytest.raises(CouldNotRunError) as caught:
+        Alertmanager(url).listed("test", "true")
+    assert url in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://no-such-host.invalid", "prometheus:9090", "http://[::"])
+def test_nobody_there_is_one_sentence(url: str) -> None:
+    """Down, not resolved, or no address at all."""
+    with pytest.raises(CouldNotRunError, match="is the address right"):
+        alerts_of(url)
