@@ -64,6 +64,7 @@ class Supervisor:
         self._console = console
         self.state: State = "waiting"
         self._gathering = Gathering(loop, self._settle)
+        self._reported: set[int] = set()
         self._teardown: Teardown | None = None
         self._after: Callable[[], None] = loop.stop
         self._stop = OrderlyStop(loop, settings.stop_timeout_s, self._stop_too_slow)
@@ -89,6 +90,7 @@ class Supervisor:
     def start(self, number: int, place: Assignment, restarts: int) -> None:
         """Start this node's ranks of generation ``number``."""
         self._stop.forget()
+        self._reported = set()
         generation = self.generation = Generation(number)
         self.events.generation = number
         self._world_size = place.world_size
@@ -172,7 +174,7 @@ class Supervisor:
             self._teardown.advance()
         elif rank.exit is not None and not rank.exit.ok and not self._stop.explains(rank):
             self._gathering.note(self.generation)
-        elif not self.generation.running and not self._gathering.open:
+        elif not self.generation.running and not self._gathering.open and not self._reported:
             self._all_ended()
 
     def _note_end(self, rank: Rank) -> None:
@@ -186,11 +188,14 @@ class Supervisor:
             rank.channel.close()
 
     def _settle(self) -> None:
+        """Report the failures that have not been: a rank may fail, say so, and end only later."""
         self.progress.update(self.generation)
-        found = [pair for pair in failures(self.generation) if not self._stop.explains(pair[1])]
+        failed = [pair for pair in failures(self.generation) if not self._stop.explains(pair[1])]
+        found = [pair for pair in failed if pair[1].rank not in self._reported]
         if found:
+            self._reported |= {rank.rank for _, rank in found}
             self._control.failed(found)
-        elif not self.generation.running:
+        elif not failed and not self.generation.running:
             # The signal to stop reached the ranks before it reached us.
             self._all_ended()
 

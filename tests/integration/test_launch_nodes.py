@@ -93,8 +93,8 @@ train(50, at=5 if rank == 3 else None, do=fail, step_s=0.02)
         assert nodes.wait() == {"n1": exitcodes.REPEATED, "n2": exitcodes.REPEATED}
     (finished,) = nodes.events("finished")
     assert "Rank 3 on n2 failed after step 5 with ValueError: boom" in finished["reason"]
-    culprits = {event["rank"] for event in nodes.events("rank_exited") if event["culprit"]}
-    assert culprits == {3}
+    culprits = [event["rank"] for event in nodes.events("rank_exited") if event["culprit"]]
+    assert culprits == [3, 3], "told once each time"
 
 
 def test_a_hang_is_named_across_nodes(tmp_path: Path) -> None:
@@ -145,6 +145,22 @@ def test_a_planned_swap_loses_no_step(tmp_path: Path) -> None:
         assert nodes.ask("n2", cmd="swap", node="n2")["error"] == "the run has no spare"
     assert slots(nodes)[-1] == ["n3", "n2"]
     assert not nodes.events("rank_exited")
+
+
+def test_a_spare_is_asked_for_where_one_may_come(tmp_path: Path) -> None:
+    """A run that waits for nodes says in its events that it wants one, and is swapped once it is there."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--wait-for-node=60", count=3) as nodes:
+        nodes.until(lambda: with_spare(nodes))
+        nodes.kill("n3")
+        nodes.until(lambda: nodes.ask("n1", cmd="status")["spares"] == [])
+        assert nodes.ask("n2", cmd="swap", node="n2", reason="ecc")["coming"] is True
+        nodes.until(lambda: nodes.events("spare_wanted"))
+        (wanted,) = nodes.events("spare_wanted")
+        assert (wanted["swap"], wanted["reason"]) == ("n2", "ecc")
+        nodes.start("n3")
+        nodes.until(lambda: with_spare(nodes))
+        assert nodes.ask("n2", cmd="swap", node="n2", reason="ecc") == {"ok": True}
+        nodes.until(lambda: slots(nodes)[-1] == ["n1", "n3"] and resumed(nodes))
 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path) -> None:
