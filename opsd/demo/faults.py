@@ -244,7 +244,6 @@ class Director:
     warm_s: float = 10.0
     limit_s: float = 60.0
     trials: list[Trial] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._waiting = list(self.faults)

@@ -29,12 +29,12 @@ class Gpus:
             gpu.load(utilization=98 if works else 0, power_watts=LOAD_WATTS if works else IDLE_WATTS)
 
 
-def prepare(scene: Scene) -> Gpus:
-    """Find or simulate GPUs and tell ``scene`` about them."""
+def prepare(scene: Scene, path: str | None = None) -> Gpus:
+    """Find or simulate GPUs and tell ``scene`` about them. A compiler is looked for on ``path``, by default the PATH."""
     if _has_real_gpus():
         return Gpus(None, "this machine has GPUs of its own, and the demo does not make real ones overheat")
     try:
-        scene.library = build(scene.folder / "simulated")
+        scene.library = build(scene.folder / "simulated", path)
     except (NoCompilerError, SimulationError) as error:
         return Gpus(None, str(error))
     scene.gpu_state = scene.shm / "gpus"

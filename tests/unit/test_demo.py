@@ -14,7 +14,9 @@ import pytest
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, checksum, commit, folder_of, verify
 from opsd.client import Reporter, read_page
 from opsd.demo.faults import FAULTS, Director, Fault, Stage, Trial, observe
+from opsd.demo.gpus import prepare
 from opsd.demo.report import differing_steps, losses
+from opsd.demo.scene import Scene
 from opsd.demo.text import copy_text
 from opsd.demo.view import culprit_name, describe_event, sparkline
 from opsd.demo.world import Snapshot, parse_gpus
@@ -150,6 +152,16 @@ def test_text_is_the_same_every_time(tmp_path: Path) -> None:
     assert first == second >= 100_000
     names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in "ab"]
     assert names[0] == names[1]
+
+
+def test_without_a_compiler_the_faults_of_gpus_are_left_out(tmp_path: Path) -> None:
+    """The summary's reason is the sentence that says what to install, unless the machine has GPUs of its own."""
+    scene = Scene(tmp_path, tmp_path, port=0)
+    gpus = prepare(scene, path=str(tmp_path))
+    assert gpus.simulated is None
+    assert scene.library is None
+    assert "no C compiler" in gpus.why or "GPUs of its own" in gpus.why
+    assert any(fault.simulated for fault in FAULTS)
 
 
 def test_gpu_numbers_come_from_the_metrics() -> None:
