@@ -30,7 +30,7 @@ class Gpus:
 
 
 def prepare(scene: Scene, path: str | None = None) -> Gpus:
-    """Find or simulate GPUs and tell ``scene`` about them. A compiler is looked for on ``path``, by default the PATH."""
+    """Find or simulate GPUs and tell ``scene`` about them. A compiler is looked for on ``path``, by default PATH."""
     if _has_real_gpus():
         return Gpus(None, "this machine has GPUs of its own, and the demo does not make real ones overheat")
     try:
