@@ -46,14 +46,18 @@ class Stack:
     """Everything, in ``folder``. Raises StackError.
 
     ``scrape_s`` seconds lie between scrapes; ``rules_s`` overrides how often rules are evaluated, otherwise as shipped.
+    ``node_exporters`` are addresses that are scraped, too.
     """
 
-    def __init__(self, folder: Path, *, scrape_s: float = 15.0, rules_s: float | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, scrape_s: float = 15.0, rules_s: float | None = None, node_exporters: Sequence[str] = ()
+    ) -> None:
         if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
             raise StackError(f"{' and '.join(missing)} missing; install the Debian packages of the same name")
         if not (DEPLOY / "alertmanager").is_dir():
             raise StackError(f"{DEPLOY} is missing; the stack is started from a checkout")
         self.folder, self._scrape_s, self._rules_s = folder, scrape_s, rules_s
+        self._node_exporters = node_exporters
         self._processes: list[subprocess.Popen[bytes]] = []
         agent, prometheus, alertmanager = free_ports(3)
         self.agent, self.prometheus, self.alertmanager = (
@@ -139,6 +143,9 @@ class Stack:
         config["global"].update(scrape_interval=f"{self._scrape_s:g}s", scrape_timeout=f"{min(5.0, self._scrape_s):g}s")
         config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager}"]
         config["scrape_configs"] = [job for job in config["scrape_configs"] if job["job_name"] == "opsd"]
+        if self._node_exporters:
+            static = [{"targets": [*self._node_exporters], "labels": {"cluster": "demo"}}]
+            config["scrape_configs"].append({"job_name": "node", "static_configs": static})
         file = self.folder / "prometheus.yml"
         file.write_text(yaml.safe_dump(config))
         return file

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ pytest.importorskip("grafana_foundation_sdk")
 
 from dashboards.build import rendered
 from opsd.cli import cli
+from opsd.preflight.formats import openmetrics
 from opsd.simulated.gpus import NoCompilerError
 from opsd.stack.pictures import BROWSERS, take
 from opsd.stack.world import Stack, StackError, get
 from tests.fakes.clock import eventually
+from tests.fakes.preflight_reports import CLOCK, DISK, GEMM, report
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stack")]
 
@@ -47,16 +51,39 @@ NOT_HERE = {
     "opsd_actions_total": "the agent only observes",
     "opsd_incidents_opened_total": "an incident that opened before the first scrape does not count",
     "opsd_run_state": "nothing restarts",
-    "opsd_preflight_": "preflights are told through node_exporter, which does not run here",
 }
 """Series of panels that may show nothing here, and why that is right."""
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def node_exporter() -> Iterator[str]:
+    """The address of something that shows, as node_exporter would, what `opsd preflight --textfile` writes."""
+    text = openmetrics(report(GEMM, CLOCK, DISK)).replace("# EOF\n", "").encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, node_exporter: str) -> Iterator[Stack]:
     """A stack in which GPU 3 overheats."""
     try:
-        running = Stack(tmp_path_factory.mktemp("stack"), scrape_s=1.0, rules_s=1.0)
+        folder = tmp_path_factory.mktemp("stack")
+        running = Stack(folder, scrape_s=1.0, rules_s=1.0, node_exporters=[node_exporter])
     except (NoCompilerError, StackError) as error:
         pytest.skip(str(error))
     with running:
@@ -100,7 +127,8 @@ def test_nothing_else_is_told(stack: Stack) -> None:
 
 def test_every_target_is_scraped_and_every_rule_evaluated(stack: Stack) -> None:
     """Prometheus itself finds nothing wrong."""
-    assert [target["health"] for target in get(f"{stack.prometheus}/api/v1/targets")["data"]["activeTargets"]] == ["up"]
+    targets = get(f"{stack.prometheus}/api/v1/targets")["data"]["activeTargets"]
+    assert {target["labels"]["job"]: target["health"] for target in targets} == {"opsd": "up", "node": "up"}
     groups = get(f"{stack.prometheus}/api/v1/rules")["data"]["groups"]
     assert {
         rule["name"]: rule.get("lastError") for group in groups for rule in group["rules"] if rule["health"] == "err"
