@@ -50,16 +50,24 @@ def planned_swap(
 ) -> str:
     """Have ``node`` swapped out, wait until it has no ranks any more, and say who took over.
 
-    Raises SwapError if that cannot be, the launcher refuses, or it has not happened after ``patience_s`` seconds, and
-    whatever ``ask`` raises.
+    A run without a spare may be brought one, from a pool; that is waited for. Raises SwapError if that cannot be, the
+    launcher refuses, or it has not happened after ``patience_s`` seconds, and whatever ``ask`` raises.
     """
+    deadline = clock() + patience_s
     before = Members.of(ask({"cmd": "status"}))
-    if why_not := before.why_not(node):
-        raise SwapError(why_not)
+    if node not in before.nodes:
+        raise SwapError(before.why_not(node))
     answer = ask({"cmd": "swap", "node": node, "reason": reason})
+    if answer.get("coming") is True:
+        while not (before := Members.of(ask({"cmd": "status"}))).spares:
+            if clock() > deadline:
+                raise SwapError(f"the run has no spare; one was asked for and has not come within {patience_s:g} s")
+            sleep(POLL_S)
+        answer = ask({"cmd": "swap", "node": node, "reason": reason})
+    elif not before.spares:
+        raise SwapError(before.why_not(node))
     if answer.get("ok") is not True:
         raise SwapError(f"the launcher refused: {answer.get('error') or 'no reason given'}")
-    deadline = clock() + patience_s
     while node in (now := Members.of(ask({"cmd": "status"}))).nodes:
         if clock() > deadline:
             raise SwapError(f"the launcher agreed, but {node} still runs ranks after {patience_s:g} s")

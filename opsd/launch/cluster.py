@@ -44,7 +44,8 @@ class ClusterRun:
 
     ``new_head`` makes the head's part when this launcher is elected. Without a majority within reach the launcher ends
     after ``join_s`` seconds at the beginning, and after ``isolated_s`` later. ``ready`` says why this node must not
-    take the place of another, "" if it may; a ``guest``, whose node is not the job's, then ends.
+    take the place of another, "" if it may; a ``guest``, whose node is not the job's, then ends. A run ``waits``
+    for nodes if it has too few.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ClusterRun:
         job: Job,
         ready: Callable[[], str],
         guest: bool = False,
+        waits: bool = False,
         join_s: float = 600.0,
         isolated_s: float = 60.0,
     ) -> None:
@@ -64,6 +66,7 @@ class ClusterRun:
         self._quorum = quorum
         self._new_head = new_head
         self._fence = fence
+        self._waits = waits
         self._farewell = Farewell(node, quorum, job)
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, quorum, ready, self._not_ready if guest else lambda why: None)
@@ -144,7 +147,8 @@ class ClusterRun:
 
     def request(self, request: Request) -> Request:
         """Answer ``status``, ``restart`` and ``swap``."""
-        return answer(request, self._plan, self._quorum.head, self._proposed is not None, self._tell)
+        between = self._proposed is not None
+        return answer(request, self._plan, self._quorum.head, between, self._tell, waits=self._waits)
 
     def close(self) -> None:
         """Say goodbye."""
@@ -237,13 +241,14 @@ class ClusterRun:
 
     def begin(self, plan: Plan, answers: Mapping[str, Message]) -> None:
         """Start this node's ranks, if it has any."""
-        self._plan, self._answers, self._proposed = plan, answers, None
+        came, self._plan = self._plan is None, plan
+        self._answers, self._proposed = answers, None
         progress = self._node.progress
         progress.furthest = highest(answer["furthest"] for answer in answers.values())
         progress.committed = highest(answer["committed"] for answer in answers.values())
         if self._head is not None:
             self._head.began(plan, answers)
-        if self._node.generation.number == generation_of(plan) and plan.payload["keep"]:
+        if plan.payload["keep"] and self._node.generation.number == generation_of(plan) and not came:
             return
         if self._node.generation.running:
             # The others have gone on without this node, which has not been asked.

@@ -181,6 +181,8 @@ class Head:
             self._restart_on_request(str(message["reason"]))
         elif kind == "swap":
             self._swap(str(message["node"]), str(message["reason"]))
+        elif kind == "spare_wanted":
+            self._log.emit("spare_wanted", swap=str(message["node"]), reason=str(message["reason"]))
         else:
             raise BadReport(f"{kind!r} is not a message that this version knows")
 
@@ -193,7 +195,16 @@ class Head:
             if why:
                 self._log.emit("spare_refused", refused=node, reason=why)
             if self._formation.changing or self._formation.waiting:
+                self._take_back()
                 self._formation.renew()
+
+    def _take_back(self) -> None:
+        """If nobody can take the place of those that were to go, and that are still there, they stay."""
+        leaving = (self._blame.unfit & set(self._formation.slots)) - self._gone
+        if not self._formation.spares:
+            self._blame.unfit -= leaving
+            for node in sorted(leaving):
+                self._log.emit("swap_refused", swap=node, reason="there is no spare for it")
 
     def _note_progress(self, message: Mapping[str, Any]) -> None:
         self._furthest = later(self._furthest, message.get("furthest"))

@@ -8,8 +8,13 @@ from opsd.launch.control import Request
 from opsd.launch.quorum.port import Plan
 
 
-def answer(request: Request, plan: Plan | None, head: str | None, between: bool, tell: Callable[..., None]) -> Request:
-    """Answer ``status``, ``restart`` and ``swap``; what is to be done is told to the head by ``tell``."""
+def answer(
+    request: Request, plan: Plan | None, head: str | None, between: bool, tell: Callable[..., None], *, waits: bool
+) -> Request:
+    """Answer ``status``, ``restart`` and ``swap``; what is to be done is told to the head by ``tell``.
+
+    A run that ``waits`` for nodes may be brought a spare: it asks for one, and answers that it is ``coming``.
+    """
     command = request.get("cmd")
     if command == "status":
         nodes, spares = (plan.slots, plan.spares) if plan is not None else ((), ())
@@ -26,7 +31,10 @@ def answer(request: Request, plan: Plan | None, head: str | None, between: bool,
     if name not in plan.slots:
         return _refused(f"{name or 'no node'} runs no ranks of this run; {', '.join(plan.slots)} do")
     if not set(plan.spares) - set(plan.payload["unfit"]):
-        return _refused("the run has no spare")
+        if not waits:
+            return _refused("the run has no spare")
+        tell("spare_wanted", node=name, reason=reason)
+        return {**_refused("the run has no spare; one has been asked for"), "coming": True}
     tell("swap", node=name, reason=reason)
     return {"ok": True}
 

@@ -91,5 +91,6 @@ def with_fellows(
         job=job,
         ready=ready,
         guest=fellows.guest,
+        waits=shape.wait_s > 0,
         join_s=shape.join_s,
     )

@@ -12,13 +12,21 @@ from typing import Any
 class SwappingLauncher:
     """A run on ``nodes`` with ``spares`` that swaps when asked, ``slowly`` meaning never; listens at ``control``.
 
+    Without spares it has those of the ``pool`` once it was asked to swap.
     ``requests`` are those that it got, questions for its status left out.
     """
 
     def __init__(
-        self, nodes: list[str], spares: list[str], *, control: Path | None = None, run: str = "r", slowly: bool = False
+        self,
+        nodes: list[str],
+        spares: list[str],
+        *,
+        control: Path | None = None,
+        run: str = "r",
+        slowly: bool = False,
+        pool: list[str] | None = None,
     ) -> None:
-        self.nodes, self.spares, self._run, self._slowly = nodes, spares, run, slowly
+        self.nodes, self.spares, self._run, self._slowly, self._pool = nodes, spares, run, slowly, pool
         self.requests: list[dict[str, Any]] = []
         if control is not None:
             control.parent.mkdir(parents=True, exist_ok=True)
@@ -33,6 +41,9 @@ class SwappingLauncher:
             head = self.nodes[0]
             return {"ok": True, "run": self._run, "nodes": self.nodes, "spares": self.spares, "head": head}
         self.requests.append(dict(request))
+        if not self.spares and self._pool is not None:
+            self.spares = self._pool
+            return {"ok": False, "error": "the run has no spare; one has been asked for", "coming": True}
         if not self.spares:
             return {"ok": False, "error": "the run has no spare"}
         if not self._slowly:

@@ -135,3 +135,15 @@ def test_a_node_that_is_not_ready_says_so_again_when_it_is_wanted() -> None:
     asked.look()
     asked.take_a_place()
     assert (asked.told, asked.refused, asked.taken) == (["data: x was damaged"] * 2, ["data: x was damaged"], 0)
+
+
+def test_a_node_stays_if_its_spare_turns_out_not_to_be_ready(tmp_path: Path) -> None:
+    """Its ranks have checkpointed and ended for a planned swap: they start again where they were."""
+    stage = started(tmp_path, SPARE)
+    stage.tell("n1", "swap", node="n2", reason="ecc")
+    for name in NODES:
+        stage.tell(name, "ended", told="the swap of n2")
+    assert stage.slots[-1] == ("n1", SPARE, "n3")
+    stage.tell(SPARE, "readiness", why="data: x was damaged")
+    assert (stage.slots[-1], stage.over) == (NODES, [])
+    assert stage.events("swap_refused")[0]["swap"] == "n2"

@@ -53,7 +53,8 @@ def test_without_a_spare_the_node_is_drained_all_the_same(tmp_path: Path) -> Non
     launcher, slurm = SwappingLauncher(NODES, [], control=tmp_path / CONTROL), cluster()
     ok, detail = executor(tmp_path, slurm).perform(swap_out(tmp_path))
     assert (ok, "not swapped: the run has no spare" in detail, "drained n02" in detail) == (True, True, True)
-    assert launcher.requests == []
+    assert [request["cmd"] for request in launcher.requests] == ["swap"]
+    assert launcher.nodes == NODES
     assert slurm.updates == [(("n02",), "drain", DRAINED)]
 
 
@@ -85,6 +86,18 @@ def test_a_swap_that_does_not_come_is_a_failure() -> None:
     launcher = SwappingLauncher(NODES, ["s1"], slowly=True)
     with pytest.raises(SwapError, match="agreed, but n02 still runs ranks after 20 s"):
         planned_swap(launcher, "n02", "x", clock=lambda: float(next(ticks)), sleep=lambda _s: None)
+
+
+def test_a_spare_that_is_fetched_is_waited_for() -> None:
+    """The launcher is asked again once it has come; if none comes, that is said."""
+    launcher = SwappingLauncher(NODES, [], pool=["p7"])
+    assert planned_swap(launcher, "n02", "x") == "n02 is out of the run, p7 took its place"
+    assert [request["cmd"] for request in launcher.requests] == ["swap", "swap"]
+    ticks = itertools.count()
+    with pytest.raises(SwapError, match="one was asked for and has not come within 20 s"):
+        planned_swap(
+            SwappingLauncher(NODES, [], pool=[]), "n02", "x", clock=lambda: float(next(ticks)), sleep=lambda _s: None
+        )
 
 
 def test_a_launcher_of_one_node_has_no_spare() -> None:
