@@ -26,7 +26,8 @@ from tests.integration.slurm.trials import two_sides
 
 ACTIVE, SPARES, MOST = 3, 1, 4
 NODES = tuple(f"n{number}" for number in range(1, ACTIVE + SPARES + MOST + 1))
-STEPS = 120
+STEPS = 300
+"""Enough for the last fault to come before the end where a step takes 0.05 s."""
 SETTLED_STEPS = 8
 """At least so many steps lie between two faults, less than twice as many at most; or none."""
 QUICK = {"data.sequence": 64, "checkpoint.every": 10}
@@ -185,7 +186,7 @@ def draw(seed: int, fewest: int = 2, most: int = MOST) -> tuple[Fault, ...]:
     )
 
 
-def undisturbed(cluster: Cluster, data: Path, steps: int = STEPS) -> dict[int, float]:
+def undisturbed(cluster: Cluster, data: Path, steps: int) -> dict[int, float]:
     """The loss of each step of a run that nothing happens to."""
     training = Training(cluster, data, "undisturbed", active=ACTIVE, spares=0, steps=steps, settings=QUICK)
     training.submit()
@@ -195,7 +196,7 @@ def undisturbed(cluster: Cluster, data: Path, steps: int = STEPS) -> dict[int, f
     return training.losses()
 
 
-def disturbed(cluster: Cluster, data: Path, name: str, steps: int = STEPS) -> Training:
+def disturbed(cluster: Cluster, data: Path, name: str, steps: int) -> Training:
     """The same run, with a spare."""
     return Training(cluster, data, name, active=ACTIVE, spares=SPARES, steps=steps, settings=QUICK)
 
@@ -203,7 +204,7 @@ def disturbed(cluster: Cluster, data: Path, name: str, steps: int = STEPS) -> Tr
 def play(cluster: Cluster, training: Training, faults: tuple[Fault, ...], losses: Mapping[int, float]) -> Outcome:
     """Do ``faults`` to a run of as many steps as ``losses`` has, and look how it ends. All nodes are idle after it."""
     run = Struck(training)
-    training.submit()
+    job = training.submit()
     began = ended = time.time()
     problems: list[str] = []
     try:
@@ -215,6 +216,7 @@ def play(cluster: Cluster, training: Training, faults: tuple[Fault, ...], losses
             KINDS[fault.kind](run, fault)
         training.until(lambda: _ended(training), "the end of the run", 4 * PATIENCE_S)
         ended = time.time()
+        wait_until(lambda: _state(cluster, job) in ("", "COMPLETING"), "the job has ended with the run", PATIENCE_S)
         problems += _differences(training, losses)
     except (TimeoutError, RuntimeError) as error:
         problems.append(str(error))
@@ -239,6 +241,10 @@ def _ended(training: Training) -> bool:
     return bool(finished) and finished[-1]["exit_code"] != exitcodes.REQUEUE
 
 
+def _state(cluster: Cluster, job: int) -> str:
+    return cluster.controller.run("squeue", "-h", f"--jobs={job}", "--format=%T", check=False).stdout.strip()
+
+
 def _differences(training: Training, losses: Mapping[int, float]) -> list[str]:
     """What is not as in the run that nothing happened to, each step that was done again included."""
     found = []
@@ -261,14 +267,17 @@ def _soon(attempt: Callable[[], bool]) -> None:
     wait_until(attempt, "the fault can be caused", PATIENCE_S)
 
 
-def run(seeds: Iterable[int], note: Callable[[str], None]) -> dict[int, Outcome]:
-    """The sequences of ``seeds``, one after the other; raises RuntimeError if the undisturbed run fails."""
+def run(seeds: Iterable[int], note: Callable[[str], None], steps: int = STEPS) -> dict[int, Outcome]:
+    """The sequences of ``seeds``, one after the other, in runs of so many ``steps``.
+
+    Raises RuntimeError if the undisturbed run fails.
+    """
     found: dict[int, Outcome] = {}
     with Cluster(NODES) as cluster:
         data = make_data(cluster.shared)
-        losses = undisturbed(cluster, data)
+        losses = undisturbed(cluster, data, steps)
         for seed in seeds:
-            training = disturbed(cluster, data, f"sequence-{seed}")
+            training = disturbed(cluster, data, f"sequence-{seed}", steps)
             found[seed] = outcome = play(cluster, training, draw(seed), losses)
             ended = "; ".join(outcome.problems) or f"well after {outcome.wall_s:.0f} s"
             note(f"{seed}: {', '.join(map(str, outcome.faults))}: ended {ended}")
