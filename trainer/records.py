@@ -1,0 +1,62 @@
+"""What a run tells of itself besides its rank pages: metrics, trackers, evaluations, what it has read of its data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from opsd.client import Reporter
+from trainer.config import Config
+from trainer.data.mixture import Mixture
+from trainer.evaluations import Evaluations
+from trainer.metrics import METRICS, MetricsLog
+from trainer.model import count_parameters, flops_per_token
+from trainer.tracking import Tracking
+from trainer.world import World
+
+
+class Records:
+    """Kept by the first rank; on the others everything here does nothing."""
+
+    def __init__(self, config: Config, mixture: Mixture, world: World, reporter: Reporter) -> None:
+        flops = flops_per_token(count_parameters(config.model), config.model, config.data.sequence)
+        reporter.model(flops, config.metrics.peak_flops)
+        self._sequence, self._mixture, self._reporter = config.data.sequence, mixture, reporter
+        self._first = world.rank == 0
+        if not self._first:
+            return
+        folder = Path(config.run.folder)
+        self._metrics = MetricsLog(folder / METRICS, config, flops, world.size)
+        self._evaluations = Evaluations(config, folder, reporter) if config.evaluation.wanted else None
+        self._tracking = Tracking(config, folder, reporter)
+
+    def write(self, *, step: int, **values: float | int) -> None:
+        """Add the line of ``step`` to the metrics."""
+        if self._first:
+            self._metrics.write(step=step, **values)
+
+    def tell_mixture(self, step: int, sample: int) -> None:
+        """Say what the run has drawn from each source in its first ``sample`` samples, which ends ``step``."""
+        if self._first:
+            drawn = self._mixture.drawn(sample)
+            tokens = {name: samples * self._sequence for name, samples in drawn.items()}
+            epochs = {name: samples / self._mixture.sizes[name] for name, samples in drawn.items()}
+            self._reporter.event("data_mixture", step=step, tokens=tokens, epochs=epochs)
+
+    def poll(self, committed: Iterable[int]) -> None:
+        """Have the checkpoints of the steps ``committed`` evaluated, and tell what is evaluated; never waits."""
+        if self._first and self._evaluations is not None:
+            for step in committed:
+                self._evaluations.add(step)
+            self._evaluations.poll(time.monotonic())
+
+    def close(self, committed: Iterable[int]) -> None:
+        """See the last evaluations through and have the last numbers passed on."""
+        if not self._first:
+            return
+        if self._evaluations is not None:
+            with self._reporter.phase("evaluation"):
+                self.poll(committed)
+                self._evaluations.close()
+        self._tracking.close()

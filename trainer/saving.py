@@ -1,0 +1,140 @@
+"""When the state of a run is saved, which all ranks do at the same steps, and the last save of a run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from opsd.checkpoints.manifest import steps
+from opsd.client import Reporter
+from trainer.audit import Audit
+from trainer.checkpoint import Saver, State, kept, writers
+from trainer.config import Config, ConfigError
+from trainer.exchange import pair, tidy
+from trainer.interval import Interval
+from trainer.model import Decoder
+from trainer.persist import Plan
+from trainer.world import World
+
+CHECKPOINTS = "checkpoints"
+SETTLE_POLL_S = 0.01
+SEEN_WITHIN_S = 5.0
+"""A network file system may show a new file on other nodes this late."""
+
+Digest = Callable[[int], str]
+"""What a state after so many samples belongs to."""
+
+
+class Saving:
+    """The checkpoints of a run that goes on after ``step``. What is saved is audited first."""
+
+    def __init__(
+        self, config: Config, state: State, model: Decoder, world: World, reporter: Reporter, step: int
+    ) -> None:
+        self._world = world
+        if reporter.path is not None:
+            tidy(reporter.path.parent, world)
+        self._audit = Audit(model, world, reporter)
+        self._audit(step)
+        paired = config.checkpoint.replicas and world.nodes > 1
+        self._saver = Saver(
+            persist_plan(config, world, state),
+            kept(state, model, world),
+            reporter,
+            committed=max(steps(Path(config.run.folder) / CHECKPOINTS), default=0),
+            pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
+        )
+        self._interval = Interval(config.checkpoint, time.monotonic())
+        self._due = False
+
+    def votes(self, step: int) -> tuple[bool, bool, bool]:
+        """What the ranks have to agree on: whether a save is on its way, has failed, is due after ``step``."""
+        is_due = self._world.rank == 0 and self._interval.due(step, time.monotonic())
+        return self._saver.busy, self._saver.failed, is_due
+
+    def save_if_due(self, votes: Sequence[float], step: int, sample: int, digest: Digest) -> bool:
+        """Save the state after ``step`` if it is time to; ``votes`` are the sums over all ranks."""
+        busy, failed, due = votes
+        if failed:
+            self._saver.abandon()
+        self._due = self._due or due > 0
+        if not self._due or busy:
+            return False
+        self._audit(step)
+        began = time.monotonic()
+        self._saver.save(step, sample, digest(sample))
+        self._interval.saved(began, time.monotonic() - began)
+        self._due = False
+        return True
+
+    def take_stall(self) -> float:
+        """Seconds that the training has waited for staging since the last call."""
+        return self._saver.take_stall()
+
+    def take_committed(self) -> list[int]:
+        """Steps whose checkpoints have become durable since the last call; never waits."""
+        self._saver.poll()
+        return self._saver.take_committed()
+
+    def finish(self, step: int, sample: int, digest: Digest) -> bool:
+        """See the checkpoint of the last ``step`` through on all ranks; False if that failed."""
+        if not self._settle(step):
+            self._saver.save(step, sample, digest(sample))
+        saved = self._settle(step)
+        self._saver.close()
+        if saved:
+            self._saver.release()
+        return saved
+
+    def _settle(self, step: int) -> bool:
+        """Wait until no rank has a checkpoint on its way; then whether that of ``step`` is committed."""
+        saver = self._saver
+        while True:
+            saver.poll()
+            busy, failed, committed = self._world.sum([saver.busy, saver.failed, saver.committed == step])
+            if failed:
+                saver.abandon()
+            elif not busy:
+                return committed == self._world.size
+            time.sleep(SETTLE_POLL_S)
+
+
+def persist_plan(config: Config, world: World, state: State) -> Plan:
+    """What the persist processes of this start of the run need to know."""
+    attempt = world.from_first(secrets.randbits(32))
+    return Plan(
+        root=str(Path(config.run.folder) / CHECKPOINTS), rank=world.rank, world=world.size, attempt=f"{attempt:08x}",
+        layout=world.layout, run=os.environ.get("OPSD_RUN", ""), keep=config.checkpoint.keep,
+        every=config.checkpoint.keep_every, remote=config.checkpoint.remote, evaluated=config.evaluation.wanted,
+        writers=writers(state, world),
+    )  # fmt: skip
+
+
+def checkpoint_folder(config: Config, world: World) -> Path:
+    """The folder of the run's checkpoints, which all nodes see. Raises ConfigError if they do not."""
+    folder = Path(config.run.folder) / CHECKPOINTS
+    folder.mkdir(parents=True, exist_ok=True)
+    if world.nodes > 1:
+        _demand_common(folder, world)
+    return folder
+
+
+def _demand_common(folder: Path, world: World) -> None:
+    probe = folder / f".start.{world.from_first(secrets.randbits(62))}"
+    if world.rank == 0:
+        probe.touch()
+    world.least(0)
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not (seen := probe.exists()) and time.monotonic() < deadline:
+        time.sleep(SETTLE_POLL_S)
+    blind = [str(rank) for rank, (sees,) in enumerate(world.gather([seen])) if not sees]
+    if world.rank == 0:
+        probe.unlink()
+    if blind:
+        raise ConfigError(
+            f"run.folder {folder.parent} is not the same folder on all nodes: what rank 0 writes there is not seen by "
+            f"rank{'s' * (len(blind) > 1)} {', '.join(blind)}; put it on storage that the nodes share"
+        )
