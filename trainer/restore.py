@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import xxhash
 
 from opsd.checkpoints.lease import Fence
 from opsd.checkpoints.manifest import (
@@ -28,13 +29,14 @@ from opsd.checkpoints.manifest import (
 )
 from opsd.client import Reporter
 from trainer import memory
-from trainer.checkpoint import State, StateFile
+from trainer.checkpoint import State, StateFile, file_layout
 from trainer.config import ConfigError
 from trainer.exchange import carry_out, moves, newest_whole, survey
 from trainer.locks import wait_for_saves
 from trainer.regions import Region
 from trainer.world import World
 
+_BLOCK = 1 << 22
 WAIT_FOR_SAVES_S = 60.0
 WAIT_FOR_FENCED_S = 2.0
 """A fenced generation commits only what it was about to commit. Its locks say little: those of a dead node stay for a
@@ -162,12 +164,49 @@ def load_memory(folder: Path, record: memory.Record, state: State) -> Manifest:
     """
     manifest = memory.manifest_of(list(memory.records(folder, record.save)))
     own = memory.state_path(folder, record.rank)
-    with StateFile(own) as file, ThreadPoolExecutor(1) as pool:
-        checksum = pool.submit(memory.checksum, file.content)
-        load(folder, manifest, state, [entry.name for entry in manifest.files].index(own.name), file)
-        if checksum.result() != record.checksum:
-            raise CheckpointError(f"{own} does not match its checksum", own.name)
+    names, checksum = copy_file(own, state)
+    if checksum != record.checksum:
+        raise CheckpointError(f"{own} does not match its checksum", own.name)
+    if rest := {name: region for name, region in state.items() if name not in names}:
+        load(folder, manifest, rest, [entry.name for entry in manifest.files].index(own.name))
     return manifest
+
+
+@torch.no_grad()
+def copy_file(path: Path, state: State) -> tuple[list[str], str]:
+    """Copy a file of this rank in this layout into ``state``: the names of what it holds, and its checksum.
+
+    It is read and not mapped, because mapping the pages costs nearly as much as the copy, and hashed by another thread.
+    Raises CheckpointError if it is not such a file, OSError if it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
+        header = file.read(8)
+        header += file.read(int.from_bytes(header, "little"))
+        names = _names(header)
+        if not state.keys() >= set(names) or file_layout({name: state[name] for name in names})[0] != header:
+            raise CheckpointError(f"{path} is not the state of this rank in this layout", path.name)
+        digest.update(header)
+        for name in names:
+            local = state[name].local
+            direct = local.device.type == "cpu" and local.is_contiguous()
+            target = local if direct else torch.empty(local.shape, dtype=local.dtype)
+            whole = target.view(-1).view(torch.uint8).numpy().data
+            for at in range(0, len(whole), _BLOCK):
+                block = whole[at : at + _BLOCK]
+                if file.readinto(block) != len(block):
+                    raise CheckpointError(f"{path} has been cut off", path.name)
+                hashing.submit(digest.update, block)
+            if not direct:
+                local.copy_(target)
+    return names, f"xxh3_128:{digest.hexdigest()}"
+
+
+def _names(header: bytes) -> list[str]:
+    try:
+        return [name for name in json.loads(header[8:]) if name != "__metadata__"]
+    except (ValueError, TypeError):
+        return []
 
 
 def _fetch(root: Path, remote: str, newest: int, world: World) -> bool:
@@ -207,20 +246,20 @@ def _report_incomplete(root: Path, newest: int, reporter: Reporter) -> None:
 
 
 @torch.no_grad()
-def load(folder: Path, manifest: Manifest, state: State, rank: int = 0, opened: StateFile | None = None) -> None:
+def load(folder: Path, manifest: Manifest, state: State, rank: int = 0) -> None:
     """Fill ``state`` from the files of a checkpoint, each region from whichever files overlap it.
 
-    This rank's own file comes first, ``opened`` if it is already, and at an unchanged layout it is the only one read.
+    This rank's own file comes first, and at an unchanged layout it is the only one read.
     Raises CheckpointError if the files do not cover the state.
     """
     missing = {name: region.local.numel() for name, region in state.items()}
     missing = {name: count for name, count in missing.items() if count}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     names = [entry.name for entry in manifest.files]
-    for number, name in enumerate(names[rank : rank + 1] + names[:rank] + names[rank + 1 :]):
+    for name in names[rank : rank + 1] + names[:rank] + names[rank + 1 :]:
         if not missing:
             break
-        with nullcontext(opened) if opened and not number else StateFile(folder / name) as file:
+        with StateFile(folder / name) as file:
             for tensor in missing.keys() & file.regions.keys():
                 offset = file.regions[tensor]
                 if (tensor, offset) in seen:  # replicas of one region count once

@@ -26,6 +26,7 @@ from opsd.checkpoints.manifest import (
     CheckpointError,
     FileEntry,
     Manifest,
+    checksum,
     commit,
     folder_of,
     read,
@@ -36,7 +37,7 @@ from trainer.checkpoint import State, file_layout
 from trainer.locks import LOCKS, hold_lock, wait_for_saves
 from trainer.persist import Plan
 from trainer.regions import Region
-from trainer.restore import load
+from trainer.restore import copy_file, load
 
 STEP, SAMPLE = 20, 80
 
@@ -90,6 +91,41 @@ def write(folder: Path, ranks: list[State]) -> Manifest:
 def tensors_like(shapes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     tensors = {f"m{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
     return tensors | {"norm": torch.randn(5), "updates": torch.tensor([7.0])}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Path, State]:
+    """The file of the second of three ranks, and a state of zeros in its layout, one tensor of it transposed."""
+    ranks = states(tensors_like([(7, 5), (300, 4)]), (3, 1))
+    write(tmp_path, ranks)
+    state = {name: replace(region, local=torch.zeros_like(region.local)) for name, region in ranks[1].items()}
+    state["m1"] = replace(state["m1"], local=torch.zeros(state["m1"].local.shape[::-1]).T)
+    return tmp_path / "rank-0001.safetensors", state
+
+
+def test_a_ranks_own_file_is_copied_and_hashed(own: tuple[Path, State]) -> None:
+    """In one pass, whatever the strides of the tensors; the names that the file holds are told."""
+    path, state = own
+    names, found = copy_file(path, state)
+    assert (set(names), found) == (state.keys(), checksum(path))
+    with safe_open(path, framework="pt") as file:
+        for name, region in state.items():
+            assert torch.equal(region.local, file.get_tensor(name)), name
+
+
+@pytest.mark.parametrize("damage", ["another layout", "cut off", "no file of ours", "empty"])
+def test_a_file_that_is_not_of_this_rank_is_refused(own: tuple[Path, State], damage: str) -> None:
+    """By name, and without a guess at what it might be."""
+    path, state = own
+    content = path.read_bytes()
+    if damage == "another layout":
+        state["m0"] = replace(state["m0"], offset=(0, 0))
+    elif damage == "cut off":
+        path.write_bytes(content[:-3])
+    else:
+        path.write_bytes(b"" if damage == "empty" else bytes(200))
+    with pytest.raises(CheckpointError, match=r"rank-0001\.safetensors (is not the state of|has been cut off)"):
+        copy_file(path, state)
 
 
 GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 3))
