@@ -39,7 +39,8 @@ class Show:
             time.sleep(0.1)
 
     def _print(self, event: dict[str, Any]) -> None:
-        if event["event"] == "checkpoint_committed" and event["step"] % 100:
+        between = event["event"] == "checkpoint_committed" and event["step"] % 100
+        if between or event["event"] == "data_mixture":
             return
         fields = ", ".join(f"{key} {_text(event[key])}" for key in _SHOWN if event.get(key) not in (None, []))
         self.say(f"{event['event']:<20} {fields}")
