@@ -18,7 +18,7 @@ from opsd.config import Settings
 from opsd.config_cli import BadConfig, load
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
-from opsd.preflight.checks import CHECKS
+from opsd.preflight.checks import CHECKS, run_alerts
 from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarantine, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.drill_cli import node_drill
@@ -98,6 +98,8 @@ def preflight(
         return None
     if hours is not None and profile != burnin.PROFILE:
         raise BadConfig(f"--hours belongs to --profile {burnin.PROFILE}; the others end by themselves")
+    if fire_alerts and profile not in run_alerts.CHECK.seconds:
+        raise BadConfig(f"--alerts belongs to --profile {' and '.join(run_alerts.CHECK.seconds)}")
     targets = {form: path for form in FORMATS if (path := files[f"{form}_file"]) is not None}
     request = Request(
         settings.agent.node,

@@ -192,7 +192,7 @@ CHECK = Check(
     name="run_alerts",
     title="Every alert, fired once",
     run=run,
-    seconds={"standard": 120, "burn-in": 120},
+    seconds={"quick": 120, "standard": 120},
     measures=(
         Measure("alerts", "", "alerts that were fired"),
         Measure("delay", "seconds", "until the last message had been sent", "lower", noise=1.0, required=False),
