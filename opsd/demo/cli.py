@@ -52,7 +52,7 @@ def demo(folder: Path, steps: int | None, target: TextIO | None) -> None:
     """
     console = Console()
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise click.UsageError(f"the demo trains, and {', '.join(missing)} is not installed: pip install 'opsd[train]'")
+        raise click.UsageError(f"the demo trains, which needs {', '.join(missing)}: pip install 'opsd[train]'")
     try:
         scene = open_scene((folder / datetime.now().strftime("%Y%m%d-%H%M%S")).absolute())
     except DemoError as error:
