@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import tempfile
 import traceback
 from collections.abc import MutableMapping
@@ -26,10 +25,6 @@ from opsd.scenarios.model import Mode, Scenario
 from opsd.scenarios.node import COLLECTORS, NODE, SimulatedNode
 from runbooks import RUNBOOKS
 from runbooks.base import Action, Incident
-
-_SHM = "/dev/shm"  # noqa: S108 (a folder of our own is made in it)
-_MEMORY = _SHM if os.access(_SHM, os.W_OK) else None
-"""Where the journal of a play is kept: it is thrown away, and on a disk its syncs take longer than the play."""
 
 
 @dataclass
