@@ -1,9 +1,9 @@
-"""``opsd bench trainer``: tokens/s of the trainer beside transformers' Llama under plain FSDP2, same shape and weights.
+"""``opsd bench trainer``: tokens/s of the trainer beside torchtitan and transformers' Llama under plain FSDP2.
 
-Both train on the same micro-batches in one process, in turn, so that whatever else the machine does hits both.
-torchtitan is no peer here: it needs a newer torch than the trainer, and none of the attentions that its language models
-may have can be trained on the CPU. Besides, how long eight ranks take from the command to their fifth step in three
-dimensions of parallelism.
+All have the same shape and train on the same micro-batches in turn, so that whatever else the machine does hits all.
+transformers' Llama begins with the same weights. torchtitan needs a newer torch and so runs in a process of its own
+(``torchtitan_cpu``), where ``make torchtitan`` has installed it. Besides, how long eight ranks take from the command to
+their fifth step in three dimensions of parallelism.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ SETTINGS = (
 )  # fmt: skip
 
 Step = Callable[[int], float]
-"""Trains step n and returns its loss."""
+"""Trains step n and returns its loss, nan if it is not known."""
+
+TORCHTITAN = Path(__file__).parents[2] / ".venv-torchtitan" / "bin" / "python"
 
 
 def run() -> dict[str, float | int]:
@@ -63,7 +66,8 @@ def run() -> dict[str, float | int]:
         contenders = {"ours": _ours(config, world)}
         if find_spec("transformers") is not None:
             contenders["transformers_fsdp2"] = _peer(config)
-        results = _compare(contenders)
+        with _torchtitan(config) as titan:
+            results = _compare(contenders | ({"torchtitan": titan} if titan else {}))
     finally:
         dist.destroy_process_group()
     return results | {"ours_dp2_tp2_pp2_five_steps_s": _five_steps_s()}
@@ -103,6 +107,8 @@ def _compare(contenders: dict[str, Step]) -> dict[str, float | int]:
     results["tokens_per_step"] = tokens
     for peer in contenders.keys() - {"ours"}:
         results[f"ratio_{peer}"] = rates["ours"] / rates[peer]
+        if math.isnan(losses[peer][0]):
+            continue
         pairs = zip(losses["ours"], losses[peer], strict=True)
         results[f"difference_loss_{peer}"] = max(abs(a - b) / b for a, b in pairs)
     return results
@@ -172,3 +178,35 @@ def _peer(config: Config) -> Step:
         return total
 
     return step
+
+
+@contextmanager
+def _torchtitan(config: Config) -> Iterator[Step | None]:
+    """torchtitan, which begins with weights of its own; None where it is not installed."""
+    if not TORCHTITAN.exists():
+        yield None
+        return
+    model = config.model
+    shape = {
+        "layers": model.layers, "width": model.width, "heads": model.heads, "kv_heads": model.kv_heads,
+        "ffn": model.ffn, "vocab": VOCAB, "length": LENGTH, "rows": ROWS, "micro_batches": MICRO_BATCHES,
+    }  # fmt: skip
+    command = [str(TORCHTITAN), "-m", "opsd.bench.torchtitan_cpu", json.dumps(shape)]
+    environ = os.environ | {"PYTHONPATH": str(TORCHTITAN.parents[2])}
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        orders, answers = process.stdin, process.stdout
+
+        def step(_: int) -> float:
+            orders.write(b"\n")
+            orders.flush()
+            if not answers.readline():
+                log.seek(0)
+                raise BenchError(f"torchtitan failed: {log.read().decode(errors='replace')[-800:]}")
+            return math.nan
+
+        yield step
