@@ -108,10 +108,10 @@ class StateFile:
         with open(path, "rb") as file:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all pages at once take a third of the time
             self._mapping = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
-        self.content = memoryview(self._mapping)
+        self._content = memoryview(self._mapping)
         try:
-            end = 8 + int.from_bytes(self.content[:8], "little")
-            header = json.loads(bytes(self.content[8:end]))
+            end = 8 + int.from_bytes(self._content[:8], "little")
+            header = json.loads(bytes(self._content[8:end]))
             regions = json.loads(header.pop("__metadata__")["regions"])
             self.regions = {name: tuple(region["offset"]) for name, region in regions.items()}
             self._entries = {
@@ -131,7 +131,7 @@ class StateFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.content.release()
+        self._content.release()
 
 
 class Saver:
