@@ -68,6 +68,10 @@ class HangWatch:
         self.relax()
         return hang
 
+    def write_stacks(self, generation: Generation) -> str | None:
+        """Write what stacks there are so far of a stall that is being looked into; the file, None without one."""
+        return self._write(generation.number, self._capture) if self._capture is not None else None
+
     def _read(
         self, generation: Generation, pages: Mapping[int, RankPage | None]
     ) -> tuple[dict[int, RankPage], dict[int, str | None]]:

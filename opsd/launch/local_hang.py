@@ -20,7 +20,9 @@ class LocalHang:
 
     def __init__(self, node: Supervisor) -> None:
         self._node = node
-        self._seen: Hang | None = None
+        self._last: Hang | None = None
+        self._generation = 0
+        self._stacks: str | None = None
         self._told = 0.0
 
     def seen(self, hang: Hang) -> bool:
@@ -28,26 +30,27 @@ class LocalHang:
         now = time.monotonic()
         if now - self._told < AGAIN_S:
             return False
-        self._seen, self._told = hang, now
+        self._told = now
+        self._last, self._generation, self._stacks = hang, self._node.generation.number, hang.stacks
         return True
 
     def report(self) -> dict[str, Any]:
-        """Where the ranks stand, and the file with their stacks, as JSON."""
+        """Where the ranks stand, and the file with their stacks, as JSON; the head may ask before a hang was seen."""
+        if self._generation != self._node.generation.number:
+            self._last, self._generation, self._stacks = None, self._node.generation.number, None
+        if self._stacks is None:
+            self._stacks = self._node.write_stacks()
         return {"ranks": standings_to_json(self._standings(), time.monotonic()), "stacks": self._stacks}
 
     def _standings(self) -> list[Standing]:
         """Where the ranks stand now, with what the stacks have said of those that have not moved since."""
-        seen = {rank.rank: rank for rank in self._seen.ranks} if self._seen is not None else {}
+        seen = {rank.rank: rank for rank in self._last.ranks} if self._last is not None else {}
         return [
             replace(rank, waits=seen[rank.rank].waits, where=seen[rank.rank].where)
             if rank.rank in seen and seen[rank.rank].changed == rank.changed
             else rank
             for rank in self._node.standings()
         ]
-
-    @property
-    def _stacks(self) -> str | None:
-        return self._seen.stacks if self._seen is not None else None
 
     def judged(self, fields: Mapping[str, Any], score: int) -> None:
         """The head restarts the run for it: note the event where the agent of this node looks, if it is its to note."""

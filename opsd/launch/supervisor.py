@@ -148,6 +148,10 @@ class Supervisor:
         """Where the ranks stand, none if hangs are not judged."""
         return self._hangs.standings(self.generation) if self._hangs is not None else ()
 
+    def write_stacks(self) -> str | None:
+        """The file with the stacks of a stall that is being looked into, None without one."""
+        return self._hangs.write_stacks(self.generation) if self._hangs is not None else None
+
     def stand_by(self, number: int) -> None:
         """Run no ranks in generation ``number``, but have interpreters warm for a later one."""
         self.generation = Generation(number)

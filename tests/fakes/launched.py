@@ -20,6 +20,7 @@ import os, signal, sys, time
 from opsd.client import Reporter
 
 rank, generation = int(os.environ["RANK"]), int(os.environ["OPSD_GENERATION"])
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 reporter = Reporter.from_env()
 
 def train(steps, first=0, at=None, do=None, step_s=0.01):
@@ -33,7 +34,10 @@ def train(steps, first=0, at=None, do=None, step_s=0.01):
             break
     reporter.close()
 """
-"""The beginning of programs that behave like a trainer: ``train(steps, at=…, do=…)``."""
+"""The beginning of programs that behave like a trainer: ``train(steps, at=…, do=…)``.
+
+The first generation of several nodes need not have the number 1: on a busy machine it may be agreed on a second time.
+"""
 
 
 class Launched:

@@ -49,7 +49,7 @@ def make_read_only() -> Iterator[Callable[[Path], None]]:
 def test_clocks_a_minute_apart(tmp_path: Path, a_minute_ahead: dict[str, str]) -> None:
     """The node is not blamed for it, a loss is noticed as ever, and the run's events are of the head's clock."""
     pause = TRAIN.replace("time.sleep(step_s)", "select.select([], [], [], step_s)")  # libfaketime spoils the former
-    source = f"import select\n{pause}\ntrain(100000, at=5, do=lambda: generation == 1 and rank == 1 and 1 / 0)\n"
+    source = f"import select\n{pause}\ntrain(100000, at=5, do=lambda: not restarts and rank == 1 and 1 / 0)\n"
     began = time.time()
     with Nodes(tmp_path, source, *TWO, count=3, environ={"n2": a_minute_ahead}) as nodes:
         nodes.until(lambda: nodes.events("resumed"))
