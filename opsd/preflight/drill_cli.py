@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -100,19 +102,25 @@ def node_drill(
             take_part(this, lambda: bool(stop))
             return exitcodes.INTERRUPTED if stop else exitcodes.OK
         targets = {form: path for form in FORMATS if (path := files[f"{form}_file"])}
-        return _lead(this, settings, targets, timeout, stop)
+        code = _lead(this, settings, targets, timeout, stop)
+    if folder is None and code == exitcodes.OK:
+        shutil.rmtree(shared, ignore_errors=True)
+    return code
 
 
 def _folder(given: Path | None, settings: Settings) -> Path:
-    """The drill's folder, below the shared one of the settings if none was named."""
+    """The drill's folder; below the shared one of the settings, and removed if all went well, if none was named."""
     if given is None and not settings.preflight.shared_dir:
         raise BadConfig("name a folder that all nodes see with --folder, or set preflight.shared_dir")
     step = "-".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     folder = (given or Path(settings.preflight.shared_dir, f"opsd-drill-{step}")).absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = folder.lstat()
     except OSError as error:
         raise BadConfig(f"{folder} cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.geteuid():
+        raise BadConfig(f"{folder} was made by somebody else; name another one with --folder")
     return folder
 
 

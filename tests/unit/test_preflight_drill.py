@@ -56,3 +56,14 @@ def test_a_drill_that_makes_no_sense_is_refused(options: tuple[str, ...], senten
     result = CliRunner().invoke(preflight, ["drill", "--train", "tiny", *options], env=nowhere, standalone_mode=False)
     assert isinstance(result.exception, BadConfig)
     assert sentence in result.exception.message
+
+
+def test_a_folder_that_somebody_else_put_there_is_refused(tmp_path: Path) -> None:
+    """Its name can be guessed, and this may be root."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "drill").symlink_to("elsewhere")
+    options = ["--train", "tiny", "--train-set", "data.shards=/data", "--hosts", "n[1-2]", "--node", "0"]
+    command = ["drill", *options, "--folder", str(tmp_path / "drill")]
+    result = CliRunner().invoke(preflight, command, env={"OPSD_CONFIG": None}, standalone_mode=False)
+    assert isinstance(result.exception, BadConfig)
+    assert "was made by somebody else" in result.exception.message
