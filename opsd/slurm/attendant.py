@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
-from opsd.slurm.requeue import POLL_S, Requeued, Without, requeue_now
+from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, Requeued, Without, requeue_now
 
 LEAD_S = 30.0
 """How long the attendant leaves the requeue itself to the job that asked for it, while that has steps."""
@@ -42,7 +42,7 @@ def requeue_from_inside(
     """
     attended = False
     try:
-        attendant = slurm.submit(*_attendant(allocation, without, command, log))
+        attendant = _submitted(slurm, _attendant(allocation, without, command, log), clock, sleep, say)
         say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
         attended = True
         if _batch_host_lost(slurm, allocation, without) and _runs(slurm, attendant, clock, sleep):
@@ -54,6 +54,30 @@ def requeue_from_inside(
     return requeue_now(
         slurm, allocation.job, without, restarts=allocation.restarts, brief=attended, clock=clock, sleep=sleep, say=say
     )
+
+
+def _submitted(
+    slurm: Slurm,
+    job: tuple[str, tuple[str, ...]],
+    clock: Callable[[], float],
+    sleep: Callable[[float], object],
+    say: Callable[[str], object],
+) -> int:
+    """Submit ``job``, once the controller is back if it is away: without it nothing else can be done either.
+
+    A second one, where the first request was carried out unheard, finds nothing left to do.
+    """
+    limit, told = clock() + LIMIT_S, False
+    while True:
+        try:
+            return slurm.submit(*job)
+        except SlurmUnavailable as error:
+            if clock() > limit:
+                raise
+            if not told:
+                say(f"Slurm does not answer and will be asked again: {error}")
+            told = True
+            sleep(RETRY_S)
 
 
 def _batch_host_lost(slurm: Slurm, allocation: Allocation, without: Without) -> bool:

@@ -225,3 +225,14 @@ def test_without_the_batch_host_all_is_left_to_the_attendant(room: bool, calls: 
     done = requeue_from_inside(slurm, OWN, Without(("n1",)), clock=clock.monotonic, sleep=clock.advance)
     assert done.left
     assert slurm.calls == calls
+
+
+def test_a_launcher_waits_for_the_controller_before_it_ends_its_job() -> None:
+    """Without an attendant nobody would be left to have the job start at once."""
+    slurm, clock, said = queue(dead=("n2",), restarts=2, away=range(1, 31)), FakeClock(), list[str]()
+    done = requeue_from_inside(
+        slurm, OWN, Without(("n2",)), clock=clock.monotonic, sleep=clock.advance, say=said.append
+    )  # fmt: skip
+    assert done.left
+    assert (len(slurm.submitted), slurm.calls) == (1, ["requeue", "drain n2", "down n2"])
+    assert sum("will be asked again" in sentence for sentence in said) == 1

@@ -22,6 +22,8 @@ DEFAULTS: Mapping[str, str] = {}
 """Slurm's own timeouts, periods and delays."""
 DOWN_S = 120.0
 LIMIT = ("--time=2", "--signal=USR1@75")
+SAVED_S = 10.0
+"""Within 5 s of a change slurmctld has saved its state."""
 OUTAGE_TRIALS = 2
 """An outage takes minutes: it is tried this often at most."""
 
@@ -97,7 +99,7 @@ def controller_down(trials: int, note: Callable[[Trial], None]) -> None:
             training = Training(cluster, data, f"unnoticed-{number}", active=ACTIVE, spares=1, steps=STEPS)
             training.submit()
             training.until_steady()
-            with _without_controller(cluster):
+            with _without_controller(training):
                 began = time.time()
                 time.sleep(DOWN_S)
                 ended = time.time()
@@ -124,7 +126,7 @@ def _outage(training: Training) -> Trial:
 
     def cause(training: Training) -> None:
         nonlocal back
-        with _without_controller(cluster):
+        with _without_controller(training):
             kill_follower(training)
             time.sleep(DOWN_S)
         back = time.time()
@@ -138,15 +140,15 @@ def _outage(training: Training) -> Trial:
 
 
 @contextmanager
-def _without_controller(cluster: Cluster) -> Iterator[None]:
-    """Kill slurmctld once its state is saved, and start it again at the end."""
-    saved, began = cluster.folder / "state/job_state", time.time()
-    wait_until(lambda: saved.exists() and saved.stat().st_mtime > began, "the state is saved", 60)
-    cluster.stop_controller()
+def _without_controller(training: Training) -> Iterator[None]:
+    """Kill slurmctld once it has written down that the job runs, and start it again at the end."""
+    saved = training.events("generation_started")[0]["t"] + SAVED_S
+    wait_until(lambda: time.time() > saved, "the state is saved")
+    training.cluster.stop_controller()
     try:
         yield
     finally:
-        cluster.start_controller()
+        training.cluster.start_controller()
 
 
 class FromTemplate(Training):
