@@ -23,12 +23,12 @@ BENCHES = {
     "faults": "runs that random faults happen to, on a real Slurm cluster in namespaces",
     "membership": "launchers that agree on a new generation after a loss, and what they cost the head",
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
-    "recovery": "steps lost when a rank is killed and on SIGTERM",
+    "recovery": "fifty kills and SIGTERM: steps lost, and every loss compared with an undisturbed run",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
     "scrape": "fifty scrapers at one agent, and people with the page open, beside nvitop-exporter",
     "soak": "memory and CPU of the agent over an hour",
     "swap": "how long a run stands still when a node of it goes, on a real Slurm cluster in namespaces",
-    "trainer": "tokens/s of the trainer beside transformers' Llama under plain FSDP2",
+    "trainer": "tokens/s of the trainer beside torchtitan and transformers' Llama under FSDP2; start of eight ranks",
 }
 LONG = ("faults", "soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
