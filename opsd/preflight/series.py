@@ -1,13 +1,14 @@
 """Clocks, temperature, power and errors of the whole node over the hours of a burn-in, as JSON lines.
 
-``python -m opsd.preflight.series FILE SECONDS`` appends a line every so many seconds until it is killed or its parent
-is gone; in a process of its own, because a driver that hangs must hold up nothing else.
+``python -m opsd.preflight.series FILE SECONDS PARENT`` appends a line every so many seconds until it is killed or its
+parent is gone; in a process of its own, because a driver that hangs must hold up nothing else.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -96,7 +97,8 @@ def _host(sys_root: Path) -> dict[str, float]:
 @contextmanager
 def recording(file: Path, library: str | None = None) -> Iterator[None]:
     """Append to ``file`` meanwhile."""
-    command = [sys.executable, "-P", "-m", "opsd.preflight.series", str(file), str(INTERVAL_S), library or ""]
+    options = [str(file), str(INTERVAL_S), str(os.getpid()), library or ""]
+    command = [sys.executable, "-P", "-m", "opsd.preflight.series", *options]
     process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         yield
@@ -155,9 +157,11 @@ def outcome(looks: Sequence[Look]) -> Outcome:
     return Outcome(tuple(measured), tuple(findings))
 
 
-def main(file: str, interval: str, library: str = "") -> None:
-    """Append until killed."""
+def main(file: str, interval: str, parent: str, library: str = "") -> None:
+    """Append until killed, or until the process ``parent`` has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):
+        return
     collector = NvmlCollector(library or None, profiling=False)
     with open(file, "a", encoding="utf-8") as out:
         while True:
