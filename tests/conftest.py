@@ -27,3 +27,11 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith(OF_SEVERAL_RANKS):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a pytest and a pytest-xdist that do not fit: groups would be torn apart without a word."""
+    if getattr(session.config.option, "loadgroup", False):
+        torn = [item for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        if torn:
+            raise pytest.UsageError("this pytest-xdist cannot group the tests of this pytest; see pyproject.toml")
