@@ -97,7 +97,7 @@ def test_error_of_the_program_at_the_same_step_stops(tmp_path: Path) -> None:
         assert launched.wait() == exitcodes.REPEATED
         first, second = launched.events("rank_exited")
         assert first["error"] == {
-            "type": "ValueError", "message": "bad batch", "where": f"{tmp_path}/prog.py:20 in fail",
+            "type": "ValueError", "message": "bad batch", "where": f"{tmp_path}/prog.py:21 in fail",
         }  # fmt: skip
         assert (second["generation"], second["rank"], second["step"]) == (2, 1, 3)
         assert "Traceback" in first["log_tail"]

@@ -23,7 +23,8 @@ from opsd.preflight.specs import spec_of
 
 torch = pytest.importorskip("torch")
 
-CONTEXT = Context("node-1", "quick", 0.05, device="cpu")
+CONTEXT = Context("node-1", "quick", 0.05, device="cpu", nvml_library="/nowhere/libnvidia-ml.so.1")
+"""Without a driver, also where another test has loaded a simulated one into this process."""
 
 
 def run(function, context: Context = CONTEXT) -> tuple[Outcome, list[tuple[float, str]]]:
