@@ -7,7 +7,7 @@ import pytest
 from opsd.bench import restart
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(420)  # torchrun's own restart hangs now and then, and is given up only after two minutes
 def test_one_trial() -> None:
     """A single trial fills every key, and what it measures hangs together."""

@@ -13,7 +13,7 @@ from opsd.preflight.checks import run_alerts
 from opsd.preflight.judge import judge
 from opsd.stack.world import Stack, StackError, eventually, get
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_each_alert_is_received_once_and_then_over(tmp_path: Path) -> None:

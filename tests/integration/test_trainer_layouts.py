@@ -134,7 +134,7 @@ def test_recomputing_changes_nothing(tmp_path: Path, shards: Path, alone: Run, r
     assert run.curve() == alone.curve()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiling_changes_nothing(tmp_path: Path, shards: Path) -> None:
     """Compiled layers train like the others, recomputed ones included."""
     if not shutil.which("g++"):

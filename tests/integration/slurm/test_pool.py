@@ -16,7 +16,7 @@ from opsd.spares.state import FILE, SpareState
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
 from tests.integration.slurm.training import Training, make_data
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.long, pytest.mark.timeout(300)]
 
 DEPLOY = Path(__file__).parents[3] / "deploy/slurm"
 OPSD = """#!/bin/sh

@@ -46,7 +46,7 @@ def test_a_bad_node_is_drained_and_given_back_once_it_passes(cluster: Cluster) -
     wait_until(lambda: slurm.nodes(["n1"])[0].usable, "the node is in service again")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_when_a_node_is_lost(cluster: Cluster) -> None:
     """One command on all nodes of a job: one is killed with all it has of the run, and a spare steps in."""
     pytest.importorskip("torch")

@@ -29,6 +29,7 @@ def trained_on() -> Iterator[tuple[Cluster, Path]]:
         yield cluster, make_data(cluster.shared, 400_000)
 
 
+@pytest.mark.long
 def test_two_faults_leave_no_trace_in_the_losses(trained_on: tuple[Cluster, Path]) -> None:
     """The newest checkpoint is damaged and a rank dies, then the node with the head and the batch script loses power.
 
