@@ -47,8 +47,8 @@ lint: $(STAMP) ## ruff, mypy --strict, import rules
 test: $(STAMP) test-packages lint ## Linters and the tests, but for a few long ones; what cannot run is listed by name
 	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long'
 
-test-long: $(STAMP) test-packages ## The few tests that take longest: whole stories on a Slurm cluster, alerts, compilers, peers
-	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m long
+test-long: $(STAMP) test-packages ## The few tests that take longest, one after the other: stories on a Slurm cluster, alerts, peers
+	$(BIN)/python -m pytest --durations=10 -m long
 
 # As root on Debian or Ubuntu the real programs that some tests drive are installed; elsewhere those tests are skipped by name.
 test-packages:

@@ -122,6 +122,7 @@ def test_ctrl_c_ends_a_search_with_exit_3(environment, port: int, started, tmp_p
     assert started[0].wait(timeout=60) == 0
 
 
+@pytest.mark.long
 def test_a_slowed_node_among_four_namespaces_is_named(environment, started, tmp_path: Path):
     """Traffic control takes 30 % of its bandwidth; the others are not blamed."""
     target = tmp_path / "report.json"

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,16 @@ def record_of(content: bytes, rank: int = 3, attempt: str = "0000abcd") -> Recor
 def target(tmp_path: Path) -> Iterator[str]:
     """Somebody who keeps the state of rank 3 in ``tmp_path``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        arguments = (listener, KEY, tmp_path, 3, "0000abcd")
-        threading.Thread(target=serve, args=arguments, daemon=True).start()
+
+        def run() -> None:
+            with suppress(OSError):  # the end of the test
+                serve(listener, KEY, tmp_path, 3, "0000abcd")
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
         yield f"127.0.0.1 {listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
 
 
 def send(target: str, record: Record, key: bytes = KEY, content: bytes = STATE) -> str:

@@ -44,6 +44,7 @@ def test_two_faults_leave_no_trace_in_the_losses(trained_on: tuple[Cluster, Path
     assert training.events("node_lost")[0]["lost"] not in training.places
 
 
+@pytest.mark.long
 def test_without_a_spare_the_job_starts_again_on_other_nodes(trained_on: tuple[Cluster, Path]) -> None:
     """The survivor takes the dead node down, requeues the job and has it start at once; the run is resumed."""
     cluster, data = trained_on
