@@ -25,7 +25,7 @@ OF_SEVERAL_RANKS = ("test_trainer", "test_preflight_train", "test_preflight_name
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Have tests with several ranks run one after the other, beside all others."""
     for item in items:
-        if item.path.name.startswith(OF_SEVERAL_RANKS):
+        if item.path.parent.name != "unit" and item.path.name.startswith(OF_SEVERAL_RANKS):
             item.add_marker(pytest.mark.xdist_group("ranks"))
 
 

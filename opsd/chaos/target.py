@@ -123,7 +123,7 @@ def become_owner(run: Run) -> None:
     os.initgroups(entry.pw_name, entry.pw_gid)
     os.setresgid(entry.pw_gid, entry.pw_gid, entry.pw_gid)
     os.setresuid(run.uid, run.uid, run.uid)
-    if not (os.access(sys.executable, os.X_OK) and os.access(__file__, os.R_OK)):
+    if not (os.access(sys.executable, os.X_OK) and os.access(__file__, os.R_OK) and os.access(os.__file__, os.R_OK)):
         raise ChaosError(
             f"{run.text} belongs to {entry.pw_name}, who may not use this Python ({sys.executable}): "
             "install opsd where every user may read it, as deploy/install does"
