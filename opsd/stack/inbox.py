@@ -10,6 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
+class _Server(ThreadingHTTPServer):
+    """Alertmanager connects for each group and receiver at once; whom the queue turns away may try for a minute."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message; ``receiver`` is webhook, slack or pagerduty, ``at`` a monotonic second."""
@@ -38,8 +45,7 @@ class Inbox:
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer(address, Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(address, Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, name="inbox", daemon=True).start()
 
