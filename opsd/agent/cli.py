@@ -94,7 +94,10 @@ def serve(settings: Settings) -> int:
 
 
 def carry_out_orders(settings: Settings, log: FilteringBoundLogger, stop: threading.Event) -> None:
-    """Tell Slurm, once it answers again, what it could not be told before."""
+    """Tell Slurm, once it answers again, what it could not be told before.
+
+    People may leave their orders with an agent that is root or is meant to drain: Slurm refuses those of any other.
+    """
     from opsd.slurm.connect import choose
     from opsd.slurm.orders import Orders, keep_carrying_out
 
@@ -102,6 +105,10 @@ def carry_out_orders(settings: Settings, log: FilteringBoundLogger, stop: thread
         log.warning("order to Slurm", outcome=sentence)
 
     orders = Orders(settings.agent.state_dir)
+    if os.geteuid() == 0 or settings.policy.drain:
+        orders.invite()
+    else:
+        orders.decline()
     parts = (orders, cache(lambda: choose().slurm), settings.policy.drain_rules(), say, stop)
     threading.Thread(target=keep_carrying_out, args=parts, name="slurm-orders", daemon=True).start()
 

@@ -63,7 +63,7 @@ class Desk:
     now: float
 
     def carry_out(self, order: Order, dry_run: bool) -> int:
-        """Carry out ``order``, or say what it would do; the exit code. An unanswered order is kept for the agent."""
+        """Carry out ``order``, or say what it would do; the exit code. Unanswered, it is kept for an agent that may."""
         try:
             if against := self._against(order):
                 self.say("; ".join(against))
@@ -113,6 +113,9 @@ class Desk:
             self.say(f"{', '.join(rest)}: {already}")
 
     def _keep(self, order: Order) -> None:
+        if not self.orders.invited:
+            self.say("no agent here may carry the order out later; give it again once Slurm answers")
+            return
         try:
             path = self.orders.put(order)
         except OSError as error:
@@ -139,9 +142,9 @@ def drain(
 ) -> int:
     """Let NODE... finish their jobs and take no new ones.
 
-    Names may be hostlists, n[01-04]. All of them are drained, or none. Exits with 0 if they are out of service, 1 if
-    a rule stands against it, Slurm refused or does not answer (the agent then does it later), 2 if the command line
-    is wrong.
+    Names may be hostlists, n[01-04]. All of them are drained, or none. If Slurm does not answer, the agent of this
+    machine does it later, once, provided it may: it runs as root, or policy.drain is on. Exits with 0 if they are out
+    of service, 1 if a rule stands against it, Slurm refused or does not answer, 2 if the command line is wrong.
     """
     settings = load(file, overrides)
     kind = kind or (incident.rsplit("-", 2)[0] if incident else "maintenance")
@@ -169,8 +172,9 @@ def give_back(
     """Give NODE... that opsd has drained back to Slurm.
 
     Each must have passed the preflight of policy.return_profile since its drain; a node that fails again and again
-    soon after its return is left to people. Exits with 0 if they are in service, 1 if a rule stands against it, Slurm
-    refused or does not answer (the agent then does it later), 2 if the command line is wrong.
+    soon after its return is left to people. If Slurm does not answer, the agent of this machine does it later, once,
+    provided it may: it runs as root, or policy.drain is on. Exits with 0 if they are in service, 1 if a rule stands
+    against it, Slurm refused or does not answer, 2 if the command line is wrong.
     """
     if force != (text is not None):
         raise click.UsageError("--force and --reason belong together: say why the checks are passed over")

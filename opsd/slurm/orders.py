@@ -1,14 +1,17 @@
 """What Slurm is to be told once it answers again: orders kept as files, carried out by the node's agent, once each.
 
-An order is one file in ``<state folder>/slurm-orders``, which only the agent's user can write. Carrying it out twice
-does no harm: what is drained already stays as it is, and an order that newer events have overtaken is dropped.
+An order is one file in ``<state folder>/slurm-orders``, a folder that an agent makes which may carry orders out; where
+it is missing nobody would, and none is kept. Carrying an order out twice does no harm: what is drained already stays as
+it is, and an order that newer events have overtaken is dropped.
 """
 
 from __future__ import annotations
 
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -47,6 +50,25 @@ class Orders:
     def __init__(self, state_dir: Path) -> None:
         self._folder = state_dir / FOLDER
 
+    def invite(self) -> None:
+        """Let others put orders here. For the agent that carries them out; nothing happens if its folder is closed."""
+        with suppress(OSError):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def decline(self) -> None:
+        """Let nobody put orders here any more, unless some are waiting already."""
+        with suppress(OSError):
+            self._folder.rmdir()
+
+    @property
+    def invited(self) -> bool:
+        """Whether the agent to which the state folder belongs has invited orders."""
+        try:
+            found, state = self._folder.lstat(), self._folder.parent.stat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == state.st_uid
+
     def put(self, order: Order) -> Path:
         """Keep ``order``, in the place of an earlier one for the same nodes. Raises OSError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,18 +84,17 @@ class Orders:
 
     def carry_out(self, slurm: Slurm, rules: Rules, now: float) -> list[str]:
         """Carry out what waits and say what became of it; what Slurm did not answer to goes on waiting."""
-        said = []
+        said: list[str] = []
         for path, order in self.waiting():
-            if order is None:
-                said.append(f"{path} is no order; it was removed")
-            else:
-                try:
-                    said.append(_carry_out(order, slurm, rules, now))
-                except SlurmUnavailable:
-                    return said
-                except SlurmError as error:
-                    said.append(f"{order.verb} {', '.join(order.names)} was given up: {error}")
-            path.unlink(missing_ok=True)
+            try:
+                outcome = _outcome(order, slurm, rules, now) if order else f"{path} is no order"
+            except SlurmUnavailable:
+                return said
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                outcome += f"; {path} cannot be removed: {error.strerror}"
+            said.append(outcome)
         return said
 
 
@@ -91,6 +112,16 @@ def keep_carrying_out(
         if orders.waiting():
             for sentence in orders.carry_out(slurm(), rules, time.time()):
                 say(sentence)
+
+
+def _outcome(order: Order, slurm: Slurm, rules: Rules, now: float) -> str:
+    """Carry out ``order`` and say what became of it. Raises SlurmUnavailable."""
+    try:
+        return _carry_out(order, slurm, rules, now)
+    except SlurmUnavailable:
+        raise
+    except SlurmError as error:
+        return f"{order.verb} {', '.join(order.names)} was given up: {error}"
 
 
 def _carry_out(order: Order, slurm: Slurm, rules: Rules, now: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ import pytest
 from opsd import exitcodes
 from opsd.client import Reporter
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from opsd.slurm.orders import Orders
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd
 
@@ -71,6 +73,14 @@ def test_a_lost_gpu_shows_and_the_others_stay(gpu_opsd: Opsd, gpus: SimulatedGpu
         status = json.loads(gpu_opsd.get("/api/v1/status") or "{}")
         assert [bool(gpu["lost"]) for gpu in status["gpus"]] == [False, True]
         gpus[1].lost = False
+
+
+def test_orders_to_slurm_are_taken_by_an_agent_that_may_carry_them_out(opsd: Opsd, tmp_path: Path) -> None:
+    """One that is meant to drain, or that is root."""
+    with opsd.agent():
+        assert Orders(tmp_path / "state").invited == (os.geteuid() == 0)
+    with opsd.agent("--set=policy.drain=true"):
+        assert Orders(tmp_path / "state").invited
 
 
 def test_everything_is_there_at_once(gpu_opsd: Opsd, tmp_path: Path) -> None:

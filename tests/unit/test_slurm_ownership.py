@@ -174,17 +174,40 @@ def test_a_dry_run_says_what_would_be_done(tmp_path: Path) -> None:
 
 def test_an_order_waits_for_slurm_and_is_carried_out_once(tmp_path: Path) -> None:
     """The command says so; the agent does it when Slurm answers, and not again."""
-    slurm, said = cluster(), list[str]()
+    slurm, said, orders = cluster(), list[str](), Orders(tmp_path)
     slurm.error = DOWN
+    orders.invite()
     order = Order("drain", ("n01",), NOW, "opsd:manual x")
     assert desk(slurm, tmp_path, said).carry_out(order, dry_run=False) == exitcodes.FAILED
     assert ("Slurm does not answer" in said[0], "when Slurm answers again" in said[1]) == (True, True)
-    orders = Orders(tmp_path)
     assert orders.carry_out(slurm, RULES, NOW + 5) == []
     slurm.error = None
     assert orders.carry_out(slurm, RULES, NOW + 10) == ["drained n01"]
     assert orders.carry_out(slurm, RULES, NOW + 20) == []
     assert slurm.updates == [(("n01",), "drain", "opsd:manual x")]
+
+
+def test_an_order_is_kept_only_where_an_agent_may_carry_it_out(tmp_path: Path) -> None:
+    """On a login node, or where the agent may not drain, nobody would; whoever gives it is told to give it again."""
+    slurm, said, orders = cluster(), list[str](), Orders(tmp_path)
+    slurm.error = DOWN
+    order = Order("drain", ("n01",), NOW, "opsd:manual x")
+    for _ in range(2):
+        assert desk(slurm, tmp_path, said).carry_out(order, dry_run=False) == exitcodes.FAILED
+        assert said[-1] == "no agent here may carry the order out later; give it again once Slurm answers"
+        assert orders.waiting() == []
+        orders.invite()
+        orders.decline()
+
+
+def test_an_order_that_cannot_be_removed_holds_up_no_other(tmp_path: Path) -> None:
+    """It is said, and the next one is carried out all the same."""
+    slurm, orders = cluster(), Orders(tmp_path)
+    path = orders.put(Order("drain", ("n02",), NOW, "opsd:manual x"))
+    (path.parent / "a.json").mkdir()
+    stuck, done = orders.carry_out(slurm, RULES, NOW)
+    assert (stuck.endswith("a.json cannot be removed: Is a directory"), done) == (True, "drained n02")
+    assert [path.name for path, _ in orders.waiting()] == ["a.json"]
 
 
 def test_the_agent_goes_on_trying(tmp_path: Path) -> None:
@@ -224,7 +247,7 @@ def test_an_order_that_slurm_refuses_is_given_up(tmp_path: Path) -> None:
     assert "given up: scontrol update: Invalid user id" in said
     path = orders.put(Order("drain", ("n01",), NOW, "opsd:manual x"))
     path.write_text("{}")
-    assert orders.carry_out(slurm, RULES, NOW) == [f"{path} is no order; it was removed"]
+    assert orders.carry_out(slurm, RULES, NOW) == [f"{path} is no order"]
     orders.put(Order("drain", ("n01",), NOW - 2 * DAY_S, "opsd:manual x"))
     assert "no longer up to date" in orders.carry_out(slurm, RULES, NOW)[0]
 

@@ -63,6 +63,8 @@ def test_a_controller_that_is_away_is_told_later() -> None:
 
 def _tell_later(cluster: Cluster) -> None:
     slurm = CommandSlurm(runner_on(cluster.controller), deadline_s=2.0)
+    orders, done = Orders(cluster.shared / "state-n2"), list[str]()
+    orders.invite()
     cluster.stop_controller()
     try:
         said = opsd(cluster, "n2", "drain", "n2", "--reason=loose fan")
@@ -70,7 +72,6 @@ def _tell_later(cluster: Cluster) -> None:
         cluster.start_controller()
     assert (said.returncode, "when Slurm answers again" in said.stdout) == (exitcodes.FAILED, True)
     wait_until(slurm.responds, "the controller is back")
-    orders, done = Orders(cluster.shared / "state-n2"), list[str]()
     wait_until(lambda: done.extend(orders.carry_out(slurm, Rules(share=1.0), time.time())) or done, "told")
     assert done == ["drained n2"]
     assert slurm.nodes(["n2"])[0].reason.startswith("opsd:manual maintenance: loose fan")
