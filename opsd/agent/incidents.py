@@ -94,12 +94,14 @@ class Observed:
 class Book:
     """Current incidents by (kind, key), and since when and until when a finding has been seen that is not one yet.
 
-    ``recent`` are the incidents that ended last and that may still come back.
+    ``recent`` are the incidents that ended last and that may still come back. ``watching_since`` is when the agent
+    started: what was not seen before that says nothing, so no wait ends because of it.
     """
 
     incidents: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
     pending: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     recent: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
+    watching_since: float = 0.0
 
 
 def is_current(incident: Incident) -> bool:
@@ -124,7 +126,7 @@ def reduce(
         finding = found.get(name)
         if finding is not None:
             after = _merge(after, finding, now)
-        after = _judge(after, observed, finding is not None, rule, now)
+        after = _judge(after, observed, finding is not None, rule, book.watching_since, now)
         if after.state != incident.state:
             transitions.append(_transition(incident.state, after, now))
         if is_current(after):
@@ -141,7 +143,7 @@ def reduce(
         current[name] = _open(finding, now) if old is None else _reopen(old, finding, rule, now)
         transitions.append(_transition(None if old is None else old.state, current[name], now))
     recent |= {(incident.kind, incident.key): incident for incident in ended}
-    return Book(current, pending, recent), tuple(ended), tuple(transitions)
+    return Book(current, pending, recent, book.watching_since), tuple(ended), tuple(transitions)
 
 
 def started(incident: Incident, actions: Iterable[Mapping[str, object]], now: float) -> Incident:
@@ -164,7 +166,11 @@ def noted(incident: Incident, actions: Iterable[Mapping[str, object]]) -> Incide
 
 
 def resumed(incident: Incident, now: float) -> Incident:
-    """The incident as loaded after a restart of the agent: what was under way has an unknown end and is verified."""
+    """The incident as loaded after a restart of the agent: what was under way has an unknown end and is verified.
+
+    Whether it stayed healthy meanwhile is not known, so it has to be for the whole time again.
+    """
+    incident = replace(incident, healthy_since=None)
     if incident.state is not State.ACTING:
         return incident
     actions = tuple(
@@ -176,17 +182,30 @@ def resumed(incident: Incident, now: float) -> Incident:
 
 def shifted(book: Book, seconds: float) -> Book:
     """The book after a step of the wall clock by ``seconds``, so that no hold time is cut short or stretched."""
-    incidents = {
-        name: replace(
-            incident,
-            healthy_since=None if incident.healthy_since is None else incident.healthy_since + seconds,
-            acted_at=None if incident.acted_at is None else incident.acted_at + seconds,
-            reopened_at=None if incident.reopened_at is None else incident.reopened_at + seconds,
-        )
-        for name, incident in book.incidents.items()
-    }
-    pending = {name: (a + seconds, b + seconds) for name, (a, b) in book.pending.items()}
-    return Book(incidents, pending, book.recent)
+    return Book(
+        {name: _shifted(incident, seconds) for name, incident in book.incidents.items()},
+        {name: (a + seconds, b + seconds) for name, (a, b) in book.pending.items()},
+        {name: _shifted(incident, seconds) for name, incident in book.recent.items()},
+        book.watching_since + seconds,
+    )
+
+
+def _shifted(incident: Incident, seconds: float) -> Incident:
+    """The incident with its evidence moved as well: what it was opened with is told by the times."""
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else at + seconds
+
+    return replace(
+        incident,
+        opened_at=incident.opened_at + seconds,
+        last_seen_at=incident.last_seen_at + seconds,
+        evidence=tuple(replace(evidence, at=evidence.at + seconds) for evidence in incident.evidence),
+        healthy_since=moved(incident.healthy_since),
+        acted_at=moved(incident.acted_at),
+        reopened_at=moved(incident.reopened_at),
+        resolved_at=moved(incident.resolved_at),
+    )
 
 
 def _same(action: Mapping[str, object]) -> tuple[object, ...]:
@@ -310,7 +329,9 @@ def _settle(incident: Incident, outcomes: Sequence[Outcome], rule: Rules, now: f
     return replace(after, state=State.VERIFYING, acted_at=now, verdict=verdict)
 
 
-def _judge(incident: Incident, observed: Observed, found: bool, rule: Rules, now: float) -> Incident:
+def _judge(
+    incident: Incident, observed: Observed, found: bool, rule: Rules, watching_since: float, now: float
+) -> Incident:
     answer = observed.healed.get(incident.id)
     healed = answer is True
     since = (incident.healthy_since if incident.healthy_since is not None else now) if healed else None
@@ -319,13 +340,14 @@ def _judge(incident: Incident, observed: Observed, found: bool, rule: Rules, now
         return incident
     if since is not None and now - since >= rule.clear_after_s and not found and incident.state is not State.ACTING:
         return _end(incident, now)
-    if answer is None and incident.state is not State.ACTING and now - incident.last_seen_at >= GIVE_UP_S:
+    unseen_since = max(incident.last_seen_at, watching_since)
+    if answer is None and incident.state is not State.ACTING and now - unseen_since >= GIVE_UP_S:
         verdict = f"given up: nothing is known of it for {GIVE_UP_S / 60:.0f} minutes"
         return replace(incident, state=State.ESCALATED, resolved_at=now, verdict=verdict)
     if incident.state is State.VERIFYING and not healed:
-        return _after_attempt(incident, rule, now)
+        return _after_attempt(incident, rule, watching_since, now)
     begun = [at for at in (incident.acted_at, incident.reopened_at) if at is not None]
-    idle_since = max(begun, default=incident.opened_at)
+    idle_since = max(watching_since, max(begun, default=incident.opened_at))
     if (
         incident.state is State.OPEN
         and incident.id in observed.idle
@@ -336,9 +358,9 @@ def _judge(incident: Incident, observed: Observed, found: bool, rule: Rules, now
     return incident
 
 
-def _after_attempt(incident: Incident, rule: Rules, now: float) -> Incident:
+def _after_attempt(incident: Incident, rule: Rules, watching_since: float, now: float) -> Incident:
     assert incident.acted_at is not None
-    if now - incident.acted_at < rule.verify_s:
+    if now - max(incident.acted_at, watching_since) < rule.verify_s:
         return incident
     tries = "attempt" if incident.attempts == 1 else "attempts"
     verdict = f"not over {rule.verify_s:.0f} s after {incident.attempts} {tries}"

@@ -53,7 +53,8 @@ class Responder:
         self.actions: Counter[tuple[str, str]] = Counter()
         memory = journal.open()
         loaded = {(i.kind, i.key): incidents.resumed(i, started_at) for i in memory.current}
-        self._book = incidents.Book(loaded, recent={(i.kind, i.key): i for i in reversed(memory.ended)})
+        recent = {(i.kind, i.key): i for i in reversed(memory.ended)}
+        self._book = incidents.Book(loaded, recent=recent, watching_since=started_at)
         self.ended: deque[Incident] = deque(memory.ended, maxlen=MAX_ENDED)
         self._history = [*memory.actions]
         self._written: dict[str, tuple[Incident, float]] = {}

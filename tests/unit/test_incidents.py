@@ -239,6 +239,66 @@ def test_a_step_of_the_clock_does_not_cut_a_hold_time_short() -> None:
     assert patient.incident.state is State.OPEN
 
 
+@pytest.mark.parametrize("step", [2 * incidents.GIVE_UP_S, -2 * incidents.GIVE_UP_S])
+def test_a_step_of_the_clock_ends_no_wait_and_begins_none_anew(step: float) -> None:
+    """Neither what is unseen nor what nobody can help is a person's turn at once, or hours too late."""
+    unseen, idle = Patient(), Patient()
+    for patient in (unseen, idle):
+        patient.tick(finding())
+        patient.book = incidents.shifted(patient.book, step)
+        patient.now += step
+    unseen.tick()
+    assert unseen.incident.state is State.OPEN
+    idle.tick(finding(), healed=False, idle=True)
+    assert idle.incident.state is State.OPEN
+    idle.tick(finding(), healed=False, idle=True, seconds=RULES["throttle"].verify_s)
+    assert idle.incident.state is State.ESCALATED
+
+
+@pytest.mark.parametrize("step", [3600, -3600])
+def test_a_step_of_the_clock_does_not_change_how_long_something_may_come_back(step: float) -> None:
+    """What was over a second ago is the same incident, whatever the clock says now."""
+    patient = Patient(rules={"throttle": Rules(clear_after_s=0, hold_s=60)})
+    patient.tick(finding())
+    first = patient.incident.id
+    patient.tick(healed=True)
+    patient.book = incidents.shifted(patient.book, step)
+    patient.now += step
+    patient.tick(finding())
+    assert patient.incident.id == first
+    patient.tick(healed=True)
+    patient.tick(finding(), seconds=61)
+    assert patient.incident.id != first
+
+
+@pytest.mark.parametrize("state", [State.OPEN, State.VERIFYING])
+def test_the_time_in_which_no_agent_watched_ends_no_wait(state: State) -> None:
+    """After hours of repair the collectors need some seconds before anything is known: nobody is called for those."""
+    patient = Patient()
+    patient.tick(finding())
+    name, before = next(iter(patient.book.incidents.items()))
+    before = replace(before, state=state, acted_at=patient.now if state is State.VERIFYING else None)
+    patient.now += 2 * incidents.GIVE_UP_S
+    patient.book = Book({name: incidents.resumed(before, patient.now)}, watching_since=patient.now)
+    patient.tick(idle=True)
+    assert patient.incident.state is state
+    patient.tick(healed=True)
+    patient.tick(healed=True, seconds=RULES["throttle"].clear_after_s)
+    assert patient.ended[0].state is State.RESOLVED
+
+
+def test_health_seen_by_an_earlier_agent_does_not_count() -> None:
+    """Nobody knows whether it stayed healthy meanwhile."""
+    patient = Patient()
+    patient.tick(finding())
+    patient.tick(healed=True)
+    name, before = next(iter(patient.book.incidents.items()))
+    patient.now += 3600
+    patient.book = Book({name: incidents.resumed(before, patient.now)}, watching_since=patient.now)
+    patient.tick(healed=True)
+    assert patient.incident.state is State.OPEN
+
+
 ticks = st.lists(
     st.tuples(
         st.lists(st.sampled_from(["gpu0", "gpu1"]), unique=True),
