@@ -16,6 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.agent.web_config import has_tls
+from opsd.config import AgentSettings
 from opsd.config_cli import load
 
 
@@ -66,8 +68,9 @@ class Refused(Exception):
 class Agent:
     """The API of one agent, at ``url`` or where the configuration in ``file`` lets it listen.
 
-    ``ca_file`` has the certificates to trust instead of the system's, ``credentials`` are user and password. Raises
-    click.UsageError if these would go over a network in the clear, and if ``url`` is none.
+    ``ca_file`` has the certificates to trust instead of the system's, ``credentials`` are user and password; without
+    ``url`` they are by default those with which this node's agent asks others. Raises click.UsageError if these would
+    go over a network in the clear, and if ``url`` is none.
     """
 
     def __init__(
@@ -78,7 +81,14 @@ class Agent:
         credentials: tuple[str, str] | None = None,
     ) -> None:
         self.named, self.file = url is not None, file
-        self.base = (url or f"http://{load(file).agent.listen}").rstrip("/")
+        if url is None:
+            settings = load(file).agent
+            self.base = _base(settings)
+            if self.base.startswith("https:"):
+                ca_file = ca_file or settings.peer_ca_file
+                credentials = credentials or _peer_credentials(settings.peer_credentials_file)
+        else:
+            self.base = url.rstrip("/")
         if urlsplit(self.base).scheme not in ("http", "https"):
             raise click.UsageError(f"--url {url} is no address such as http://node-17:9477")
         self._ca_file, self._credentials = ca_file, credentials
@@ -100,9 +110,7 @@ class Agent:
             )
             body = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise NoAgent(
-                f"no agent answers at {self.base} ({error}); start one with `opsd agent`, or name one with --url"
-            ) from error
+            raise NoAgent(f"no agent answers at {self.base} ({error}); {_advice(self.base, error)}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             said = body.get("error", "not admitted")
             raise Refused(f"{said}: put USER:PASSWORD into a file and name it with --credentials-file")
@@ -116,6 +124,34 @@ class Agent:
             return self.get(path, **query)
         except (NoAgent, Refused) as error:
             fail(str(error))
+
+
+def _base(settings: AgentSettings) -> str:
+    """Where an agent with these settings is asked from its own node: with TLS by the name in its certificate."""
+    host, _, port = settings.listen.rpartition(":")
+    if settings.web_config is None or not has_tls(settings.web_config):
+        return f"http://{settings.listen}"
+    return f"https://{host if _is_loopback(host.strip('[]')) else settings.node}:{port}"
+
+
+def _advice(base: str, error: Exception) -> str:
+    """What to do about an agent at ``base`` that could not be asked."""
+    import httpx
+
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return "name the certificates to trust with --ca-file, and the agent with --url as its certificate does"
+    if base.startswith("http:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        return "if it speaks TLS, name it with --url https://NODE:PORT"
+    return "start one with `opsd agent`, or name one with --url"
+
+
+def _peer_credentials(file: Path | None) -> tuple[str, str] | None:
+    """What the agent's own file says, if this user may read it."""
+    try:
+        user, colon, password = file.read_text(encoding="utf-8").strip().partition(":") if file else ("", "", "")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (user, password) if user and colon else None
 
 
 def _credentials(file: Path | None) -> tuple[str, str] | None:
@@ -142,7 +178,11 @@ def _credentials(file: Path | None) -> tuple[str, str] | None:
 def _private(base: str) -> bool:
     """True if nobody on a network can read what is sent to ``base``."""
     url = urlsplit(base)
-    return url.scheme == "https" or url.hostname in ("localhost", "127.0.0.1", "::1")
+    return url.scheme == "https" or _is_loopback(url.hostname or "")
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1", "::1")
 
 
 def _trusting(file: Path) -> ssl.SSLContext:

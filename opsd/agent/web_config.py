@@ -96,6 +96,14 @@ def load(path: Path) -> WebConfig:
     return WebConfig(_context(file.tls_server_config, path) if file.tls_server_config else None, users)
 
 
+def has_tls(path: Path) -> bool:
+    """Whether an agent with this configuration speaks TLS; it is taken to where this user cannot read the file."""
+    try:
+        return _read(path).tls_server_config is not None
+    except WebConfigError:
+        return True
+
+
 def _read(path: Path) -> _File:
     try:
         import bcrypt  # noqa: F401

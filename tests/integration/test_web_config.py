@@ -165,3 +165,30 @@ def test_the_commands_take_certificate_and_password_from_files(served: tuple[int
         assert done.returncode in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
     password.chmod(0o644)
     assert "chmod 600" in status(port, folder, trust, named).stderr
+
+
+def configured(
+    port: int, folder: Path, web: str, *more: str, host: str = "127.0.0.1"
+) -> subprocess.CompletedProcess[str]:
+    """`opsd status` on a node with this configuration, told nothing else."""
+    file = folder / "opsd.toml"
+    agent = [f'listen = "{host}:{port}"', f'web_config = "{folder / web}"', *more]
+    file.write_text("\n".join(["[agent]", *agent, ""]))
+    command = [sys.executable, "-m", "opsd", "status", "--config", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_commands_ask_the_agent_of_their_node_as_it_is_configured(served: tuple[int, Path]) -> None:
+    """Over TLS, with the certificate and the password for its peers; what is missing then is said by name."""
+    port, folder = served
+    (folder / "peers").write_text("prometheus:secret\n")
+    trust, known = f'peer_ca_file = "{folder}/server.crt"', f'peer_credentials_file = "{folder}/peers"'
+    assert configured(port, folder, "web.yml", trust, known).returncode == 0
+    assert configured(port, folder, "web.yml", trust, known, 'node = "localhost"', host="0.0.0.0").returncode == 0
+    for more, said in ((trust,), "--credentials-file"), ((known,), "certificates to trust with --ca-file"):
+        done = configured(port, folder, "web.yml", *more)
+        assert (done.returncode, said in done.stderr) == (1, True)
+    (folder / "plain.yml").write_text(f"basic_auth_users: {{prometheus: '{HASH}'}}\n")
+    plain = configured(port, folder, "plain.yml")
+    assert (plain.returncode, "if it speaks TLS, name it with --url https://NODE:PORT" in plain.stderr) == (1, True)
+    assert configured(port, folder, "unreadable.yml", trust, known).returncode == 0
