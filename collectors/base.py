@@ -129,6 +129,11 @@ class RunFact:
     folder: str
     logs: str
 
+    @property
+    def takes_part(self) -> bool:
+        """False on a spare: the launcher lives, and starts no rank here."""
+        return self.state != "spare"
+
 
 Fact = GpuFact | RankFact | RunFact
 

@@ -209,7 +209,8 @@ class _Run(Generic[P]):
             samples += _run_samples(run)
         for page in pages:
             process = self._client.process_state(page)
-            if process is None and not (run and run.alive) and now - page.changed > self._linger_s:
+            supervised = run is not None and run.alive and run.takes_part
+            if process is None and not supervised and now - page.changed > self._linger_s:
                 continue
             fact = self._fact(page, process)
             facts.append(fact)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from collectors.base import Event, RunFact
 
-RUN_STATES: Final = ("running", "restarting", "stopping", "finished", "failed")
+RUN_STATES: Final = ("waiting", "running", "restarting", "stopping", "spare", "finished", "failed")
 MAX_NAME: Final = 64
 """Names of results and sources that are longer are left out."""
 EVENTS: Final = frozenset((

@@ -62,7 +62,7 @@ def recovered(view: View, run: str, generation: int) -> bool | None:
     ranks, fact = ranks_of(view, run), run_of(view, run)
     if resumed_event(view, run, generation) or any(r.generation > generation and r.steps_reported for r in ranks):
         return True
-    if fact is not None:
+    if fact is not None and fact.takes_part:
         return fact.state == "finished"
     ended = run_events(view, "finished", run)
     if ended:

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from collectors.base import NoData, Reading
 from collectors.ranks import PhaseTotals, RanksCollector, tokens_per_second
+from collectors.run_files import RUN_STATES
 from opsd import client
+from opsd.launch.supervisor import State
 from tests.fakes.ranks import FakeRank
 from tests.fakes.run_folder import Clock, ranks, read, reporter, runs, values, write_run
 
@@ -139,6 +142,25 @@ def test_a_run_is_seen_with_its_state(run: Path, collector: RanksCollector[clien
     assert samples["opsd_run_state", "r1", "running"] == 0
     assert samples["opsd_run_generation", "r1"] == 2
     assert samples["opsd_run_up", "r1"] == 1
+
+
+def test_every_state_of_a_launcher_is_known() -> None:
+    """A run that waits for its nodes and a spare are seen as well."""
+    assert set(RUN_STATES) == set(get_args(State))
+
+
+def test_the_ranks_of_a_node_that_has_become_a_spare_disappear(
+    run: Path, collector: RanksCollector[client.RankPage], clock: Clock
+) -> None:
+    """Its launcher lives on and starts none of them again; the run stays on the page."""
+    code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    write_run(run, os.getpid(), state="spare")
+    clock.ahead = 120.0
+    reading = read(collector)
+    assert [fact.state for fact in runs(reading)] == ["spare"]
+    assert ranks(reading) == []
+    assert values(reading)["opsd_run_state", "r1", "spare"] == 1
 
 
 def test_another_process_with_the_launchers_pid_is_not_the_launcher(
