@@ -1,4 +1,4 @@
-"""``opsd checkpoint``: list, verify, prune and upload checkpoints from their manifests."""
+"""``opsd checkpoint``: list, verify, audit, prune and upload checkpoints from their manifests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Entry:
 
 @click.group()
 def checkpoint() -> None:
-    """List, verify, prune and upload checkpoints from their manifests.
+    """List, verify, audit, prune and upload checkpoints from their manifests.
 
     PATH is a run folder, its checkpoints folder, or the folder of one checkpoint.
     """
@@ -125,7 +125,8 @@ def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
     try:
         going = [step for step, reason in kept.items() if not reason] if dry_run else prune(root, keep, keep_every)
     except OSError as error:
-        raise click.ClickException(f"{error.filename} could not be removed: {error.strerror}") from error
+        click.echo(f"opsd: {error.filename} could not be removed: {error.strerror}", err=True)
+        return exitcodes.FAILED
     for step in sorted({*kept, *going}):
         fate = ("would be removed" if dry_run else "removed") if step in going else f"kept: {kept[step]}"
         click.echo(f"step {step}: {fate}, {_bytes(sizes[step])}")
@@ -159,7 +160,8 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
     except RemoteError as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # clients of object storages raise what they like
-        raise click.ClickException(f"{url}: {type(error).__name__}: {str(error) or 'no reason given'}") from error
+        click.echo(f"opsd: {url}: {type(error).__name__}: {str(error) or 'no reason given'}", err=True)
+        return exitcodes.FAILED
     if not entries:
         click.echo(f"no complete checkpoint under {path}", err=True)
         return exitcodes.FAILED

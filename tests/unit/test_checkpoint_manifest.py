@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -273,17 +275,35 @@ def test_upload_by_hand(tmp_path: Path) -> None:
     assert run("upload", tmp_path, there).output == "step 10: already there\nstep 20: already there\n"
 
 
+def opsd(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "opsd", "checkpoint", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.parametrize(
-    ("url", "sentence"), [("nosuch://x", "nosuch://x cannot be used"), ("file:///proc/nowhere", "file:///proc/nowhere")]
+    ("url", "sentence", "code"),
+    [
+        ("nosuch://x", "nosuch://x cannot be used", exitcodes.USAGE),
+        ("file:///proc/nowhere", "opsd: file:///proc/nowhere: ", exitcodes.FAILED),
+    ],
 )
-def test_an_upload_that_cannot_be_done_says_why(tmp_path: Path, url: str, sentence: str) -> None:
+def test_an_upload_that_cannot_be_done_says_why(tmp_path: Path, url: str, sentence: str, code: int) -> None:
     """An unknown protocol or a storage that refuses is one sentence, and the checkpoint stays."""
     make(tmp_path, 10)
-    result = CliRunner().invoke(checkpoint, ["upload", str(tmp_path), url])
-    assert result.exit_code in (exitcodes.FAILED, exitcodes.USAGE)
-    assert sentence in result.output
-    assert "Traceback" not in result.output
+    done = opsd("upload", tmp_path, url)
+    assert (done.returncode, sentence in done.stderr, "Traceback" in done.stderr) == (code, True, False)
     assert manifest.steps(tmp_path) == [10]
+
+
+def test_a_file_that_cannot_be_removed_is_a_failure(tmp_path: Path) -> None:
+    """And not a wrong command line: others may have been removed already."""
+    for step in (10, 20):
+        make(tmp_path, step)
+    stuck = manifest.folder_of(tmp_path, 10) / "rank-0000.safetensors"
+    swap_for_folder(stuck)
+    done = opsd("prune", tmp_path, "--keep", 1)
+    assert done.returncode == exitcodes.FAILED
+    assert done.stderr == f"opsd: {stuck} could not be removed: Is a directory\n"
 
 
 def test_list_of_nothing_says_so(tmp_path: Path) -> None:
