@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,10 @@ def list_command(path: Path, as_json: bool) -> int:
 @checkpoint.command("verify")
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def verify_command(path: Path) -> int:
-    """Check every file of the checkpoints under PATH; exit code 1 if one is damaged or there is none."""
+    """Check every file of the checkpoints under PATH; exit code 1 if one is damaged or there is none.
+
+    Those that a trainer removes meanwhile are named and are no failure.
+    """
     entries = [entry for entry in find(path) if entry.state in ("complete", "damaged")]
     if not entries:
         click.echo(f"no complete checkpoint under {path}", err=True)
@@ -89,8 +93,9 @@ def verify_command(path: Path) -> int:
             manifest = verify(entry.folder)
             click.echo(f"step {entry.step}: ok, {len(manifest.files)} files, {_bytes(entry.size)}")
         except CheckpointError as error:
-            damaged += 1
-            click.echo(f"step {entry.step}: DAMAGED: {error}")
+            gone = not any((entry.folder / name).exists() for name in (MANIFEST, REJECTED))
+            damaged += not gone
+            click.echo(f"step {entry.step}: {'removed meanwhile' if gone else f'DAMAGED: {error}'}")
     return exitcodes.FAILED if damaged else exitcodes.OK
 
 
@@ -129,7 +134,7 @@ def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
         return exitcodes.FAILED
     for step in sorted({*kept, *going}):
         fate = ("would be removed" if dry_run else "removed") if step in going else f"kept: {kept[step]}"
-        click.echo(f"step {step}: {fate}, {_bytes(sizes[step])}")
+        click.echo(f"step {step}: {fate}, {_bytes(sizes.get(step, 0))}")
     if not going:
         click.echo(f"nothing to remove under {root}")
     return exitcodes.OK
@@ -169,7 +174,10 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
 
 
 def find(path: Path) -> list[Entry]:
-    """The checkpoints of a run folder, of a folder of checkpoints, or the one that ``path`` is; oldest first."""
+    """The checkpoints of a run folder, of a folder of checkpoints, or the one that ``path`` is; oldest first.
+
+    A trainer may write and remove some meanwhile.
+    """
     found = dict(folders(path)) or dict(folders(path / SUBFOLDER))
     if not found:
         found = {
@@ -179,14 +187,24 @@ def find(path: Path) -> list[Entry]:
 
 
 def _entry(step: int, folder: Path) -> Entry:
-    size = sum(file.lstat().st_size for file in folder.iterdir())
+    size = _size(folder)
     for name, state in ((MANIFEST, "complete"), (REJECTED, "rejected"), (PRUNED, "removed")):
         if (folder / name).exists():
             try:
                 return Entry(step, folder, state, read(folder, name), size)
             except CheckpointError:
-                return Entry(step, folder, "damaged" if name == MANIFEST else state, None, size)
+                if (folder / name).exists():  # else renamed just now
+                    return Entry(step, folder, "damaged" if name == MANIFEST else state, None, size)
     return Entry(step, folder, "incomplete", None, size)
+
+
+def _size(folder: Path) -> int:
+    size = 0
+    with suppress(FileNotFoundError):
+        for file in folder.iterdir():
+            with suppress(FileNotFoundError):
+                size += file.lstat().st_size
+    return size
 
 
 def _bytes(size: float) -> str:

@@ -7,7 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -333,3 +336,59 @@ def test_verify_of_nothing_is_not_a_success(tmp_path: Path) -> None:
     result = run("verify", tmp_path)
     assert result.return_value == exitcodes.FAILED
     assert "no complete checkpoint" in result.output
+
+
+@contextmanager
+def meanwhile(action: Callable[[], object]) -> Iterator[None]:
+    """``action`` is done by another thread, and must have been by the end of the block."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    yield
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_damaged(tmp_path: Path) -> None:
+    """Neither to who verifies it, nor to who lists it: a trainer that goes on removes old ones at any moment."""
+    folder = make(tmp_path, 10)
+    entry, pipe = manifest.read(folder), folder / "rank-0000.safetensors"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    (folder / MANIFEST).unlink()
+    manifest.commit(folder, replace(entry, files=(replace(entry.files[0], size=0),)))
+
+    def prune_while_read() -> None:
+        with open(pipe, "w"):  # is open once verify reads the file, after the manifest
+            os.rename(folder / MANIFEST, folder / PRUNED)
+
+    with meanwhile(prune_while_read):
+        verified = run("verify", tmp_path)
+    assert (verified.return_value, verified.output) == (exitcodes.OK, "step 10: removed meanwhile\n")
+
+    os.mkfifo(folder / MANIFEST)
+
+    def rename_while_listed() -> None:
+        with open(folder / MANIFEST, "w"):
+            (folder / MANIFEST).unlink()
+
+    with meanwhile(rename_while_listed):
+        listed = json.loads(run("list", tmp_path, "--json").output)["checkpoints"]
+    assert [(found["step"], found["state"]) for found in listed] == [(10, "removed")]
+
+
+def test_a_list_goes_on_beside_a_trainer_that_writes(tmp_path: Path) -> None:
+    """Drafts come and go while sizes are added up."""
+    folder, stop = make(tmp_path, 10), threading.Event()
+
+    def write_drafts() -> None:
+        while not stop.is_set():
+            for number in range(20):
+                (folder / f"draft-{number}").touch()
+            for number in range(20):
+                (folder / f"draft-{number}").unlink()
+
+    with meanwhile(write_drafts):
+        try:
+            assert all(run("list", tmp_path, "--json").return_value == exitcodes.OK for _ in range(100))
+        finally:
+            stop.set()
