@@ -17,7 +17,8 @@ from opsd.launch.rundir import RunFolders
 class HangWatch:
     """Looks at the pages of a generation from time to time; stacks are ready when a hang's limit is reached.
 
-    ``suffix`` tells the files of stacks of several nodes apart.
+    They are taken once for as long as nothing moves: the head of several nodes may let a hang last for an hour because
+    of a slow rank elsewhere. ``suffix`` tells the files of stacks of several nodes apart.
     """
 
     def __init__(
@@ -29,11 +30,14 @@ class HangWatch:
         self._loop = loop
         self._py_spy = py_spy
         self._capture: Capture | None = None
+        self._begun = 0.0
+        self._written = False
+        self._file: str | None = None
 
     @property
     def suspicious(self) -> bool:
         """True while a stall is being looked into: worth looking often."""
-        return self._capture is not None
+        return self._capture is not None and not self._written
 
     @property
     def pids(self) -> frozenset[int]:
@@ -50,27 +54,33 @@ class HangWatch:
         if self._capture is not None:
             self._capture.close()
             self._capture = None
+        self._written, self._file = False, None
 
     def look(self, generation: Generation, pages: Mapping[int, RankPage]) -> Hang | None:
         """The hang that has been established, with the stacks written to a file; None while there is none."""
         running, processes = self._read(generation, pages)
         stall = self._judge.check(running, processes, time.monotonic())
-        if stall is None:
+        if stall is None or stall.longest.changed > self._begun:
             self.relax()
+        if stall is None:
             return None
         if self._capture is None:
-            self._capture = self._begin(generation, stall)
+            self._capture, self._begun = self._begin(generation, stall), time.monotonic()
         if not stall.due:
             return None
         hang = self._judge.verdict(stall, self._capture.stacks)
-        if hang is not None:
-            hang = replace(hang, stacks=self._write(generation.number, self._capture))
-        self.relax()
-        return hang
+        if hang is None:
+            self.relax()
+            return None
+        if not self._written:
+            self._written, self._file = True, self._write(generation.number, self._capture)
+        return replace(hang, stacks=self._file)
 
     def write_stacks(self, generation: Generation) -> str | None:
         """Write what stacks there are so far of a stall that is being looked into; the file, None without one."""
-        return self._write(generation.number, self._capture) if self._capture is not None else None
+        if self._capture is None or self._written:
+            return self._file
+        return self._write(generation.number, self._capture)
 
     def _read(
         self, generation: Generation, pages: Mapping[int, RankPage | None]

@@ -1,0 +1,118 @@
+"""The watch over hangs on real processes, with a py-spy that counts how often it is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from opsd.client import RankPage, process_start
+from opsd.launch.hang import Hang, HangLimits
+from opsd.launch.hang_watch import HangWatch
+from opsd.launch.loop import Loop
+from opsd.launch.process import Child
+from opsd.launch.ranks import Generation, Rank
+from opsd.launch.rundir import RunFolders
+from tests.fakes.ranks import FakeRank
+
+STACK = [{"pid": 1, "os_thread_id": 1, "thread_name": "MainThread", "active": True, "owns_gil": False,
+          "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 7}]}]  # fmt: skip
+
+
+class Stalled:
+    """Ranks that do not move any more, watched on a loop."""
+
+    def __init__(self, folder: Path, cleanup: ExitStack) -> None:
+        self._asked = folder / "asked"
+        self._asked.touch()
+        py_spy = folder / "py-spy"
+        py_spy.write_text(f"#!/bin/sh\necho \"$@\" >> {self._asked}\necho '{json.dumps(STACK)}'\n")
+        py_spy.chmod(0o755)
+        folders = RunFolders.create("r", folder=folder / "run", logs=None, shared=folder / "shm")
+        self._loop = Loop()
+        self.watch = HangWatch(HangLimits(startup_s=2.0), folders, self._loop, str(py_spy))
+        self.generation = Generation(1, [self._rank(number, folder, cleanup) for number in range(2)])
+        self.ranks = [FakeRank(rank.rank, since=time.monotonic()) for rank in self.generation.ranks]
+        cleanup.callback(self.watch.relax)
+
+    def _rank(self, number: int, folder: Path, cleanup: ExitStack) -> Rank:
+        process = subprocess.Popen(["sleep", "1000"])
+        cleanup.callback(process.wait)
+        cleanup.callback(process.kill)
+        child = Child(process)
+        cleanup.callback(os.close, child.pidfd)
+        ours, theirs = socket.socketpair()
+        cleanup.callback(ours.close)
+        cleanup.callback(theirs.close)
+        return Rank(number, number, child, ours, folder / "log", folder / "error", folder / "page", warm=False)
+
+    @property
+    def dumps(self) -> int:
+        """How often stacks were taken."""
+        return len(self._asked.read_text().splitlines())
+
+    def _pages(self) -> dict[int, RankPage]:
+        pids = {rank.rank: rank.child.pid for rank in self.generation.ranks}
+        return {
+            rank.rank: replace(rank.page, pid=pids[rank.rank], pid_start=process_start(pids[rank.rank]) or 0)
+            for rank in self.ranks
+        }
+
+    def move(self) -> None:
+        """All ranks change their phase."""
+        for rank in self.ranks:
+            rank.enter("data", time.monotonic())
+
+    def look(self, enough: Callable[[list[Hang]], bool]) -> list[Hang]:
+        """Look at a launcher's pace, without ending the ranks, until ``enough`` was seen."""
+        seen: list[Hang] = []
+        deadline = time.monotonic() + 30
+
+        def poll() -> None:
+            hang = self.watch.look(self.generation, self._pages())
+            seen.extend([] if hang is None else [hang])
+            assert time.monotonic() < deadline, seen
+            self._loop.later(0.05, self._loop.stop if enough(seen) else poll)
+
+        poll()
+        self._loop.run()
+        return seen
+
+
+@pytest.fixture
+def stalled(tmp_path: Path) -> Iterator[Stalled]:
+    """Two ranks that stand still, with a limit of two seconds."""
+    with ExitStack() as cleanup:
+        yield Stalled(tmp_path, cleanup)
+
+
+def test_stacks_are_taken_once_while_a_hang_lasts(stalled: Stalled) -> None:
+    """A hang that the head lets last keeps the stacks taken first: no further dumps, and the file stays as it was."""
+    hangs = stalled.look(lambda seen: len(seen) == 10)
+    assert stalled.dumps == 2 * len(stalled.ranks)
+    assert all("all_reduce" in rank.where for hang in hangs for rank in hang.ranks)
+    (file,) = {hang.stacks for hang in hangs}
+    assert file is not None
+    assert Path(file).read_text().count("all_reduce") == len(stalled.ranks)
+    assert stalled.watch.write_stacks(stalled.generation) == file
+    assert not stalled.watch.suspicious
+
+
+def test_stacks_of_ranks_that_moved_are_taken_anew(stalled: Stalled) -> None:
+    """Ranks that went on and hang somewhere else have new stacks."""
+
+    def hung_again(seen: list[Hang]) -> bool:
+        if seen and stalled.ranks[0].phase == "setup":
+            stalled.move()
+        return bool(seen) and seen[-1].phase == "data"
+
+    stalled.look(hung_again)
+    assert stalled.dumps == 4 * len(stalled.ranks)
