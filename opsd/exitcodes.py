@@ -14,7 +14,8 @@ INTERRUPTED: Final = 3
 REPEATED: Final = 70
 """``opsd launch``: the same failure came back; restarting again would not help."""
 REQUEUE: Final = 75
-"""``opsd launch``: checkpointed at a step boundary after SIGTERM or SIGUSR1; run the job again."""
+"""``opsd launch``: run the job again: stopped in good order with the state saved, or too few nodes are left (then from
+the last checkpoint)."""
 FENCED: Final = 76
 """``opsd launch``, ``python -m trainer``: another copy of the run has begun, or a later generation of it elsewhere."""
 NOT_FOUND: Final = 127

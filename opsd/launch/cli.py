@@ -48,7 +48,7 @@ _FILE = click.Path(path_type=Path)
         "max_content_width": 110,
     },
     epilog="Exit codes: 0 all ranks finished; 1 failed, restarts used up; 2 wrong command line; 3 interrupted; "
-    "70 the same failure came back; 75 checkpointed and stopped after SIGTERM or SIGUSR1, run the job again; "
+    "70 the same failure came back; 75 stopped in good order, or too few nodes are left: run the job again; "
     "76 another copy of the run has begun; "
     "127 the program does not exist.",
 )
