@@ -52,6 +52,9 @@ class Annotator:
                 self._annotate(incident, transition)
             except AnnotationError as error:
                 self._log.warning("annotation failed", incident=incident.id, reason=str(error))
+            except Exception as error:
+                reason = f"a bug in opsd: {type(error).__name__}"
+                self._log.error("annotation failed", incident=incident.id, reason=reason)
 
     def _annotate(self, incident: Incident, transition: Transition) -> None:
         at = round(transition.at * 1000)
@@ -83,6 +86,9 @@ class Annotator:
 
         try:
             token = self._token_file.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise AnnotationError(f"{self._token_file}: the token cannot be read") from error
+        try:
             answer = httpx.request(
                 method,
                 f"{self._url}/api/annotations{path}",
@@ -92,8 +98,6 @@ class Annotator:
             )
             if answer.is_success:
                 return answer.json()
-        except (OSError, UnicodeDecodeError) as error:
-            raise AnnotationError(f"{self._token_file}: the token cannot be read") from error
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except Exception as error:  # also of proxies and certificates, which the environment names
             raise AnnotationError(f"Grafana does not answer as it should: {type(error).__name__}") from error
         raise AnnotationError(f"Grafana answered with status {answer.status_code}")

@@ -45,9 +45,9 @@ class WebhookNotifier:
 
         try:
             answer = httpx.post(self._url, json={"text": text, **fields}, timeout=WEBHOOK_TIMEOUT_S)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except Exception as error:  # also of proxies and certificates, which the environment names
             raise ActionError(f"the webhook could not be reached: {type(error).__name__}") from error
-        if answer.is_error:
+        if not answer.is_success:  # one that has moved has told nobody
             raise ActionError(f"the webhook answered with status {answer.status_code}")
 
 
@@ -99,3 +99,5 @@ class Announcer:
                 self._notify(text, fields)
             except ActionError as error:
                 self._log.warning("announcement failed", reason=str(error))
+            except Exception as error:
+                self._log.error("announcement failed", reason=f"a bug in opsd: {type(error).__name__}")

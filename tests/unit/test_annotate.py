@@ -96,6 +96,18 @@ def test_a_grafana_that_refuses_is_a_line_in_the_log_without_the_token(site: Sit
     assert "glsa" not in str(site.said.entries)
 
 
+def test_an_environment_in_which_nothing_can_be_asked_does_not_end_the_annotations(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Certificates that are missing are said as what they are, and the next incident is annotated again."""
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    site.tell(State.OPEN, None, WALL)
+    assert site.failed("Grafana does not answer as it should: FileNotFoundError")
+    monkeypatch.delenv("SSL_CERT_FILE")
+    site.tell(State.OPEN, None, WALL)
+    assert eventually(lambda: len(site.grafana.annotations) == 1)
+
+
 def test_a_grafana_that_is_down_keeps_nobody_waiting(site: Site) -> None:
     """Hundreds of incidents are told of at once while it does not answer."""
     site.grafana.close()

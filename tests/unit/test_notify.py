@@ -69,6 +69,23 @@ def test_a_webhook_that_refuses_or_is_gone_does_not_leak_its_address(webhook: We
     assert "s3cret" not in str(gone.value) + str(gone.value.__cause__)
 
 
+@pytest.mark.parametrize("status", [301, 308])
+def test_a_webhook_that_has_moved_has_told_nobody(webhook: Webhook, status: int) -> None:
+    """The answer names another address, and nobody has read the message."""
+    webhook.status = status
+    with pytest.raises(ActionError, match=f"answered with status {status}"):
+        WebhookNotifier(SILENT, webhook.url)("x", {})
+
+
+def test_an_environment_in_which_nothing_can_be_posted_is_a_sentence(
+    webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client raises what it likes over certificates and proxies that the environment names."""
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    with pytest.raises(ActionError, match="could not be reached: FileNotFoundError"):
+        WebhookNotifier(SILENT, webhook.url)("x", {})
+
+
 def test_people_hear_of_beginning_and_end_and_not_of_the_steps_between() -> None:
     """Opened, escalated and resolved are announced; verifying and a second attempt are not."""
     told: list[str] = []
@@ -84,14 +101,15 @@ def test_people_hear_of_beginning_and_end_and_not_of_the_steps_between() -> None
     ]
 
 
-def test_a_notifier_that_fails_does_not_end_the_announcements() -> None:
-    """The next incident is announced again."""
+@pytest.mark.parametrize("error", [ActionError("the webhook could not be reached: ConnectTimeout"), KeyError("x")])
+def test_a_notifier_that_fails_does_not_end_the_announcements(error: Exception) -> None:
+    """The next incident is announced again, also after a bug."""
     told: list[str] = []
 
     def flaky(text: str, fields: object) -> None:
         told.append(text)
         if len(told) == 1:
-            raise ActionError("the webhook could not be reached: ConnectTimeout")
+            raise error
 
     announce = Announcer(flaky, "n17", SILENT)
     for _ in range(2):
