@@ -166,7 +166,7 @@ class Head:
             self._inquest.add(failed_from_json(sender, message["failures"], time.time()))
         elif kind == "hung":
             if not self._inquest.open:
-                self._hangs.begin(plan.slots)
+                self._hangs.begin(set(plan.slots) - self._ended.keys())
         elif kind == "standings":
             ranks = standings_from_json(message["ranks"], time.monotonic())
             self._hangs.add(sender, ranks, None if message["stacks"] is None else str(message["stacks"]))

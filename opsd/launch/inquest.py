@@ -67,7 +67,7 @@ class HangInquiry:
     """Asks all nodes where their ranks stand when one of them reports a hang; ``found`` is called if it is one.
 
     It is none while somebody waits for a rank that is within its limit, or while a node does not answer: then it is
-    asked again at the next report, and a node that stays silent is lost anyway.
+    asked again at the next report. Nodes whose ranks have all ended have nothing to answer, and are not asked.
     """
 
     def __init__(self, loop: Loop, ask: Callable[[], None], found: Callable[[Hang, Stacks], None]) -> None:

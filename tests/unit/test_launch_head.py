@@ -159,6 +159,16 @@ def test_who_waits_for_a_rank_that_may_take_its_time_does_not_hang(stage: Stage)
     assert len(stage.quorum.orders) == 2, "asked again the next time"
 
 
+def test_ranks_that_wait_for_a_node_that_is_done_hang(stage: Stage) -> None:
+    """Uneven data: the ranks of one node have ended in good order, those of the others wait for them in a collective."""
+    stage.tell("n1", "ended", told="")
+    stage.tell("n2", "hung")
+    stand(stage, n2=standing(2, 6), n3=standing(4, 6.2))
+    (event,) = stage.events("hang_detected")
+    assert event["phase"] == "collective"
+    assert len(stage.slots) == 2
+
+
 def test_messages_of_an_earlier_generation_are_ignored(stage: Stage) -> None:
     """What was sent before the plan changed is about ranks that are gone."""
     failure = Failure(0, "exit code 1", "user", 0.0)
