@@ -5,7 +5,7 @@ bucket            time
 ================  ====================================================================================================
 productive        in steps that were done for the first time
 recomputed        in steps that had been done before a failure, and in the step that a failure cut off
-detection         from a failure (hang: the last change of the rank) until the launcher noticed
+detection         from a failure (hang: the last change of the rank; node: its last sign) until the launcher noticed
 restart           from noticing a failure to the beginning of the next generation's first step, without load
 load              reading a checkpoint
 setup             from the start of the run to its first step, without load
@@ -43,7 +43,7 @@ BUCKETS = (
     "other",
 )
 DATA_STALL_FACTOR = 3.0
-_FAILURES = ("rank_exited", "hang_detected", "restart_requested")
+_FAILURES = ("rank_exited", "hang_detected", "node_lost", "restart_requested")
 _NS = 1_000_000_000
 
 
@@ -155,9 +155,9 @@ def _generations(events: Sequence[Mapping[str, Any]]) -> list[_Generation]:
         if not found:
             continue
         current = found[-1]
-        if kind in _FAILURES and current.failed is None and event.get("culprit", True):
+        if kind in _FAILURES and current.failed is None and event.get("culprit", True) and event.get("ranks", True):
             current.failed = t
-            current.blind = _ns(event.get("stuck_s") or event.get("noticed_s") or 0)
+            current.blind = _ns(event.get("stuck_s") or event.get("noticed_s") or event.get("silent_s") or 0)
         elif kind == "checkpoint_loaded":
             current.load = max(current.load, _ns(event.get("load_s") or 0))
         elif kind == "resumed":

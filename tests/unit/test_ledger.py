@@ -77,6 +77,20 @@ def test_hang() -> None:
     assert seconds(ledger) == {"setup": 1.0, "productive": 4.0, "recomputed": 0.25, "detection": 4.75, "restart": 2.0}
 
 
+def test_lost_node() -> None:
+    """The silence of a node is detection, and what follows restart; a spare that is lost disturbs nobody."""
+    events = [
+        event(0, "generation_started"),
+        event(2.5, "node_lost", lost="n3", ranks=False, silent_s=2.0),
+        event(6.5, "node_lost", lost="n2", ranks=True, silent_s=2.25),
+        event(6.75, "rank_exited", culprit=False, noticed_s=0.0),
+        event(7, "generation_started", 2),
+        event(10, "finished", 2),
+    ]
+    ledger = make_ledger(events, [step(i, i) for i in range(2, 5)] + [step(9, 5, 2), step(10, 6, 2)])
+    assert seconds(ledger) == {"setup": 1.0, "productive": 5.0, "recomputed": 0.25, "detection": 2.25, "restart": 1.5}
+
+
 def test_data_stall_is_what_exceeds_the_usual() -> None:
     """A step that waited much longer than the median has the rest of its wait booked as a stall."""
     metrics = [step(i, i, data_s=0.1) for i in range(1, 10)] + [step(13, 10, step_s=4.0, data_s=3.1)]
@@ -122,12 +136,23 @@ EVENTS = st.builds(
     event,
     TIMES,
     st.sampled_from(
-        ["generation_started", "rank_exited", "hang_detected", "finished", "checkpoint_loaded", "resumed", "requeued"]
+        [
+            "generation_started",
+            "rank_exited",
+            "hang_detected",
+            "node_lost",
+            "finished",
+            "checkpoint_loaded",
+            "resumed",
+            "requeued",
+        ]
     ),
     st.integers(1, 4),
     culprit=st.booleans(),
     noticed_s=st.floats(0, 10),
     stuck_s=st.floats(0, 100),
+    silent_s=st.floats(0, 10),
+    ranks=st.booleans(),
     load_s=st.floats(0, 100),
 )
 STEPS = st.builds(
