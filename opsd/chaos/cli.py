@@ -14,7 +14,7 @@ import click
 from opsd import exitcodes
 from opsd.chaos import faults, network, records, target
 from opsd.chaos.faults import Fault
-from opsd.chaos.perform import Teller, confirm, perform
+from opsd.chaos.perform import Teller, confirm, need_terminal, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.launch.rundir import memory_root
@@ -151,6 +151,7 @@ def kill_node(run_name: str | None, method: str, node: str | None, yes: bool, as
     _need_root("a reboot")
     here = os.uname().nodename
     if node is None and not yes:
+        need_terminal()
         node = click.prompt(f"This reboots {here}, with every job on it. Type its name", err=True)
     if node != here:
         raise click.UsageError(f"this node is {here}, not {node}: say --node {here} if it is to be rebooted")

@@ -46,16 +46,22 @@ class Teller:
 
 
 def confirm(fault: Fault, for_s: float, *, yes: bool) -> None:
-    """Have the fault confirmed. Raises click.UsageError without a terminal, click.Abort if the answer is no."""
+    """Have the fault confirmed. Raises click.UsageError without a terminal, and if the answer is no."""
     lasts = "" if fault.undo is None else f" for {for_s:g} s"
     click.echo(f"opsd chaos {fault.name} {fault.text}{lasts}.", err=True)
     for note in fault.notes:
         click.echo(f"  - {note}", err=True)
     if yes:
         return
+    need_terminal()
+    if not click.confirm("Do it?", err=True):
+        raise click.UsageError("not confirmed; nothing was done")
+
+
+def need_terminal() -> None:
+    """Raise click.UsageError if nobody can be asked."""
     if not sys.stdin.isatty():
         raise click.UsageError("there is no terminal to confirm this at: say --yes")
-    click.confirm("Do it?", abort=True, err=True)
 
 
 def perform(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:

@@ -208,7 +208,7 @@ def test_what_must_not_be_is_refused(launched: Launched, arguments: tuple[str, .
     assert [pid(launched, rank) for rank in (0, 1)] == before and not any(map(stopped, before))
 
 
-@pytest.mark.parametrize(("answer", "code"), [("n\n", 3), ("y\n", 0)])
+@pytest.mark.parametrize(("answer", "code"), [("n\n", 2), ("y\n", 0)])
 def test_it_asks_at_a_terminal(launched: Launched, answer: str, code: int) -> None:
     """No is no."""
     terminal, other_end = pty.openpty()

@@ -132,6 +132,7 @@ def test_what_the_kernel_refuses_is_said(network: Namespaces, tmp_path: Path) ->
     ("arguments", "said"),
     [
         (("kill-node", "--method=sysrq", "--yes", "--node=other", "--run=r"), "not other"),
+        (("kill-node", "--method=sysrq", "--run=r"), "no terminal to confirm this at"),
         (("partition", "--yes", "--force", "--peer=127.0.0.1"), "an address of this node itself"),
         (("partition", "--yes", "--force", "--peer=no.such.invalid"), "no name that is known here"),
         (("partition", "--yes", "--peer=10.0.0.1"), "no run of opsd launch lives on this node"),
