@@ -111,7 +111,8 @@ class Stop:
 class RestartPolicy:
     """Decides after each failure whether to restart. Three rules stop a run, so that it never loops:
 
-    - an error of the program itself at the same step twice;
+    - an error of the program itself at the same step twice, or twice before a first step without the run getting any
+      further in between;
     - the same failure ``same_limit`` times without the run getting any further;
     - more than ``max_restarts`` restarts within ``refill_steps`` committed steps: restarts that lead to so much durable
       progress are not held against a run of weeks.
@@ -151,6 +152,7 @@ class RestartPolicy:
         if furthest is not None and furthest > self._furthest:
             self._furthest = furthest
             self._same.clear()
+            self._user_errors = {place for place in self._user_errors if place[0] is not None}
         self._same[failure.signature] += 1
         at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
         if failure.kind == "user":

@@ -96,6 +96,16 @@ def test_user_error_at_another_step_is_tried_again() -> None:
     assert policy.judge(replace(BUG, step=9), furthest=9, committed=None) is None
 
 
+def test_errors_before_the_first_step_are_apart_if_the_run_got_further() -> None:
+    """A storage that could not be reached at the restarts of two days is no bug; without progress between them it is."""
+    policy, unreached = RestartPolicy(10), replace(BUG, step=None)
+    assert policy.judge(unreached, furthest=100, committed=None) is None
+    assert policy.judge(unreached, furthest=100_000, committed=None) is None
+    stop = policy.judge(unreached, furthest=100_000, committed=None)
+    assert stop is not None
+    assert "twice before the first step" in stop.reason
+
+
 def test_restarts_run_out() -> None:
     """Different failures without durable progress use up the restarts."""
     policy = RestartPolicy(2)
