@@ -16,8 +16,9 @@ from enum import StrEnum
 from typing import Final, Literal
 
 PROFILES: Final = ("quick", "standard", "burn-in", "spare")
-Need = Literal["gpu", "root", "network", "exclusive"]
-"""``exclusive``: measures a speed, so nothing else of the preflight may run beside it."""
+Need = Literal["gpu", "root", "network", "exclusive", "torch", "run"]
+"""``exclusive``: measures a speed, so nothing else of the preflight may run beside it. ``torch``: runs in the Python of
+the training (preflight.python). ``run``: looks at the run that is about to start."""
 
 
 class Verdict(StrEnum):

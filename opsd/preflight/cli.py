@@ -90,8 +90,8 @@ def preflight(
 ) -> int | None:
     """Check that this node is fit for a run.
 
-    Exits with 0 if it is, 1 if a check failed or could not run, 2 if the command line or configuration is wrong, 3
-    if interrupted.
+    Exits with 0 if it is, 1 if a check failed or could not run, 2 if the command line or configuration is wrong or
+    checks need torch and there is none (see preflight.python), 3 if interrupted.
     """
     settings = ctx.obj = load(file, overrides)
     if ctx.invoked_subcommand is not None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from opsd.agent.actions import ActionError
 from opsd.agent.drainer import SlurmDrainer
-from opsd.preflight import burnin, formats, series, view
+from opsd.preflight import burnin, formats, interpreter, series, view
 from opsd.preflight.base import Check, Context, Demand, Limits
 from opsd.preflight.engine import Job, SelectionError, find, run, select
 from opsd.preflight.files import write_text
@@ -83,12 +84,15 @@ def preflight(
     selected = select(checks, request.profile, request.only, skip)
     fleet = Fleet.read(Path(settings.fleet)) if settings.fleet else None
     history = History(request.state_dir / HISTORY)
+    known, python = context(request, settings, demand), settings.python or sys.executable
+    interpreter.ensure(python, selected, known, settings.optional)
     with _logs(request.state_dir) as logs, view.watching(console) as watcher:
         job = Job(
             selected,
-            context(request, settings, demand),
+            known,
             logs,
             frozenset(settings.optional),
+            python,
             lambda check: yardsticks(check, request.node, settings, history, fleet, console),
         )
         if request.profile == burnin.PROFILE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ _SIDE_BY_SIDE: Final = 4
 _NVIDIA_VENDOR: Final = "0x10de"
 _GPU_CLASSES: Final = ("0x0300", "0x0302")
 _SIMULATED: Final = "OPSD_SIMULATED_NVML"
+NO_RUN: Final = "no run was named; --train CONFIG checks one"
 
 
 class SelectionError(Exception):
@@ -52,6 +54,8 @@ class Job:
     context: Context
     logs: Path
     optional: frozenset[str] = frozenset()
+    python: str = sys.executable
+    """Runs the checks that need torch."""
     yardsticks: Callable[[Check], Yardsticks] = lambda _: Yardsticks()
     grace_s: float = 60.0
     patience: float = 3.0
@@ -121,6 +125,7 @@ async def _run_check(job: Job, check: Check, listener: Listener) -> Result:
             deadline_s=seconds * job.patience + job.grace_s,
             log=log,
             progress=lambda share, subject: listener.progress(check, share, subject),
+            python=job.python if "torch" in check.needs else sys.executable,
         )
     result = Result(
         check.name,
@@ -158,19 +163,24 @@ def unmet_need(check: Check, context: Context, *, root: bool) -> Answer | None:
     """Why ``check`` cannot even be started here, or None if it can. ``root``: this process has root's rights."""
     if "root" in check.needs and not root:
         return Answer(None, Verdict.COULD_NOT_RUN, "it needs root; run it with sudo or from the prolog")
-    if "gpu" in check.needs and context.device == "cuda" and not has_gpus(context):
-        if context.gpus:
-            reason = f"the node must have {context.gpus} GPUs and there is no NVIDIA GPU on its PCI bus"
-            return Answer(None, Verdict.COULD_NOT_RUN, reason)
-        return Answer(None, Verdict.NOT_APPLICABLE, "no NVIDIA GPU on this node")
+    if "run" in check.needs and not context.train:
+        return Answer(None, Verdict.NOT_APPLICABLE, NO_RUN)
+    if "gpu" in check.needs and context.device == "cuda":
+        return _unfit_gpus(check, context)
     return None
 
 
-def has_gpus(context: Context) -> bool:
-    """True if the node has NVIDIA GPUs on its PCI bus, whether the driver sees them or not, or simulated ones."""
-    if context.nvml_library or os.environ.get(_SIMULATED):
-        return True
-    return count_gpus(context) > 0
+def _unfit_gpus(check: Check, context: Context) -> Answer | None:
+    """GPUs on the PCI bus are enough, whether the driver sees them or not; simulated ones can be asked, not used."""
+    if os.environ.get(_SIMULATED):
+        computes = "torch" in check.needs
+        return Answer(None, Verdict.NOT_APPLICABLE, "simulated GPUs cannot compute") if computes else None
+    if count_gpus(context):
+        return None
+    if context.gpus:
+        reason = f"the node must have {context.gpus} GPUs and there is no NVIDIA GPU on its PCI bus"
+        return Answer(None, Verdict.COULD_NOT_RUN, reason)
+    return Answer(None, Verdict.NOT_APPLICABLE, "no NVIDIA GPU on this node")
 
 
 def count_gpus(context: Context) -> int:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from collectors.base import GpuFact, Metric, NoData, Sample
 from collectors.nvml import NvmlCollector, NvmlError
-from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError
+from opsd.preflight.base import Context, CouldNotRunError
 
 if TYPE_CHECKING:
     import torch
-
-SIMULATED: Final = "OPSD_SIMULATED_NVML"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,6 @@ def torch_devices(context: Context) -> list[torch.device]:
         raise CouldNotRunError("torch is not installed here; pip install 'opsd[train]'") from None
     if context.device == "cpu":
         return [torch.device("cpu")]
-    if os.environ.get(SIMULATED) or context.nvml_library:
-        raise NotApplicableError("the GPUs of this node are simulated and cannot compute")
     if not torch.cuda.is_available():
         raise CouldNotRunError("torch sees no CUDA device although the node has GPUs; compare with `nvidia-smi`")
     count = torch.cuda.device_count()

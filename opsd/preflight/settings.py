@@ -23,6 +23,13 @@ class PreflightSettings(BaseModel):
     skip: tuple[str, ...] = Field(
         default=(), strict=False, examples=[("cpu",)], description="Checks that are never run on this node."
     )
+    python: str = Field(
+        default="",
+        pattern=r"^$|^/",
+        examples=["/opt/train/bin/python"],
+        description="Python in which checks that need torch run, by default opsd's own; it must have the same opsd. "
+        "Where preflight is run as root, nobody else may be able to write there.",
+    )
     limits: Mapping[str, Mapping[str, float]] = Field(
         default_factory=dict,
         examples=[{"gpu_burn": {"throughput": 650e12}}],

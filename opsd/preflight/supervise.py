@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,10 @@ class Answer:
     reason: str = ""
 
 
-async def supervise(check: Check, context: Context, *, deadline_s: float, log: Path, progress: Progress) -> Answer:
-    """Run ``check`` and return its answer; what it prints goes to ``log``.
+async def supervise(
+    check: Check, context: Context, *, deadline_s: float, log: Path, progress: Progress, python: str
+) -> Answer:
+    """Run ``check`` with the interpreter ``python`` and return its answer; what it prints goes to ``log``.
 
     Its process is in a session of its own, so a cancelled call ends it together with everything it has started. It
     imports nothing from the current folder (-P), which may be a user's while this is root.
@@ -43,7 +44,7 @@ async def supervise(check: Check, context: Context, *, deadline_s: float, log: P
     ooms = _oom_kills(context.proc)
     with open(log, "wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "opsd.preflight.worker", f"{check.run.__module__}:{check.run.__qualname__}",
+            python, "-P", "-m", "opsd.preflight.worker", f"{check.run.__module__}:{check.run.__qualname__}",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output,
             start_new_session=True, limit=_LINE_LIMIT,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from opsd.preflight.base import Context, CouldNotRunError, Demand, NotApplicableError
-from opsd.preflight.engine import count_gpus
+from opsd.preflight.engine import NO_RUN, count_gpus
 from opsd.preflight.plan import RunPlan, predict
 
 CPU_RANKS = 2
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def config_of(context: Context) -> Config:
     """The run's configuration. Raises NotApplicableError if there is none, CouldNotRunError if it cannot be used."""
     if not context.train:
-        raise NotApplicableError("no run was named; --train CONFIG checks one")
+        raise NotApplicableError(NO_RUN)
     try:
         from trainer.config import ConfigError, load
     except ImportError as error:

@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from opsd.preflight.base import Context, Verdict
-from opsd.preflight.engine import Job, run, unmet_need
+from opsd.preflight.engine import NO_RUN, Job, run, unmet_need
 from opsd.preflight.report import Report, Result
 from tests.fakes import preflight_checks as fake
 from tests.fakes.clock import eventually
+from tests.fakes.preflight_node import with_gpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,11 +171,16 @@ def test_a_node_that_must_have_gpus_and_shows_none_fails(tmp_path: Path):
 
 def test_a_gpu_on_the_pci_bus_is_enough_to_run_the_check(tmp_path: Path):
     """Whether the driver sees the GPU is for the check to find out."""
-    device = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
-    device.mkdir(parents=True)
-    (device / "vendor").write_text("0x10de\n", encoding="ascii")
-    (device / "class").write_text("0x030200\n", encoding="ascii")
+    with_gpu(tmp_path / "sys")
     assert report_of(tmp_path, fake.NEEDS_GPU).results[0].verdict is Verdict.PASS
+
+
+def test_a_check_of_the_run_does_not_apply_where_none_was_named(tmp_path: Path):
+    """And needs no process to find that out."""
+    listener = Recorder()
+    (result,) = asyncio.run(run(job(tmp_path, fake.OF_THE_RUN), listener)).results
+    assert (result.verdict, result.reason) == (Verdict.NOT_APPLICABLE, NO_RUN)
+    assert report_of(tmp_path, fake.OF_THE_RUN, context={"train": "tiny"}).passed
 
 
 def test_a_check_that_needs_root_could_not_run_without():

@@ -38,7 +38,7 @@ CHECK = Check(
     run=run,
     seconds={"quick": 20, "standard": 120, "burn-in": 120, "spare": 120},
     measures=plan.COLLECTIVES.measures,
-    needs=frozenset({"gpu", "exclusive"}),
+    needs=frozenset({"gpu", "torch", "exclusive"}),
     advice="480 GB/s of all-reduce bus bandwidth is normal for 8 H100 with NVLS, 367 without; check fabric manager",
     runbook="nvlink_errors",
 )

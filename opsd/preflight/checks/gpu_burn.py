@@ -78,7 +78,7 @@ CHECK = Check(
     run=run,
     seconds={"quick": 15, "standard": 300, "burn-in": 1200, "spare": 300},
     measures=_MEASURES,
-    needs=frozenset({"gpu", "exclusive"}),
+    needs=frozenset({"gpu", "torch", "exclusive"}),
     advice=_ADVICE,
     runbook="gpu_throttle",
 )
@@ -88,7 +88,7 @@ CHECK_FP8 = Check(
     run=run_fp8,
     seconds={"burn-in": 600},
     measures=_MEASURES,
-    needs=frozenset({"gpu", "exclusive"}),
+    needs=frozenset({"gpu", "torch", "exclusive"}),
     advice=_ADVICE,
     runbook="gpu_throttle",
 )

@@ -66,7 +66,7 @@ CHECK = Check(
         Measure("from_device", "bytes_per_second", "copies back", "higher", peers=Peers(0.10, 0.25), noise=0.05),
         Measure("damaged", "", "bytes that came back changed", "lower", Limits(fail=0)),
     ),
-    needs=frozenset({"gpu", "exclusive"}),
+    needs=frozenset({"gpu", "torch", "exclusive"}),
     advice="compare PCIe generation and width under load with `nvidia-smi -q -d PCIE`; 55 GB/s is normal for an H100",
     runbook="pcie_degraded",
 )

@@ -72,7 +72,7 @@ CHECK = Check(
         # An H100 SXM copies 2.9 of its data sheet's 3.35 TB/s.
         Measure("of_peak", "ratio", "share of the data sheet", "higher", Limits(0.80, 0.70), required=False),
     ),
-    needs=frozenset({"gpu", "exclusive"}),
+    needs=frozenset({"gpu", "torch", "exclusive"}),
     advice="look for ECC errors and remapped rows of that GPU",
     runbook="gpu_ecc",
 )

@@ -76,7 +76,7 @@ CHECK = Check(
         Measure("bandwidth", "bytes_per_second", "peer copy", "higher", peers=Peers(0.10, 0.25), noise=0.05),
         Measure("damaged", "", "bytes that arrived changed", "lower", Limits(fail=0)),
     ),
-    needs=frozenset({"gpu", "exclusive"}),
+    needs=frozenset({"gpu", "torch", "exclusive"}),
     advice="compare `nvidia-smi nvlink -s` and `nvidia-smi topo -m` with a healthy node; restart nvidia-fabricmanager",
     runbook="nvlink_errors",
 )

@@ -67,5 +67,6 @@ CHECK = Check(
         _predicted("wall_clock", "seconds", "wall-clock time"),
         _predicted("interruptions", "", "interruptions"),
     ),
+    needs=frozenset({"run", "torch"}),
     advice="change the configuration or the batch script",
 )

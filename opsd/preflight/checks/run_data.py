@@ -83,7 +83,7 @@ CHECK = Check(
     run=run,
     seconds={"quick": 4, "standard": 20, "burn-in": 60},
     measures=(Measure("speed", "tokens_per_second", "tokens that one reader delivers", "higher", noise=0.25),),
-    needs=frozenset({"exclusive"}),
+    needs=frozenset({"run", "torch", "exclusive"}),
     advice="stage the shards on local NVMe",
     runbook="dataloader_stall",
 )

@@ -114,7 +114,7 @@ CHECK = Check(
     measures=(
         Measure("duration", "seconds", "a durable checkpoint to its results", "lower", noise=0.5, required=False),
     ),
-    needs=frozenset({"exclusive"}),
+    needs=frozenset({"run", "torch", "exclusive"}),
     advice="correct the section [evaluation] of the run's configuration",
     runbook="eval_lag",
 )

@@ -206,7 +206,7 @@ CHECK = Check(
         Measure("memory", "bytes", "most memory of a device or rank", required=False),
         Measure("memory_share", "ratio", "most of a GPU's memory", "lower", Limits(warn=0.95), required=False),
     ),
-    needs=frozenset({"exclusive"}),
+    needs=frozenset({"run", "torch", "exclusive"}),
     advice="read the logs of the ranks",
     runbook="rank_crash",
 )
