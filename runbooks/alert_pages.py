@@ -142,7 +142,8 @@ Incidents are detected later than they should be.
 ## Diagnosis
 1. `opsd status`: which collector takes long?
 2. `opsd top`: is the node short of processor time?
-3. `grep -c . /proc/pressure/cpu`: where that file exists, its contents say for how long tasks waited.
+3. `cat /proc/pressure/cpu`: the share of the time, in percent, in which tasks waited for a processor. Kernels without
+   pressure information lack the file.
 
 ## Mitigation
 - A collector that is dear here: give it a longer `interval_s`.

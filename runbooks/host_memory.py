@@ -71,7 +71,7 @@ PAGE = Page.parse("""
 
 ## Meaning
 Less than 5 % of main memory can be had without swapping (critical below 2 %), or the kernel reports that all tasks
-together waited for memory in a tenth of the last seconds.
+together waited for memory in a tenth of the last seconds. The alert of this name fires below 3 %.
 
 ## Impact
 Next the kernel kills a process: often a rank or a loader, as the largest on the node, and the job restarts. Before

@@ -179,6 +179,9 @@ out, and no single rank or GPU of this node explains it: a straggler, a throttle
 incidents of their own. The time per step is compared with the run's own past in three parts: waiting for data,
 collectives, computing.
 
+The alert of this name compares the whole run with its median of the last six hours, and fires once it is a fifth below.
+There may be no incident then, the drop being older than ten minutes or on another node: begin with `opsd diagnose`.
+
 ## Impact
 The share named in the incident, on every GPU of the job, for as long as it lasts.
 
