@@ -138,8 +138,8 @@ class ClusterRun:
             self._node.loop.later(limit, lambda: self._leave(exitcodes.REQUEUE, f"stopped after {by}"))
 
     def stop_too_slow(self, reason: str) -> None:
-        """Kill the ranks of this node; the head ends the run."""
-        self._node.end(lambda: self._tell("late", reason=reason))
+        """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint."""
+        self._node.end(lambda: self._tell("late", reason=reason, told=self._node.stopping))
 
     def interrupted(self) -> None:
         """End this launcher; the others go on without it, or end by their own SIGINT."""

@@ -176,7 +176,7 @@ class Head:
         elif kind == "waiting":
             self._formation.renew()
         elif kind == "late":
-            self._end(exitcodes.FAILED, str(message["reason"]))
+            self._too_slow(str(message["told"]), str(message["reason"]))
         elif kind == "restart":
             self._restart_on_request(str(message["reason"]))
         elif kind == "swap":
@@ -268,9 +268,12 @@ class Head:
     def _restart_on_request(self, reason: str) -> None:
         if not self._stopping:
             self._log.emit("restart_requested", reason=reason)
-            self._noticed = time.monotonic()
-            self._restarts += 1
-            self._formation.renew()
+            self._restart_all()
+
+    def _restart_all(self) -> None:
+        self._noticed = time.monotonic()
+        self._restarts += 1
+        self._formation.renew()
 
     def _swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
@@ -309,6 +312,14 @@ class Head:
             self._end(exitcodes.REQUEUE, f"stopped in good order after {by}")
         else:
             self._end(exitcodes.OK, "all ranks finished")
+
+    def _too_slow(self, told: str, reason: str) -> None:
+        """Ranks did not stop in time: a swap then costs the steps since the last checkpoint, and a stop the run."""
+        if (self._stopping or told).startswith(SWAP):
+            say(f"{reason}; restarting all ranks")
+            self._restart_all()
+        else:
+            self._end(exitcodes.FAILED, reason)
 
     def replaced(self) -> None:
         """Forget what was known of the generation that ends."""

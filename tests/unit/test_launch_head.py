@@ -97,6 +97,27 @@ def test_a_swap_outlives_its_head(stage: Stage) -> None:
     assert len(stage.slots) == 2
 
 
+@pytest.mark.parametrize("another_head", [False, True])
+def test_a_swap_that_takes_too_long_ends_no_run(stage: Stage, another_head: bool) -> None:
+    """The next step boundary was too far away: the spare takes over from the last checkpoint."""
+    stage.tell("n2", "swap", node="n3", reason="Xid 79")
+    if another_head:
+        stage.head = stage.new_head()
+        stage.head.take_over(stage.quorum.plan, stage.answers(stage.quorum.proposals[-1]))
+    for name in NODES:
+        stage.tell(name, "late", reason="rank 0 did not stop in time", told="the swap of n3")
+    assert (len(stage.slots), stage.over) == (2, [])
+    assert another_head or stage.slots[-1] == ("n1", "n2", SPARE)
+
+
+def test_a_stop_that_takes_too_long_ends_the_run(stage: Stage) -> None:
+    """Also if a swap was on its way: the newest checkpoint may be missing."""
+    stage.tell("n2", "swap", node="n3", reason="Xid 79")
+    stage.tell("n2", "stop", by="SIGTERM")
+    stage.tell("n1", "late", reason="rank 0 did not stop in time", told="the swap of n3")
+    assert stage.over == [(exitcodes.FAILED, "rank 0 did not stop in time")]
+
+
 def test_no_swap_without_a_spare(tmp_path: Path) -> None:
     """The run is not interrupted for nothing."""
     stage = Stage(tmp_path, *NODES)
