@@ -97,7 +97,7 @@ def test_user_error_at_another_step_is_tried_again() -> None:
 
 
 def test_errors_before_the_first_step_are_apart_if_the_run_got_further() -> None:
-    """A storage that could not be reached at the restarts of two days is no bug; without progress between them it is."""
+    """A storage that could not be reached at the restarts of two days is no bug; without progress between it is."""
     policy, unreached = RestartPolicy(10), replace(BUG, step=None)
     assert policy.judge(unreached, furthest=100, committed=None) is None
     assert policy.judge(unreached, furthest=100_000, committed=None) is None

@@ -181,7 +181,7 @@ def test_who_waits_for_a_rank_that_may_take_its_time_does_not_hang(stage: Stage)
 
 
 def test_ranks_that_wait_for_a_node_that_is_done_hang(stage: Stage) -> None:
-    """Uneven data: the ranks of one node have ended in good order, those of the others wait for them in a collective."""
+    """Uneven data: the ranks of one node have ended in good order, and the others wait for them."""
     stage.tell("n1", "ended", told="")
     stage.tell("n2", "hung")
     stand(stage, n2=standing(2, 6), n3=standing(4, 6.2))
