@@ -81,7 +81,7 @@ def stage(settings: Settings, rate: float | None) -> int:
     """Copy the shards at spare.source to spare.folder of this node.
 
     Can be stopped and started again at any time: what is there is not copied twice. A file gets its name once its
-    content agrees with its checksum.
+    content agrees with its checksum. After damage the node is ready only once `opsd spare verify` has read all again.
     """
     here = Here.of(settings)
     storage, corpora = _or_fail(here.wanted)
@@ -89,7 +89,8 @@ def stage(settings: Settings, rate: float | None) -> int:
         done = _or_fail(lambda: copy(storage, corpora, Path(settings.spare.folder), work))
     click.echo(f"{done.size / 1e9:.2f} GB were missing and are there now" if done.size else "everything is there")
     digest, now = digest_of(corpora), time.time()
-    verified_at = now if done.compared else here.state.verified_at
+    known = here.state if here.state.holds_for(settings.spare) else SpareState()
+    verified_at = now if done.compared else 0.0 if known.damaged else known.verified_at
     staged = SpareState(
         source=settings.spare.source,
         folder=settings.spare.folder,

@@ -34,13 +34,15 @@ def judged(
 def _data(state: SpareState, source_digest: str, settings: SpareSettings, now: float) -> str:
     if not settings.source:
         return ""
-    if not state.digest or (state.source, state.folder) != (settings.source, settings.folder):
+    if not state.digest or not state.holds_for(settings):
         return f"nothing is staged from {settings.source} to {settings.folder}; run `opsd spare stage`"
     if state.damaged:
         more = f" and {len(state.damaged) - 1} more" if len(state.damaged) > 1 else ""
         return f"{state.damaged[0]}{more}; run `opsd spare stage` again"
     if source_digest and source_digest != state.digest:
         return f"the data of {day(state.staged_at)} is stale, {settings.source} has other shards now; stage it again"
+    if not state.verified_at:
+        return "the data must be read and compared first; run `opsd spare verify`"
     if now - state.verified_at > settings.max_age_s:
         return f"the data was last read and compared at {day(state.verified_at)}; run `opsd spare verify`"
     return ""

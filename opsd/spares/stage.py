@@ -7,6 +7,7 @@ copied.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -31,6 +32,8 @@ LEFT_FREE = 0.02
 """Share of the disk that staging leaves free."""
 LOOK_S = 0.5
 PREFIX = "xxh3_128:"
+DEFECTIVE = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
+"""What reading a file gives where the disk has lost it: by its driver, or by the file system's own checksums."""
 
 
 class StageError(Exception):
@@ -103,7 +106,8 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
 def verify(corpora: Sequence[Corpus], target: Path, work: Work) -> list[str]:
     """Read every staged file again and say what is missing or damaged, a sentence each. Raises StageError.
 
-    A damaged copy is removed, so that no run reads it and the next ``stage`` brings it anew.
+    A copy that is damaged, or on a damaged part of the disk, is removed, so that no run reads it and the next ``stage``
+    brings it anew.
     """
     bad: list[str] = []
     wanted = [(target / corpus.path(entry), entry) for corpus in corpora for entry in corpus.files]
@@ -120,7 +124,9 @@ def verify(corpora: Sequence[Corpus], target: Path, work: Work) -> list[str]:
                 path.unlink()
                 bad.append(f"{path} was damaged and has been removed")
         except OSError as error:
-            bad.append(f"{path} cannot be read or removed: {error.strerror or error}")
+            removed = error.errno in DEFECTIVE and _removed(path)
+            outcome = "cannot be read and has been removed" if removed else "cannot be read or removed"
+            bad.append(f"{path} {outcome}: {error.strerror or error}")
 
     def job(path: Path, entry: FileEntry) -> Job:
         return lambda stop: check(path, entry, stop)
@@ -226,6 +232,14 @@ def _hash(file: BinaryIO, pace: Pace, progress: Progress, stop: threading.Event)
 
 def _open(path: Path, flags: int) -> BinaryIO:
     return open(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "rb" if flags == os.O_RDONLY else "r+b")
+
+
+def _removed(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _size(path: Path) -> int | None:

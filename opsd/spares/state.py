@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from opsd.preflight.files import write_text
+from opsd.spares.settings import SpareSettings
 
 FILE = "spare.json"
 
@@ -38,6 +39,10 @@ class SpareState:
     ready: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
     format: Literal[1] = 1
+
+    def holds_for(self, settings: SpareSettings) -> bool:
+        """Whether this is about what is to be staged, and where to."""
+        return (self.source, self.folder) == (settings.source, settings.folder)
 
     def why_not_ready(self, now: float) -> str:
         """Why the node must not be used as a spare at the epoch second ``now``, "" if it may be."""

@@ -197,7 +197,8 @@ def test_stale_and_damaged_data_are_found_by_verify(tmp_path: Path) -> None:
     shard.write_bytes(bytes(shard.stat().st_size))
     assert "was damaged and has been removed; run `opsd spare stage` again" in on(tmp_path, "verify").output
     assert not shard.exists()
-    assert "data:" not in on(tmp_path, "stage").output
+    assert "data: the data must be read and compared first" in on(tmp_path, "stage").output
+    assert "data:" not in on(tmp_path, "verify").output
     make_corpus(tmp_path / "source", seed=1)
     assert "has other shards now; stage it again" in on(tmp_path, "verify").output
     assert "data:" not in on(tmp_path, "stage").output
@@ -207,6 +208,28 @@ def test_stale_and_damaged_data_are_found_by_verify(tmp_path: Path) -> None:
     index = tmp_path / "nvme/index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "vocab": 7}))
     assert "data: its index was changed" in on(tmp_path, "verify").output
+
+
+def test_what_was_verified_elsewhere_does_not_count(tmp_path: Path) -> None:
+    """A folder with the right index is taken over, but not the day on which another folder was read."""
+    make_corpus(tmp_path / "source")
+    on(tmp_path, "stage")
+    make_corpus(tmp_path / "old")
+    switched = on(tmp_path, "stage", **{"spare.folder": tmp_path / "old"})
+    assert "everything is there" in switched.output
+    assert "data: the data must be read and compared first" in switched.output
+
+
+def test_a_shard_that_cannot_be_read_keeps_a_spare_from_being_ready(tmp_path: Path) -> None:
+    """Staging sees a file of the right size and has nothing to do: only reading it again can tell."""
+    make_corpus(tmp_path / "source")
+    on(tmp_path, "stage")
+    known = state.read(tmp_path / "state")
+    assert known is not None
+    state.write(tmp_path / "state", replace(known, damaged=("shard cannot be read or removed: Input/output error",)))
+    staged = on(tmp_path, "stage")
+    assert "everything is there" in staged.output
+    assert "data: the data must be read and compared first; run `opsd spare verify`" in staged.output
 
 
 def test_a_released_spare_is_forgotten(tmp_path: Path) -> None:
