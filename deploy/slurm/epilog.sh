@@ -4,6 +4,8 @@
 #   Epilog=/etc/slurm/opsd/epilog.sh
 #
 # It never fails: an Epilog that does drains the node, and leftovers are found again by the prolog of the next job.
+PATH=${PATH:-/usr/sbin:/usr/bin:/sbin:/bin} # Slurm sets none
+export PATH
 OPSD=${OPSD:-/opt/opsd/bin/opsd}
 [ -x "$OPSD" ] || exit 0
 timeout 30 "$OPSD" preflight --only leftovers --quiet ||

@@ -13,6 +13,8 @@ pytest.importorskip("yaml")
 
 import yaml
 
+from opsd.preflight.checks import CHECKS
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 SCRIPTS = [DEPLOY / "install", *sorted((DEPLOY / "slurm").glob("*.sh"))]
@@ -75,15 +77,50 @@ def test_slurm_is_not_asked_where_that_can_hang(name: str) -> None:
     assert not re.search(r"\b(scontrol|squeue|sinfo|sacct|srun|sbatch|scancel)\b", "\n".join(code))
 
 
-@pytest.mark.parametrize(("status", "refused"), [(0, False), (1, True), (2, False), (3, False)])
-def test_a_prolog_refuses_only_what_failed(tmp_path: Path, status: int, refused: bool) -> None:
-    """A node that failed its preflight; not one whose configuration is wrong, which would drain the whole cluster."""
-    program = tmp_path / "opsd"
-    program.write_text(f"#!/bin/sh\nexit {status}\n")
-    program.chmod(0o755)
-    environment = {"OPSD": str(program), "PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "opsd-test"}
+def program(path: Path, *lines: str) -> None:
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Path:
+    """What a ``logger`` in ``tmp_path`` was told."""
+    program(tmp_path / "logger", f'echo "$*" >>{tmp_path}/log')
+    return tmp_path / "log"
+
+
+@pytest.mark.parametrize(
+    ("status", "refused", "said"),
+    [
+        (0, False, ""),
+        (1, True, "this node failed its preflight, job opsd-test does not start; see /run/opsd-prolog-opsd-test.json"),
+        (2, False, "job opsd-test starts unchecked: the preflight ended with exit code 2: opsd: torch is missing"),
+        (3, False, "job opsd-test starts unchecked: the preflight ended with exit code 3: opsd: torch is missing"),
+        (124, False, "job opsd-test starts unchecked: the preflight took longer than 150 s"),
+    ],
+)
+def test_a_prolog_refuses_only_what_failed(tmp_path: Path, logged: Path, status: int, refused: bool, said: str) -> None:
+    """A node that failed its preflight; not one that could not be checked, which would drain the whole cluster."""
+    program(tmp_path / "opsd", 'echo "opsd: torch is missing" >&2', f"exit {status}")
+    environment = {"OPSD": str(tmp_path / "opsd"), "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "opsd-test"}
     done = subprocess.run([str(DEPLOY / "slurm" / "prolog.sh")], env=environment, capture_output=True, check=False)
     assert (done.returncode == 1) == refused
+    assert (logged.read_text() if logged.exists() else "") == (f"-t opsd {said}\n" if said else "")
+
+
+def test_the_prolog_waits_for_the_profile_and_slurm_for_the_prolog() -> None:
+    """One that is cut off starts every job unchecked, or has Slurm give up on a job that it let start."""
+    text = (DEPLOY / "slurm" / "prolog.sh").read_text()
+    found = re.search(r"timeout -k (\d+) (\d+)", text)
+    slurm = re.search(r"BatchStartTimeout=(\d+)", text)
+    assert found is not None and slurm is not None
+    measuring = sum(
+        check.seconds["quick"]
+        for check in CHECKS
+        if "quick" in check.seconds and "exclusive" in check.needs and "run" not in check.needs
+    )
+    assert 1.5 * measuring <= int(found[2])
+    assert int(found[1]) + int(found[2]) < int(slurm[1])
 
 
 def test_a_node_without_opsd_still_takes_jobs(tmp_path: Path) -> None:
