@@ -12,6 +12,7 @@ Ask = Callable[[Mapping[str, object]], Mapping[str, Any]]
 
 PATIENCE_S = 20.0
 POLL_S = 0.25
+NO_SPARE = "the run has no spare; start it with more nodes than it needs"
 
 
 class SwapError(Exception):
@@ -20,23 +21,27 @@ class SwapError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who takes part in a run: nodes with ranks by node rank, its spares, and the node that leads."""
+    """Who takes part in a run: nodes with ranks by node rank, its spares, and the node that leads.
+
+    A run that ``waits`` for nodes may be brought a spare.
+    """
 
     nodes: tuple[str, ...]
     spares: tuple[str, ...]
     head: str
+    waits: bool
 
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> Members:
         """The members in a launcher's answer to ``status``. A launcher of one node tells only its own name."""
         nodes = _names(status.get("nodes")) or _names([status.get("node", "")])
-        return cls(nodes, _names(status.get("spares")), str(status.get("head") or ""))
+        return cls(nodes, _names(status.get("spares")), str(status.get("head") or ""), status.get("waits") is True)
 
     def why_not(self, node: str) -> str:
         """Why ``node`` cannot be swapped out, "" if it can."""
         if node not in self.nodes:
             return f"{node} runs no ranks of this run; {', '.join(self.nodes) or 'no node'} does"
-        return "" if self.spares else "the run has no spare; start it with more nodes than it needs"
+        return "" if self.spares or self.waits else NO_SPARE
 
 
 def planned_swap(
@@ -65,7 +70,7 @@ def planned_swap(
             sleep(POLL_S)
         answer = ask({"cmd": "swap", "node": node, "reason": reason})
     elif not before.spares:
-        raise SwapError(before.why_not(node))
+        raise SwapError(NO_SPARE)
     if answer.get("ok") is not True:
         raise SwapError(f"the launcher refused: {answer.get('error') or 'no reason given'}")
     while node in (now := Members.of(ask({"cmd": "status"}))).nodes:

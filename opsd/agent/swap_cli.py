@@ -9,7 +9,7 @@ import click
 
 from opsd import exitcodes
 from opsd.agent.actions import ActionError, ask_launcher
-from opsd.agent.swap import Members, SwapError, planned_swap
+from opsd.agent.swap import PATIENCE_S, Members, SwapError, planned_swap
 from opsd.config_cli import load
 
 
@@ -70,9 +70,11 @@ def _plan(members: Members, node: str, run: str) -> str:
     """What a swap would do. Raises SwapError if it cannot be done."""
     if why_not := members.why_not(node):
         raise SwapError(why_not)
-    lead = f"; it leads the run, {members.spares[0]} or another node takes that over" if node == members.head else ""
-    others = f" (then {', '.join(members.spares[1:])})" if members.spares[1:] else ""
+    first = "" if members.spares else f"ask for a spare, which has to come within {PATIENCE_S:g} s, "
+    spare, *others = members.spares or ("it",)
+    lead = f"; it leads the run, {spare} or another node takes that over" if node == members.head else ""
+    then = f" (then {', '.join(others)})" if others else ""
     return (
-        f"run {run} would checkpoint at a step boundary and go on with {members.spares[0]}{others} in the place of "
+        f"run {run} would {first}checkpoint at a step boundary and go on with {spare}{then} in the place of "
         f"{node}, node rank {members.nodes.index(node)}{lead}"
     )

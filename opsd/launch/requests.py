@@ -18,7 +18,7 @@ def answer(
     command = request.get("cmd")
     if command == "status":
         nodes, spares = (plan.slots, plan.spares) if plan is not None else ((), ())
-        return {"nodes": list(nodes), "spares": list(spares), "head": head}
+        return {"nodes": list(nodes), "spares": list(spares), "head": head, "waits": waits}
     if command not in ("restart", "swap"):
         return _refused(f"unknown command {command!r}; known are status, restart, stop, swap")
     if plan is None or between or head is None:

@@ -38,8 +38,8 @@ class SwappingLauncher:
     def __call__(self, request: Any) -> dict[str, Any]:
         """The answer to one request."""
         if request["cmd"] == "status":
-            head = self.nodes[0]
-            return {"ok": True, "run": self._run, "nodes": self.nodes, "spares": self.spares, "head": head}
+            members = {"nodes": self.nodes, "spares": self.spares, "head": self.nodes[0]}
+            return {"ok": True, "run": self._run, "waits": self._pool is not None, **members}
         self.requests.append(dict(request))
         if not self.spares and self._pool is not None:
             self.spares = self._pool

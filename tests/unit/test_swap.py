@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from opsd import exitcodes
 from opsd.agent.actions import Executor
 from opsd.agent.drainer import SlurmDrainer
-from opsd.agent.swap import SwapError, planned_swap
+from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.agent.swap_cli import swap
+from opsd.launch.requests import answer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
 from runbooks.base import Action
@@ -125,6 +126,21 @@ def test_a_dry_run_names_the_spare_and_does_nothing(tmp_path: Path) -> None:
     code, said = by_hand(tmp_path, "n00", "--reason=new fan")
     assert (code, said) == (exitcodes.OK, "n00 is out of the run, s1 took its place\n")
     assert launcher.requests == [{"cmd": "swap", "node": "n00", "reason": "new fan"}]
+
+
+def test_a_dry_run_tells_that_a_spare_would_have_to_come(tmp_path: Path) -> None:
+    """A real swap asks for one if the run waits for nodes, which its launcher tells."""
+    launcher = SwappingLauncher(NODES, [], control=tmp_path / CONTROL, pool=["s1"])
+    code, said = by_hand(tmp_path, "n01", "--dry-run")
+    assert code == exitcodes.OK
+    assert said == (
+        "run r would ask for a spare, which has to come within 20 s, checkpoint at a step boundary and go on with it "
+        "in the place of n01, node rank 1\n"
+    )
+    assert launcher.requests == []
+    for waits in (True, False):
+        answered = answer({"cmd": "status"}, None, "n00", False, lambda *_, **__: None, waits=waits)
+        assert Members.of(answered).waits == waits
 
 
 @pytest.mark.parametrize("dry", [["--dry-run"], []])
