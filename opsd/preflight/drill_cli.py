@@ -23,7 +23,7 @@ from opsd.preflight.engine import judged
 from opsd.preflight.history import History
 from opsd.preflight.network.cli import exit_code
 from opsd.preflight.network.rendezvous import RendezvousError, place, use_interface
-from opsd.preflight.node_drill import CHECK, Drill, Interrupted, lead, take_part
+from opsd.preflight.node_drill import CHECK, METRICS, VICTIM, Drill, Interrupted, lead, take_part
 from opsd.preflight.report import Report, Result
 from opsd.preflight.training import config_of, devices_of
 
@@ -85,7 +85,7 @@ def node_drill(
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _frame: stop.append(received))
-    shared = _folder(folder, settings)
+    shared = _folder(folder, settings, first=here.node == 0)
     with tempfile.TemporaryDirectory(prefix="opsd-drill-", dir="/dev/shm") as memory:
         this = Drill(
             context,
@@ -99,7 +99,7 @@ def node_drill(
             here.port,
         )
         if here.node != 0:
-            take_part(this, lambda: bool(stop))
+            take_part(this, timeout, lambda: bool(stop))
             return exitcodes.INTERRUPTED if stop else exitcodes.OK
         targets = {form: path for form in FORMATS if (path := files[f"{form}_file"])}
         code = _lead(this, settings, targets, timeout, stop)
@@ -108,8 +108,11 @@ def node_drill(
     return code
 
 
-def _folder(given: Path | None, settings: Settings) -> Path:
-    """The drill's folder; below the shared one of the settings, and removed if all went well, if none was named."""
+def _folder(given: Path | None, settings: Settings, *, first: bool) -> Path:
+    """The drill's folder; below the shared one of the settings, and removed if all went well, if none was named.
+
+    The first node takes none in which anybody has trained: the checkpoints and events of that would be taken for ours.
+    """
     if given is None and not settings.preflight.shared_dir:
         raise BadConfig("name a folder that all nodes see with --folder, or set preflight.shared_dir")
     step = "-".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -121,6 +124,8 @@ def _folder(given: Path | None, settings: Settings) -> Path:
         raise BadConfig(f"{folder} cannot be made: {error.strerror}") from error
     if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.geteuid():
         raise BadConfig(f"{folder} was made by somebody else; name another one with --folder")
+    if any((folder / name).exists() for name in (VICTIM, *((METRICS,) if first else ()))):
+        raise BadConfig(f"{folder} holds an earlier drill; remove it, or name another one with --folder")
     return folder
 
 

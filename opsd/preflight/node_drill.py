@@ -34,6 +34,8 @@ STEPS: Final = 1_000_000
 """More than there is time for: the drill ends the run once it has seen enough."""
 AFTER: Final = 5
 """Steps that have to be made after the loss."""
+VICTIM: Final = "victim"
+METRICS: Final = "metrics.jsonl"
 _POLL_S: Final = 0.2
 _STOP_S: Final = 60.0
 
@@ -116,19 +118,25 @@ def launched(this: Drill) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def take_part(this: Drill, stopped: Callable[[], bool]) -> None:
-    """Train until the launcher ends; kill everything of the run on this node if it is the victim."""
+def take_part(this: Drill, within_s: float, stopped: Callable[[], bool]) -> None:
+    """Train until the launcher ends; kill everything of the run on this node if it is the victim.
+
+    The first node ends the run after ``within_s`` at the latest. If it does not, for it may be gone, this node does.
+    """
+    deadline = time.monotonic() + within_s + _STOP_S
     with launched(this) as process:
-        while process.poll() is None and not stopped():
+        while process.poll() is None and not stopped() and time.monotonic() < deadline:
             if _victim(this.folder) == this.own:
                 _kill(this)
-                process.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_STOP_S)
             time.sleep(_POLL_S)
+        _stop(this, process)
 
 
 def lead(this: Drill, within_s: float, stopped: Callable[[], bool], say: Callable[[str], None]) -> Outcome:
     """Train on this node too, have another one killed, and judge. Raises Interrupted."""
-    with launched(this) as process:
+    with launched(this) as process, _ending(this, process):
         deadline = time.monotonic() + within_s
 
         def wait(what: str, happened: Callable[[], Any]) -> Any:
@@ -146,13 +154,13 @@ def lead(this: Drill, within_s: float, stopped: Callable[[], bool], say: Callabl
             return _failed(this, f"no checkpoint was durable within {within_s:.0f} s: {last}", Verdict.COULD_NOT_RUN)
         places = _events(this.folder, "generation_started")[-1]["nodes"]
         victim = next(name for name in reversed(places) if name != this.own)
-        write_text(this.folder / "victim", victim)
-        lost = wait(f"killing {victim}", lambda: _events(this.folder, "node_lost"))
-        resumed = wait("waiting for a new step", lambda: _events(this.folder, "resumed"))
+        before = {kind: len(_events(this.folder, kind)) for kind in ("node_lost", "resumed")}
+        write_text(this.folder / VICTIM, victim)
+        lost = wait(f"killing {victim}", lambda: _events(this.folder, "node_lost")[before["node_lost"] :])
+        resumed = wait("waiting for a new step", lambda: _events(this.folder, "resumed")[before["resumed"] :])
         enough = resumed and wait(
             "training on", lambda: _steps(this.folder) and _steps(this.folder)[-1] >= resumed[-1]["step"] + AFTER
         )
-        _stop(this, process)
     if not lost or not resumed or not enough:
         last = drill.last_line(this.folder / f"launcher-{this.own}.log")
         return _failed(this, f"after {victim} was lost the run did not go on: {last}", Verdict.FAIL)
@@ -184,6 +192,15 @@ def _kill(this: Drill) -> None:
     subprocess.run(command, env={**os.environ, "OPSD_SHM": str(this.memory)}, check=False, capture_output=True)
 
 
+@contextmanager
+def _ending(this: Drill, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """However it comes out: without this node the others would train on."""
+    try:
+        yield
+    finally:
+        _stop(this, process)
+
+
 def _stop(this: Drill, process: subprocess.Popen[bytes]) -> None:
     """End the run in good order on all nodes."""
     with suppress(ActionError, subprocess.TimeoutExpired):
@@ -193,7 +210,7 @@ def _stop(this: Drill, process: subprocess.Popen[bytes]) -> None:
 
 def _victim(folder: Path) -> str:
     with suppress(OSError):
-        return (folder / "victim").read_text(encoding="utf-8")
+        return (folder / VICTIM).read_text(encoding="utf-8")
     return ""
 
 
@@ -206,4 +223,4 @@ def _committed(folder: Path) -> bool:
 
 
 def _steps(folder: Path) -> Sequence[int]:
-    return [line["step"] for line in drill.lines(folder / "metrics.jsonl")]
+    return [line["step"] for line in drill.lines(folder / METRICS)]
