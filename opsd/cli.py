@@ -83,8 +83,4 @@ def main() -> None:
     except click.Abort:
         click.echo("opsd: interrupted", err=True)
         sys.exit(exitcodes.INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of our output is gone (`opsd … | head`); nothing is left to say to it.
-        sys.stderr.close()
-        sys.exit(exitcodes.OK)
     sys.exit(code if isinstance(code, int) else exitcodes.OK)
