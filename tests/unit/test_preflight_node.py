@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,17 @@ def test_old_files_in_shared_memory_are_counted(tmp_path: Path):
     values = {m.measure: m.value for m in look(leftovers, tmp_path).measurements}
     assert values["stale_shm_files"] == 1
     assert values["stale_shm"] >= 5000
+
+
+def test_what_a_run_left_in_memory_on_purpose_is_no_leftover_for_a_day(tmp_path: Path):
+    """A job that was put back into the queue meets its own checkpoints, and goes on from them."""
+    tree(tmp_path, {"shm/opsd/smol/rank-0000.state": "x" * 5000, "shm/opsd/old/rank-0000.state": "x" * 9000})
+    for run, hours in (("smol", 23), ("old", 25)):
+        at = time.time() - hours * 3600
+        os.utime(tmp_path / "shm/opsd" / run / "rank-0000.state", (at, at))
+    values = {m.measure: m.value for m in look(leftovers, tmp_path).measurements}
+    assert values["stale_shm_files"] == 1
+    assert 5000 <= values["kept_shm"] < 9000 <= values["stale_shm"]
 
 
 def test_versions_come_from_the_system_without_importing_anything(tmp_path: Path):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from opsd.launch.rundir import KEEP_FINISHED_S
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 
 _GPU_NODE: Final = re.compile(r"/dev/nvidia\d+$")
@@ -20,7 +21,7 @@ _OLD_S: Final = 600.0
 def run(context: Context, progress: Progress) -> Outcome:
     """Look through /proc for open GPUs, and through /dev/shm for files that nobody has touched for ten minutes."""
     holders = [(pid, name) for pid, name in gpu_holders(Path(context.proc)) if name not in _SYSTEM]
-    stale, files = _stale_bytes(Path(context.dev, "shm"), time.time())
+    stale, files, kept = _old_bytes(Path(context.dev, "shm"), time.time())
     findings = [
         Finding(Verdict.FAIL, f"process {pid} ({name}) holds a GPU open", f"end it: kill {pid}; then kill -9 {pid}")
         for pid, name in holders
@@ -30,6 +31,7 @@ def run(context: Context, progress: Progress) -> Outcome:
             Measurement("gpu_processes", len(holders)),
             Measurement("stale_shm", stale),
             Measurement("stale_shm_files", files),
+            Measurement("kept_shm", kept),
         ),
         tuple(findings),
     )
@@ -49,18 +51,25 @@ def gpu_holders(proc: Path) -> Iterator[tuple[int, str]]:
             yield int(process.name), name
 
 
-def _stale_bytes(folder: Path, now: float) -> tuple[int, int]:
-    """Bytes and number of the files below ``folder`` that were last written more than ten minutes ago."""
-    size = files = 0
+def _old_bytes(folder: Path, now: float) -> tuple[int, int, int]:
+    """Bytes and number of the files below ``folder`` that were last written more than ten minutes ago, and bytes kept.
+
+    Kept is what the launcher leaves there on purpose, for as long as it does: a run that is put back into the queue
+    goes on from its checkpoints in memory.
+    """
+    stale = files = kept = 0
     for base, _, names in os.walk(folder):
+        is_run = Path(base).is_relative_to(folder / "opsd")
         for name in names:
             try:
                 status = Path(base, name).lstat()
             except OSError:
                 continue
-            if now - status.st_mtime > _OLD_S:
-                size, files = size + status.st_blocks * 512, files + 1
-    return size, files
+            if now - status.st_mtime > (KEEP_FINISHED_S if is_run else _OLD_S):
+                stale, files = stale + status.st_blocks * 512, files + 1
+            elif is_run:
+                kept += status.st_blocks * 512
+    return stale, files, kept
 
 
 CHECK = Check(
@@ -72,6 +81,7 @@ CHECK = Check(
         Measure("gpu_processes", "", "processes that hold a GPU"),
         Measure("stale_shm", "bytes", "old files in /dev/shm", "lower", Limits(warn=4 << 30, fail=64 << 30), noise=99),
         Measure("stale_shm_files", "", "number of old files in /dev/shm"),
+        Measure("kept_shm", "bytes", "memory of runs that may go on here, in /dev/shm/opsd"),
     ),
     advice="remove what dead jobs left in /dev/shm; `ls -lt /dev/shm` shows it",
 )
