@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from opsd.checkpoints import remote
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.client import PERSIST, Reporter
 from trainer import memory
@@ -41,6 +42,8 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _ALIGNMENT = 64
 UPDATES = "updates"
+STOP_S = 10
+"""How long a run that is to stop waits for an upload. ``opsd launch`` gives the whole stop 120 s, 20 s if hurried."""
 
 State = dict[str, Region]
 
@@ -225,11 +228,25 @@ class Saver:
         return newly
 
     def close(self) -> None:
-        """Let the persist process end."""
-        if self._process is not None:
-            self._process.communicate()
-            self._reporter.remove_worker(self._process.pid)
-            self._process, self._replies = None, b""
+        """Let the persist process end, which it does after its upload; a run that is to stop waits ``STOP_S`` for that.
+
+        Then the process is left to itself, and what it does not upload is uploaded with the next checkpoint.
+        """
+        if self._process is None:
+            return
+        stopping_s = 0
+        for _ in range(remote.LIMIT_S):
+            try:
+                self._process.communicate(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                stopping_s += self._reporter.stop_requested
+                if stopping_s > STOP_S:
+                    return
+                renew(self._reporter)
+            else:
+                break
+        self._reporter.remove_worker(self._process.pid)
+        self._process, self._replies = None, b""
 
     def release(self) -> None:
         """Give the shared memory back: the run has ended in good order."""
@@ -288,6 +305,12 @@ class Saver:
     def _fail(self, why: str) -> None:
         self._reporter.event("checkpoint_failed", step=self._step, why=why)
         self.failed, self._step = True, None
+
+
+def renew(reporter: Reporter) -> None:
+    """Begin the phase anew on the rank page: the wait is bounded here, and the launcher need not take it for a hang."""
+    with reporter.phase("checkpoint"):
+        pass
 
 
 def _view(memory: mmap.mmap, start: int, like: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,12 @@ from pathlib import Path
 from opsd.checkpoints.manifest import steps
 from opsd.client import Reporter
 from trainer.audit import Audit
-from trainer.checkpoint import Saver, State, kept, writers
+from trainer.checkpoint import Saver, State, kept, renew, writers
 from trainer.config import Config, ConfigError
 from trainer.exchange import pair, tidy
 from trainer.interval import Interval
 from trainer.model import Decoder
-from trainer.persist import Plan
+from trainer.persist import LIMIT_S, Plan
 from trainer.world import World
 
 CHECKPOINTS = "checkpoints"
@@ -34,7 +34,7 @@ class Saving:
     def __init__(
         self, config: Config, state: State, model: Decoder, world: World, reporter: Reporter, step: int
     ) -> None:
-        self._world = world
+        self._world, self._reporter = world, reporter
         if reporter.path is not None:
             tidy(reporter.path.parent, world)
         self._audit = Audit(model, world, reporter)
@@ -91,8 +91,10 @@ class Saving:
 
     def _settle(self, step: int) -> bool:
         """Wait until no rank has a checkpoint on its way; then whether that of ``step`` is committed."""
-        saver = self._saver
+        saver, began = self._saver, time.monotonic()
         while True:
+            if time.monotonic() - began < LIMIT_S:
+                renew(self._reporter)
             saver.poll()
             busy, failed, committed = self._world.sum([saver.busy, saver.failed, saver.committed == step])
             if failed:

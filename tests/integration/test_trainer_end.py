@@ -1,0 +1,43 @@
+"""The end of a run that has something to wait for: it is seen to wait, and a stop does not wait long."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from trainer_world import Run, World, eventually
+
+from opsd.client import write_request
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a storage that lets clients connect and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"ftp://127.0.0.1:{server.getsockname()[1]}/run"
+
+
+def changed(world: World) -> float:
+    page = world.page(0)
+    assert page is not None
+    return page.changed
+
+
+@pytest.mark.slow
+def test_an_upload_is_waited_for_visibly_and_not_by_a_run_that_is_to_stop(run: Run, silent: str) -> None:
+    """The page changes while the last upload is on its way; asked to stop, the run ends well and leaves it behind."""
+    world = run.start(world=1, run__steps=5, checkpoint__remote=silent)
+
+    def waits() -> bool:
+        page = world.page(0)
+        return page is not None and page.committed_step == 5 and page.phase == "checkpoint"
+
+    eventually(waits)
+    before = time.monotonic()
+    eventually(lambda: changed(world) > before)
+    write_request(world.pages[0], "checkpoint_and_stop")
+    assert world.wait() == [0], run.log().read_text()
+    assert not run.events("checkpoint_upload_failed")  # it has neither been waited for nor given up
+    assert list(run.checkpoints.glob("*/awaiting-upload"))
