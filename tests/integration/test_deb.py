@@ -74,11 +74,13 @@ def test_dpkg_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) ->
     install = ("dpkg", "--install", "--force-depends", "--force-confold", "--force-unsafe-io", "/opsd.deb")
     inside(machine, *install)
     assert inside(machine, *say).strip() == "0.0.1"
-    assert settings.stat().st_mode & 0o777 == 0o640
+    assert settings.stat().st_mode & 0o777 == 0o644
+    assert str((machine / "usr/bin/opsd").readlink()) == "/opt/opsd/bin/opsd"
     settings.write_text("mine")
     inside(machine, *install)
     assert settings.read_text() == "mine"
-    assert (machine / "usr/lib/systemd/system/opsd.service").exists()
+    for unit in ("opsd.service", "opsd-targets.service", "opsd-targets.timer"):
+        assert (machine / "usr/lib/systemd/system" / unit).exists()
     pip = (machine / "opt/opsd/bin/pip").read_text().splitlines()[0]
     assert pip.startswith("#!/opt/opsd/bin/python")
     inside(machine, "dpkg", "--remove", "opsd")

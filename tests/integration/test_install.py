@@ -11,17 +11,19 @@ import pytest
 
 INSTALL = Path(__file__).parents[2] / "deploy" / "install"
 UNIT, SETTINGS = "etc/systemd/system/opsd.service", "etc/opsd/opsd.toml"
+LINK = "usr/local/bin/opsd"
 
 pytestmark = pytest.mark.slow
 
 
-def wheel(folder: Path, version: str) -> Path:
-    """A wheel of a package called opsd that does nothing and needs nothing."""
-    file = folder / f"opsd-{version}-py3-none-any.whl"
-    info = f"opsd-{version}.dist-info"
+def wheel(folder: Path, version: str, name: str = "opsd", *metadata: str) -> Path:
+    """A wheel of a package called ``name`` that does nothing, and needs nothing unless ``metadata`` says so."""
+    file = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *metadata, ""]
     contents = {
-        "opsd/__init__.py": f'__version__ = "{version}"\n',
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: opsd\nVersion: {version}\n",
+        f"{name}/__init__.py": f'__version__ = "{version}"\n',
+        f"{info}/METADATA": "\n".join(lines),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     with zipfile.ZipFile(file, "w") as archive:
@@ -31,8 +33,8 @@ def wheel(folder: Path, version: str) -> Path:
     return file
 
 
-def run(root: Path, *options: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "DESTDIR": str(root), "PIP_NO_INDEX": "1", "PYTHON": "python3"}
+def run(root: Path, *options: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DESTDIR": str(root), "PIP_NO_INDEX": "1", "PYTHON": "python3", **variables}
     command = [str(INSTALL), *map(str, options)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -45,7 +47,10 @@ def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     assert (root / UNIT).read_text() == (INSTALL.parent / "systemd/opsd.service").read_text()
     assert (root / "usr/lib/sysusers.d/opsd.conf").exists()
     assert (root / "usr/lib/tmpfiles.d/opsd.conf").exists()
-    assert (root / SETTINGS).stat().st_mode & 0o777 == 0o640
+    assert (root / SETTINGS).stat().st_mode & 0o777 == 0o644
+    assert str((root / LINK).readlink()) == "/opt/opsd/bin/opsd"
+    for unit in ("opsd-targets.service", "opsd-targets.timer"):
+        assert (root / UNIT).with_name(unit).exists()
     assert (root / "opt/opsd/bin/pip").read_text().startswith("#!/opt/opsd/bin/python"), "as it is found in the image"
     (root / SETTINGS).write_text("mine")
 
@@ -63,9 +68,41 @@ def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     assert run(root, "--uninstall").returncode == 0
     assert not (root / UNIT).exists()
     assert not (root / "opt/opsd").exists()
+    assert not (root / LINK).is_symlink()
     assert (root / SETTINGS).read_text() == "mine"
     assert run(root, "--uninstall", "--purge").returncode == 0
     assert not (root / "etc/opsd").exists()
+
+
+def test_what_is_installed_is_open_to_the_agent_s_user(tmp_path: Path) -> None:
+    """Also where root's umask closes everything, as hardened images have it; and a program of that name stays."""
+    root = tmp_path / "root"
+    (root / LINK).parent.mkdir(parents=True)
+    (root / LINK).write_text("another opsd")
+    before = os.umask(0o077)
+    try:
+        assert run(root, "--wheel", wheel(tmp_path, "0.0.1")).returncode == 0
+    finally:
+        os.umask(before)
+    closed = [path for part in ("opt", "etc") for path in (root / part).rglob("*") if path.stat().st_mode & 0o4 == 0]
+    assert closed == []
+    assert run(root, "--uninstall").returncode == 0
+    assert (root / LINK).read_text() == "another opsd"
+
+
+def test_torch_is_installed_if_asked_for(tmp_path: Path) -> None:
+    """It takes gigabytes, and not every node has GPUs to test or lacks a Python of the training."""
+    root, index = tmp_path / "root", tmp_path / "index"
+    index.mkdir()
+    wheel(index, "2.0.0", "torch")
+    needs = ("Provides-Extra: train", "Requires-Dist: torch; extra == 'train'")
+    opsd = wheel(tmp_path, "0.0.1", "opsd", *needs)
+    packages = root / "opt/opsd/lib"
+    assert run(root, "--wheel", opsd).returncode == 0
+    assert not [*packages.rglob("torch")]
+    done = run(root, "--wheel", opsd, "--train", PIP_FIND_LINKS=str(index))
+    assert done.returncode == 0, done.stderr
+    assert [*packages.rglob("torch")]
 
 
 @pytest.mark.parametrize(
