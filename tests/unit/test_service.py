@@ -59,7 +59,9 @@ def test_the_agent_is_watched_and_runs_as_its_own_user() -> None:
     assert directives(unit, "WatchdogSec") == ["30"]
     assert directives(unit, "User") == ["opsd"]
     assert re.search(r"^u opsd ", (DEPLOY / "systemd" / "opsd.sysusers.conf").read_text(), re.MULTILINE)
-    assert "d /dev/shm/opsd 1777 root root -" in (DEPLOY / "systemd" / "opsd.tmpfiles.conf").read_text()
+    folders = (DEPLOY / "systemd" / "opsd.tmpfiles.conf").read_text()
+    assert "d /dev/shm/opsd 1777 root root -" in folders
+    assert "d /etc/opsd 0755 root root -" in folders, "whoever runs opsd on a node reads its settings"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -121,6 +123,22 @@ def test_the_prolog_waits_for_the_profile_and_slurm_for_the_prolog() -> None:
     )
     assert 1.5 * measuring <= int(found[2])
     assert int(found[1]) + int(found[2]) < int(slurm[1])
+
+
+@pytest.mark.parametrize(
+    ("enabled", "active", "done"), [(True, True, ""), (True, False, "restart opsd"), (False, False, "")]
+)
+def test_only_an_agent_that_should_run_is_started(
+    tmp_path: Path, logged: Path, enabled: bool, active: bool, done: str
+) -> None:
+    """One that was disabled, or is not installed, stays as it is and fills no log."""
+    answers = f"is-enabled) exit {int(not enabled)} ;; is-active) exit {int(not active)} ;;"
+    program(tmp_path / "systemctl", f'case $1 in {answers} esac; echo "$*" >>{tmp_path}/asked')
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert subprocess.run([str(DEPLOY / "slurm" / "health_check.sh")], env=environment, check=False).returncode == 0
+    asked = tmp_path / "asked"
+    assert (asked.read_text().strip() if asked.exists() else "") == done
+    assert logged.exists() == bool(done)
 
 
 def test_a_node_without_opsd_still_takes_jobs(tmp_path: Path) -> None:
