@@ -114,13 +114,23 @@ def _children(pid: int, proc: str) -> list[int]:
     return found
 
 
+def _loop_children() -> list[int]:
+    """Children of this process's main thread, orphans among them; what other threads run is theirs, while they live."""
+    pid = os.getpid()
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+    return []
+
+
 def sweep(protected: Callable[[int], bool], number: signal.Signals = signal.SIGKILL) -> int:
-    """Signal every descendant of this process outside the ``protected`` trees; returns how many still exist.
+    """Signal every process below this one's main thread outside the ``protected`` trees; returns how many still exist.
 
     Direct children among them that have ended are collected. Call again until it returns 0.
     """
     remaining = 0
-    for pid in list(descendants(os.getpid(), protected)):
+    trees = [child for child in _loop_children() if not protected(child)]
+    below = [pid for tree in trees for pid in (tree, *descendants(tree, protected))]
+    for pid in below:
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == pid:
                 continue
@@ -132,7 +142,7 @@ def sweep(protected: Callable[[int], bool], number: signal.Signals = signal.SIGK
 
 def collect_orphans(known: Callable[[int], bool]) -> None:
     """Collect ended children that the kernel handed to this process and that nobody else waits for."""
-    for pid in _children(os.getpid(), "/proc"):
+    for pid in _loop_children():
         if not known(pid):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
