@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ yaml = pytest.importorskip("yaml")
 
 from opsd.agent.loop import Snapshot  # noqa: E402
 from opsd.agent.server import App, Server  # noqa: E402
-from opsd.agent.web_config import WebConfigError, load  # noqa: E402
+from opsd.agent.web_config import WebConfig, WebConfigError, load  # noqa: E402
 from tests.fakes.agent import SILENT  # noqa: E402
 from tests.fakes.process import Opsd  # noqa: E402
 
@@ -77,6 +78,41 @@ def test_only_who_knows_the_password_is_answered(served: tuple[int, Path]) -> No
     assert get(port, folder, "prometheus:secret") == (200, "")
     for wrong in (None, "prometheus:wrong", "nobody:secret", "prometheus", "prometheus:\0", ""):
         assert get(port, folder, wrong) == (401, 'Basic realm="opsd", charset="UTF-8"')
+
+
+class SlowUsers(dict[str, bytes]):
+    """Users whose hash takes as long as somebody likes."""
+
+    def __init__(self) -> None:
+        super().__init__(prometheus=HASH.encode())
+        self.began, self.may_end, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+    def get(self, user: str, default: bytes) -> bytes:
+        self.began.set()
+        self.may_end.wait(20)
+        self.ended.set()
+        return super().get(user, default)
+
+
+def header(credentials: str) -> str:
+    return f"Basic {base64.b64encode(credentials.encode()).decode()}"
+
+
+def test_who_guesses_does_not_hold_up_who_is_known() -> None:
+    """Sixty wrong passwords at once took longer than Prometheus waits."""
+    users = SlowUsers()
+    users.may_end.set()
+    web = WebConfig(users=users)
+    assert web.admits(header("prometheus:secret"))
+    for event in (users.began, users.may_end, users.ended):
+        event.clear()
+    guess = threading.Thread(target=web.admits, args=(header("prometheus:wrong"),))
+    guess.start()
+    assert users.began.wait(20)
+    assert web.admits(header("prometheus:secret"))
+    assert not users.ended.is_set()
+    users.may_end.set()
+    guess.join(20)
 
 
 def test_who_speaks_no_tls_is_not_answered_and_holds_up_nobody(served: tuple[int, Path]) -> None:
