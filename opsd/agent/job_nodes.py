@@ -20,6 +20,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from opsd.agent.web_config import has_tls
 from opsd.config import AgentSettings, Settings
 from opsd.slurm.port import SlurmError
 
@@ -147,8 +148,9 @@ class Asker:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._port = settings.listen.rpartition(":")[2]
-        self._scheme = "https" if settings.web_config else "http"
-        self._context = _trusting(settings.peer_ca_file) if settings.web_config else None
+        tls = settings.web_config is not None and has_tls(settings.web_config)
+        self._scheme = "https" if tls else "http"
+        self._context = _trusting(settings.peer_ca_file) if tls else None
         self._headers = _authorization(settings.peer_credentials_file) if settings.web_config else {}
 
     def __call__(self, node: str, job: str) -> Answer:

@@ -69,6 +69,26 @@ def test_they_are_asked_over_tls_with_a_password(tmp_path: Path) -> None:
     assert admitted.told is not None and admitted.told.ranks == 2
 
 
+def test_they_are_asked_in_the_clear_where_there_is_only_a_password(tmp_path: Path) -> None:
+    """A configuration without a certificate is none for TLS."""
+    web = write(tmp_path, f"basic_auth_users: {{agent: '{HASH}'}}\n")
+    (tmp_path / "credentials").write_text("agent:secret\n")
+    server = Server("127.0.0.1:0", SILENT, load(web))
+    server.start(application(HOST))
+    try:
+        admitted = Asker(
+            AgentSettings(
+                listen=f"0.0.0.0:{server.server_port}",
+                web_config=web,
+                peer_credentials_file=tmp_path / "credentials",
+            )
+        )(HOST, "4242")
+    finally:
+        server.close()
+    assert admitted.told is not None and admitted.told.ranks == 2
+    assert admitted.url == f"http://{HOST}:{server.server_port}"
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
