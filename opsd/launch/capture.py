@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opsd.launch.loop import Loop
-from opsd.launch.process import Child, spawn
+from opsd.launch.process import GONE_S, Child, spawn
 from opsd.launch.stacks import Stack, parse_stack
 from opsd.launch.worker import STACK_SIGNAL
 
@@ -66,9 +65,12 @@ class Capture:
 
     def close(self) -> None:
         """End the py-spy processes; a rank that one of them was tracing goes on."""
+        deadline = time.monotonic() + GONE_S
+        for dump in self._dumps.values():
+            dump.child.kill_group()
         for dump in list(self._dumps.values()):
             self.loop.unwatch(dump.child.pidfd)
-            self._collect(dump)
+            self._collect(dump, max(0.0, deadline - time.monotonic()))
 
     def ask_ranks(self) -> None:
         """Make the ranks that py-spy could not read write their Python stack themselves, if they can."""
@@ -107,15 +109,15 @@ class Capture:
 
         def ended() -> None:
             self.loop.unwatch(child.pidfd)
-            self._collect(dump)
+            self._collect(dump, GONE_S)
             then()
 
         self.loop.watch(child.pidfd, ended)
 
-    def _collect(self, dump: _Dump) -> None:
+    def _collect(self, dump: _Dump, limit_s: float) -> None:
         del self._dumps[dump.target.rank]
-        dump.child.kill_group(signal.SIGKILL)
-        dump.child.reap()
+        dump.child.kill_group()
+        dump.child.reap(limit_s)
         with open(dump.output, "rb") as file:
             file.seek(0)
             stack = parse_stack(file.read(_OUTPUT_LIMIT).decode(errors="replace"))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+GONE_S = 0.5
+"""What a process that was killed gets to end where the loop waits for it."""
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -67,9 +69,14 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, number)
 
-    def reap(self) -> None:
-        """Collect the exit (waiting for it) and free the pid."""
-        self._popen.wait()
+    def reap(self, limit_s: float | None = None) -> None:
+        """Collect the exit (waiting for it) and free the pid.
+
+        A process that has not ended ``limit_s`` seconds later is left to ``collect_orphans``: the kernel may hold one
+        that was killed for as long as a file system hangs.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(limit_s)
         os.close(self.pidfd)
 
 

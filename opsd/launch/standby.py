@@ -12,6 +12,7 @@ from pathlib import Path
 from opsd.launch.imports import external_imports
 from opsd.launch.loop import Loop, Timer
 from opsd.launch.messages import say
+from opsd.launch.process import Child
 from opsd.launch.program import Program
 from opsd.launch.worker_channel import Worker, open_log, order_import, start_worker
 
@@ -59,12 +60,13 @@ class StandbyPool:
         self._log = log
         self._loop = loop
         self._members: dict[int, _Member] = {}
+        self._killed: dict[int, Child] = {}
         self._failures = 0
 
     @property
     def pids(self) -> frozenset[int]:
-        """The processes of the pool."""
-        return frozenset(member.worker.child.pid for member in self._members.values())
+        """The processes of the pool, those that were killed and have not ended yet among them."""
+        return frozenset(member.worker.child.pid for member in self._members.values()) | self._killed.keys()
 
     @property
     def ready(self) -> int:
@@ -138,8 +140,20 @@ class StandbyPool:
     def _lost(self, local_rank: int, why: str) -> None:
         member = self._members[local_rank]
         self._release(local_rank)
-        member.worker.discard()
+        self._kill(member.worker)
         self._failed(why)
+
+    def _kill(self, worker: Worker) -> None:
+        """Kill ``worker`` without waiting for its end: one that hangs in an import may hang in the kernel."""
+        child = worker.child
+        worker.kill()
+        self._killed[child.pid] = child
+
+        def ended() -> None:
+            self._loop.unwatch(child.pidfd)
+            self._killed.pop(child.pid).reap()
+
+        self._loop.watch(child.pidfd, ended)
 
     def _failed(self, why: str) -> None:
         self._failures += 1

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opsd.launch.process import Child, spawn
+from opsd.launch.process import GONE_S, Child, spawn
 from opsd.launch.program import Program
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -23,10 +23,14 @@ class Worker:
     channel: socket.socket
 
     def discard(self) -> None:
-        """Kill the worker and wait for its end."""
+        """Kill the worker and collect it, unless the kernel holds it."""
+        self.kill()
+        self.child.reap(GONE_S)
+
+    def kill(self) -> None:
+        """Kill the worker; it is still to be collected."""
         self.channel.close()
         self.child.kill_group()
-        self.child.reap()
 
 
 def start_worker(program: Program, env: Mapping[str, str], output: int) -> Worker:

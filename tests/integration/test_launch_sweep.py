@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from opsd.launch.aside import aside
 from opsd.launch.loop import Loop
-from opsd.launch.process import collect_orphans, descendants, sweep
+from opsd.launch.process import collect_orphans, descendants, spawn, sweep
+from opsd.launch.program import Program
+from opsd.launch.standby import StandbyPool
 from opsd.slurm.runner import Output, run_command
 
 
@@ -37,3 +41,42 @@ def test_a_command_that_a_thread_runs_is_not_swept() -> None:
     look()
     loop.run()
     assert outcome == [Output(3, "", "")]
+
+
+def test_a_process_that_does_not_end_does_not_hold_up_the_loop() -> None:
+    """Its pid stays taken, and the orphans' collection gets it once it has ended."""
+    protected = others()
+    child = spawn(["sleep", "1000"], env={}, cwd=Path("/"), output=1)
+    child.reap(0.05)
+    assert Path(f"/proc/{child.pid}").exists()
+    child.kill_group()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{child.pid}").exists():
+        collect_orphans(protected)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_standby_worker_that_was_killed_is_collected_by_the_loop(tmp_path: Path) -> None:
+    """Until then it counts as the pool's own, so that no teardown waits for what the kernel may not let go."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport os, sys, time\nos.write(int(sys.argv[3]), b'{{\"ready\": false}}')\n"
+        "time.sleep(1000)\n"
+    )
+    python.chmod(0o755)
+    loop = Loop()
+    program = Program("script", str(python), (), str(python), tmp_path)
+    pool = StandbyPool(program, lambda _: os.environ, size=1, log=tmp_path / "log", loop=loop)
+    pool.refill()
+    (pid,) = pool.pids
+    deadline = time.monotonic() + 30
+
+    def look() -> None:
+        assert time.monotonic() < deadline
+        loop.later(0.01, look if pool.pids else loop.stop)
+
+    look()
+    loop.run()
+    assert not Path(f"/proc/{pid}").exists()
+    pool.close()
