@@ -14,6 +14,7 @@ from opsd.launch.farewell import Farewell
 from opsd.launch.hang import Hang
 from opsd.launch.head import Head
 from opsd.launch.local_hang import LocalHang
+from opsd.launch.loop import Timer
 from opsd.launch.membership import Assignment, free_port
 from opsd.launch.messages import say
 from opsd.launch.outside import Fence, Job
@@ -79,7 +80,8 @@ class ClusterRun:
         self._proposed: Plan | None = None
         self._noticed = 0.0
         self._finished = False
-        self._told_to_stop = False
+        self._told_to_stop = ""
+        self._alone: Timer | None = None
 
     # -- the launcher's side -------------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class ClusterRun:
             return
         if self._told_to_stop or not self._node.stopping:
             self._node.stop(by)
-        self._told_to_stop = True
+        self._told_to_stop = self._told_to_stop or by
         self._quorum.tell_head({"kind": "stop", "by": by})
         if not self._node.generation.running:
             limit = self._node.settings.stop_timeout_s
@@ -169,12 +171,13 @@ class ClusterRun:
             self._head.take_over(self._quorum.plan, self._answers)
         if head is None:
             return
+        self._not_alone()
         if self._told_to_stop:
-            self._quorum.tell_head({"kind": "stop", "by": self._node.stopping})
+            self._quorum.tell_head({"kind": "stop", "by": self._told_to_stop})
         if self._plan is not None:
             self._tell_progress()
             if not self._node.generation.running and self._quorum.own.name in self._plan.slots:
-                self._tell("ended" if self._proposed is None else "waiting", told=self._node.stopping)
+                self._tell("ended" if self._node.done else "waiting", told=self._node.stopping)
 
     def prepare(self, plan: Plan) -> None:
         """End the ranks of the generation before, then be ready."""
@@ -286,11 +289,16 @@ class ClusterRun:
         say("fewer than half of the launchers are within reach; ending the ranks here")
         self._proposed = None
         self._node.end(lambda: self._node.set_state("waiting"))
-        self._node.loop.later(self._isolated_s, self._give_up)
+        self._not_alone()
+        self._alone = self._node.loop.later(self._isolated_s, self._give_up)
+
+    def _not_alone(self) -> None:
+        if self._alone is not None:
+            self._alone.cancel()
+            self._alone = None
 
     def _give_up(self) -> None:
-        if self._quorum.head is None:
-            self._leave(exitcodes.REQUEUE, f"no majority of the launchers within reach for {self._isolated_s:g} s")
+        self._leave(exitcodes.REQUEUE, f"no majority of the launchers within reach for {self._isolated_s:g} s")
 
     def tied(self, absent: tuple[str, ...]) -> None:
         """Go on if the other half has not claimed the next generation, and then cannot.

@@ -174,7 +174,8 @@ class Head:
             self._ended[sender] = str(message["told"])
             self._all_ended()
         elif kind == "waiting":
-            self._formation.renew()
+            say(f"the ranks of {sender} no longer run; restarting all ranks")
+            self._restart_all()
         elif kind == "late":
             self._too_slow(str(message["told"]), str(message["reason"]))
         elif kind == "restart":

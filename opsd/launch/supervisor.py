@@ -58,6 +58,8 @@ class Supervisor:
         self.loop = loop
         self.progress = Progress(events)
         self.generation = Generation(folders.last_generation())
+        self.done = False
+        """True once the ranks of the generation have all ended in good order."""
         self._starter = starter
         self._standby = standby
         self._hangs = hangs
@@ -90,7 +92,7 @@ class Supervisor:
     def start(self, number: int, place: Assignment, restarts: int) -> None:
         """Start this node's ranks of generation ``number``."""
         self._stop.forget()
-        self._reported = set()
+        self._reported, self.done = set(), False
         generation = self.generation = Generation(number)
         self.events.generation = number
         self._world_size = place.world_size
@@ -154,7 +156,8 @@ class Supervisor:
 
     def stand_by(self, number: int) -> None:
         """Run no ranks in generation ``number``, but have interpreters warm for a later one."""
-        self.generation = Generation(number)
+        self._stop.forget()
+        self.generation, self.done = Generation(number), False
         self.events.generation = number
         self.set_state("spare")
 
@@ -232,6 +235,7 @@ class Supervisor:
         self.finish(exitcodes.FAILED, f"{culprits} cannot be killed: stuck in the kernel; the node needs a reboot")
 
     def _all_ended(self) -> None:
+        self.done = True
         self.progress.update(self.generation)
         self.end(self._control.ended, gently=True)
 

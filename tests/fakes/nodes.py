@@ -23,7 +23,8 @@ from opsd.launch.membership import free_port
 class Nodes:
     """``opsd launch`` on ``count`` nodes n1, n2, …; everything is killed when the ``with`` block ends.
 
-    ``environ`` has variables that only some nodes have, by their name.
+    ``environ`` has variables that only some nodes have, by their name. ``within`` is a command that starts another one,
+    which it becomes.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Nodes:
         count: int,
         program: Sequence[str] | None = None,
         environ: Mapping[str, Mapping[str, str]] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.run = folder / "run"
@@ -46,6 +48,7 @@ class Nodes:
         script.write_text(textwrap.dedent(source))
         self._program = list(program or [str(script)])
         self._environ = environ or {}
+        self._within = within
 
     def __enter__(self) -> Nodes:
         for name in self.names:
@@ -62,8 +65,8 @@ class Nodes:
         """Start the launcher of one node."""
         nodes = ",".join(f"{other}={self.address(other)}" for other in self.names)
         command = [
-            sys.executable, "-m", "opsd", "launch", "--run-id=r", f"--run-dir={self.run}", f"--nodes={nodes}",
-            f"--node-name={name}", f"--port={self.port}", *self._flags, *self._program,
+            *self._within, sys.executable, "-m", "opsd", "launch", "--run-id=r", f"--run-dir={self.run}",
+            f"--nodes={nodes}", f"--node-name={name}", f"--port={self.port}", *self._flags, *self._program,
         ]  # fmt: skip
         environment = {**os.environ, "OPSD_SHM": str(self.folder / name), **self._environ.get(name, {})}
         with (self.folder / f"{name}.err").open("ab") as err:

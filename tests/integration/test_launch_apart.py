@@ -1,4 +1,4 @@
-"""Nodes of a run that are not as they should be: another clock, damaged data, a folder that cannot be written."""
+"""A run whose nodes or network are not as they should be: no network, wrong clocks, damaged data, read-only folders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,47 @@ def make_read_only() -> Iterator[Callable[[Path], None]]:
             stack.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
 
         yield mount
+
+
+class Network:
+    """A network of its own, which can be taken away from all that are on it."""
+
+    def __init__(self) -> None:
+        command = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec sleep infinity"]
+        self._holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._holder.stdout is not None
+        self.up = self._holder.stdout.readline() == b"up\n"
+        self.within = ("nsenter", f"--net=/proc/{self._holder.pid}/ns/net")
+
+    def set(self, state: str) -> None:
+        subprocess.run([*self.within, "ip", "link", "set", "lo", state], check=True)
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.communicate()
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """The network of a test's nodes."""
+    if os.geteuid() != 0:
+        pytest.skip("a network of its own needs root")
+    with closing(Network()) as network:
+        if not network.up:
+            pytest.skip("a network of its own is not permitted here")
+        yield network
+
+
+def test_an_outage_of_the_network_does_not_end_the_run(tmp_path: Path, network: Network) -> None:
+    """All launchers are cut off from each other and end their ranks; once the network is back the run goes on."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=3", count=3, within=network.within) as nodes:
+        nodes.until(lambda: [nodes.state(name)["state"] for name in nodes.names] == ["running"] * 3)
+        network.set("down")
+        nodes.until(lambda: [nodes.state(name)["state"] for name in nodes.names] == ["waiting"] * 3)
+        network.set("up")
+        nodes.until(lambda: nodes.events("resumed"))
+        assert not nodes.events("finished")
+        assert [event["nodes"] for event in nodes.events("generation_started")] == [["n1", "n2", "n3"]] * 2
 
 
 def test_clocks_a_minute_apart(tmp_path: Path, a_minute_ahead: dict[str, str]) -> None:
