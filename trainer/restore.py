@@ -211,11 +211,17 @@ def _names(header: bytes) -> list[str]:
 
 def _fetch(root: Path, remote: str, newest: int, world: World) -> bool:
     """Bring a checkpoint that is later than the step ``newest`` from ``remote``; False if there is none to be had."""
-    fetched = 0
+    command = [sys.executable, "-m", "opsd.checkpoints.remote", "fetch", str(root), remote, str(newest)]
+    fetching: subprocess.Popen[bytes] | None = None
     if world.rank == 0:
-        command = [sys.executable, "-m", "opsd.checkpoints.remote", "fetch", str(root), remote, str(newest)]
-        fetched = len(subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False).stdout)
-    return world.from_first(fetched) > 0
+        fetching = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+    def fetched() -> int | None:
+        if fetching is None or fetching.poll() is None:
+            return None
+        return len(fetching.communicate()[0])
+
+    return world.once_first_has(fetched) > 0
 
 
 def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import ConfigError
 from trainer.settings import ParallelSettings, RunSettings
+
+_PENDING = torch.iinfo(torch.int64).min
+MEET_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,18 @@ class World:
         packed = torch.tensor(value, dtype=torch.int64, device=self.device)
         dist.broadcast(packed, src=0)
         return int(packed.item())
+
+    def once_first_has(self, poll: Callable[[], int | None]) -> int:
+        """What ``poll`` gives on the first rank, an int64, as soon as it is no longer None; however long that takes.
+
+        The ranks meet every second meanwhile: one collective for all that time would run into its time limit, which is
+        10 minutes with NCCL.
+        """
+        while True:
+            value = poll() if self.rank == 0 else None
+            if (found := self.from_first(_PENDING if value is None else value)) != _PENDING:
+                return found
+            time.sleep(MEET_S)
 
     def least(self, value: int) -> int:
         """The smallest ``value``, an int64, of all ranks."""
