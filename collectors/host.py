@@ -17,6 +17,7 @@ import psutil
 
 from collectors.base import Metric, MetricKind, Reading, Sample
 from collectors.clock import ClockState, read_clock
+from collectors.mounts import mount_of, parse_mountinfo
 from collectors.numa import NumaNode, read_nodes
 
 PROCESS_STATES: Final[Mapping[str, str]] = {
@@ -109,7 +110,10 @@ def count_states(letters: Sequence[str]) -> dict[str, int]:
 
 
 class HostCollector:
-    """The host behind ``proc`` and ``sys``, and the file systems at ``mounts``; one that does not exist is left out.
+    """The host behind ``proc`` and ``sys``, and the file systems at ``mounts``.
+
+    Left out are those that do not exist or cannot be read, and those of networks, whose servers may keep whoever looks
+    waiting: they are ``StorageNetCollector``'s.
 
     Looking at every process takes a millisecond per hundred of them, so that is done every ``scan_s`` seconds only, as
     are the NUMA nodes.
@@ -147,7 +151,7 @@ class HostCollector:
         samples += self._files()
         samples += self._time()
         samples += self._scanned_now()
-        for mount in self._mounts:
+        for mount in self._local_mounts():
             samples += _filesystem(mount)
         return Reading(tuple(samples))
 
@@ -195,6 +199,14 @@ class HostCollector:
             yield Sample(NUMA_FREE, node.free_bytes, (node.name,))
             yield Sample(NUMA_MISSED, node.missed, (node.name,))
 
+    def _local_mounts(self) -> Iterator[Path]:
+        text = (self._proc / "self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        mounts = parse_mountinfo(text)
+        for point in self._mounts:
+            mount = mount_of(str(point), mounts)
+            if mount is None or not mount.network:
+                yield point
+
     def _read(self, name: str) -> str:
         return (self._proc / name).read_text(encoding="utf-8")
 
@@ -228,7 +240,7 @@ def _state_letters(proc: Path) -> Iterator[str]:
 def _filesystem(mount: Path) -> Iterator[Sample]:
     try:
         info = os.statvfs(mount)
-    except FileNotFoundError:
+    except OSError:
         return
     labels = (str(mount),)
     yield Sample(DISK_SIZE, info.f_blocks * info.f_frsize, labels)

@@ -11,7 +11,11 @@ THROTTLE = f"instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}"
 WORKING = f"max by (cluster, instance, gpu) (opsd_gpu_job_info{{{ALL}}})"
 
 TENSOR = f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{ALL}}} and on (cluster, instance, gpu) {WORKING}"
-ROOM = f"opsd_host_filesystem_available_bytes{{{ALL}}} / opsd_host_filesystem_size_bytes{{{ALL}}}"
+ROOM = (
+    f"(opsd_host_filesystem_available_bytes{{{ALL}}} / opsd_host_filesystem_size_bytes{{{ALL}}} "
+    f"or opsd_storage_available_bytes{{{ALL}}} / opsd_storage_size_bytes{{{ALL}}}) "
+    f"unless on (cluster, instance, mount) opsd_storage_read_only{{{ALL}}} == 1"
+)
 
 
 def build() -> dashboard.Dashboard:

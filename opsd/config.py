@@ -124,7 +124,7 @@ class HostSettings(_Section):
     mounts: tuple[AnyPath, ...] = Field(
         default=(Path("/"), Path("/dev/shm")),  # noqa: S108
         strict=False,
-        description="Mount points whose free space is watched.",
+        description="Mount points whose free space is watched, besides all disks and network file systems.",
     )
 
 

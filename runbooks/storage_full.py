@@ -10,8 +10,15 @@ from statistics import median
 from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
 from runbooks.signals import text
 
-SIZE, AVAILABLE = "opsd_host_filesystem_size_bytes", "opsd_host_filesystem_available_bytes"
-INODES, INODES_FREE = "opsd_host_filesystem_inodes", "opsd_host_filesystem_inodes_free"
+COUNTED = (
+    ("host", "space", "opsd_host_filesystem_size_bytes", "opsd_host_filesystem_available_bytes"),
+    ("host", "inodes", "opsd_host_filesystem_inodes", "opsd_host_filesystem_inodes_free"),
+    ("storage", "space", "opsd_storage_size_bytes", "opsd_storage_available_bytes"),
+    ("storage", "inodes", "opsd_storage_inodes", "opsd_storage_inodes_free"),
+)
+"""Source, what is counted, the series of all of it and of what is left. Of what two sources count the first counts."""
+
+READ_ONLY = "opsd_storage_read_only"
 
 LOW, CRITICAL = 0.05, 0.01
 """Share of space or inodes left."""
@@ -32,6 +39,7 @@ class _Room:
     """What is left of one resource of a file system. ``full_in_s`` is None if it is not filling up."""
 
     what: str
+    source: str
     left: float
     share: float
     full_in_s: float | None
@@ -68,17 +76,19 @@ def _full_in(series: Series, share: float) -> float | None:
 
 
 def _room(view: View) -> dict[str, list[_Room]]:
-    """What is left on each mount: space, and inodes where they are counted."""
-    found: dict[str, list[_Room]] = {}
-    for what, total, left in (("space", SIZE, AVAILABLE), ("inodes", INODES, INODES_FREE)):
+    """What is left on each mount that can be written: space, and inodes where they are counted."""
+    found: dict[str, dict[str, _Room]] = {}
+    read_only = {series.labels["mount"] for series in view.select(READ_ONLY) if series.last}
+    for source, what, total, left in COUNTED:
         sizes: Mapping[str, float | None] = {s.labels["mount"]: s.last for s in view.select(total)}
         for series in view.select(left):
             mount, value = series.labels["mount"], series.last
             size = sizes.get(mount)
-            if value is not None and size:
-                share = value / size
-                found.setdefault(mount, []).append(_Room(what, value, share, _full_in(series, share)))
-    return found
+            if value is None or not size or mount in read_only or what in found.get(mount, ()):
+                continue
+            share = value / size
+            found.setdefault(mount, {})[what] = _Room(what, source, value, share, _full_in(series, share))
+    return {mount: list(rooms.values()) for mount, rooms in found.items()}
 
 
 def _detect(view: View) -> Iterator[Finding]:
@@ -99,7 +109,7 @@ def _finding(view: View, mount: str, low: Sequence[_Room]) -> Finding:
         summary=f"{mount} on {view.node}: {said}",
         culprit=Culprit("storage", view.node, detail=mount),
         confidence=0.95 if any(room.share < LOW for room in low) else 0.7,
-        evidence=(Evidence(f"{mount}: {said}", "host", view.wall),),
+        evidence=(Evidence(f"{mount}: {said}", low[0].source, view.wall),),
         cost=Cost(text=f"checkpoints and logs of {', '.join(runs)} may not be written" if runs else ""),
         data={"mount": mount},
     )
@@ -119,8 +129,9 @@ PAGE = Page.parse("""
 
 ## Meaning
 Less than 5 % of space or inodes is left (critical below 1 %), or at the rate of the last ten minutes nothing will be
-left within an hour. A disk with more than 100 GiB left is not reported for its share alone. `/dev/shm` is memory:
-what fills it is missing elsewhere, and a rank that writes to it when it is full dies with SIGBUS.
+left within an hour. A disk with more than 100 GiB left is not reported for its share alone. Looked at are all disks
+and network file systems that can be written, the folders of runs, and `host.mounts`. `/dev/shm` is memory: what fills
+it is missing elsewhere, and a rank that writes to it when it is full dies with SIGBUS.
 
 ## Impact
 Checkpoints, logs and caches cannot be written. Saves in the background fail while the training seems to go on.
@@ -148,7 +159,6 @@ RUNBOOK = Runbook(
     detect=_detect,
     remedy=_remedy,
     healed=_healed,
-    needs=("host",),
     open_after_s=5.0,
     clear_after_s=30.0,
     verify_s=1800.0,

@@ -210,20 +210,47 @@ NETWORK = Group(
     ),
 )
 
+_SHARED = "opsd_storage_reachable"
+"""Only network file systems have it."""
+_WRITABLE = "unless on (cluster, instance, mount) opsd_storage_read_only == 1"
+
+
+def _full(scope: str, which: str) -> str:
+    """File systems with little room, as the runbook sees it: a large one is not full for its share alone."""
+    on_mount = f"on ({scope}, mount)"
+    counted = f"max by ({scope}, mount) (\n  ({{}})\n  {which}\n  {_WRITABLE}\n)"
+    share = counted.format(
+        "opsd_host_filesystem_available_bytes / opsd_host_filesystem_size_bytes or "
+        "opsd_storage_available_bytes / opsd_storage_size_bytes"
+    )
+    left = counted.format("opsd_host_filesystem_available_bytes or opsd_storage_available_bytes")
+    inodes = counted.format(
+        "opsd_host_filesystem_inodes_free / opsd_host_filesystem_inodes or "
+        "opsd_storage_inodes_free / opsd_storage_inodes"
+    )
+    return f"{share} < 0.05\nand {on_mount}\n{left} < 100 * 2 ^ 30\nor\n{inodes} < 0.05"
+
+
 STORAGE = Group(
     "storage",
     (
         Alert(
             "StorageFull",
-            """
-max by (cluster, instance, mount) (opsd_host_filesystem_available_bytes / opsd_host_filesystem_size_bytes) < 0.05
-  or
-max by (cluster, instance, mount) (opsd_host_filesystem_inodes_free / opsd_host_filesystem_inodes) < 0.02
-""",
+            _full("cluster, instance", f"unless on (cluster, instance, mount) {_SHARED}"),
             severity="warning",
             hold="1m",
             summary="{{ $labels.mount }} of {{ $labels.instance }} has {{ $value | humanizePercentage }} left",
             description="The next checkpoint may not fit, and shared memory that is full kills data loaders.",
+        ),
+        Alert(
+            "StorageFull",
+            _full("cluster", f"and on (cluster, instance, mount) {_SHARED}"),
+            scope="cluster",
+            severity="critical",
+            hold="1m",
+            summary="{{ $labels.mount }} has {{ $value | humanizePercentage }} left",
+            description="A network file system, told once for all its nodes. The next checkpoint may not fit.",
+            cost="Every run that writes there will lose its checkpoints.",
         ),
         Alert(
             "StorageSlow",

@@ -32,6 +32,15 @@ def steps(a_minute: float, minutes: int, then: float | None = None) -> Series:
     }
 
 
+def shared(available: float, size: float) -> Series:
+    """A network file system that two nodes have mounted."""
+    return {
+        f'opsd_storage_{name}{{instance="node-{node}:9477",mount="/results"}}': f"{value}x50"
+        for node in (17, 18)
+        for name, value in (("available_bytes", available), ("size_bytes", size), ("reachable", 1))
+    }
+
+
 CASES: Mapping[str, Case] = {
     "GpuLost": Case([{f"opsd_gpu_up{{{GPU}}}": "1x38 0x4"}], [{f"opsd_gpu_up{{{GPU}}}": "1x50"}]),
     "DriverHang": Case(
@@ -115,12 +124,27 @@ CASES: Mapping[str, Case] = {
                 f'opsd_host_filesystem_inodes_free{{{NODE},mount="/"}}': "1x50",
                 f'opsd_host_filesystem_inodes{{{NODE},mount="/"}}': "100x50",
             },
+            {
+                f'opsd_storage_available_bytes{{{NODE},mount="/scratch"}}': "4x50",
+                f'opsd_storage_size_bytes{{{NODE},mount="/scratch"}}': "100x50",
+                f'opsd_storage_read_only{{{NODE},mount="/scratch"}}': "0x50",
+            },
         ],
         [
             {
                 f'opsd_host_filesystem_available_bytes{{{NODE},mount="/"}}': "6x50",
                 f'opsd_host_filesystem_size_bytes{{{NODE},mount="/"}}': "100x50",
-            }
+            },
+            {
+                f'opsd_storage_available_bytes{{{NODE},mount="/scratch"}}': "560000000000x50",
+                f'opsd_storage_size_bytes{{{NODE},mount="/scratch"}}': "14000000000000x50",
+            },
+            {
+                f'opsd_storage_available_bytes{{{NODE},mount="/software"}}': "0x50",
+                f'opsd_storage_size_bytes{{{NODE},mount="/software"}}': "100x50",
+                f'opsd_storage_read_only{{{NODE},mount="/software"}}': "1x50",
+            },
+            shared(available=4, size=100),
         ],
     ),
     "ThroughputDrop": Case(
@@ -192,6 +216,14 @@ CASES: Mapping[str, Case] = {
         [{f'opsd_actions_total{{{NODE},verb="drain_node",outcome="ok"}}': "0x30 1x20"}],
     ),
 }
+SHARED: Mapping[str, Case] = {
+    "StorageFull": Case(
+        [shared(available=4, size=100)],
+        [shared(available=6, size=100), shared(available=4e11, size=1e13)],
+    ),
+}
+"""Cases of alerts that are told once for a cluster, beside one of the same name that each node has."""
+
 BURNS: Mapping[str, Case] = {
     "1h": Case([steps(60, 120, then=0)], [steps(60, 120, then=40), steps(60, 200)], at="175m"),
     "6h": Case([steps(60, 480, then=36)], [steps(60, 480, then=48)], at="14h"),

@@ -14,18 +14,21 @@ pytest.importorskip("yaml")
 import yaml
 
 from dashboards.alerts.build import FOLDER, alerts, rendered
-from tests.fakes.alert_cases import BURNS, CASES, GPU, NODE, Case, Series
+from dashboards.alerts.model import Alert
+from tests.fakes.alert_cases import BURNS, CASES, GPU, NODE, SHARED, Case, Series
 
 pytestmark = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not installed"
 )
 
 
-def case_of(name: str, page: str) -> Case:
+def case_of(alert: Alert) -> Case:
     """Of alerts about incidents there is one for each kind, and they differ in nothing else."""
-    if name in CASES:
-        return CASES[name]
-    series = f'opsd_incidents{{{NODE},kind="{page}",severity="critical",state="acting"}}'
+    if alert.scope == "cluster" and alert.name in SHARED:
+        return SHARED[alert.name]
+    if alert.name in CASES:
+        return CASES[alert.name]
+    series = f'opsd_incidents{{{NODE},kind="{alert.page}",severity="critical",state="acting"}}'
     other = f'opsd_incidents{{{NODE},kind="another",severity="critical",state="acting"}}'
     return Case([{series: "0x30 1x20"}], [{series: "1x30 0x20", other: "1x50"}])
 
@@ -86,7 +89,9 @@ def test_every_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
         group
         for alert in alerts()
         if alert.name != "GoodputBurn"
-        for group in groups_of(alert.name, alert.severity, case_of(alert.name, alert.page))
+        for group in groups_of(
+            alert.name, alert.severity, case_of(alert), f',severity="{alert.severity}"' if alert.severity else ""
+        )
     ]
     assert promtool(tmp_path, tests) == ""
 

@@ -56,6 +56,7 @@ def proc(tmp_path: Path) -> Path:
             "77/stat": "77 (a (strange) name) D 1 77 77 0",
             "78/stat": "78 (defunct) Z 1 78 78 0",
             "self/stat": "not a process",
+            "self/mountinfo": "27 1 259:2 / / rw - ext4 /dev/nvme0n1p2 rw\n",
         },
     )
     return root
@@ -131,6 +132,22 @@ def test_space_and_inodes_of_mounts(proc: Path, tmp_path: Path) -> None:
     samples = {(s.metric.name, *s.labels): s.value for s in collector.collect().samples}
     assert samples["opsd_host_filesystem_available_bytes", str(tmp_path)] > 0
     assert ("opsd_host_filesystem_size_bytes", str(tmp_path / "not mounted")) not in samples
+
+
+def test_a_network_mount_is_not_looked_at(proc: Path, tmp_path: Path) -> None:
+    """Its server may not answer, and with it memory, pressure and the clock of this node would be unknown."""
+    table = proc / "self/mountinfo"
+    table.write_text(f"{table.read_text()}50 27 0:51 / {tmp_path} rw - nfs4 10.0.0.1:/export rw\n")
+    samples = {(s.metric.name, *s.labels) for s in HostCollector(proc, mounts=(tmp_path, Path("/"))).collect().samples}
+    assert ("opsd_host_filesystem_size_bytes", str(tmp_path)) not in samples
+    assert ("opsd_host_filesystem_size_bytes", "/") in samples
+
+
+def test_a_mount_that_cannot_be_read_blinds_nothing(proc: Path, tmp_path: Path) -> None:
+    """Here its path leads through a file; a stale handle and a folder that may not be entered are the same."""
+    (tmp_path / "file").touch()
+    samples = HostCollector(proc, mounts=(tmp_path / "file" / "inside",)).collect().samples
+    assert not [sample for sample in samples if sample.metric.name == "opsd_host_filesystem_size_bytes"]
 
 
 def test_a_missing_proc_is_an_error(tmp_path: Path) -> None:
