@@ -19,13 +19,21 @@ def alerts() -> None:
 _FOLDER = click.option(
     "--out", "folder", type=click.Path(path_type=Path, file_okay=False), help="Folder instead of the checkout's."
 )
+_SCHEME = click.option(
+    "--scheme",
+    type=click.Choice(["http", "https"]),
+    default="http",
+    show_default=True,
+    help="What agents speak, for the links to their pages: https with agent.web_config.",
+)
 
 
 @alerts.command()
 @_FOLDER
-def build(folder: Path | None) -> None:
+@_SCHEME
+def build(folder: Path | None, scheme: str) -> None:
     """Write the rules, one file a group."""
-    for path, text in _rendered(folder).items():
+    for path, text in _rendered(folder, scheme).items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,11 +47,12 @@ def build(folder: Path | None) -> None:
 
 @alerts.command()
 @_FOLDER
-def check(folder: Path | None) -> None:
+@_SCHEME
+def check(folder: Path | None, scheme: str) -> None:
     """Exit with 1 if a file differs from what the code makes."""
     outdated = [
         path
-        for path, text in _rendered(folder).items()
+        for path, text in _rendered(folder, scheme).items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
     for path in outdated:
@@ -51,9 +60,9 @@ def check(folder: Path | None) -> None:
     sys.exit(exitcodes.FAILED if outdated else exitcodes.OK)
 
 
-def _rendered(folder: Path | None) -> dict[Path, str]:
+def _rendered(folder: Path | None, scheme: str) -> dict[Path, str]:
     builder = _builder()
-    rendered: dict[Path, str] = builder.rendered(checkout.folder("deploy/prometheus/rules", folder))
+    rendered: dict[Path, str] = builder.rendered(checkout.folder("deploy/prometheus/rules", folder), scheme)
     return rendered
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dashboards.alerts.goodput import GOODPUT
 from dashboards.alerts.hardware import AVAILABILITY, HARDWARE, NETWORK, STORAGE
 from dashboards.alerts.itself import ITSELF
-from dashboards.alerts.model import Alert, Group, incident
+from dashboards.alerts.model import Alert, Group, Scheme, incident
 from dashboards.alerts.recordings import RECORDINGS
 from dashboards.alerts.training import CHECKPOINTS, DATA, EVALUATIONS, TRAINING
 from runbooks import RUNBOOKS
@@ -44,6 +45,11 @@ def alerts() -> list[Alert]:
     return [rule for group in GROUPS for rule in group.rules if isinstance(rule, Alert)]
 
 
-def rendered(folder: Path = FOLDER) -> dict[Path, str]:
-    """File and content of every group."""
-    return {folder / f"{group.name}.yml": group.to_yaml() for group in GROUPS}
+def rendered(folder: Path = FOLDER, scheme: Scheme = "http") -> dict[Path, str]:
+    """File and content of every group, for agents that speak ``scheme``."""
+    return {folder / f"{group.name}.yml": _speaking(group, scheme).to_yaml() for group in GROUPS}
+
+
+def _speaking(group: Group, scheme: Scheme) -> Group:
+    rules = [replace(rule, scheme=scheme) if isinstance(rule, Alert) else rule for rule in group.rules]
+    return replace(group, rules=rules)

@@ -17,6 +17,7 @@ import yaml
 
 Scope = Literal["gpu", "node", "run", "cluster"]
 Severity = Literal["critical", "warning", "info"]
+Scheme = Literal["http", "https"]
 
 HEADER = "# Made by `opsd alerts build` from dashboards/alerts; a change made here is lost.\n"
 
@@ -27,10 +28,9 @@ _MATCHERS: Mapping[Scope, tuple[str, str]] = {
     "run": ("{cluster=%q, run=%q}", " $labels.cluster $labels.run"),
 }
 _ANY_AGENT = (
-    '{{ with query "up{job=\\"opsd\\"} == 1" }}http://{{ . | first | label "instance" }}'
-    "{{ else }}http://localhost:9477{{ end }}"
+    '{{ with query "up{job=\\"opsd\\"} == 1" }}{{ . | first | label "instance" }}{{ else }}localhost:9477{{ end }}'
 )
-"""The address of an agent that lives: every agent has every page. Without any, that of the reader's own machine."""
+"""Host and port of an agent that lives: every agent has every page. Without any, that of the reader's own machine."""
 _REMEMBERED = "15m"
 """How long after its last scrape the jobs of a silent agent are still named."""
 
@@ -41,7 +41,7 @@ class Alert:
 
     ``hold`` is Prometheus' ``for``, ``keep`` its ``keep_firing_for``. ``cost`` overrides what the message says of it.
     ``agent_lives`` is whether the page can be had from the agent that the alert is about. ``window`` becomes a label,
-    which tells rules of one name apart.
+    which tells rules of one name apart. ``scheme`` is what the agents speak.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Alert:
     cost: str = ""
     agent_lives: bool = True
     window: str = ""
+    scheme: Scheme = "http"
 
     @property
     def page(self) -> str:
@@ -72,7 +73,7 @@ class Alert:
 
     def _annotations(self) -> dict[str, str]:
         here = self.scope in ("gpu", "node")
-        base = "http://{{ $labels.instance }}" if here and self.agent_lives else _ANY_AGENT
+        agent = "{{ $labels.instance }}" if here and self.agent_lives else _ANY_AGENT
         where = {"node": _NODE, **({"gpu": "{{ $labels.gpu }}"} if self.scope == "gpu" else {})} if here else {}
         ask = f"on {_NODE}: opsd incidents; " if here and self.agent_lives else ""
         return {
@@ -81,7 +82,7 @@ class Alert:
             **where,
             **self._job_and_cost(),
             "next_step": f"{ask}opsd runbook show {self.page}",
-            "runbook_url": f"{base}/runbooks/{self.page}",
+            "runbook_url": f"{self.scheme}://{agent}/runbooks/{self.page}",
         }
 
     def _job_and_cost(self) -> dict[str, str]:

@@ -74,3 +74,13 @@ def test_the_command_writes_and_checks_the_rules(tmp_path: Path) -> None:
     checked = CliRunner().invoke(cli, ["alerts", "check", "--out", str(folder)])
     assert checked.exit_code == 1
     assert "data.yml is not current; run: opsd alerts build" in checked.output
+
+
+def test_the_links_are_those_of_agents_with_tls_if_asked_for(tmp_path: Path) -> None:
+    """An agent with a certificate answers nothing else."""
+    https = ["--out", str(tmp_path), "--scheme=https"]
+    assert CliRunner().invoke(cli, ["alerts", "build", *https]).exit_code == 0
+    assert CliRunner().invoke(cli, ["alerts", "check", *https]).exit_code == 0
+    links = re.findall(r"runbook_url: (\w+)://", "".join(path.read_text() for path in tmp_path.glob("*.yml")))
+    assert len(links) == len(alerts())
+    assert {*links} == {"https"}
