@@ -215,7 +215,13 @@ class NotifySettings(_Section):
     webhook: SecretStr | None = Field(
         default=None,
         examples=["https://hooks.example.com/services/..."],
-        description="URL that receives a JSON object for every incident opened, escalated or resolved. Kept secret.",
+        description="URL that receives a JSON object for every incident opened, escalated or resolved. It is a secret: "
+        "others must not be able to read a file that has it, so webhook_file suits this one better.",
+    )
+    webhook_file: AnyPath | None = Field(
+        default=None,
+        examples=["/etc/opsd/webhook"],
+        description="File with that URL, instead of it.",
     )
     grafana_url: Annotated[str, AfterValidator(_is_web_url)] | None = Field(
         default=None,
@@ -226,6 +232,11 @@ class NotifySettings(_Section):
         default=Path("/etc/opsd/grafana-token"),
         description="File with the token of a Grafana service account that may write annotations.",
     )
+
+    @property
+    def receiver(self) -> str | Path | None:
+        """The URL to post to, or the file that has it; None if nobody is told."""
+        return self.webhook_file or (self.webhook.get_secret_value() if self.webhook else None)
 
 
 class Settings(_Section):
@@ -256,16 +267,23 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
         yield name, field.annotation
 
 
-def find_file(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Path | None:
+def find_file(path: Path | None = None, env: Mapping[str, str] = os.environ, system: Path = SYSTEM_FILE) -> Path | None:
     """The configuration file that applies, or None for the built-in defaults.
 
-    A file that was named (by ``path`` or ``OPSD_CONFIG``) is returned whether it exists or not.
+    A file that was named (by ``path`` or ``OPSD_CONFIG``) is returned whether it exists or not, the ``system``'s unless
+    it surely does not: settings that may not be read are not the defaults.
     """
     if path is not None:
         return path
     if named := env.get("OPSD_CONFIG"):
         return Path(named)
-    return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+    try:
+        system.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        pass
+    return system
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> Settings:
@@ -289,7 +307,11 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = f"; `opsd config init {file}` writes one" if isinstance(error, FileNotFoundError) else ""
+        hint = ""
+        if isinstance(error, FileNotFoundError):
+            hint = f"; `opsd config init {file}` writes one"
+        elif isinstance(error, PermissionError):
+            hint = "; let everybody read it, or name another file with OPSD_CONFIG"
         raise ConfigError(f"{file}: cannot be read: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not a text file in UTF-8") from error
@@ -339,6 +361,13 @@ def _sentence(error: ValidationError) -> str:
     shown = "" if dotted.startswith("notify.") else f", not {value!r}"
     said = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{dotted}: {said[0].lower()}{said[1:]}{shown}"
+
+
+def secret_files(settings: Settings) -> list[Path]:
+    """Files with a secret that the settings make use of."""
+    agent, notify = settings.agent, settings.notify
+    token = notify.grafana_token_file if notify.grafana_url else None
+    return [file for file in (agent.peer_credentials_file, notify.webhook_file, token) if file is not None]
 
 
 def known_keys() -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -34,9 +36,24 @@ def config() -> None:
 @config.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 def check(file: Path | None) -> None:
-    """Say whether FILE (by default the file in force) is a usable configuration."""
-    load(file)
-    click.echo(f"{settings.find_file(file) or 'built-in defaults'}: good")
+    """Say whether FILE (by default the file in force) is a usable configuration that keeps its secrets."""
+    effective, used = load(file), settings.find_file(file)
+    if effective.notify.webhook and used and _is_open(used):
+        raise BadConfig(
+            f"{used}: everybody can read it, and it has notify.webhook; put the URL into a file of its own that others "
+            "cannot read, and name that in notify.webhook_file"
+        )
+    for secret in settings.secret_files(effective):
+        if _is_open(secret):
+            raise BadConfig(f"{secret}: everybody can read this secret; chmod 0600 {secret}")
+    click.echo(f"{used or 'built-in defaults'}: good")
+
+
+def _is_open(file: Path) -> bool:
+    """Whether others can read it, by its own mode; one that is not there cannot be read."""
+    with suppress(OSError):
+        return bool(file.stat().st_mode & stat.S_IROTH)
+    return False
 
 
 @config.command()
@@ -55,8 +72,8 @@ def init(file: Path) -> None:
     """Write a commented configuration to FILE (by default /etc/opsd/opsd.toml); an existing file is left alone."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # 0600: the file may come to hold the address of a webhook, which is a secret.
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        # For everybody: commands of users and launchers of jobs read it too. Secrets have files of their own.
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError as error:
         raise BadConfig(f"{file} exists and is left alone; name another file or move it away") from error
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from queue import Full, Queue
 from typing import TYPE_CHECKING
 
@@ -32,23 +33,33 @@ class LogNotifier:
 class WebhookNotifier:
     """Posts ``{"text": ..., **fields}`` to a URL, and writes to the log as well.
 
-    The URL is a secret: neither it nor the server's answer appears in an error.
+    The URL is a secret: neither it nor the server's answer appears in an error. In place of it there may be the file
+    that has it, which is read each time, so that a renewed one is taken up.
     """
 
-    def __init__(self, log: FilteringBoundLogger, url: str) -> None:
+    def __init__(self, log: FilteringBoundLogger, receiver: str | Path) -> None:
         self._to_log = LogNotifier(log)
-        self._url = url
+        self._receiver = receiver
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
         self._to_log(text, fields)
         import httpx  # 18 MiB and a tenth of a second that an agent without a webhook does not pay
 
+        url = self._url()
         try:
-            answer = httpx.post(self._url, json={"text": text, **fields}, timeout=WEBHOOK_TIMEOUT_S)
+            answer = httpx.post(url, json={"text": text, **fields}, timeout=WEBHOOK_TIMEOUT_S)
         except Exception as error:  # also of proxies and certificates, which the environment names
             raise ActionError(f"the webhook could not be reached: {type(error).__name__}") from error
         if not answer.is_success:  # one that has moved has told nobody
             raise ActionError(f"the webhook answered with status {answer.status_code}")
+
+    def _url(self) -> str:
+        if isinstance(self._receiver, str):
+            return self._receiver
+        try:
+            return self._receiver.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ActionError(f"{self._receiver}: the URL of the webhook cannot be read") from error
 
 
 class Announcer:

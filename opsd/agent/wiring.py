@@ -49,7 +49,7 @@ def _listeners(settings: Settings, notifier: Notifier, log: FilteringBoundLogger
     """Who is told of every change of an incident: people, and Grafana."""
     told: list[Listener] = []
     notify, node = settings.notify, settings.agent.node
-    if notify.webhook:
+    if notify.receiver:
         told.append(Announcer(notifier, node, log, muted=settings.policy.limits().muted))
     if notify.grafana_url:
         told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
@@ -58,8 +58,8 @@ def _listeners(settings: Settings, notifier: Notifier, log: FilteringBoundLogger
 
 def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) -> Loop:
     """The loop with everything connected to it; nothing has been collected yet."""
-    agent, policy, webhook = settings.agent, settings.policy, settings.notify.webhook
-    notifier: Notifier = WebhookNotifier(log, webhook.get_secret_value()) if webhook else LogNotifier(log)
+    agent, policy, receiver = settings.agent, settings.policy, settings.notify.receiver
+    notifier: Notifier = WebhookNotifier(log, receiver) if receiver else LogNotifier(log)
     executor = Executor(
         shm=settings.ranks.root,
         notify=notifier,

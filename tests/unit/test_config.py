@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,64 @@ def test_a_secret_is_never_part_of_a_sentence_or_of_what_is_shown(tmp_path: Path
     assert "s3cret" not in config.to_toml(settings) + repr(settings)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            '[notify]\nwebhook = "https://h/s3cret"',
+            "everybody can read it, and it has notify.webhook; put the URL into",
+        ),
+        ('[notify]\nwebhook_file = "SECRET"', "SECRET: everybody can read this secret; chmod 0600 SECRET"),
+        (
+            '[notify]\ngrafana_url = "https://g"\ngrafana_token_file = "SECRET"',
+            "SECRET: everybody can read this secret",
+        ),
+        ('[agent]\npeer_credentials_file = "SECRET"', "SECRET: everybody can read this secret"),
+    ],
+)
+def test_a_secret_that_everybody_can_read_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """The settings are open to all users of the node; what is secret has a file that is not."""
+    secret, file = write(tmp_path / "secret", "s3cret"), tmp_path / "opsd.toml"
+    write(file, text.replace("SECRET", str(secret)))
+    secret.chmod(0o644)
+    refused = CliRunner().invoke(cli, ["config", "check", str(file)])
+    assert refused.exit_code != exitcodes.OK
+    assert said.replace("SECRET", str(secret)) in refused.output
+    for path in (secret, file):
+        path.chmod(0o640)
+    assert CliRunner().invoke(cli, ["config", "check", str(file)]).exit_code == exitcodes.OK
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this process may not look into."""
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o000)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65_534)
+    try:
+        yield folder
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_system_file_that_may_not_be_read_is_a_sentence(closed: Path) -> None:
+    """Neither a traceback nor the defaults in silence, which a launcher would take for a node without settings."""
+    file = config.find_file(env=NO_ENV, system=closed / "opsd.toml")
+    assert file == closed / "opsd.toml"
+    with pytest.raises(config.ConfigError) as said:
+        config.load(file, env=NO_ENV)
+    hint = "let everybody read it, or name another file with OPSD_CONFIG"
+    assert str(said.value) == f"{file}: cannot be read: Permission denied; {hint}"
+
+
+def test_without_a_system_file_the_defaults_apply(tmp_path: Path) -> None:
+    """On a laptop nothing has to be configured."""
+    assert config.find_file(env=NO_ENV, system=tmp_path / "none/opsd.toml") is None
+
+
 def test_later_sources_win(tmp_path: Path) -> None:
     """File, then environment, then --set."""
     file = write(tmp_path / "opsd.toml", '[agent]\nstate_dir = "/file"\ninterval_s = 2\n[ranks]\nroot = "/file"')
@@ -112,11 +172,11 @@ def test_the_example_in_deploy_is_the_template() -> None:
 
 
 def test_commands(tmp_path: Path) -> None:
-    """Init writes a private file once, check accepts it, show prints it, and a mistake exits with the usage code."""
+    """Init writes a file for everybody, once; check accepts it, show prints it, a mistake exits with the usage code."""
     run = CliRunner().invoke
     file = tmp_path / "etc" / "opsd.toml"
     assert run(cli, ["config", "init", str(file)]).exit_code == 0
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
     again = run(cli, ["config", "init", str(file)], standalone_mode=False)
     assert "left alone" in str(again.exception)
     assert run(cli, ["config", "check", str(file)]).output.endswith("opsd.toml: good\n")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,17 @@ def test_a_notification_is_posted(webhook: Webhook) -> None:
     """Text and fields as one JSON object."""
     WebhookNotifier(SILENT, webhook.url)("GPU 3 is hot", {"target": "n17"})
     assert webhook.posts == [{"text": "GPU 3 is hot", "target": "n17"}]
+
+
+def test_the_address_can_be_in_a_file(webhook: Webhook, tmp_path: Path) -> None:
+    """It is read each time, so that a renewed one is taken up; one that cannot be read is told without it."""
+    secret = tmp_path / "webhook"
+    notify = WebhookNotifier(SILENT, secret)
+    with pytest.raises(ActionError, match="webhook: the URL of the webhook cannot be read"):
+        notify("early", {})
+    secret.write_text(f"{webhook.url}\n", encoding="ascii")
+    notify("GPU 3 is hot", {})
+    assert [post["text"] for post in webhook.posts] == ["GPU 3 is hot"]
 
 
 def test_a_webhook_that_refuses_or_is_gone_does_not_leak_its_address(webhook: Webhook) -> None:
