@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ pytest.importorskip("yaml")
 
 import yaml
 
+from opsd import config
 from opsd.preflight.checks import CHECKS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -155,3 +158,37 @@ def test_the_playbook_is_yaml(file: Path) -> None:
     assert yaml.safe_load(text)
     for name in re.findall(r"\{\{ playbook_dir \}\}/\.\./([\w./-]+)", text):
         assert (DEPLOY / name).exists(), name
+
+
+def test_the_playbook_writes_the_settings_that_it_was_given(tmp_path: Path) -> None:
+    """Those of its own and all others, such as certificate and passwords for an agent that listens to the network."""
+    jinja2 = pytest.importorskip("jinja2")  # torch brings it along
+    role = DEPLOY / "ansible/roles/opsd"
+    example = "\n".join(
+        line.removeprefix("#").removeprefix("   ")
+        for line in (role / "defaults/main.yml").read_text().splitlines()
+        if line.startswith("#   ")
+    )
+    given = yaml.safe_load(example)
+    environment = jinja2.Environment(trim_blocks=True, autoescape=False)
+    environment.filters |= {"combine": combine, "to_json": json.dumps}
+    template = environment.from_string((role / "templates/opsd.toml.j2").read_text())
+    file = tmp_path / "opsd.toml"
+    file.write_text(template.render(opsd_listen="10.0.0.1:9477", opsd_mode="act", **given))
+    settings = config.load(file, env={})
+    assert (settings.agent.listen, settings.policy.mode) == ("10.0.0.1:9477", "act")
+    assert settings.agent.web_config == Path("/etc/opsd/web.yml")
+    assert settings.notify.webhook_file == Path("/etc/opsd/webhook")
+    assert (settings.preflight.gpus, settings.preflight.python) == (8, "/opt/train/bin/python")
+    assert settings.preflight.limits == {"gpu_burn": {"throughput": 6.5e14}}
+
+
+def combine(left: dict[str, Any], right: dict[str, Any], *, recursive: bool) -> dict[str, Any]:
+    """Ansible's filter."""
+    assert recursive
+    both = {
+        key: combine(left[key], right[key], recursive=True)
+        for key in left.keys() & right.keys()
+        if isinstance(left[key], dict)
+    }
+    return {**left, **right, **both}
