@@ -24,8 +24,6 @@ from typing import Final
 from opsd.chaos.records import Record, remove, write
 from opsd.chaos.undo import ChaosError, Process, Undo, decode
 
-BEGIN_S: Final = 120.0
-"""How long the fault may take to begin, for instance until a rank is in a collective."""
 _END_S: Final = 30.0
 _ENDINGS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -46,6 +44,7 @@ class Guard:
 
     def __init__(self, record: Record, undo: Undo, folder: Path, held: Sequence[int] = ()) -> None:
         self._undo = undo
+        self._late = False
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "opsd.chaos.guard", str(folder)],
             stdin=subprocess.PIPE,
@@ -64,8 +63,8 @@ class Guard:
             raise ChaosError(f"nothing was done, because it could not be undone: {answer or 'the guard has ended'}")
 
     def begun(self) -> None:
-        """Say that the fault is in effect: its time counts from now."""
-        self._tell("begun")
+        """Say that the fault is in effect: its time counts from now. Without a guard any more ``wait`` undoes it."""
+        self._late = not self._tell("begun")
 
     def wait(self) -> Result:
         """The result, once the fault's time is over."""
@@ -79,21 +78,25 @@ class Guard:
         return self._result(self._hear())
 
     def _result(self, answer: str) -> Result:
-        if answer:
+        if answer and not self._late:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
             return Result(**json.loads(answer))
         self._process.wait(_END_S)
+        gone = "the guard had been told to end" if answer else "the guard was killed"
         try:
-            return Result(True, f"the guard was killed; {self._undo.undo()}")
+            return Result(True, f"{gone}; {self._undo.undo()}")
         except (ChaosError, OSError) as error:
-            return Result(False, f"the guard was killed, and {error}")
+            return Result(False, f"{gone}, and {error}")
 
-    def _tell(self, line: str) -> None:
+    def _tell(self, line: str) -> bool:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
+        try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return True
 
     def _hear(self) -> str:
         assert self._process.stdout is not None
@@ -116,7 +119,7 @@ def main() -> int:
         _say(str(error))
         return 1
     _say("ready")
-    if _wait(signalled, BEGIN_S):
+    if _wait(signalled, None):
         record = record.begun(time.time())
         with suppress(OSError):
             write(folder, record)
@@ -139,8 +142,11 @@ def _wake_on_signals() -> tuple[int, int]:
     return waker, signalled
 
 
-def _wait(signalled: int, limit_s: float) -> bool:
-    """True as soon as ``opsd chaos`` says something; False at its end, after a signal and after ``limit_s``."""
+def _wait(signalled: int, limit_s: float | None) -> bool:
+    """True as soon as ``opsd chaos`` says something; False at its end, after a signal and after ``limit_s``.
+
+    The fault itself bounds how long it takes to begin: to undo it before would leave what begins later unguarded.
+    """
     ready, _, _ = select.select([sys.stdin.fileno(), signalled], [], [], limit_s)
     return ready == [sys.stdin.fileno()] and bool(os.read(sys.stdin.fileno(), 100))
 

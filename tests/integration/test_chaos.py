@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from opsd.chaos.guard import Guard
+from opsd.chaos.records import Record, end, find, folder_of
+from opsd.chaos.undo import Process, Resume, encode
 from opsd.checkpoints import manifest
 from opsd.client import read_page
 from tests.fakes.clock import eventually
@@ -142,6 +145,28 @@ def test_undo_asks_the_guard(launched: Launched) -> None:
     assert code == 0 and "undone by its guard" in said
     assert not stopped(rank)
     assert finish(process)[0] == 0
+
+
+def test_a_fault_that_begins_after_its_guard_has_ended_is_undone(tmp_path: Path) -> None:
+    """`undo` ends the guard of a fault that is still waiting for its moment; when that comes it is not for good."""
+    rank = subprocess.Popen(["sleep", "1000"])
+    try:
+        process = Process.of(rank.pid)
+        assert process is not None
+        undo = Resume(process.pid, process.start)
+        record = Record("late", "hang-collective", "stops", "r", 300.0, encode(undo))
+        folder = folder_of(tmp_path / "shm", os.geteuid())
+        guard = Guard(record, undo, folder)
+        ((_, kept),) = find(tmp_path / "shm")
+        assert end(folder, kept) == "undone by its guard"
+        rank.send_signal(signal.SIGSTOP)
+        guard.begun()
+        result = guard.wait()
+        assert result.undone and "the guard had been told to end" in result.text
+        assert eventually(lambda: not stopped(rank.pid))
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def guard(folder: Path) -> int:
