@@ -7,7 +7,9 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from opsd.chaos.faults import Fault
@@ -26,20 +28,21 @@ RATE: Final = re.compile(r"(\d+)([kmg])bit")
 DELAY: Final = re.compile(r"\d+(us|ms|s)")
 LOSS: Final = re.compile(r"\d{1,2}(\.\d+)?%")
 _RDMA: Final = "traffic by RDMA (InfiniBand, RoCE) does not pass here and goes on as before"
+_SSH: Final = b"SSH_CONNECTION="
 _BURST_S: Final = 0.01
 _MIN_BURST: Final = 16 * 1024
 
 
-def partition(peers: Sequence[str], env: Mapping[str, str] = os.environ) -> Fault:
+def partition(peers: Sequence[str]) -> Fault:
     """Send nothing to ``peers`` (names or addresses) any more: a blackhole route for each."""
     addresses = sorted({address for peer in peers for address in _addresses(peer)})
-    operator = env.get("SSH_CONNECTION", "").split(" ")[0]
+    operator = _logged_in_from()
     for address in addresses:
+        if address in operator:
+            raise ChaosError(f"{address} is where you have logged in from: you would cut yourself off")
         route = json.loads(command("ip", "-json", family(address), "route", "get", address))[0]
         if route.get("type") == "local":
             raise ChaosError(f"{address} is an address of this node itself")
-        if address == operator:
-            raise ChaosError(f"{address} is where you have logged in from: you would cut yourself off")
 
     def begin() -> None:
         for address in addresses:
@@ -76,6 +79,25 @@ def default_interface() -> str:
     for route in json.loads(command("ip", "-json", "route", "show", "default") or "[]"):
         return str(route["dev"])
     raise ChaosError("this node has no default route: say which --interface is meant")
+
+
+def _logged_in_from(proc: str = "/proc") -> set[str]:
+    """The addresses in SSH_CONNECTION of this process and of those above it: sudo takes it from what it runs."""
+    found, pid = set(), os.getpid()
+    while pid > 0:
+        folder = Path(proc, str(pid))
+        with suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            found |= {
+                value[len(_SSH) :].split(b" ")[0].decode(errors="replace")
+                for value in variables
+                if value.startswith(_SSH)
+            }
+        try:
+            pid = int((folder / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1])
+        except OSError:
+            break
+    return found
 
 
 def _addresses(peer: str) -> set[str]:

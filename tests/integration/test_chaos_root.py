@@ -104,6 +104,14 @@ def test_a_partition_heals(network: Namespaces, tmp_path: Path, number: signal.S
     assert reaches(network)
 
 
+def test_nobody_cuts_himself_off(tmp_path: Path) -> None:
+    """Not by sudo either, which takes SSH_CONNECTION from what it runs."""
+    login = ("env", "SSH_CONNECTION=192.0.2.7 50000 192.0.2.1 22", "sh", "-c")
+    like_sudo = (*login, 'env -u SSH_CONNECTION "$@"; exit $?', "sh")
+    code, said = finish(chaos(tmp_path, "partition", "--peer=192.0.2.7", "--yes", "--force", before=like_sudo))
+    assert code == 2 and "192.0.2.7 is where you have logged in from" in said
+
+
 def test_a_node_is_slowed_and_let_go(network: Namespaces, tmp_path: Path) -> None:
     """A shaping that somebody else has set up is left alone; without one there is ours, for its time."""
     arguments = ("slow-node", "--interface=eth0", "--rate=1mbit", "--for=2s", "--yes", "--force")
