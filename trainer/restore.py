@@ -44,14 +44,18 @@ minute and more on a server (NFSv4 lease)."""
 
 
 class RestoreError(Exception):
-    """There are checkpoints, but all are damaged; the message is one sentence with the way out."""
+    """There are or may be checkpoints, and none can be loaded; the message is one sentence with the way out."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Damaged:
-    """What was in memory of ``step`` turned out to be damaged when part of the state had been overwritten with it."""
+    """What was in memory of ``step`` turned out to be damaged when part of the state had been overwritten with it.
+
+    It stays in ``folder`` as long as nothing better is found: each start is to meet it until told to begin afresh.
+    """
 
     step: int
+    folder: Path
 
 
 def _patience_s() -> float:
@@ -74,7 +78,7 @@ def restore(
     None if there is none. All ranks call it together and load the same step: the first rank proposes, the ranks share
     the verification, a damaged checkpoint is set aside and the next older one is proposed. ``digest`` says what a state
     after so many samples belongs to. Raises ConfigError if the checkpoint belongs to something else, and RestoreError,
-    unless ``fresh``, if there were checkpoints and none of them is whole.
+    unless ``fresh``, if there were checkpoints and none of them is whole, or if ``remote`` does not tell.
     """
     began = time.monotonic()
     if world.rank == 0:
@@ -84,19 +88,15 @@ def restore(
     if isinstance(kept, Manifest):
         return _loaded(kept, newest, world, reporter, began)
     manifest = _choose(root, world, reporter)
-    if remote and _fetch(root, remote, -1 if manifest is None else manifest.step, world):
+    fetched = _fetch(root, remote, -1 if manifest is None else manifest.step, world) if remote else 0
+    if fetched > 0:
         manifest = _choose(root, world, reporter)
     if world.rank == 0:
         _report_incomplete(root, -1 if manifest is None else manifest.step, reporter)
-    if manifest is None and kept is not None:
-        raise RestoreError(
-            f"the only checkpoint, of step {kept.step} in memory, is damaged; run again to begin at step 0"
-        )
+    if kept is not None and (manifest is not None or fresh):
+        memory.forget(kept.folder, world.rank)
     if manifest is None:
-        if not fresh and any((folder / REJECTED).exists() for _, folder in folders(root)):
-            raise RestoreError(
-                f"every checkpoint in {root} is damaged; bring one back, or pass --fresh to begin again at step 0"
-            )
+        _demand_nothing_lost(root, kept, remote if fetched < 0 else "", fresh=fresh)
         return None
     folder = folder_of(root, manifest.step)
     if manifest.config_digest != digest(manifest.sample):
@@ -106,6 +106,22 @@ def restore(
         )
     load(folder, manifest, state, world.rank)
     return _loaded(manifest, manifest.step, world, reporter, began)
+
+
+def _demand_nothing_lost(root: Path, kept: _Damaged | None, unread: str, *, fresh: bool) -> None:
+    """Without a checkpoint to go on from: raises RestoreError if there was or may be one, unless ``fresh``."""
+    if kept is not None:
+        way_out = "it has been dropped, run again" if fresh else "pass --fresh"
+        why = f"the only checkpoint, of step {kept.step} in memory, is damaged; {way_out} to begin again at step 0"
+    elif fresh:
+        return
+    elif unread:
+        why = f"{root} has no checkpoint and none can be had from {unread}; put it right, or pass --fresh to begin anew"
+    elif any((folder / REJECTED).exists() for _, folder in folders(root)):
+        why = f"every checkpoint in {root} is damaged; bring one back, or pass --fresh to begin again at step 0"
+    else:
+        return
+    raise RestoreError(why)
 
 
 def _loaded(manifest: Manifest, durable: int, world: World, reporter: Reporter, began: float) -> Manifest:
@@ -152,8 +168,7 @@ def _from_memory(
         return replace(manifest, tier=memory.PARTNER) if planned else manifest
     if why:
         reporter.event("checkpoint_rejected", step=save.step, file=_own(world.rank), why=why)
-    memory.forget(folder, world.rank)
-    return _Damaged(save.step)
+    return _Damaged(save.step, folder)
 
 
 def load_memory(folder: Path, record: memory.Record, state: State) -> Manifest:
@@ -209,8 +224,11 @@ def _names(header: bytes) -> list[str]:
         return []
 
 
-def _fetch(root: Path, remote: str, newest: int, world: World) -> bool:
-    """Bring a checkpoint that is later than the step ``newest`` from ``remote``; False if there is none to be had."""
+def _fetch(root: Path, remote: str, newest: int, world: World) -> int:
+    """Bring a checkpoint that is later than the step ``newest`` from ``remote``.
+
+    Positive if that was done, 0 if there is none, negative if it could not be done, whether there is one or not.
+    """
     command = [sys.executable, "-m", "opsd.checkpoints.remote", "fetch", str(root), remote, str(newest)]
     fetching: subprocess.Popen[bytes] | None = None
     if world.rank == 0:
@@ -219,9 +237,10 @@ def _fetch(root: Path, remote: str, newest: int, world: World) -> bool:
     def fetched() -> int | None:
         if fetching is None or fetching.poll() is None:
             return None
-        return len(fetching.communicate()[0])
+        printed, _ = fetching.communicate()
+        return -1 if fetching.returncode else len(printed)
 
-    return world.once_first_has(fetched) > 0
+    return world.once_first_has(fetched)
 
 
 def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:

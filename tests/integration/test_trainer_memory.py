@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trainer_world import Run, eventually, flip
 
-from opsd.checkpoints.manifest import folder_of, steps
+from opsd.checkpoints.manifest import MANIFEST, folder_of, steps
 from trainer import memory
 
 
@@ -69,14 +69,17 @@ def test_a_damaged_memory_is_not_used(run: Run, undisturbed: Run, rank: int) -> 
 
 
 def test_a_damaged_memory_alone_is_not_begun_with(run: Run) -> None:
-    """When nothing but a damaged state is left, the run ends with a sentence; run again, it begins afresh."""
+    """When nothing but a damaged state is left, each start ends with a sentence until told to begin afresh."""
     kill_after_save(run)
     for folder in run.checkpoints.glob("step-*"):
         folder.rename(run.folder / folder.name)
     flip(memory.state_path(run.folder, 0))
-    assert run.start().wait() == [1, 1]
-    assert "in memory, is damaged; run again to begin at step 0" in run.printed()
-    run.finish(run__steps=5)
+    for _ in range(2):
+        assert run.start().wait() == [1, 1]
+    assert run.printed().count("in memory, is damaged; pass --fresh to begin again at step 0") >= 2
+    assert run.start("--fresh").wait() == [1, 1]  # part of the initial state had been overwritten
+    assert "it has been dropped, run again to begin again at step 0" in run.printed()
+    run.finish("--fresh", run__steps=5)
 
 
 @pytest.mark.parametrize("change", ["older", "other attempt", "gone"])
@@ -131,3 +134,17 @@ def test_a_storage_that_refuses_stops_nothing(run: Run, undisturbed: Run) -> Non
     assert steps(run.checkpoints)[0] == 10
     assert steps(run.checkpoints)[-1] == 40
     assert run.curve() == undisturbed.curve()
+
+
+def test_a_copy_that_cannot_be_read_is_not_none(run: Run, tmp_path: Path) -> None:
+    """With the disk lost and the storage out of reach, a run does not begin at step 0 unless it is told to."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    unreadable = folder_of(bucket, 20) / MANIFEST
+    unreadable.mkdir(parents=True)
+    remote = {"checkpoint__remote": f"file://{bucket}", "run__steps": 5}
+    assert run.start(**remote).wait() == [1, 1]
+    assert f"none can be had from file://{bucket}" in run.printed()
+    assert "--fresh" in run.printed()
+    assert not (run.folder / "metrics.jsonl").exists()
+    run.finish("--fresh", **remote)
