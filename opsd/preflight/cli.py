@@ -23,7 +23,7 @@ from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarant
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.drill_cli import node_drill
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.files import write_text
+from opsd.preflight.files import written
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.network.cli import exit_code, network
@@ -192,7 +192,7 @@ def history(settings: Settings, node: str | None, runs: int, check_name: str | N
 def merge(reports: tuple[Path, ...], fleet_file: Path | None) -> int:
     """Compare the JSON reports of many nodes: who failed, and whose versions differ from the majority.
 
-    Exits with 1 if a node failed or versions differ.
+    Exits with 1 if a node failed, versions differ, or FILE cannot be written.
     """
     loaded = [*_read_all(reports)]
     nodes = newest_by_node(loaded)
@@ -209,8 +209,8 @@ def merge(reports: tuple[Path, ...], fleet_file: Path | None) -> int:
     differing = deviations(facts_of(loaded))
     for deviation in differing:
         console.print(f"[yellow]{escape(str(deviation))}[/]", highlight=False, soft_wrap=True)
-    if fleet_file is not None:
-        write_text(fleet_file, fleet_of(loaded).to_json())
+    if fleet_file is not None and not written(fleet_file, fleet_of(loaded).to_json(), "the medians"):
+        return exitcodes.FAILED
     return exitcodes.FAILED if differing or len(passed) < len(nodes) else exitcodes.OK
 
 

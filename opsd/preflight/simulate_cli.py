@@ -14,6 +14,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.preflight.fabric import PLANTS, Score, cluster, score, trial
+from opsd.preflight.files import written
 
 
 @click.command()
@@ -35,7 +36,8 @@ def simulate(
 ) -> int:
     """Search simulated clusters with planted faults for what is bad.
 
-    Exits with 1 if fewer than 99 % of the trials of a kind named exactly what was planted, the last kind excepted.
+    Exits with 1 if fewer than 99 % of the trials of a kind named exactly what was planted, the last kind excepted, or
+    if FILE cannot be written.
     """
     console = Console()
     if show:
@@ -45,8 +47,9 @@ def simulate(
         return exitcodes.OK
     scores = [score(plant, count, per_switch, trials, seed) for count in nodes for plant in plants or PLANTS]
     console.print(_table(scores))
-    if target is not None:
-        target.write_text(json.dumps([asdict(entry) for entry in scores], indent=1) + "\n", encoding="utf-8")
+    text = json.dumps([asdict(entry) for entry in scores], indent=1) + "\n"
+    if target is not None and not written(target, text, "the scores"):
+        return exitcodes.FAILED
     promised = [entry for entry in scores if entry.plant != "flaky in 30 % of the tests"]
     return exitcodes.OK if all(entry.right >= 0.99 * entry.trials for entry in promised) else exitcodes.FAILED
 

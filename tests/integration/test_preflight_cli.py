@@ -265,6 +265,18 @@ def test_merge_names_the_nodes_that_failed_and_those_that_differ(environment: di
     assert (tmp_path / "fleet.out").exists()
 
 
+def test_results_that_cannot_be_written_are_said_after_they_were_shown(environment: dict[str, str], tmp_path: Path):
+    """Exit 1 and one sentence: whoever asked for the file does not have it."""
+    (tmp_path / "0.json").write_text(report(VERSIONS, node="node-0").to_json(), encoding="utf-8")
+    nowhere = tmp_path / "none/file"
+    merged = opsd(environment, "merge", tmp_path / "0.json", "--fleet", nowhere)
+    simulated = opsd(environment, "simulate", "--nodes=16", "--plant=bad link", "--trials=1", "--json", nowhere)
+    assert "node passed" in merged.stdout and "bad link" in simulated.stdout
+    for result, what in ((merged, "medians"), (simulated, "scores")):
+        assert result.returncode == 1
+        assert result.stderr == f"opsd: the {what} could not be written to {nowhere}: No such file or directory\n"
+
+
 @pytest.mark.slow
 def test_the_quick_profile_takes_at_most_a_minute(environment: dict[str, str], tmp_path: Path):
     """Every check that applies here runs for real."""
