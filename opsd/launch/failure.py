@@ -19,11 +19,11 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 _HARDWARE = re.compile(
-    r"CUDA error|cuda(Error|_error)|uncorrectable|ECC|device-side|CUBLAS_STATUS|CUDNN_STATUS|unspecified launch failure"
-    r"|AcceleratorError|fallen off the bus|ncclUnhandledCudaError|ncclInternalError"
+    r"CUDA error|cuda(Error|_error)|uncorrectable|ECC error|device-side|CUBLAS_STATUS|CUDNN_STATUS"
+    r"|unspecified launch failure|AcceleratorError|fallen off the bus|ncclUnhandledCudaError|ncclInternalError"
 )
 _ENVIRONMENT = re.compile(
-    r"EADDRINUSE|address already in use|no space left|stale file handle|input/output error|ESTALE|EIO"
+    r"EADDRINUSE|address already in use|no space left|stale file handle|input/output error|(?-i:\b(ESTALE|EIO)\b)"
     r"|too many open files|cannot allocate memory|resource temporarily unavailable|read-only file system",
     re.IGNORECASE,
 )

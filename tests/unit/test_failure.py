@@ -30,6 +30,10 @@ RESET = RankError("RuntimeError", "Connection reset by peer [127.0.0.1]:3342", "
         ("exit code 1", RankError("OSError", "[Errno 28] No space left on device", ""), "", "environment"),
         ("exit code 1", RankError("DistNetworkError", "EADDRINUSE", ""), "", "communication"),
         ("exit code 3", None, "usage: train.py", "user"),
+        ("exit code 1", RankError("FileNotFoundError", "/data/ECCV24/x", ""), "", "user"),
+        ("exit code 1", None, "| N/A 34C P0 70W / 700W | Volatile Uncorr. ECC 0 |", "user"),
+        ("exit code 1", RankError("KeyError", "'Leios'", ""), "", "user"),
+        ("exit code 1", RankError("OSError", "read failed: EIO", ""), "", "environment"),
     ],
 )
 def test_kinds(exit: str, error: RankError | None, log: str, kind: str) -> None:
