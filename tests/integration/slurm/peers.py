@@ -102,9 +102,6 @@ def _stall(training: Training, lines: int) -> Trial | None:
 
 def redundant(kind: type[PeerTraining], victim: int, trials: int, note: Callable[[Trial], None]) -> None:
     """A node with a rank loses power, and one agent more than needed is there."""
-    if find_spec(kind.launcher.partition(".")[0]) is None:
-        note(Trial(0.0, 0, f"{kind.launcher} is not installed"))
-        return
     flags = ["--ignore-missing-fault-tol-cfg"] if kind is NvidiaTraining else []
     with Cluster([f"n{number}" for number in range(1, ACTIVE + 2)]) as cluster:
         data = make_data(cluster.shared)
@@ -124,6 +121,11 @@ def requeued(trials: int, note: Callable[[Trial], None]) -> None:
             )  # fmt: skip
             note(_trial(training, -1, REQUEUE_LIMIT_S))
             cluster.restore()
+
+
+def installed(name: str) -> bool:
+    """Whether the peer of the scenario ``name`` can be tried here."""
+    return not name.startswith("ft_launcher") or find_spec("nvidia_resiliency_ext") is not None
 
 
 SCENARIOS: dict[str, Scenario] = {

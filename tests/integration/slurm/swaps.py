@@ -84,9 +84,15 @@ NAMES = (*SCENARIOS, *peers.SCENARIOS)
 
 
 def run(trials: int, note: Callable[[str], None], names: tuple[str, ...] = NAMES) -> dict[str, Any]:
-    """The scenarios and peers of these ``names``; raises RuntimeError if there can be no cluster here."""
+    """The scenarios and peers of these ``names``; raises RuntimeError if there can be no cluster here.
+
+    Peers that are not installed are left out.
+    """
     results: dict[str, dict[str, Any]] = {"scenarios": {}, "peers": {}}
     for name in names:
+        if not peers.installed(name):
+            note(f"{name}: the peer is not installed")
+            continue
         found: list[Trial] = []
 
         def noted(trial: Trial, name: str = name, found: list[Trial] = found) -> None:
