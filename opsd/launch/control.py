@@ -82,7 +82,7 @@ class ControlServer:
     def _answer(self, line: bytes) -> Request:
         try:
             request = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {"ok": False, "error": "the request is not JSON"}
         if not isinstance(request, dict):
             return {"ok": False, "error": "the request is not a JSON object"}

@@ -21,5 +21,5 @@ def read_error(path: Path) -> tuple[RankError, float] | None:
         name, _, text = str(message["message"]).partition(": ")
         t = float(extra.get("at") or extra["timestamp"])
         return RankError(str(extra.get("type") or name), text, str(extra.get("where", ""))), t
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None

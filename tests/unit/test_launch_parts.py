@@ -16,6 +16,7 @@ from opsd.client import process_start
 from opsd.launch.console import Console
 from opsd.launch.control import ControlServer
 from opsd.launch.environment import generation_environment, gpu_count, gpu_of, launch_environment
+from opsd.launch.error_file import read_error
 from opsd.launch.events import EventLog, EventTail
 from opsd.launch.loop import Loop
 from opsd.launch.membership import SingleNode, free_port
@@ -200,13 +201,19 @@ def test_tail_takes_whole_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "events"
     tail = EventTail(path)
     assert list(tail.read()) == []
-    path.write_text('{"event": "a"}\nnot json\n[1]\n{"event": "b"')
+    path.write_text('{"event": "a"}\nnot json\n' + "[" * 100_000 + '\n[1]\n{"event": "b"')
     assert [record["event"] for record in tail.read()] == ["a"]
     with path.open("a") as file:
         file.write("}\n")
     assert [record["event"] for record in tail.read()] == ["b"]
     (tmp_path / "link").symlink_to(path)
     assert list(EventTail(tmp_path / "link").read()) == []
+
+
+def test_nested_error_file_is_none(tmp_path: Path) -> None:
+    """What a rank leaves cannot end its launcher."""
+    (tmp_path / "error.json").write_text("[" * 100_000)
+    assert read_error(tmp_path / "error.json") is None
 
 
 # -- console ---------------------------------------------------------------------------------------------------------
@@ -286,8 +293,9 @@ def test_control_answers_line_by_line(tmp_path: Path, loop: Loop) -> None:
     deep.mkdir()
     path = deep / "control.sock"
     server = ControlServer(path, loop, lambda request: {"ok": True, "echo": request["cmd"]})
-    assert ask(path, b'{"cmd": "a"}', b"nonsense", b"[]", b'{"cmd": "b"}') == [
+    assert ask(path, b'{"cmd": "a"}', b"nonsense", b"[" * 60_000, b"[]", b'{"cmd": "b"}') == [
         {"ok": True, "echo": "a"},
+        {"ok": False, "error": "the request is not JSON"},
         {"ok": False, "error": "the request is not JSON"},
         {"ok": False, "error": "the request is not a JSON object"},
         {"ok": True, "echo": "b"},
