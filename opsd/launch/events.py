@@ -17,6 +17,8 @@ _AT_ONCE = 1 << 20
 class EventLog:
     """Writes events to several files. A file that cannot be written is reported once and does not stop the run.
 
+    A disk that fills up may take a part of a line: the next one then begins anew.
+
     ``relay`` is given every event as well, for somebody else to write down.
     """
 
@@ -24,6 +26,7 @@ class EventLog:
         self._common = {"run": run, "node": node}
         self._files = [(path, open(path, "ab", buffering=0)) for path in targets]  # noqa: SIM115
         self._failed: set[Path] = set()
+        self._torn: set[Path] = set()
         self.generation = 0
         self.relay: Callable[[dict[str, object]], None] | None = None
 
@@ -43,8 +46,12 @@ class EventLog:
         """Append an event that is complete, for instance one from another node."""
         line = (json.dumps(record, default=str) + "\n").encode()
         for path, file in self._files:
+            whole = b"\n" + line if path in self._torn else line
             try:
-                file.write(line)
+                if file.write(whole) == len(whole):
+                    self._torn.discard(path)
+                else:
+                    self._torn.add(path)
             except OSError as error:
                 if path not in self._failed:
                     self._failed.add(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import threading
 import time
@@ -194,6 +195,23 @@ def test_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFi
         log.emit("checkpoint_committed", step=step)
     assert len((tmp_path / "b").read_text().splitlines()) == 3
     assert capfd.readouterr().err.count("/dev/full") == 1
+
+
+def test_line_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
+    """What fits of a line is written without an error; the next one stands on a line of its own."""
+    path = tmp_path / "events"
+    log = EventLog("r", "n", [path])
+    log.emit("a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        log.emit("b")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for name in "cd":
+        log.emit(name)
+    assert [record["event"] for record in EventTail(path).read()] == ["a", "c", "d"]
+    assert len(path.read_bytes().splitlines()) == 4
 
 
 def test_tail_takes_whole_lines_only(tmp_path: Path) -> None:
