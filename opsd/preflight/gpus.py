@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -65,7 +66,8 @@ def torch_devices(context: Context) -> list[torch.device]:
     try:
         import torch
     except ImportError:
-        raise CouldNotRunError("torch is not installed here; pip install 'opsd[train]'") from None
+        hint = "install it with `deploy/install --train`, or name the Python of the training in preflight.python"
+        raise CouldNotRunError(f"torch is not installed in {sys.executable}; {hint}") from None
     if context.device == "cpu":
         return [torch.device("cpu")]
     if not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,10 @@ def config_of(context: Context) -> Config:
     try:
         from trainer.config import ConfigError, load
     except ImportError as error:
-        raise CouldNotRunError(f"the trainer cannot be imported ({error}); pip install 'opsd[train]'") from error
+        raise CouldNotRunError(
+            f"the trainer cannot be imported in {sys.executable} ({error}): install what it needs with `deploy/install "
+            "--train`, or start this with the Python of the training: PYTHON -m opsd preflight …"
+        ) from error
     try:
         return load(context.train, context.overrides)
     except ConfigError as error:

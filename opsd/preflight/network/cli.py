@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import click
@@ -81,7 +82,10 @@ def _gpus() -> int:
     try:
         import torch
     except ImportError:
-        raise BadConfig("the network check needs torch; pip install 'opsd[train]'") from None
+        raise BadConfig(
+            f"torch is not installed in {sys.executable}: install it with `deploy/install --train`, or start this with "
+            "the Python of the training: PYTHON -m opsd preflight network"
+        ) from None
     return torch.cuda.device_count()
 
 
