@@ -12,13 +12,11 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 from queue import Full, Queue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opsd.agent.incidents import Transition
+from opsd.agent.logs import Log
 from runbooks.base import Incident, State
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 TIMEOUT_S = 5.0
 MAX_WAITING = 100
@@ -33,7 +31,7 @@ class AnnotationError(Exception):
 class Annotator:
     """A listener of the responder. ``token_file`` is read each time, so that a renewed token is taken up."""
 
-    def __init__(self, url: str, token_file: Path, node: str, log: FilteringBoundLogger) -> None:
+    def __init__(self, url: str, token_file: Path, node: str, log: Log) -> None:
         self._url, self._token_file, self._node, self._log = url.rstrip("/"), token_file, node, log
         self._ids: OrderedDict[str, int] = OrderedDict()
         self._waiting: Queue[tuple[Incident, Transition]] = Queue(MAX_WAITING)

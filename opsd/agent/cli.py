@@ -17,7 +17,7 @@ from opsd.config import Settings
 from opsd.config_cli import load
 
 if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
+    from opsd.agent.logs import Log
 
 STOP_WITHIN_S = 1.5
 """After a signal to stop the process ends by force after this long, whatever a driver or a disk is doing."""
@@ -93,7 +93,7 @@ def serve(settings: Settings) -> int:
     return exitcodes.OK
 
 
-def carry_out_orders(settings: Settings, log: FilteringBoundLogger, stop: threading.Event) -> None:
+def carry_out_orders(settings: Settings, log: Log, stop: threading.Event) -> None:
     """Tell Slurm, once it answers again, what it could not be told before.
 
     People may leave their orders with an agent that is root or is meant to drain: Slurm refuses those of any other.

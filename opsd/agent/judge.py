@@ -6,13 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from opsd.agent.incidents import Rules
+from opsd.agent.logs import Log
 from runbooks.base import Action, Finding, Incident, Runbook, View
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 T = TypeVar("T")
 
@@ -25,7 +23,7 @@ class Judge:
     def __init__(
         self,
         runbooks: Sequence[Runbook],
-        log: FilteringBoundLogger,
+        log: Log,
         *,
         hold_s: float = HOLD_S,
         max_relapses: int = MAX_RELAPSES,

@@ -6,19 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from collectors.base import Collector, GpuFact, RankFact, Reading, RunFact, Sample
 from opsd.agent import metrics
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.logs import Log
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
 from runbooks.base import Incident
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 PATIENCE = 0.5
 """Share of a tick that the loop waits for collectors; what comes later is taken in by the next tick."""
@@ -66,7 +63,7 @@ class Loop:
         judge: Judge,
         responder: Responder,
         journal: Journal,
-        log: FilteringBoundLogger,
+        log: Log,
         *,
         interval_s: float = 1.0,
         deadline_s: float = 2.0,

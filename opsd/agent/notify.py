@@ -7,14 +7,11 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Full, Queue
-from typing import TYPE_CHECKING
 
 from opsd.agent.actions import ActionError, Notifier
 from opsd.agent.incidents import Transition
+from opsd.agent.logs import Log
 from runbooks.base import Incident, State
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 WEBHOOK_TIMEOUT_S = 5.0
 MAX_WAITING = 100
@@ -23,7 +20,7 @@ MAX_WAITING = 100
 class LogNotifier:
     """Writes notifications to the agent's log."""
 
-    def __init__(self, log: FilteringBoundLogger) -> None:
+    def __init__(self, log: Log) -> None:
         self._log = log
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
@@ -37,7 +34,7 @@ class WebhookNotifier:
     that has it, which is read each time, so that a renewed one is taken up.
     """
 
-    def __init__(self, log: FilteringBoundLogger, receiver: str | Path) -> None:
+    def __init__(self, log: Log, receiver: str | Path) -> None:
         self._to_log = LogNotifier(log)
         self._receiver = receiver
 
@@ -73,7 +70,7 @@ class Announcer:
         self,
         notify: Notifier,
         node: str,
-        log: FilteringBoundLogger,
+        log: Log,
         *,
         muted: Callable[[str, float], str] = lambda _kind, _wall: "",
     ) -> None:

@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from opsd.agent import correlate, incidents
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Outcome, Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.logs import Log
 from opsd.agent.policy import Decision, Limits, Past, Verdict, decide
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
 from runbooks.base import Action, Incident, State, View
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 REWRITE_S = 30.0
 """An incident that only goes on is written to the journal this often."""
@@ -39,7 +36,7 @@ class Responder:
         judge: Judge,
         executor: Executor,
         journal: Journal,
-        log: FilteringBoundLogger,
+        log: Log,
         *,
         mode_of: Callable[[str], str],
         limits: Limits,

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from opsd import __version__
@@ -37,6 +37,7 @@ from opsd.agent import api
 from opsd.agent.exposition import Exposition
 from opsd.agent.job_nodes import JobNodes
 from opsd.agent.ledgers import Ledgers
+from opsd.agent.logs import Log
 from opsd.agent.loop import Snapshot
 from opsd.agent.page import REFRESH_S, node_page
 from opsd.agent.page_cache import PageCache
@@ -45,9 +46,6 @@ from opsd.agent.page_html import HEADERS
 from opsd.agent.page_job import job_page, node_of_job
 from opsd.agent.page_runbooks import runbook_list, runbook_page
 from opsd.agent.web_config import WebConfig
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 MAX_CONNECTIONS = 64
 CONNECTION_S = 5.0
@@ -267,7 +265,7 @@ class Server(ThreadingHTTPServer):
 
     app: App
 
-    def __init__(self, listen: str, log: FilteringBoundLogger, web: WebConfig | None = None) -> None:
+    def __init__(self, listen: str, log: Log, web: WebConfig | None = None) -> None:
         self.log = log
         self.web = web or WebConfig()
         self._open: dict[socket.socket, float] = {}

@@ -49,19 +49,17 @@ def _field(name: str, value: bytes) -> bytes:
     return name.encode() + b"\n" + struct.pack("<Q", len(value)) + value + b"\n"
 
 
-class JournalLogger:
-    """What structlog writes to. What the journal does not take goes to stderr as JSON, which leads there as well."""
+class JournalWriter:
+    """What the journal does not take goes to stderr as JSON, which leads there as well."""
 
     def __init__(self, path: str = SOCKET) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.settimeout(TIMEOUT_S)
 
-    def log(self, **event: object) -> None:
+    def __call__(self, event: Mapping[str, object]) -> None:
         """Write one entry."""
         try:
             self._socket.sendto(encode(event), self._path)
         except OSError:
             print(json.dumps(event, default=str), file=sys.stderr)
-
-    debug = info = warning = error = critical = log

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import cache
-from typing import TYPE_CHECKING
 
 from collectors.nvml import PowerControl
 from opsd.agent import collectors
@@ -13,6 +12,7 @@ from opsd.agent.annotate import Annotator
 from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.logs import Log
 from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
 from opsd.agent.responder import Listener, Responder
@@ -22,11 +22,8 @@ from opsd.slurm.connect import choose
 from opsd.slurm.orders import Orders
 from runbooks import RUNBOOKS
 
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
-
-def build_journal(settings: Settings, log: FilteringBoundLogger) -> Journal:
+def build_journal(settings: Settings, log: Log) -> Journal:
     """The journal in the state folder; it says in the log when it stops and starts being written."""
 
     def say(problem: str) -> None:
@@ -45,7 +42,7 @@ def _drainer(settings: Settings) -> SlurmDrainer:
     return SlurmDrainer(slurm, settings.agent.node, settings.policy.drain_rules(), orders)
 
 
-def _listeners(settings: Settings, notifier: Notifier, log: FilteringBoundLogger) -> list[Listener]:
+def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:
     """Who is told of every change of an incident: people, and Grafana."""
     told: list[Listener] = []
     notify, node = settings.notify, settings.agent.node
@@ -56,7 +53,7 @@ def _listeners(settings: Settings, notifier: Notifier, log: FilteringBoundLogger
     return told
 
 
-def build_loop(settings: Settings, journal: Journal, log: FilteringBoundLogger) -> Loop:
+def build_loop(settings: Settings, journal: Journal, log: Log) -> Loop:
     """The loop with everything connected to it; nothing has been collected yet."""
     agent, policy, receiver = settings.agent, settings.policy, settings.notify.receiver
     notifier: Notifier = WebhookNotifier(log, receiver) if receiver else LogNotifier(log)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import tempfile
-import traceback
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import structlog
 
 from collectors.base import NoData
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Outcome, Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.logs import Log
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
@@ -94,7 +91,7 @@ class _Player:
                 window.add(collector, reading)
 
     def _responder(self, journal: Journal) -> Responder:
-        log = structlog.wrap_logger(None, processors=[self._logged])
+        log = Log(self._logged)
         return Responder(
             Judge(RUNBOOKS, log),
             _Hands(self),
@@ -106,11 +103,10 @@ class _Player:
             listeners=[self._heard],
         )
 
-    def _logged(self, _logger: object, level: str, record: MutableMapping[str, Any]) -> str:
-        """Keep what the agent logs as an error (a runbook that raised), and print nothing."""
-        if level in ("error", "exception"):
-            self.played.errors.append(f"{record['event']}: {traceback.format_exc()}")
-        raise structlog.DropEvent
+    def _logged(self, event: Mapping[str, object]) -> None:
+        """Keep what the agent logs as an error (a runbook that raised)."""
+        if event["level"] == "error":
+            self.played.errors.append(f"{event['event']}: {event.get('exception', '')}")
 
     def _heard(self, incident: Incident, transition: Transition) -> None:
         if transition.before is None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import structlog
-
 from collectors.base import Collector
 from opsd.agent.actions import Executor
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.logs import Log
 from opsd.agent.loop import Clock, Loop
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Listener, Responder
@@ -19,7 +18,7 @@ from runbooks.base import Page, Runbook
 from tests.fakes.clock import FakeClock
 
 PAGE = Page("Trouble", "m", "i", "d", "m", "a")
-SILENT = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
+SILENT = Log(lambda event: None)
 
 
 def runbook(**changes: object) -> Runbook:
