@@ -129,10 +129,13 @@ def _loop_children() -> list[int]:
     return []
 
 
-def sweep(protected: Callable[[int], bool], number: signal.Signals = signal.SIGKILL) -> int:
+def sweep(
+    protected: Callable[[int], bool], number: signal.Signals = signal.SIGKILL, told: set[int] | None = None
+) -> int:
     """Signal every process below this one's main thread outside the ``protected`` trees; returns how many still exist.
 
-    Direct children among them that have ended are collected. Call again until it returns 0.
+    Direct children among them that have ended are collected. Call again until it returns 0. Those in ``told`` get no
+    further signal, those that got this one are added: a second SIGTERM means "at once" to many programs.
     """
     remaining = 0
     trees = [child for child in _loop_children() if not protected(child)]
@@ -141,8 +144,11 @@ def sweep(protected: Callable[[int], bool], number: signal.Signals = signal.SIGK
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == pid:
                 continue
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+        if told is None or pid not in told:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        if told is not None:
+            told.add(pid)
         remaining += 1
     return remaining
 

@@ -19,7 +19,7 @@ class Teardown:
     """Ends ``generation``, then calls ``done``.
 
     Ranks are killed at once: one that is blocked in a collective could not do anything useful with a SIGTERM. With
-    ``gently``, for ranks that have all finished, what they have left running gets a SIGTERM first. ``protected``
+    ``gently``, for ranks that have all finished, what they have left running gets one SIGTERM first. ``protected``
     says which processes below the launcher are none of the generation's. Those that are writing a staged checkpoint are
     left to finish. ``stuck`` is called with the culprits if something cannot be killed.
     """
@@ -40,18 +40,23 @@ class Teardown:
         self._protected = lambda pid: pid in saving or protected(pid)
         self._done = done
         self._stuck = stuck
-        self._signal = signal.SIGTERM if gently else signal.SIGKILL
+        self._told: set[int] | None = set() if gently else None
         self._limit = loop.later(LEFTOVERS_S if gently else UNKILLABLE_S, self._too_slow)
         self._over = False
-        for rank in generation.ranks:
+        for rank in generation.running if gently else generation.ranks:
             rank.child.kill_group(self._signal)
+
+    @property
+    def _signal(self) -> signal.Signals:
+        return signal.SIGKILL if self._told is None else signal.SIGTERM
 
     def advance(self) -> None:
         """Go on if all ranks have ended; to be called at the beginning and whenever one has."""
         if self._generation.running:
             return
         for rank in self._generation.ranks:
-            rank.child.kill_group(self._signal)
+            if self._told is None:
+                rank.child.kill_group()
             rank.child.reap()
         self._generation.ranks.clear()
         self._sweep()
@@ -59,7 +64,7 @@ class Teardown:
     def _sweep(self) -> None:
         if self._over:
             return
-        if sweep(self._protected, self._signal):
+        if sweep(self._protected, self._signal, self._told):
             self._loop.later(SWEEP_S, self._sweep)
             return
         self._over = True
@@ -67,8 +72,8 @@ class Teardown:
         self._done()
 
     def _too_slow(self) -> None:
-        if self._signal is signal.SIGTERM:
-            self._signal = signal.SIGKILL
+        if self._told is not None:
+            self._told = None
             self._limit = self._loop.later(UNKILLABLE_S, self._too_slow)
             return
         self._over = True

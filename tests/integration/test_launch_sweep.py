@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from opsd.launch.aside import aside
 from opsd.launch.loop import Loop
 from opsd.launch.process import collect_orphans, descendants, spawn, sweep
 from opsd.launch.program import Program
+from opsd.launch.ranks import Generation
 from opsd.launch.standby import StandbyPool
+from opsd.launch.teardown import Teardown
 from opsd.slurm.runner import Output, run_command
 
 
@@ -41,6 +44,27 @@ def test_a_command_that_a_thread_runs_is_not_swept() -> None:
     look()
     loop.run()
     assert outcome == [Output(3, "", "")]
+
+
+def test_what_ranks_have_left_gets_one_sigterm(tmp_path: Path) -> None:
+    """A second one would have it drop what it has not written yet."""
+    protected, loop = others(), Loop()
+    program = """
+import signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("ready", flush=True)
+while not told:
+    time.sleep(0.01)
+time.sleep(0.3)
+print(len(told), flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as left:
+        assert left.stdout is not None
+        assert left.stdout.readline() == "ready\n"
+        Teardown(Generation(1), loop, protected, done=loop.stop, stuck=lambda _: None, gently=True).advance()
+        loop.run()
+        assert left.stdout.read() == "1\n"
 
 
 def test_a_process_that_does_not_end_does_not_hold_up_the_loop() -> None:
