@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from opsd.checkpoints.manifest import (
     REJECTED,
     CheckpointError,
     Manifest,
+    Unreadable,
     folder_of,
     folders,
     reject,
@@ -244,23 +247,44 @@ def _fetch(root: Path, remote: str, newest: int, world: World) -> int:
 
 
 def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
+    """The newest checkpoint that all ranks find whole.
+
+    What one of them finds damaged is set aside; what one of them cannot read is passed over this time: that may be due
+    to its node. Raises RestoreError if nothing is left but what was passed over.
+    """
+    passed_over: set[int] = set()
     while True:
-        step = world.from_first(max(steps(root), default=-1) if world.rank == 0 else -1)
-        if step < 0:
+        found = set(steps(root)) if world.rank == 0 else set()
+        step = world.from_first(max(found - passed_over, default=-2 if found else -1))
+        if step == -2:
+            raise RestoreError(f"not every rank can read the checkpoints in {root}; see the events checkpoint_rejected")
+        if step == -1:
             return None
         folder = folder_of(root, step)
+        _see_manifest(folder)
         error: CheckpointError | None = None
         try:
             manifest = verify(folder, part=world.rank, parts=world.size)
-        except CheckpointError as found:
-            error = found
+        except CheckpointError as damage:
+            error = damage
         finder = world.least(world.size if error is None else world.rank)
         if finder == world.size:
             return manifest
         if world.rank == finder and error is not None:
             reporter.event("checkpoint_rejected", step=step, file=error.file, why=str(error))
-            reject(folder)
+            if not isinstance(error, Unreadable):
+                reject(folder)
         world.least(0)  # nobody looks again before it is set aside
+        passed_over.add(step)
+
+
+def _see_manifest(folder: Path) -> None:
+    """An NFS client that looked too early may keep for a minute that there is none, unless it changes the folder."""
+    if not (folder / MANIFEST).exists():
+        probe = folder / f".look.{secrets.token_hex(4)}"
+        with suppress(OSError):
+            probe.touch()
+            probe.unlink()
 
 
 def _report_incomplete(root: Path, newest: int, reporter: Reporter) -> None:

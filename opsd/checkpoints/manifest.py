@@ -35,6 +35,10 @@ class CheckpointError(Exception):
         self.file = file
 
 
+class Unreadable(CheckpointError):
+    """A checkpoint that cannot be read from here and now, which does not mean that it is damaged."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """One file of a checkpoint: name relative to its folder, bytes, ``algorithm:hexdigest`` over the content."""
@@ -126,16 +130,19 @@ def _rename_new(draft: Path, target: Path) -> None:
 
 
 def read(folder: Path, name: str = MANIFEST) -> Manifest:
-    """The manifest of the checkpoint in ``folder``. Raises CheckpointError if there is none or it makes no sense.
+    """The manifest of the checkpoint in ``folder``.
 
-    ``name`` is that of a manifest that has been set aside.
+    ``name`` is that of a manifest that has been set aside. Raises CheckpointError if it makes no sense, Unreadable if
+    there is none or the storage fails.
     """
     path = folder / name
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: the checkpoint was never completed", MANIFEST) from None
-    except (OSError, ValueError) as error:
+        raise Unreadable(f"{folder} has no {MANIFEST}: the checkpoint was never completed", MANIFEST) from None
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror}", MANIFEST) from error
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", MANIFEST) from error
     try:
         if raw["format"] != FORMAT:
@@ -150,9 +157,10 @@ def read(folder: Path, name: str = MANIFEST) -> Manifest:
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
-    """Read the manifest and check every file's size and checksum. Raises CheckpointError naming the first bad file.
+    """Read the manifest and check every file's size and checksum.
 
-    ``parts`` readers share the work when each has its own ``part``, from 0 on.
+    ``parts`` readers share the work when each has its own ``part``, from 0 on. Raises CheckpointError naming the first
+    bad file, Unreadable if the storage fails.
     """
     manifest = read(folder)
     for entry in manifest.files[part::parts]:
@@ -166,7 +174,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing", entry.name) from None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}", entry.name) from error
+            raise Unreadable(f"{path} cannot be read: {error.strerror}", entry.name) from error
     return manifest
 
 

@@ -67,6 +67,36 @@ def test_a_damaged_manifest_is_not_used(
     assert run.curve() == undisturbed.curve()
 
 
+def hide(path: Path) -> None:
+    """Have the storage fail whenever the file is read: with ELOOP."""
+    path.rename(path.with_suffix(".hidden"))
+    path.symlink_to(path.name)
+
+
+def show(path: Path) -> None:
+    """The storage is well again."""
+    path.with_suffix(".hidden").replace(path)
+
+
+def test_a_storage_error_of_one_rank_condemns_no_checkpoint(stopped_at_20: Run, undisturbed: Run) -> None:
+    """What a rank cannot read is passed over and stays; with nothing else left the run ends with a sentence."""
+    run = stopped_at_20
+    saved = steps(run.checkpoints)
+    files = [folder_of(run.checkpoints, step) / read(folder_of(run.checkpoints, step)).files[1].name for step in saved]
+    for path in files:
+        hide(path)
+    code, line = refused(run)
+    assert code == 1
+    assert "not every rank can read the checkpoints" in line
+    assert steps(run.checkpoints) == saved
+    assert [event["step"] for event in run.events("checkpoint_rejected")] == saved[::-1]
+    show(files[saved.index(15)])
+    run.finish()
+    assert run.events("checkpoint_loaded")[-1]["step"] == 15
+    assert not list(run.checkpoints.glob(f"*/{REJECTED}"))
+    assert run.curve() == undisturbed.curve()
+
+
 def test_never_afresh_in_silence(stopped_at_20: Run, undisturbed: Run) -> None:
     """When every checkpoint is damaged the run stops and says so, each time, until it is told to begin again."""
     run = stopped_at_20

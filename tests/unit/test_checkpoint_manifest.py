@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from opsd import exitcodes
 from opsd.checkpoints import manifest
 from opsd.checkpoints.cli import checkpoint
-from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, FileEntry, Manifest
+from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, FileEntry, Manifest, Unreadable
 from opsd.checkpoints.retention import PRUNED, prune
 
 
@@ -112,6 +112,16 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     assert error.value.file == file
     assert text in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rank-0001.safetensors"])
+def test_a_failing_storage_is_no_damage(tmp_path: Path, name: str) -> None:
+    """What cannot be read is told apart from what is wrong."""
+    folder = make(tmp_path, 20)
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)  # ELOOP, as good as any other error
+    with pytest.raises(Unreadable, match="cannot be read: Too many levels of symbolic links"):
+        manifest.verify(folder)
 
 
 @settings(max_examples=40, deadline=None)
