@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -190,4 +191,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))  # leaves no exported model behind
     sys.exit(main(sys.argv[1:]))

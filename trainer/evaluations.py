@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from opsd.client import Reporter
@@ -20,6 +22,7 @@ CONFIG, RESULTS = "config.json", "evaluations.jsonl"
 
 LOG = "evaluations.log"
 POLL_S = 5.0
+CLOSE_POLL_S = 0.2
 PLACE = "{command}"
 _OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
@@ -41,9 +44,9 @@ class Evaluations:
         results = folder / RESULTS
         self._read = results.stat().st_size if results.exists() else 0
 
-    def add(self, step: int) -> None:
-        """The checkpoint of ``step`` is durable."""
-        self._waiting.append(step)
+    def add(self, committed: Iterable[int]) -> None:
+        """The checkpoints of the steps ``committed`` are durable."""
+        self._waiting.extend(committed)
 
     def poll(self, now: float) -> None:
         """Start what waits, and tell new results; looks every few seconds only, never waits."""
@@ -53,12 +56,26 @@ class Evaluations:
         self._advance()
 
     def close(self) -> None:
-        """See what has been started or waits through."""
+        """See what has been started or waits through; a run that is to stop breaks it off."""
         while self._running is not None or self._waiting:
-            if self._running is not None:
-                self._running.wait()
+            if self._reporter.stop_requested:
+                self._break_off()
+                break
+            before = self._running
             self._advance()
-        self._advance()
+            if self._running is not before:
+                with self._reporter.phase("evaluation"):  # the launcher's limit is that of one evaluation
+                    pass
+            if self._running is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    self._running.wait(CLOSE_POLL_S)
+        self._tell()
+
+    def _break_off(self) -> None:
+        self._waiting.clear()
+        if self._running is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._running.pid, signal.SIGTERM)
 
     def _advance(self) -> None:
         if self._running is not None and self._running.poll() is not None:

@@ -47,16 +47,15 @@ class Records:
     def poll(self, committed: Iterable[int]) -> None:
         """Have the checkpoints of the steps ``committed`` evaluated, and tell what is evaluated; never waits."""
         if self._first and self._evaluations is not None:
-            for step in committed:
-                self._evaluations.add(step)
+            self._evaluations.add(committed)
             self._evaluations.poll(time.monotonic())
 
     def close(self, committed: Iterable[int]) -> None:
-        """See the last evaluations through and have the last numbers passed on."""
+        """See the last evaluations through, unless the run is to stop, and have the last numbers passed on."""
         if not self._first:
             return
         if self._evaluations is not None:
             with self._reporter.phase("evaluation"):
-                self.poll(committed)
+                self._evaluations.add(committed)
                 self._evaluations.close()
         self._tracking.close()

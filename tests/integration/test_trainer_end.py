@@ -41,3 +41,13 @@ def test_an_upload_is_waited_for_visibly_and_not_by_a_run_that_is_to_stop(run: R
     assert world.wait() == [0], run.log().read_text()
     assert not run.events("checkpoint_upload_failed")  # it has neither been waited for nor given up
     assert list(run.checkpoints.glob("*/awaiting-upload"))
+
+
+def test_evaluations_do_not_hold_up_a_stop(run: Run) -> None:
+    """A run that is asked to stop while it waits for an evaluation ends that too, and ends well."""
+    world = run.start(world=1, run__steps=5, evaluation__harness="true {model}", evaluation__queue="sleep 1000")
+    waiting = eventually(lambda: (page := world.page(0)) is not None and page.phase == "evaluation" and page)
+    assert waiting.committed_step == 5
+    write_request(world.pages[0], "checkpoint_and_stop")
+    assert world.wait() == [0], run.log().read_text()
+    assert list(run.checkpoints.glob("*/awaiting-evaluation"))
