@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from opsd.agent.incidents import Outcome
-from opsd.agent.swap import SwapError, planned_swap
+from opsd.agent.swap import SwapError, UnderWay, planned_swap
 from opsd.client import PageError, RankPage, process_state, read_page
 from opsd.slurm.ownership import reason
 from runbooks.base import Action
@@ -30,6 +30,8 @@ VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "
 CONTROL_TIMEOUT_S = 5.0
 MAX_ANSWER = 65_536
 ACTION_DEADLINE_S = 30.0
+SWAP_SHARE = 2 / 3
+"""Of the deadline, for a swap to be waited for; the rest is for the drain."""
 
 _CREDENTIALS = struct.Struct("=iII")
 """``struct ucred`` of unix(7): pid, uid, gid."""
@@ -156,7 +158,10 @@ class Executor:
         node, control = _name(action, "node"), self._control(action)
         why = " ".join(action.reason.split())
         try:
-            swapped = planned_swap(lambda request: ask_launcher(control, request), node, why)
+            patience_s = self._deadline_s * SWAP_SHARE
+            swapped = planned_swap(lambda request: ask_launcher(control, request), node, why, patience_s=patience_s)
+        except UnderWay as agreed:
+            swapped = str(agreed)
         except (SwapError, ActionError) as error:
             swapped, refusal = "", str(error)
         if self._drain is None:

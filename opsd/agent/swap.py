@@ -10,13 +10,16 @@ from typing import Any
 Ask = Callable[[Mapping[str, object]], Mapping[str, Any]]
 """Sends a request to a launcher of the run and returns its answer. Raises an exception with one sentence."""
 
-PATIENCE_S = 20.0
 POLL_S = 0.25
 NO_SPARE = "the run has no spare; start it with more nodes than it needs"
 
 
 class SwapError(Exception):
     """A swap that cannot be or was not done; the message says why in one sentence."""
+
+
+class UnderWay(SwapError):
+    """The launcher agreed, and the step or the checkpoint takes longer than there was patience."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,15 @@ def planned_swap(
     node: str,
     reason: str,
     *,
-    patience_s: float = PATIENCE_S,
+    patience_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Have ``node`` swapped out, wait until it has no ranks any more, and say who took over.
 
-    A run without a spare may be brought one, from a pool; that is waited for. Raises SwapError if that cannot be, the
-    launcher refuses, or it has not happened after ``patience_s`` seconds, and whatever ``ask`` raises.
+    A run without a spare may be brought one, from a pool; that is waited for. Raises SwapError if that cannot be or the
+    launcher refuses, UnderWay if it agreed and ``node`` is still there after ``patience_s`` seconds, and whatever
+    ``ask`` raises.
     """
     deadline = clock() + patience_s
     before = Members.of(ask({"cmd": "status"}))
@@ -75,7 +79,7 @@ def planned_swap(
         raise SwapError(f"the launcher refused: {answer.get('error') or 'no reason given'}")
     while node in (now := Members.of(ask({"cmd": "status"}))).nodes:
         if clock() > deadline:
-            raise SwapError(f"the launcher agreed, but {node} still runs ranks after {patience_s:g} s")
+            raise UnderWay(f"{node} leaves at the next step boundary; the launcher agreed {patience_s:.0f} s ago")
         sleep(POLL_S)
     came = [name for name in now.nodes if name not in before.nodes]
     return f"{node} is out of the run, {', '.join(came) or 'nobody'} took its place"

@@ -9,8 +9,11 @@ import click
 
 from opsd import exitcodes
 from opsd.agent.actions import ActionError, ask_launcher
-from opsd.agent.swap import PATIENCE_S, Members, SwapError, planned_swap
+from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.config_cli import load
+
+TIMEOUT_S = 600.0
+"""A step, a checkpoint, and the start of the next generation; or a spare that has to come first."""
 
 
 @click.command()
@@ -18,24 +21,38 @@ from opsd.config_cli import load
 @click.option("--run", "run_name", help="The run, if several have a launcher here.")
 @click.option("--reason", default="asked for by hand", show_default=True, help="Why; it stands in the run's events.")
 @click.option("--dry-run", is_flag=True, help="Say which spare would come, and do nothing.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0),
+    default=TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Wait so long at most; a swap that has begun goes on.",
+)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
 def swap(
-    node: str, run_name: str | None, reason: str, dry_run: bool, file: Path | None, overrides: tuple[str, ...]
+    node: str,
+    run_name: str | None,
+    reason: str,
+    dry_run: bool,
+    timeout: float,
+    file: Path | None,
+    overrides: tuple[str, ...],
 ) -> int:
     """Let a spare take the place of NODE at the next step boundary; no step is lost.
 
     To be called on any node of the run. NODE stays in the allocation and in service: `opsd drain` takes it out. Exits
-    with 0 once NODE has no ranks any more, 1 if the run has no spare or its launcher refuses, 2 if the command line is
-    wrong.
+    with 0 once NODE has no ranks any more, 1 if the run has no spare, its launcher refuses, or it takes longer than
+    --timeout, 2 if the command line is wrong.
     """
     root = load(file, overrides).ranks.root
     try:
         control, status = _launcher(root, run_name, node)
         if dry_run:
-            click.echo(_plan(Members.of(status), node, str(status.get("run"))))
+            click.echo(_plan(Members.of(status), node, str(status.get("run")), timeout))
             return exitcodes.OK
-        click.echo(planned_swap(lambda request: ask_launcher(control, request), node, reason))
+        click.echo(planned_swap(lambda request: ask_launcher(control, request), node, reason, patience_s=timeout))
     except (ActionError, SwapError) as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.FAILED
@@ -66,11 +83,11 @@ def _has(status: dict[str, Any], node: str) -> bool:
     return node in Members.of(status).nodes
 
 
-def _plan(members: Members, node: str, run: str) -> str:
+def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
     """What a swap would do. Raises SwapError if it cannot be done."""
     if why_not := members.why_not(node):
         raise SwapError(why_not)
-    first = "" if members.spares else f"ask for a spare, which has to come within {PATIENCE_S:g} s, "
+    first = "" if members.spares else f"ask for a spare, which has to come within {timeout_s:g} s, "
     spare, *others = members.spares or ("it",)
     lead = f"; it leads the run, {spare} or another node takes that over" if node == members.head else ""
     then = f" (then {', '.join(others)})" if others else ""

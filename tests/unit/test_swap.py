@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import exitcodes
-from opsd.agent.actions import Executor
+from opsd.agent.actions import ACTION_DEADLINE_S, Executor
 from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.agent.swap_cli import swap
@@ -30,9 +30,9 @@ def swap_out(shm: Path) -> Action:
     return Action("swap_node", "n02", args, "GPU 2 is lost")
 
 
-def executor(shm: Path, slurm: FakeSlurm | None) -> Executor:
+def executor(shm: Path, slurm: FakeSlurm | None, deadline_s: float = ACTION_DEADLINE_S) -> Executor:
     drainer = SlurmDrainer(lambda: slurm, "n02", Rules()) if slurm else None
-    return Executor(shm=shm, notify=lambda _text, _fields: None, drain_node=drainer)
+    return Executor(shm=shm, notify=lambda _text, _fields: None, drain_node=drainer, deadline_s=deadline_s)
 
 
 def cluster() -> FakeSlurm:
@@ -81,30 +81,44 @@ def test_only_a_run_of_this_node_is_spoken_to(tmp_path: Path) -> None:
     assert (ok, "is not the control socket of a run" in detail, slurm.updates) == (False, True, [])
 
 
-def test_a_swap_that_does_not_come_is_a_failure() -> None:
-    """The launcher agreed and did nothing: after the patience that is said."""
-    ticks = itertools.count()
-    launcher = SwappingLauncher(NODES, ["s1"], slowly=True)
-    with pytest.raises(SwapError, match="agreed, but n02 still runs ranks after 20 s"):
-        planned_swap(launcher, "n02", "x", clock=lambda: float(next(ticks)), sleep=lambda _s: None)
+def test_the_agent_does_not_take_a_long_step_for_a_refusal(tmp_path: Path) -> None:
+    """Once the launcher agreed the node leaves; an action may not wait for that, and has not failed."""
+    said = "n02 leaves at the next step boundary; the launcher agreed"
+    SwappingLauncher(NODES, ["s1"], slowly=True, control=tmp_path / CONTROL)
+    ok, detail = executor(tmp_path, slurm := cluster(), deadline_s=0.1).perform(swap_out(tmp_path))
+    assert (ok, detail.startswith(said), "; drained n02" in detail, len(slurm.updates)) == (True, True, True, 1)
+    ok, detail = executor(tmp_path, None, deadline_s=0.1).perform(swap_out(tmp_path))
+    assert (ok, detail.startswith(said)) == (True, True)
+
+
+def test_by_hand_a_swap_that_takes_too_long_is_a_failure(tmp_path: Path) -> None:
+    """Whoever waits for it is told that it goes on."""
+    SwappingLauncher(NODES, ["s1"], slowly=True, control=tmp_path / CONTROL)
+    code, said = by_hand(tmp_path, "n02", "--timeout=0.1")
+    assert (code, "n02 leaves at the next step boundary" in said) == (exitcodes.FAILED, True)
 
 
 def test_a_spare_that_is_fetched_is_waited_for() -> None:
     """The launcher is asked again once it has come; if none comes, that is said."""
     launcher = SwappingLauncher(NODES, [], pool=["p7"])
-    assert planned_swap(launcher, "n02", "x") == "n02 is out of the run, p7 took its place"
+    assert planned_swap(launcher, "n02", "x", patience_s=20) == "n02 is out of the run, p7 took its place"
     assert [request["cmd"] for request in launcher.requests] == ["swap", "swap"]
     ticks = itertools.count()
     with pytest.raises(SwapError, match="one was asked for and has not come within 20 s"):
         planned_swap(
-            SwappingLauncher(NODES, [], pool=[]), "n02", "x", clock=lambda: float(next(ticks)), sleep=lambda _s: None
+            SwappingLauncher(NODES, [], pool=[]),
+            "n02",
+            "x",
+            patience_s=20,
+            clock=lambda: float(next(ticks)),
+            sleep=lambda _s: None,
         )
 
 
 def test_a_launcher_of_one_node_has_no_spare() -> None:
     """It tells neither nodes nor spares; that is an answer and no error."""
     with pytest.raises(SwapError, match="the run has no spare"):
-        planned_swap(lambda _request: {"ok": True, "node": "n00"}, "n00", "x")
+        planned_swap(lambda _request: {"ok": True, "node": "n00"}, "n00", "x", patience_s=20)
 
 
 def by_hand(root: Path, *arguments: str) -> tuple[int, str]:
@@ -134,7 +148,7 @@ def test_a_dry_run_tells_that_a_spare_would_have_to_come(tmp_path: Path) -> None
     code, said = by_hand(tmp_path, "n01", "--dry-run")
     assert code == exitcodes.OK
     assert said == (
-        "run r would ask for a spare, which has to come within 20 s, checkpoint at a step boundary and go on with it "
+        "run r would ask for a spare, which has to come within 600 s, checkpoint at a step boundary and go on with it "
         "in the place of n01, node rank 1\n"
     )
     assert launcher.requests == []
