@@ -6,6 +6,7 @@ a process of its own, when somebody looks, and requests wait for nothing: they g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -24,10 +25,9 @@ FRESH_S: Final = 60.0
 REST: Final = 50.0
 """A ledger is not made anew before so many times the time that it took, which keeps this below 2 % of a core."""
 DEADLINE_S: Final = 30.0
-MAX_METRICS: Final = 16 << 20
-"""Bytes of metrics.jsonl that fit into ``MAX_MEMORY`` once they are parsed."""
+END_S: Final = 1.0
 MAX_MEMORY: Final = 160 << 20
-"""Bytes: the maker lives in the agent's control group, whose limit is 256 MiB."""
+"""Bytes: the maker lives in the agent's control group, whose limit is 256 MiB. 16 MiB of metrics.jsonl fit into it."""
 KEPT: Final = 16
 
 
@@ -63,8 +63,13 @@ class Ledgers:
         return made
 
     def _renew(self, folder: str) -> None:
-        began = self._clock()
-        made = self._make(Path(folder))
+        began, made = self._clock(), Made(None, "it could not be made: the agent's log has why")
+        try:
+            made = self._make(Path(folder))
+        finally:
+            self._keep(folder, made, began)
+
+    def _keep(self, folder: str, made: Made, began: float) -> None:
         with self._guard:
             self._busy = False
             ended = self._clock()
@@ -77,9 +82,6 @@ class Ledgers:
 def make_ledger(folder: Path) -> Made:
     """The ledger of the run in ``folder``, made by ``opsd ledger`` at the lowest priority and within limits."""
     try:
-        metrics = folder / "metrics.jsonl"
-        if metrics.exists() and metrics.stat().st_size > MAX_METRICS:
-            return Made(None, f"the run is too long for the agent: opsd ledger {folder} has it")
         maker = subprocess.Popen(
             [sys.executable, "-P", "-m", "opsd", "ledger", "--json", "--", str(folder)],
             stdin=subprocess.DEVNULL,
@@ -87,14 +89,30 @@ def make_ledger(folder: Path) -> Made:
             stderr=subprocess.PIPE,
             text=True,
         )
-        os.setpriority(os.PRIO_PROCESS, maker.pid, 19)
+    except OSError as error:
+        return Made(None, f"opsd ledger cannot be started: {error.strerror}")
+    try:
+        # The service's filter of system calls refuses it, and has the agent itself wait behind the training.
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, maker.pid, 19)
         resource.prlimit(maker.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
         out, err = maker.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        maker.kill()
         return Made(None, f"{folder} does not answer")
     except OSError as error:
-        return Made(None, f"{error.filename or folder}: {error.strerror}")
+        return Made(None, f"opsd ledger cannot be kept within its limits: {error.strerror}")
+    finally:
+        _end(maker)
     if maker.returncode:
-        return Made(None, err.strip().rpartition("\n")[2] or "opsd ledger was killed")
+        said = err.strip().rpartition("\n")[2]
+        too_long = f"the run is too long for the agent: opsd ledger {folder} has it"
+        return Made(None, too_long if said.startswith("MemoryError") else said or "opsd ledger was killed")
     return Made(json.loads(out))
+
+
+def _end(maker: subprocess.Popen[str]) -> None:
+    """End ``maker``; one that a hanging file system holds ends once it is let go, and nobody waits for that."""
+    if maker.poll() is None:
+        maker.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            maker.wait(END_S)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from collectors.base import Metric, Sample
 from collectors.ranks import MFU
@@ -173,9 +177,56 @@ def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
     made = make_ledger(tmp_path)
     assert made.ledger is not None and made.ledger["wall_s"] == 60.0
-    with (tmp_path / "metrics.jsonl").open("wb") as file:
-        file.truncate(17 << 20)
-    assert "opsd ledger" in make_ledger(tmp_path).problem
+    step = json.dumps({"t": 110.0, "step": 1, "generation": 1, "loss": 1.0}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(step * 500_000)
+    assert "too long for the agent" in make_ledger(tmp_path).problem
+
+
+WITHOUT_SETPRIORITY = """
+import ctypes, json, os, struct, sys
+from pathlib import Path
+from opsd.agent.ledgers import make_ledger
+
+number = {"x86_64": 141, "aarch64": 140}[os.uname().machine]
+# load the number of the call; if it is setpriority, EPERM, else allow it
+program = struct.pack("HBBI" * 4, 0x20, 0, 0, 0, 0x15, 0, 1, number, 0x6, 0, 0, 0x50001, 0x6, 0, 0, 0x7FFF0000)
+code = ctypes.create_string_buffer(program)
+filter = struct.pack("HxxxxxxP", 4, ctypes.addressof(code))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0) == 0
+try:
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
+except PermissionError:
+    print(json.dumps(make_ledger(Path(sys.argv[1])).ledger))
+"""
+
+
+def test_a_ledger_is_made_where_priorities_may_not_be_set(tmp_path: Path) -> None:
+    """As under the service, whose filter of system calls answers with EPERM."""
+    (tmp_path / "events.jsonl").write_text(
+        '{"t": 100.0, "event": "generation_started", "generation": 1}\n'
+        '{"t": 160.0, "event": "finished", "generation": 1, "exit_code": 0}\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_SETPRIORITY, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["wall_s"] == 60.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:
+    """Whatever goes wrong with one."""
+
+    def make(folder: Path) -> Made:
+        if folder.name == "a":
+            raise RuntimeError("a bug")
+        return Made(LEDGER)
+
+    ledgers = Ledgers(make)
+    assert "being made" in ledgers.of(run(folder="/a")).problem
+    assert eventually(lambda: "could not be made" in ledgers.of(run(folder="/a")).problem)
+    assert eventually(lambda: ledgers.of(run(folder="/b")).ledger is LEDGER)
 
 
 def test_a_page_is_made_once_a_second() -> None:
