@@ -7,6 +7,7 @@ a requeue that has to wait for them takes 21 s, one that is asked for when they 
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -19,6 +20,8 @@ from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, Requeued, Without, requ
 
 LEAD_S = 30.0
 """How long the attendant leaves the requeue itself to the job that asked for it, while that has steps."""
+SPARE_MIN = 5
+"""Minutes that Slurm gives the attendant beyond the time for which it goes on trying."""
 START_S = 4.0
 """How long an attendant may take to start where it is to do all: a little more than Slurm's batch_sched_delay."""
 
@@ -28,6 +31,8 @@ def requeue_from_inside(
     allocation: Allocation,
     without: Without,
     *,
+    restarts: int | None = None,
+    limit_s: float = LIMIT_S,
     command: Sequence[str] = (sys.executable, "-m", "opsd"),
     log: str = "/dev/null",
     clock: Callable[[], float] = time.monotonic,
@@ -37,12 +42,15 @@ def requeue_from_inside(
     """``requeue_now`` for a process of the job itself, which has to end before the job is back in the queue.
 
     What is to be done then is left to the attendant, which needs one processor on any node, one of those that this job
-    gives back at the latest. Its output goes to ``log``. Returns as soon as the job is stopping, or is to end for the
-    attendant to go on; who then lingers on delays the restart. Raises SlurmError.
+    gives back at the latest. Its output goes to ``log``. ``restarts`` is as in ``requeue_now``, but None is as often as
+    this process was; both go on trying for ``limit_s`` seconds. Returns as soon as the job is stopping, or is to end
+    for the attendant to go on; who then lingers on delays the restart. Raises SlurmError.
     """
     attended = False
+    restarts = allocation.restarts if restarts is None else restarts
+    script = _attendant(allocation, without, restarts, limit_s, command, log)
     try:
-        attendant = _submitted(slurm, _attendant(allocation, without, command, log), clock, sleep, say)
+        attendant = _submitted(slurm, script, limit_s, clock, sleep, say)
         say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
         attended = True
         if _batch_host_lost(slurm, allocation, without) and _runs(slurm, attendant, clock, sleep):
@@ -52,13 +60,22 @@ def requeue_from_inside(
     except SlurmError as error:
         say(f"job {allocation.job} may start up to three minutes late: {error}")
     return requeue_now(
-        slurm, allocation.job, without, restarts=allocation.restarts, brief=attended, clock=clock, sleep=sleep, say=say
+        slurm,
+        allocation.job,
+        without,
+        restarts=restarts,
+        brief=attended,
+        limit_s=limit_s,
+        clock=clock,
+        sleep=sleep,
+        say=say,
     )
 
 
 def _submitted(
     slurm: Slurm,
     job: tuple[str, tuple[str, ...]],
+    limit_s: float,
     clock: Callable[[], float],
     sleep: Callable[[float], object],
     say: Callable[[str], object],
@@ -67,7 +84,7 @@ def _submitted(
 
     A second one, where the first request was carried out unheard, finds nothing left to do.
     """
-    limit, told = clock() + LIMIT_S, False
+    limit, told = clock() + limit_s, False
     while True:
         try:
             return slurm.submit(*job)
@@ -95,16 +112,17 @@ def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[f
 
 
 def _attendant(
-    allocation: Allocation, without: Without, command: Sequence[str], log: str
+    allocation: Allocation, without: Without, restarts: int, limit_s: float, command: Sequence[str], log: str
 ) -> tuple[str, tuple[str, ...]]:
     """The script and the options of the job that attends to a requeue."""
     told = [f"--lost={name}" for name in without.lost] + [f"--without={name}" for name in without.unfit]
     argv = [
-        *command, "requeue", str(allocation.job), f"--restarts={allocation.restarts}", f"--lead={LEAD_S:g}",
-        f"--reason={without.reason}", *told,
+        *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={LEAD_S:g}",
+        f"--limit={limit_s:g}", f"--reason={without.reason}", *told,
     ]  # fmt: skip
     options = (
-        f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M", "--time=20",
+        f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M",
+        f"--time={math.ceil(limit_s / 60) + SPARE_MIN}",
         "--no-requeue", f"--output={log}", *allocation.same_queue,
         *([f"--exclude={compress(without.names)}"] if without.names else []),
     )  # fmt: skip

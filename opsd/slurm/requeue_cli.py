@@ -50,7 +50,9 @@ def requeue(
     slurm, without = choose().slurm, Without(lost, unfit, reason)
     try:
         if os.environ.get("SLURM_JOB_ID") == str(job):
-            done = requeue_from_inside(slurm, allocation(os.environ), without, say=click.echo)
+            done = requeue_from_inside(
+                slurm, allocation(os.environ), without, restarts=restarts, limit_s=limit, say=click.echo
+            )
         else:
             done = requeue_now(
                 slurm, job, without, restarts=restarts, lead_s=lead, limit_s=limit, say=click.echo

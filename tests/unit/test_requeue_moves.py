@@ -213,9 +213,20 @@ def test_a_launcher_leaves_the_end_to_another_job() -> None:
     assert slurm.calls == ["requeue", "drain n2", "down n2"]
     [(script, options)] = slurm.submitted
     assert script == (
-        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 '--reason=opsd:4 node_lost' --lost=n2 --without=n3\n"
+        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 --limit=900 '--reason=opsd:4 node_lost' --lost=n2 "
+        "--without=n3\n"
     )
     assert {"--partition=train", "--account=lab", "--exclude=n[2-3]", "--no-requeue", "--nodes=1"} <= set(options)
+
+
+def test_what_was_decided_of_an_earlier_start_does_not_end_this_one() -> None:
+    """Number of restarts and patience are the caller's for the job that attends to it as well."""
+    slurm = queue(dead=("n2",), restarts=2)
+    done = requeue_from_inside(slurm, OWN, Without(("n2",)), restarts=1, limit_s=3600.0, command=["opsd"])
+    assert (done.restarts, slurm.calls) == (2, [])
+    [(script, options)] = slurm.submitted
+    assert "--restarts=1 --lead=30 --limit=3600 " in script
+    assert "--time=65" in options
 
 
 @pytest.mark.parametrize(("room", "calls"), [(True, []), (False, ["requeue", "drain n1", "down n1"])])
