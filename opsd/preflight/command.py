@@ -32,7 +32,7 @@ from opsd.preflight.judge import Yardsticks
 from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report
 from opsd.preflight.settings import PreflightSettings
-from opsd.preflight.training import demand_of
+from opsd.preflight.training import demand_by
 from opsd.preflight.trends import render
 from opsd.slurm.connect import choose
 
@@ -76,7 +76,6 @@ def preflight(
     settings: PreflightSettings,
     checks: Sequence[Check],
     console: Console,
-    demand: Demand | None = None,
 ) -> Report:
     """Run the checks, show and write the results. Raises SelectionError or FleetError before anything is started."""
     validate(settings, checks)
@@ -84,8 +83,9 @@ def preflight(
     selected = select(checks, request.profile, request.only, skip)
     fleet = Fleet.read(Path(settings.fleet)) if settings.fleet else None
     history = History(request.state_dir / HISTORY)
-    known, python = context(request, settings, demand), settings.python or sys.executable
+    known, python = context(request, settings), settings.python or sys.executable
     interpreter.ensure(python, selected, known, settings.optional)
+    known = replace(known, demand=demand_by(python, known))
     with _logs(request.state_dir) as logs, view.watching(console) as watcher:
         job = Job(
             selected,
@@ -144,20 +144,20 @@ def validate(settings: PreflightSettings, checks: Sequence[Check]) -> None:
                 raise SelectionError(f"preflight.limits.{name}.{measure}: {name} has no such measure; {known}")
 
 
-def context(request: Request, settings: PreflightSettings, demand: Demand | None = None) -> Context:
-    """What the checks are told."""
+def context(request: Request, settings: PreflightSettings) -> Context:
+    """What the checks are told, with what the settings say of the demand."""
     configured = Demand(
         settings.tokens_per_s,
         checkpoint_bytes=settings.checkpoint_bytes,
         checkpoint_interval_s=settings.checkpoint_interval_s,
     )
-    known = Context(
+    return Context(
         node=request.node,
         profile=request.profile,
         seconds=0.0,
         device=request.device,
         gpus=settings.gpus,
-        demand=demand or configured,
+        demand=configured,
         local_dir=settings.local_dir,
         shared_dir=settings.shared_dir,
         infiniband_gbps=settings.infiniband_gbps,
@@ -171,7 +171,6 @@ def context(request: Request, settings: PreflightSettings, demand: Demand | None
         alert_inbox=settings.alert_inbox,
         nvml_library=request.nvml_library,
     )
-    return replace(known, demand=demand_of(known)) if demand is None else known
 
 
 def yardsticks(

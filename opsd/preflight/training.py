@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from pydantic import TypeAdapter, ValidationError
 
 from opsd.preflight.base import Context, CouldNotRunError, Demand, NotApplicableError
 from opsd.preflight.engine import NO_RUN, count_gpus
 from opsd.preflight.plan import RunPlan, predict
 
 CPU_RANKS = 2
+_PATIENCE_S: Final = 60.0
+"""Importing the trainer from a cold network file system takes many seconds."""
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -52,6 +57,24 @@ def demand_of(context: Context) -> Demand:
     )
 
 
+def demand_by(python: str, context: Context) -> Demand:
+    """``demand_of`` as the interpreter ``python`` finds it: that of the training has the trainer, this one may not."""
+    if not context.train or python == sys.executable:
+        return demand_of(context)
+    command, known = [python, "-P", "-m", "opsd.preflight.training"], TypeAdapter(Context).dump_json(context)
+    try:
+        done = subprocess.run(command, input=known, capture_output=True, timeout=_PATIENCE_S, check=True)
+        return TypeAdapter(Demand).validate_json(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValidationError):
+        return context.demand
+
+
 def plan_of(context: Context, config: Config) -> RunPlan:
     """What the run will take on all its nodes."""
     return predict(config, context.nodes * devices_of(context))
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(
+        TypeAdapter(Demand).dump_json(demand_of(TypeAdapter(Context).validate_json(sys.stdin.buffer.read())))
+    )

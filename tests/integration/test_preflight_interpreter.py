@@ -16,6 +16,7 @@ from opsd.preflight import interpreter
 from opsd.preflight.base import Context, Verdict
 from opsd.preflight.checks import CHECKS, gpu_burn
 from opsd.preflight.engine import Job, SelectionError, run, unmet_need
+from opsd.preflight.training import demand_by, demand_of
 from opsd.preflight.view import PlainView
 from tests.fakes import preflight_checks as fake
 from tests.fakes.preflight_node import with_gpu
@@ -95,6 +96,15 @@ def test_only_checks_that_need_torch_run_in_the_training_s_python(node: Context,
     report = asyncio.run(run(job, PlainView(Console(quiet=True))))
     assert [result.verdict for result in report.results] == [Verdict.PASS, Verdict.PASS]
     assert (tmp_path / "log").read_text(encoding="ascii").split() == ["used"]
+
+
+def test_the_training_s_python_tells_what_the_run_asks_of_the_node(tmp_path: Path, without_torch: str):
+    """The storage is judged by it; opsd's own Python need not have the trainer, and one that has not knows nothing."""
+    run_of_one_node = Context("node-1", "quick", 0.0, train="smollm3-3b", gpus=8, overrides=("data.shards=/data",))
+    other = program(tmp_path / "python", f'exec "{sys.executable}" "$@"')
+    demand = demand_by(other, run_of_one_node)
+    assert demand.checkpoint_bytes and demand == demand_of(run_of_one_node)
+    assert demand_by(without_torch, run_of_one_node) == run_of_one_node.demand
 
 
 def test_a_driver_library_that_is_named_makes_no_gpu_simulated(node: Context):
