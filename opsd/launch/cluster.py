@@ -24,7 +24,7 @@ from opsd.launch.quorum.port import Member, Message, Plan, Quorum
 from opsd.launch.readiness import Readiness
 from opsd.launch.reports import BadReport, failed_to_json, failure_to_json
 from opsd.launch.requests import answer
-from opsd.launch.run_control import Failed
+from opsd.launch.run_control import CONTROL, Failed
 from opsd.launch.run_log import OF_ONE_LAUNCHER
 from opsd.launch.supervisor import Supervisor
 from opsd.launch.watch import Recovery
@@ -45,8 +45,8 @@ class ClusterRun:
 
     ``new_head`` makes the head's part when this launcher is elected. Without a majority within reach the launcher ends
     after ``join_s`` seconds at the beginning, and after ``isolated_s`` later. ``ready`` says why this node must not
-    take the place of another, "" if it may; a ``guest``, whose node is not the job's, then ends. A run ``waits``
-    for nodes if it has too few.
+    take the place of another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are about
+    its own job, not about the run. A run ``waits`` for nodes if it has too few.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class ClusterRun:
         self._quorum = quorum
         self._new_head = new_head
         self._fence = fence
+        self._guest = guest
         self._waits = waits
         self._farewell = Farewell(node, quorum, job)
         self._hang = LocalHang(node)
@@ -81,6 +82,7 @@ class ClusterRun:
         self._noticed = 0.0
         self._finished = False
         self._told_to_stop = ""
+        self._called_back = ""
         self._alone: Timer | None = None
 
     # -- the launcher's side -------------------------------------------------------------------------------------
@@ -131,6 +133,10 @@ class ClusterRun:
         if self._finished:
             self._farewell.hasten()
             return
+        if self._guest and by != CONTROL:
+            self._called_back = by
+            self._make_way()
+            return
         if self._told_to_stop or not self._node.stopping:
             self._node.stop(by)
         self._told_to_stop = self._told_to_stop or by
@@ -138,6 +144,16 @@ class ClusterRun:
         if not self._node.generation.running:
             limit = self._node.settings.stop_timeout_s
             self._node.loop.later(limit, lambda: self._leave(exitcodes.REQUEUE, f"stopped after {by}"))
+
+    def _make_way(self) -> None:
+        """If the node of this guest is wanted back: go, once another has taken its place at a step boundary."""
+        if not self._called_back:
+            return
+        why = f"its own job ends ({self._called_back})"
+        if self._at_work:
+            self._tell("leaving", reason=why)
+        else:
+            self._node.end(lambda: self._leave(exitcodes.INTERRUPTED, f"{self._quorum.own.name} goes: {why}"))
 
     def stop_too_slow(self, reason: str) -> None:
         """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint."""
@@ -178,6 +194,7 @@ class ClusterRun:
             self._tell_progress()
             if not self._node.generation.running and self._quorum.own.name in self._plan.slots:
                 self._tell("ended" if self._node.done else "waiting", told=self._node.stopping)
+            self._make_way()
 
     def prepare(self, plan: Plan) -> None:
         """End the ranks of the generation before, then be ready."""
@@ -252,6 +269,7 @@ class ClusterRun:
         if self._head is not None:
             self._head.began(plan, answers)
         if plan.payload["keep"] and self._node.generation.number == generation_of(plan) and not came:
+            self._make_way()
             return
         if self._node.generation.running:
             # The others have gone on without this node, which has not been asked.
@@ -265,6 +283,7 @@ class ClusterRun:
         if self._quorum.own.name not in plan.slots:
             self._node.stand_by(generation_of(plan))
             self._tell_readiness()
+            self._make_way()
             return
         if plan.payload["keep"]:
             self._tell("waiting", told="")
@@ -272,6 +291,7 @@ class ClusterRun:
         if not plan.payload["first"]:
             self._node.progress.recovery = Recovery(self._noticed, self._node.progress.furthest)
         self._node.start(plan.number, self._assignment(plan), int(plan.payload["restarts"]))
+        self._make_way()
 
     def _assignment(self, plan: Plan) -> Assignment:
         addresses = {member.name: member.address for member in plan.members}

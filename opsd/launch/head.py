@@ -182,6 +182,8 @@ class Head:
             self._restart_on_request(str(message["reason"]))
         elif kind == "swap":
             self._swap(str(message["node"]), str(message["reason"]))
+        elif kind == "leaving":
+            self._let_go(sender, str(message["reason"]))
         elif kind == "spare_wanted":
             self._log.emit("spare_wanted", swap=str(message["node"]), reason=str(message["reason"]))
         else:
@@ -283,6 +285,19 @@ class Head:
         if not self._retire(node, reason):
             self._log.emit("swap_refused", swap=node, reason="there is no spare for it")
             return
+        self._stop_for_swap(node, reason)
+
+    def _let_go(self, node: str, reason: str) -> None:
+        """The same for a guest that has to leave, and may come again; without a spare one is asked for."""
+        if self._stopping or node not in self._formation.slots:
+            return
+        if not self._formation.spares:
+            self._log.emit("spare_wanted", swap=node, reason=reason)
+            return
+        self._unready[node] = reason
+        self._stop_for_swap(node, reason)
+
+    def _stop_for_swap(self, node: str, reason: str) -> None:
         self._log.emit("restart_requested", reason=f"{SWAP}{node}: {reason}", swap=node)
         self._noticed = time.monotonic()
         self._stopping = f"{SWAP}{node}"

@@ -11,6 +11,8 @@ from opsd.launch.hang import Hang
 from opsd.launch.ranks import Rank
 
 Failed = tuple[Failure, Rank]
+CONTROL = "control"
+"""Who asks for a stop if it is not a signal."""
 
 
 class RunControl(Protocol):

@@ -23,7 +23,7 @@ from opsd.launch.orderly_stop import OrderlyStop
 from opsd.launch.postmortem import failures
 from opsd.launch.process import collect_orphans
 from opsd.launch.ranks import Generation, Rank, RankStarter
-from opsd.launch.run_control import RunControl
+from opsd.launch.run_control import CONTROL, RunControl
 from opsd.launch.rundir import RunFolders, RunState
 from opsd.launch.settings import Settings
 from opsd.launch.standby import StandbyPool
@@ -265,7 +265,7 @@ class Supervisor:
         """Answer a request from the control socket."""
         command = request.get("cmd")
         if command == "stop":
-            self._control.asked_to_stop("control")
+            self._control.asked_to_stop(CONTROL)
             return {"ok": True}
         answer = self._control.request(request)
         if command == "status":

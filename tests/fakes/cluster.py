@@ -74,6 +74,7 @@ class Fellow:
         payload: dict[str, Any] = {"first": True, "keep": keep, "restarts": 0, "unfit": [], "noticed_s": 0.0}
         answers = {one.name: {"local_size": 2, "port": 1, "furthest": 7, "committed": 5} for one in members}
         self.run.begin(Plan(number, slots, members, payload), answers)
+        self.loop.settle()
 
     def finish_ranks(self) -> None:
         """The ranks end in good order."""

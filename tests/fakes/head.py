@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from select import select
 from typing import Any
 
 from opsd.launch.failure import Failure, RestartPolicy
@@ -26,10 +27,11 @@ def member(name: str) -> Member:
 
 
 class PlayedLoop:
-    """Timers whose time passes when told to."""
+    """Timers whose time passes when told to, and descriptors that are looked at then."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self._watched: dict[int, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
 
@@ -37,6 +39,18 @@ class PlayedLoop:
         timer = Timer(self.now + delay_s, callback)
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
+
+    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        self._watched[descriptor] = callback
+
+    def unwatch(self, descriptor: int) -> None:
+        del self._watched[descriptor]
+
+    def settle(self) -> None:
+        """Wait for all that is done beside the loop."""
+        while self._watched:
+            for descriptor in select(list(self._watched), [], [])[0]:
+                self._watched[descriptor]()
 
     def advance(self, seconds: float) -> None:
         end = self.now + seconds

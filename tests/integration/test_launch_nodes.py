@@ -147,6 +147,20 @@ def test_a_planned_swap_loses_no_step(tmp_path: Path) -> None:
     assert not nodes.events("rank_exited")
 
 
+def test_a_guest_goes_without_the_run(tmp_path: Path) -> None:
+    """A node that was fetched from a pool and is wanted back: another takes its place at a step boundary."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[2-3]"}
+    environ = dict.fromkeys(("n1", "n2", "n3"), job)
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=1", count=3, environ=environ) as nodes:
+        nodes.until(lambda: with_spare(nodes))
+        nodes.processes["n1"].send_signal(signal.SIGTERM)
+        assert nodes.processes["n1"].wait(60) == exitcodes.INTERRUPTED
+        nodes.until(lambda: resumed(nodes))
+        assert slots(nodes)[-1] == ["n3", "n2"]
+        assert not [event for event in nodes.events() if event["event"] in ("rank_exited", "finished")]
+        assert "n1 goes: its own job ends (SIGTERM)" in nodes.said("n1")
+
+
 def test_a_spare_is_asked_for_where_one_may_come(tmp_path: Path) -> None:
     """A run that waits for nodes says in its events that it wants one, and is swapped once it is there."""
     with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--wait-for-node=60", count=3) as nodes:

@@ -76,6 +76,38 @@ def test_a_signal_during_a_swap_is_told_as_what_it_is(fellow: Fellow) -> None:
     assert [message["by"] for message in fellow.told if message["kind"] == "stop"] == ["SIGTERM", "SIGTERM"]
 
 
+def test_a_guest_that_stands_by_goes_alone() -> None:
+    """The end of its own job is not the run's, whether it has joined already or not."""
+    fellow, new = Fellow(guest=True), Fellow(guest=True)
+    fellow.begin(1, "n1", "n3", spares=("n2",))
+    for guest in (fellow, new):
+        guest.run.asked_to_stop("SIGTERM")
+        assert guest.node.left == (exitcodes.INTERRUPTED, "n2 goes: its own job ends (SIGTERM)")
+    assert fellow.kinds() + new.kinds() == ["readiness"]
+
+
+def test_a_guest_at_work_goes_once_it_is_replaced() -> None:
+    """It asks again whenever that may have become possible: a spare has come, or another head."""
+    guest = Fellow(guest=True)
+    guest.begin(1, *NODES)
+    guest.run.asked_to_stop("SIGUSR1")
+    guest.begin(2, *NODES, spares=("n4",), keep=1)
+    guest.elect("n3")
+    assert guest.kinds() == ["leaving"] * 3
+    assert (guest.node.left, guest.node.stopping) == (None, "")
+    guest.begin(3, "n1", "n4", "n3", spares=("n2",))
+    assert guest.node.left is not None
+    assert guest.node.left[0] == exitcodes.INTERRUPTED
+
+
+def test_the_run_can_be_stopped_on_a_guest_too() -> None:
+    """By its control socket: that is about the run."""
+    guest = Fellow(guest=True)
+    guest.begin(1, *NODES)
+    guest.run.asked_to_stop("control")
+    assert guest.kinds() == ["stop"]
+
+
 def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
     """After a planned swap it warms up interpreters, and tells nobody of the swap any more."""
     settings = Settings(Program.find("executable", "true", ()), "r", "", "n1", 1, "r")

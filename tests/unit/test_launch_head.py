@@ -11,7 +11,7 @@ from opsd import exitcodes
 from opsd.launch.failure import Failure, RankError
 from opsd.launch.hang import Standing
 from opsd.launch.reports import failure_to_json, standings_to_json
-from tests.fakes.head import NODES, SPARE, Stage
+from tests.fakes.head import NODES, SPARE, Stage, member
 
 
 @pytest.fixture
@@ -116,6 +116,32 @@ def test_a_stop_that_takes_too_long_ends_the_run(stage: Stage) -> None:
     stage.tell("n2", "stop", by="SIGTERM")
     stage.tell("n1", "late", reason="rank 0 did not stop in time", told="the swap of n3")
     assert stage.over == [(exitcodes.FAILED, "rank 0 did not stop in time")]
+
+
+def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:
+    """It is no fault of its node, which may come again."""
+    stage.tell("n3", "leaving", reason="its own job ends (SIGUSR1)")
+    assert stage.quorum.orders == [{"kind": "order_stop", "by": "the swap of n3"}]
+    for name in NODES:
+        stage.tell(name, "ended", told="the swap of n3")
+    assert stage.slots[-1] == ("n1", "n2", SPARE)
+    stage.begun().lose("n3")
+    assert not stage.events("node_retired")
+    stage.quorum.alive["n3"] = member("n3")
+    stage.head.joined(member("n3"))
+    stage.lose("n2")
+    assert stage.slots[-1] == ("n1", "n3", SPARE)
+
+
+def test_a_spare_is_asked_for_in_the_place_of_a_guest(tmp_path: Path) -> None:
+    """Until it has come the ranks run on."""
+    stage = Stage(tmp_path, *NODES)
+    stage.head.take_over(None, {})
+    stage.loop.advance(2)
+    stage.begun().tell("n3", "leaving", reason="its own job ends (SIGUSR1)")
+    (wanted,) = stage.events("spare_wanted")
+    assert (wanted["swap"], wanted["reason"]) == ("n3", "its own job ends (SIGUSR1)")
+    assert stage.quorum.orders == []
 
 
 def test_no_swap_without_a_spare(tmp_path: Path) -> None:

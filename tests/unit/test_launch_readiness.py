@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from select import select
 
 from opsd.launch.readiness import Readiness
-from tests.fakes.head import NODES, SPARE, PlayedQuorum, Stage
+from tests.fakes.head import NODES, SPARE, PlayedLoop, PlayedQuorum, Stage
 
 
 def started(folder: Path, *spares: str, wait_s: float = 0.0) -> Stage:
@@ -60,24 +58,6 @@ def test_a_node_is_not_swapped_for_a_spare_that_is_not_ready(tmp_path: Path) -> 
     assert not any(order["kind"] == "order_stop" for order in stage.quorum.orders)
 
 
-class WatchingLoop:
-    """Waits for what is done beside it only when told to."""
-
-    def __init__(self) -> None:
-        self._watched: dict[int, Callable[[], None]] = {}
-
-    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
-        self._watched[descriptor] = callback
-
-    def unwatch(self, descriptor: int) -> None:
-        del self._watched[descriptor]
-
-    def settle(self) -> None:
-        while self._watched:
-            for descriptor in select(list(self._watched), [], [])[0]:
-                self._watched[descriptor]()
-
-
 class Asked:
     """What a node says of itself: the given answers one after the other, OSErrors raised."""
 
@@ -86,7 +66,7 @@ class Asked:
         self.told: list[str] = []
         self.refused: list[str] = []
         self.taken = 0
-        self._loop = WatchingLoop()
+        self._loop = PlayedLoop()
         quorum = PlayedQuorum(SPARE)
         quorum.tell_head = lambda message: self.told.append(message["why"])  # type: ignore[method-assign]
         self._readiness = Readiness(self._loop, quorum, self._answer, self.refused.append)  # type: ignore[arg-type]
