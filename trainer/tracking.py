@@ -17,8 +17,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 from opsd.client import Reporter, append_event
 from trainer.config import Config, ConfigError
 from trainer.evaluations import RESULTS
+from trainer.lines import Line, new_lines, read_positions, write_positions
 from trainer.metrics import METRICS
 from trainer.settings import TrackingSettings
 from trainer.trackers import TRACKERS, Tracker
@@ -34,10 +34,6 @@ FOLDER, POSITION, LOG = "tracking", "position.json", "tracking.log"
 POLL_S = 5.0
 CLOSE_S = 30.0
 """How long a finished run waits for its trackers to take the rest."""
-
-Line = Mapping[str, Any]
-Positions = dict[str, int]
-"""By the name of a file, how many bytes of it have been passed on."""
 
 
 class Tracking:
@@ -107,7 +103,7 @@ def main(order: Mapping[str, Any]) -> None:
         while more:
             more = not select.select([0], [], [], POLL_S)[0]
             for name in (METRICS, RESULTS):
-                for line in new_lines(folder / name, name, positions):
+                for line in new_lines(folder / name, positions):
                     sinks.pass_on(name, line)
             write_positions(folder / FOLDER / POSITION, positions)
         sinks.close()
@@ -168,33 +164,6 @@ def without_secrets(text: str, environ: Mapping[str, str]) -> str:
         if len(value) > 3 and any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
             text = text.replace(value, f"${name}")
     return text
-
-
-def new_lines(path: Path, name: str, positions: Positions) -> Iterator[Line]:
-    """The whole lines of ``path`` after its position, which moves on with each."""
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        file.seek(positions.get(name, 0))
-        for line in file:
-            if not line.endswith(b"\n"):  # being written
-                return
-            positions[name] = positions.get(name, 0) + len(line)
-            yield json.loads(line)
-
-
-def read_positions(path: Path) -> Positions:
-    """What an earlier start has passed on."""
-    with suppress(OSError, ValueError):
-        positions: Positions = json.loads(path.read_text(encoding="utf-8"))
-        return positions
-    return {}
-
-
-def write_positions(path: Path, positions: Positions) -> None:
-    """Remember what has been passed on. On a full disk it is passed on again by the next start."""
-    with suppress(OSError):
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(positions), encoding="utf-8")
-        draft.replace(path)
 
 
 if __name__ == "__main__":
