@@ -36,6 +36,8 @@ from trainer.settings import (
 
 PRESETS = Path(__file__).parent / "configs"
 MIXTURES = PRESETS / "mixtures"
+CHECKPOINTS = "checkpoints"
+"""The folder of the checkpoints in that of the run."""
 
 
 class ConfigError(ValueError):

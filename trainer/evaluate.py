@@ -29,17 +29,15 @@ from tokenizers import Tokenizer
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
 from trainer import harness
-from trainer.config import Config
+from trainer.config import CHECKPOINTS, Config
 from trainer.data.shards import DOCUMENT, TOKENIZER, DataError
 from trainer.data.texts import read_texts
 from trainer.data.tokenize import load_tokenizer
-from trainer.evaluations import CONFIG, RESULTS
+from trainer.evaluations import AWAITING, CONFIG, RESULTS
 from trainer.model import Decoder
 from trainer.regions import region_of
 from trainer.restore import load
 
-CHECKPOINTS = "checkpoints"
-AWAITING = "awaiting-evaluation"
 FAILED, USAGE = 1, 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,15 +11,21 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from opsd.checkpoints.manifest import folder_of, steps
+from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
-from trainer.config import Config
+from trainer.config import CHECKPOINTS, Config
+from trainer.lines import new_lines, read_positions, write_positions
 
 CONFIG, RESULTS = "config.json", "evaluations.jsonl"
 """In the run folder: the settings of the run, and a line for each evaluation."""
 
-LOG = "evaluations.log"
+LOG, POSITION = "evaluations.log", "evaluations.position.json"
+AWAITING = AWAITED[1]
+SUBMITTED = "submitted"
 POLL_S = 5.0
 CLOSE_POLL_S = 0.2
 PLACE = "{command}"
@@ -31,18 +36,32 @@ _OF_A_RANK = re.compile(
 """What sbatch would hand on to a job that is no rank, and would wait for the others as one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A command that evaluates the checkpoint of ``step`` or has it evaluated."""
+
+    step: int
+    process: subprocess.Popen[bytes]
+
+
 class Evaluations:
-    """On the first rank. One command runs at a time; one that only submits a job, like sbatch, is soon done."""
+    """On the first rank. One command runs at a time; one that only submits a job, like sbatch, is soon done.
+
+    A checkpoint whose evaluation an earlier start of the run did not come to, or could not start, is evaluated now. For
+    that, ``awaiting-evaluation`` in its folder says ``SUBMITTED`` once a queue has taken it.
+    """
 
     def __init__(self, config: Config, folder: Path, reporter: Reporter) -> None:
         self._folder, self._reporter = folder, reporter
         self._queue = shlex.split(config.evaluation.queue)
-        self._waiting: deque[int] = deque()
-        self._running: subprocess.Popen[bytes] | None = None
+        self._waiting = deque(step for step in steps(folder / CHECKPOINTS) if self._is_left(step))
+        self._running: Started | None = None
         self._polled = 0.0
         (folder / CONFIG).write_text(config.model_dump_json(indent=1), encoding="utf-8")
         results = folder / RESULTS
-        self._read = results.stat().st_size if results.exists() else 0
+        told = results.stat().st_size if results.exists() else 0
+        self._positions = read_positions(folder / POSITION) or {RESULTS: told}
+        write_positions(folder / POSITION, self._positions)
 
     def add(self, committed: Iterable[int]) -> None:
         """The checkpoints of the steps ``committed`` are durable."""
@@ -68,30 +87,31 @@ class Evaluations:
                     pass
             if self._running is not None:
                 with suppress(subprocess.TimeoutExpired):
-                    self._running.wait(CLOSE_POLL_S)
+                    self._running.process.wait(CLOSE_POLL_S)
         self._tell()
 
     def _break_off(self) -> None:
         self._waiting.clear()
         if self._running is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._running.pid, signal.SIGTERM)
+                os.killpg(self._running.process.pid, signal.SIGTERM)
 
     def _advance(self) -> None:
-        if self._running is not None and self._running.poll() is not None:
+        if self._running is not None and self._running.process.poll() is not None:
+            self._ended(self._running)
             self._running = None
         if self._running is None and self._waiting:
             self._running = self._start(self._waiting.popleft())
         self._tell()
 
-    def _start(self, step: int) -> subprocess.Popen[bytes] | None:
+    def _start(self, step: int) -> Started | None:
         command = [sys.executable, "-m", "trainer.evaluate", str(self._folder.resolve()), str(step)]
         words: list[str] = []
         for word in self._queue:
             words += command if word == PLACE else [word.replace(PLACE, shlex.join(command))]
         try:
             with open(self._folder / LOG, "ab") as log:
-                return subprocess.Popen(
+                process = subprocess.Popen(
                     words,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -100,23 +120,38 @@ class Evaluations:
                     start_new_session=True,
                 )
         except OSError as error:
-            self._reporter.event("evaluation", step=step, results={}, why=f"{words[0]}: {error.strerror}")
+            self._failed(step, f": {error.strerror}")
             return None
+        return Started(step, process)
+
+    def _ended(self, started: Started) -> None:
+        """Of an evaluation that has been done, well or not, the mark is gone by now."""
+        status = started.process.returncode
+        with suppress(OSError), open(self._mark(started.step), "r+", encoding="utf-8") as mark:
+            if status:
+                self._failed(started.step, f" ended with status {status}, see {self._folder / LOG}")
+            else:
+                mark.write(SUBMITTED)
+
+    def _failed(self, step: int, how: str) -> None:
+        why = f"{self._queue[0].replace(PLACE, 'the evaluation')}{how}; the next start of the run tries it again"
+        self._reporter.event("evaluation", step=step, results={}, why=why)
+
+    def _is_left(self, step: int) -> bool:
+        with suppress(OSError):
+            return self._mark(step).read_text(encoding="utf-8") != SUBMITTED
+        return False
+
+    def _mark(self, step: int) -> Path:
+        return folder_of(self._folder / CHECKPOINTS, step) / AWAITING
 
     def _tell(self) -> None:
-        try:
-            with open(self._folder / RESULTS, "rb") as file:
-                file.seek(self._read)
-                lines = file.read().splitlines(keepends=True)
-        except OSError:
-            return
-        for line in lines:
-            if not line.endswith(b"\n"):  # being written
-                return
-            self._read += len(line)
-            record = json.loads(line)
-            del record["t"]
-            self._reporter.event("evaluation", **record)
+        before = dict(self._positions)
+        for line in new_lines(self._folder / RESULTS, self._positions):
+            line.pop("t", None)
+            self._reporter.event("evaluation", **line)
+        if self._positions != before:
+            write_positions(self._folder / POSITION, self._positions)
 
 
 def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:

@@ -12,14 +12,13 @@ from opsd.checkpoints.manifest import steps
 from opsd.client import Reporter
 from trainer.audit import Audit
 from trainer.checkpoint import Saver, State, kept, renew, writers
-from trainer.config import Config, ConfigError
+from trainer.config import CHECKPOINTS, Config, ConfigError
 from trainer.exchange import pair, tidy
 from trainer.interval import Interval
 from trainer.model import Decoder
 from trainer.persist import LIMIT_S, Plan
 from trainer.world import World
 
-CHECKPOINTS = "checkpoints"
 SETTLE_POLL_S = 0.01
 SEEN_WITHIN_S = 5.0
 """A network file system may show a new file on other nodes this late."""
