@@ -97,7 +97,8 @@ def drain(
     """Drain the nodes with the reason ``told`` and return those that opsd did not hold before.
 
     ``force`` lifts the budget and the cool-down, never the right of others to their nodes. Nodes that were drained by
-    somebody else at the same time, beyond the budget, are given back. Raises Refused (and drains none), NotOurs and
+    somebody else at the same time, beyond the budget, are given back. A repetition of a drain that was cut off after
+    Slurm had drained the nodes records what is missing in their history. Raises Refused (and drains none), NotOurs and
     SlurmError.
     """
     at = time.time() if now is None else now
@@ -111,8 +112,9 @@ def drain(
     if late:
         effects.give_back(slurm, late)
         raise Refused(f"other nodes were drained at the same time; {', '.join(late)} went back into service")
-    for name in fresh:
-        slurm.set_comment(name, record.write(comments[name], records[name].drained(kind_of(told), at)))
+    since = {**_unrecorded(nodes, records, told, at), **dict.fromkeys(fresh, at)}
+    for name, out in since.items():
+        slurm.set_comment(name, record.write(comments[name], records[name].drained(kind_of(told), out)))
     return fresh
 
 
@@ -159,6 +161,15 @@ def _out(node: Node) -> bool:
 
 def _held(node: Node) -> bool:
     return _out(node) and effects.owned(node)
+
+
+def _unrecorded(nodes: Sequence[Node], records: Mapping[str, Record], told: str, now: float) -> dict[str, float]:
+    """Since when those nodes in ``records`` have been out for the reason ``told`` of which no stay says so."""
+    return {
+        node.name: node.reason_at or now
+        for node in nodes
+        if node.name in records and _held(node) and node.reason == told and not records[node.name].out
+    }
 
 
 def _foreign(node: Node) -> str:

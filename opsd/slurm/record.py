@@ -37,6 +37,11 @@ class Record:
     spare: str = ""
     spare_at: float = 0.0
 
+    @property
+    def out(self) -> bool:
+        """Whether the node is out of service, as far as this says."""
+        return any(stay.back is None for stay in self.stays)
+
     def drained(self, kind: str, at: float) -> Record:
         """The record of a node that is taken out at ``at``; old and surplus stays are forgotten."""
         kept = [stay for stay in self.stays if at - (stay.back or stay.out) < KEPT_S]

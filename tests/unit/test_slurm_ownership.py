@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -62,6 +63,26 @@ def test_a_drain_is_remembered_beyond_the_return() -> None:
     passed = {"n01": Proof(NOW + 50, passed=True)}
     assert ownership.give_back(slurm, ["n01"], passed, RULES, now=NOW + 60) == ("n01",)
     assert slurm.by_comment["n01"] == f"rack 12 [opsd1 ib_link={NOW:.0f}-{NOW + 60:.0f}]"
+
+
+def test_a_drain_that_was_cut_off_is_recorded_by_its_repetition() -> None:
+    """Slurm has drained the nodes, but was away when their history was to be written."""
+
+    class Leaving(FakeSlurm):
+        def set_comment(self, name: str, text: str) -> None:
+            if name == "n02" and self.by_name["n02"].reason_at is None:
+                raise DOWN
+            super().set_comment(name, text)
+
+    slurm, told = Leaving([Node(f"n{number:02d}", "idle") for number in range(30)]), "opsd:manual ib_link: flaps"
+    with pytest.raises(SlurmUnavailable):
+        ownership.drain(slurm, ["n01", "n02"], told, RULES, now=NOW)
+    slurm.by_name["n02"] = replace(slurm.by_name["n02"], reason_at=NOW + 1)
+    for later in (60, 120):
+        assert ownership.drain(slurm, ["n01", "n02"], told, RULES, now=NOW + later) == ()
+    assert slurm.by_comment == {"n01": f"[opsd1 ib_link={NOW:.0f}-]", "n02": f"[opsd1 ib_link={NOW + 1:.0f}-]"}
+    assert ownership.drain(slurm, ["n01"], "opsd:manual gpu_xid", RULES, now=NOW + 180) == ()
+    assert slurm.by_comment["n01"] == f"[opsd1 ib_link={NOW:.0f}-]"
 
 
 def test_the_cap_counts_all_that_are_asked_for() -> None:
