@@ -7,6 +7,7 @@ it is, and an order that newer events have overtaken is dropped.
 
 from __future__ import annotations
 
+import hashlib
 import stat
 import threading
 import time
@@ -72,7 +73,9 @@ class Orders:
     def put(self, order: Order) -> Path:
         """Keep ``order``, in the place of an earlier one for the same nodes. Raises OSError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._folder / f"{'-'.join(sorted(order.names))[:200].replace('/', '_')}.json"
+        names = sorted(order.names)
+        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+        path = self._folder / f"{'-'.join(names)[:180].replace('/', '_')}-{digest}.json"
         write_text(path, _ORDER.dump_json(order, indent=1).decode() + "\n")
         return path
 

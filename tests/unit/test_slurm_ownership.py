@@ -208,6 +208,14 @@ def test_an_order_waits_for_slurm_and_is_carried_out_once(tmp_path: Path) -> Non
     assert slurm.updates == [(("n01",), "drain", "opsd:manual x")]
 
 
+def test_orders_for_many_nodes_do_not_replace_each_other(tmp_path: Path) -> None:
+    """Only one for the same nodes does, however alike the lists begin."""
+    orders, many = Orders(tmp_path), tuple(f"rack-7-node-{number:03d}" for number in range(40))
+    for names, told in ((many, "opsd:manual a"), (many[:-1], "opsd:manual b"), (many[::-1], "opsd:manual c")):
+        orders.put(Order("drain", names, NOW, told))
+    assert sorted(order.told for _, order in orders.waiting() if order) == ["opsd:manual b", "opsd:manual c"]
+
+
 def test_an_order_is_kept_only_where_an_agent_may_carry_it_out(tmp_path: Path) -> None:
     """On a login node, or where the agent may not drain, nobody would; whoever gives it is told to give it again."""
     slurm, said, orders = cluster(), list[str](), Orders(tmp_path)
