@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
-from opsd.agent.incidents import Transition
+from opsd.agent.incidents import Transition, is_current
 from opsd.agent.logs import Log
 from runbooks.base import Incident, State
 
@@ -39,7 +39,8 @@ class Annotator:
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
         """Annotate ``transition``, soon. Symptoms are not annotated: their cause is."""
-        if incident.cause is None and (transition.before is None or transition.after in (State.ACTING, State.RESOLVED)):
+        opened, acting = transition.before is None, transition.after is State.ACTING
+        if incident.cause is None and (opened or acting or not is_current(incident)):
             with contextlib.suppress(Full):
                 self._waiting.put_nowait((incident, transition))
 

@@ -66,7 +66,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A change of an incident's state. ``before`` is None when it was opened."""
+    """A change of an incident's state, or its end. ``before`` is None when it was opened.
+
+    An escalated incident stays escalated when it ends: see ``is_over``.
+    """
 
     incident: str
     kind: str
@@ -109,6 +112,12 @@ def is_current(incident: Incident) -> bool:
     return incident.resolved_at is None
 
 
+def is_over(incident: Incident, transition: Transition) -> bool:
+    """True if ``transition`` is the end of the trouble, be it that opsd or a person has seen to it."""
+    escalated = transition.before is State.ESCALATED and not is_current(incident)
+    return escalated or transition.after is State.RESOLVED
+
+
 def reduce(
     book: Book, observed: Observed, rules: Mapping[str, Rules], now: float
 ) -> tuple[Book, tuple[Incident, ...], tuple[Transition, ...]]:
@@ -127,7 +136,7 @@ def reduce(
         if finding is not None:
             after = _merge(after, finding, now)
         after = _judge(after, observed, finding is not None, rule, book.watching_since, now)
-        if after.state != incident.state:
+        if after.state != incident.state or not is_current(after):
             transitions.append(_transition(incident.state, after, now))
         if is_current(after):
             current[name] = after

@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import Full, Queue
 
 from opsd.agent.actions import ActionError, Notifier
-from opsd.agent.incidents import Transition
+from opsd.agent.incidents import Transition, is_over
 from opsd.agent.logs import Log
 from runbooks.base import Incident, State
 
@@ -60,7 +60,7 @@ class WebhookNotifier:
 
 
 class Announcer:
-    """Tells people about incidents that were opened, escalated or resolved, without ever keeping the loop waiting.
+    """Tells people about incidents that open, escalate or end, without ever keeping the loop waiting.
 
     A notifier that is slow or down delays later announcements; beyond ``MAX_WAITING`` they are dropped, as the journal
     and the metrics have them all. ``muted`` says why nobody is to be told of a kind at an epoch second, "" if they are.
@@ -83,13 +83,16 @@ class Announcer:
 
         Nobody is told of symptoms, nor each time that an incident which comes and goes is over once more.
         """
-        if incident.cause is not None or (incident.relapses and transition.after is State.RESOLVED):
+        over = is_over(incident, transition)
+        if incident.cause is not None or (incident.relapses and over):
             return
         if self._muted(incident.kind, transition.at):
             return
         if transition.before is not None and transition.after not in (State.ESCALATED, State.RESOLVED):
             return
         state = "opened" if transition.before is None else transition.after.value
+        if over and transition.after is State.ESCALATED:
+            state = "over"
         text = f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}"
         fields: dict[str, object] = {
             "id": incident.id,

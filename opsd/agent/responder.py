@@ -166,7 +166,7 @@ class Responder:
             self.opened[incident.kind] += 1
         self._journal.transition(transition)
         said = {"state": transition.after.value, "severity": incident.severity.value, "text": transition.text}
-        say = self._log.info if transition.after is State.RESOLVED else self._log.warning
+        say = self._log.info if incidents.is_over(incident, transition) else self._log.warning
         say("incident", id=incident.id, culprit=str(incident.culprit), **said)
         for listener in self._listeners:
             listener(incident, transition)

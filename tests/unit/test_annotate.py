@@ -29,7 +29,7 @@ class Site:
         self.annotate = Annotator(self.grafana.url + "/", self.token, "node-17", Log(self.said.append))
 
     def tell(self, after: State, before: State | None, at: float, **changes: object) -> None:
-        shown = incident("i1", **changes)
+        shown = incident("i1", **{"resolved_at": at if after is State.RESOLVED else None, **changes})
         self.annotate(shown, Transition("i1", shown.kind, before, after, at, ""))
 
     def failed(self, reason: str) -> bool:
@@ -57,6 +57,16 @@ def test_an_incident_is_a_region_and_its_action_a_moment(site: Site) -> None:
     assert region["tags"] == ["opsd", "trouble", "warning", "node:node-17", "job:4242"]
     assert moment["text"].endswith("set_power_limit")
     assert "timeEnd" not in moment
+
+
+def test_the_region_of_an_escalated_incident_ends_with_it(site: Site) -> None:
+    """Not when a person is called, but when it is over."""
+    site.tell(State.OPEN, None, WALL)
+    site.tell(State.ESCALATED, State.OPEN, WALL + 60)
+    site.tell(State.ESCALATED, State.ESCALATED, WALL + 600, resolved_at=WALL + 600)
+    assert eventually(lambda: any("timeEnd" in each for each in site.grafana.annotations))
+    (region,) = site.grafana.annotations
+    assert region["timeEnd"] - region["time"] == 600_000
 
 
 def test_what_opened_before_a_restart_is_still_a_region(site: Site) -> None:

@@ -119,6 +119,8 @@ def test_an_escalated_incident_is_over_once_healed_but_stays_escalated() -> None
     for _ in range(7):
         patient.tick(healed=True)
     assert [(i.state, i.resolved_at is None) for i in patient.ended] == [(State.ESCALATED, False)]
+    assert [t.after for t in patient.transitions] == [State.OPEN, State.ESCALATED, State.ESCALATED]
+    assert patient.transitions[-1].text == "not over after 2 s; over since"
     patient.tick(finding())
     assert patient.incident.id != first
 

@@ -113,6 +113,21 @@ def test_people_hear_of_beginning_and_end_and_not_of_the_steps_between() -> None
     ]
 
 
+def test_people_who_were_called_hear_when_it_is_over() -> None:
+    """Or that it was given up, which is no good news; what comes and goes is not told each time."""
+    told: list[str] = []
+    announce = Announcer(lambda text, fields: told.append(text), "n17", SILENT)
+    over = Transition("i", "trouble", State.ESCALATED, State.ESCALATED, 1.0, "")
+    announce(incident(resolved_at=1.0, relapses=3), over)
+    announce(incident(resolved_at=1.0), over)
+    announce(incident(resolved_at=1.0), Transition("i", "trouble", State.VERIFYING, State.ESCALATED, 1.0, ""))
+    assert eventually(lambda: len(told) == 2)
+    assert [text.partition(": GPU")[0] for text in told] == [
+        "[warning] n17: trouble over",
+        "[warning] n17: trouble escalated",
+    ]
+
+
 @pytest.mark.parametrize("error", [ActionError("the webhook could not be reached: ConnectTimeout"), KeyError("x")])
 def test_a_notifier_that_fails_does_not_end_the_announcements(error: Exception) -> None:
     """The next incident is announced again, also after a bug."""
