@@ -15,7 +15,7 @@ from typing import Final
 
 from opsd.preflight.base import Verdict
 from opsd.preflight.judge import Past, SeriesKey
-from opsd.preflight.report import Report
+from opsd.preflight.report import Report, ReportError
 
 RECENT_RUNS: Final = 5
 _SEARCHED: Final = 50
@@ -135,7 +135,10 @@ class History:
             row = db.execute("SELECT report FROM runs WHERE id = ?", (run,)).fetchone()
         if row is None:
             raise HistoryError(f"{self.path} has no run {run}")
-        return Report.from_json(row[0])
+        try:
+            return Report.from_json(row[0])
+        except ReportError as error:
+            raise HistoryError(f"run {run} in the history {self.path} cannot be read: {error}") from error
 
     def trends(self, node: str, runs: int = 20) -> list[Trend]:
         """Every series of the node over its last ``runs`` runs. Raises HistoryError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def test_runs_come_back_newest_first_and_whole(history: History):
     assert [run.started for run in history.runs("node-1")] == [3.0, 2.0, 1.0]
     assert history.nodes() == ["node-1", "node-2"]
     assert history.report(history.runs("node-1")[0].id) == burn(3.0, 3.0)
+
+
+def test_a_run_that_cannot_be_read_is_said(history: History):
+    """One of an older format, or a damaged row."""
+    history.record(burn(1.0, 1.0))
+    with sqlite3.connect(history.path) as db:
+        db.execute("UPDATE runs SET report = '{'")
+    with pytest.raises(HistoryError, match="run 1 in the history"):
+        history.facts("node-1", "versions")
 
 
 def test_the_past_of_a_series_is_its_last_runs_oldest_first(history: History):
