@@ -108,6 +108,12 @@ def _rounds(folder: Path) -> Iterator[Report]:
             yield Report.from_json(path.read_bytes())
 
 
+def _next_round(folder: Path) -> Path:
+    """The file after the last one that is there, which may be one that cannot be read."""
+    numbers = [path.stem.removeprefix("round-") for path in folder.glob("round-*.json")]
+    return folder / f"round-{max((int(number) for number in numbers if number.isdecimal()), default=0) + 1:04}.json"
+
+
 async def go_on(burn: BurnIn, one_round: Callable[[], Awaitable[Report]], say: Callable[[str], None]) -> Report:
     """Run rounds until it is over or interrupted; the report of all rounds.
 
@@ -123,7 +129,7 @@ async def go_on(burn: BurnIn, one_round: Callable[[], Awaitable[Report]], say: C
             break
         burn = replace(burn, done=(*burn.done, report))
         try:
-            write_text(burn.folder / f"round-{len(burn.done):04}.json", report.to_json())
+            write_text(_next_round(burn.folder), report.to_json())
         except OSError as error:
             say(f"round {len(burn.done)} was not kept in {burn.folder}: {error.strerror or error}")
         say(f"round {len(burn.done)} {'passed' if report.passed else 'FAILED'}, {burn.progress} done")

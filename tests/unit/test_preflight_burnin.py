@@ -51,6 +51,17 @@ def test_it_goes_on_until_its_hours_are_over(tmp_path: Path) -> None:
     assert told[-1] == "round 3 passed, 3 h of 3 h done"
 
 
+def test_a_round_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
+    """It is made again, under a number of its own."""
+    burn(tmp_path, [*(hour(started=1e9 + number * HOUR) for number in range(3)), hour(interrupted=True)], hours=5)
+    (folder,) = tmp_path.iterdir()
+    (folder / "round-0002.json").write_text("{")
+    found, _ = burn(tmp_path, [hour(started=2e9 + number * HOUR) for number in range(3)], hours=5, now=1e9 + 4 * HOUR)
+    assert value_of(found, "rounds") == 5
+    kept = [Report.from_json((folder / f"round-000{number}.json").read_bytes()).started for number in (1, 3, 4, 5, 6)]
+    assert kept == [1e9, 1e9 + 2 * HOUR, 2e9, 2e9 + HOUR, 2e9 + 2 * HOUR]
+
+
 def test_what_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
     """After a crash or Ctrl-C only the rounds that are missing are run; finished, the next one begins anew."""
     cut, _ = burn(tmp_path, [hour(started=1e9), hour(started=1e9 + HOUR, interrupted=True)])
