@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib import import_module
 
 import click
@@ -83,4 +84,7 @@ def main() -> None:
     except click.Abort:
         click.echo("opsd: interrupted", err=True)
         sys.exit(exitcodes.INTERRUPTED)
+    except Exception:  # 1, as Python has it, would be the answer no: a prolog drains the node for it
+        traceback.print_exc()
+        sys.exit(exitcodes.BROKEN)
     sys.exit(code if isinstance(code, int) else exitcodes.OK)

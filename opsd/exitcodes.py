@@ -11,6 +11,8 @@ USAGE: Final = 2
 """The command line or a configuration file is wrong; nothing was started."""
 INTERRUPTED: Final = 3
 """Stopped by the user before it was done."""
+BROKEN: Final = 4
+"""A bug in opsd most likely, which the traceback shows; it says nothing about the node or the run."""
 REPEATED: Final = 70
 """``opsd launch``: the same failure came back; restarting again would not help."""
 REQUEUE: Final = 75

@@ -31,3 +31,10 @@ def test_completion_is_printed_and_completes(shell: str, current: str) -> None:
     command = [sys.executable, "-m", "opsd"]
     answer = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert "--max-restarts" in answer.stdout
+
+
+def test_a_bug_is_not_taken_for_the_answer_no() -> None:
+    """A prolog drains the node for that answer."""
+    broken = "from opsd import cli; cli.COMMANDS['broken'] = ('os:no_such_command', ''); cli.main()"
+    answer = subprocess.run([sys.executable, "-c", broken, "broken"], capture_output=True, text=True, check=False)
+    assert (answer.returncode, "no_such_command" in answer.stderr) == (exitcodes.BROKEN, True)
