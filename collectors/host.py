@@ -63,7 +63,9 @@ OPEN_FILES = _host("open_files", "File handles in use.")
 OPEN_FILES_MAX = _host("open_files_max", "File handles the kernel gives out at most.")
 
 CLOCK_SYNCED = _host("clock_synchronized", "1 if a service keeps the wall clock right, as the kernel sees it.")
-CLOCK_OFFSET = _host("clock_offset_seconds", "By how much the wall clock is off, as its service knows.", "seconds")
+CLOCK_OFFSET = _host(
+    "clock_offset_seconds", "By how much the kernel says that the wall clock is off; always 0 under chrony.", "seconds"
+)
 CLOCK_ERROR = _host("clock_max_error_seconds", "By how much the wall clock may be off at most.", "seconds")
 NUMA_TOTAL = _host("numa_memory_total_bytes", "Memory of the NUMA node.", "bytes", "numa_node")
 NUMA_FREE = _host("numa_memory_free_bytes", "Memory of the NUMA node that is not used at all.", "bytes", "numa_node")

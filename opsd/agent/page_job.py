@@ -116,7 +116,7 @@ def _nodes(here: NodeOfJob, others: Others) -> Html:
         ]
     )
     columns = ("Node", "Run", "Ranks alive", "Step", "Slowest step", "Longest silence", "Tokens/s", "Incidents")
-    more = nothing(f"and {left} more, which have no incident") if left > 0 else Html("")
+    more = nothing(f"and {left} more") if left > 0 else Html("")
     note = nothing(others.note) if others.note else Html("")
     return card("nodes", "Nodes of the job", join((total, table("Nodes of the job", columns, rows), more, note)))
 

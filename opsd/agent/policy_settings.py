@@ -74,7 +74,7 @@ class PolicySettings(_Part):
         description="Seconds before the same kind of incident may be acted on again at the same target.",
     )
     max_actions_per_hour: int = Field(
-        default=12, ge=0, description="Beyond this many actions in an hour opsd only recommends."
+        default=12, ge=0, description="Beyond this many actions in an hour opsd does nothing more by itself."
     )
     hold_s: float = Field(
         default=300.0,
