@@ -21,7 +21,7 @@ from opsd.launch.supervisor import Supervisor
 from opsd.slurm.allocation import AllocationError, allocation, in_job
 from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.connect import choose
-from opsd.slurm.port import SlurmError
+from opsd.slurm.port import Slurm, SlurmError
 from opsd.slurm.requeue import Without
 
 
@@ -31,16 +31,21 @@ class SlurmJob:
 
     environ: Mapping[str, str]
     log: Path
+    connect: Callable[[], Slurm] = lambda: choose().slurm
 
     def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
         """Put the job back into the queue without what it has lost; end it if its batch script has died.
 
-        Otherwise the batch script sees to the end.
+        Otherwise the batch script sees to the end. Guests that are gone are no loss of the job.
         """
         if not lost or not in_job(self.environ):
             return
         try:
-            slurm, job = choose().slurm, allocation(self.environ)
+            job = allocation(self.environ)
+            lost = tuple(name for name in lost if name in job.nodes)
+            if not lost:
+                return
+            slurm = self.connect()
             if code == exitcodes.REQUEUE:
                 requeue_from_inside(slurm, job, Without(lost, unfit), log=str(self.log), say=say)
             elif any(found.batch_host in lost for found in slurm.jobs([job.job])):
@@ -64,10 +69,11 @@ def with_fellows(
     ``ready`` says why this node must not take another's place, "" if it may.
     """
     settings, folder = node.settings, node.folders.folder
+    start = start_of(settings.run, os.environ)
     quorum = TcpQuorum(
         fellows.own,
         fellows.members,
-        run=start_of(settings.run, os.environ),
+        run=start,
         secret=secret,
         loop=node.loop,
         first_number=first_number,
@@ -81,7 +87,7 @@ def with_fellows(
         log = RunLog(settings.run, settings.node, folder / "events.jsonl")
         return Head(shape, quorum, node.loop, policy, log, over)
 
-    fence = FolderFence.of_job(folder, settings)
+    fence = FolderFence.of_job(folder, settings, start)
     job = SlurmJob(os.environ, folder / "requeue.log")
     return ClusterRun(
         node,

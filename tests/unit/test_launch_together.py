@@ -1,0 +1,24 @@
+"""What the head does with the Slurm job at the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from opsd.launch.together import SlurmJob
+from opsd.slurm.port import Node
+from tests.fakes.requeue import FakeQueue, running
+
+ENVIRON = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "calls"), [(("n2", "n9"), ["requeue", "drain n2", "down n2"]), (("n9",), []), ((), [])]
+)
+def test_a_spare_that_left_is_no_loss_of_the_job(tmp_path: Path, lost: tuple[str, ...], calls: list[str]) -> None:
+    """It never was one of its nodes: the requeue is without the others, and the batch script's if there are none."""
+    slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n9")], running("n1", "n2"), dead=lost)
+    SlurmJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, lost, ())
+    assert slurm.calls == calls
