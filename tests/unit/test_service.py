@@ -160,6 +160,19 @@ def test_the_playbook_is_yaml(file: Path) -> None:
         assert (DEPLOY / name).exists(), name
 
 
+def test_nobody_can_exchange_what_the_playbook_runs_as_root() -> None:
+    """In a folder that all users can write to, whoever makes one of its name first owns it."""
+    tasks = yaml.safe_load((DEPLOY / "ansible/roles/opsd/tasks/main.yml").read_text())
+    names = [task["name"] for task in tasks]
+    run = next(task for task in tasks if "ansible.builtin.command" in task)
+    program = Path(run["ansible.builtin.command"].split()[0])
+    made = next(task for task in tasks if task.get("ansible.builtin.file", {}).get("path") == str(program.parent))
+    copied = next(task for task in tasks if task.get("ansible.builtin.copy", {}).get("dest") == f"{program.parent}/")
+    assert made["ansible.builtin.file"].items() >= {"state": "directory", "owner": "root", "mode": "0700"}.items()
+    assert not {"tmp", "shm"} & {*program.parts}
+    assert names.index(made["name"]) < names.index(copied["name"]) < names.index(run["name"])
+
+
 def test_the_playbook_writes_the_settings_that_it_was_given(tmp_path: Path) -> None:
     """Those of its own and all others, such as certificate and passwords for an agent that listens to the network."""
     jinja2 = pytest.importorskip("jinja2")  # torch brings it along
