@@ -62,9 +62,7 @@ def make_view(documents: torch.Tensor, settings: ModelSettings, context: Context
     """What the layers share, given the ``documents`` [batch, sequence] of whole sequences."""
     length, device = documents.shape[1], documents.device
     queries, keys = positions(length, context, device), gathered_positions(length, context, device)
-    kernel = settings.attention
-    if kernel == "auto":
-        kernel = "sdpa" if device.type != "cuda" else "varlen" if context is None else "flex"
+    kernel = kernel_for(settings, device, context)
 
     def mask(window: int) -> Mask:
         if context is None and not settings.document_mask and not window:
@@ -79,6 +77,15 @@ def make_view(documents: torch.Tensor, settings: ModelSettings, context: Context
     everything = mask(0)
     near = mask(settings.window) if settings.window else everything
     return View(rotary_angles(queries, settings), everything, near, context)
+
+
+def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:
+    """The kernel that is wanted, or else the fastest that can: FlashAttention takes no float32."""
+    if settings.attention != "auto":
+        return settings.attention
+    if device.type != "cuda" or (context is None and settings.dtype == "float32"):
+        return "sdpa"
+    return "varlen" if context is None else "flex"
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, context: Context) -> torch.Tensor:

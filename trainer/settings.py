@@ -57,7 +57,7 @@ class ModelSettings(Section):
     qk_norm: bool = False
     """Whether queries and keys are normalised in each head (as in OLMo 2 and Qwen 3)."""
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
-    """Kernel; auto is sdpa on the CPU, varlen on a GPU, and flex there with context parallelism."""
+    """Kernel; auto is sdpa on the CPU and for float32, varlen on a GPU, and flex there with context parallelism."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; parameters, gradients and optimiser state are float32."""
 
@@ -72,6 +72,8 @@ class ModelSettings(Section):
             return f"model.width {self.width} does not split into {self.heads} heads of an even number of channels"
         if self.heads % self.kv_heads:
             return f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}"
+        if self.attention == "varlen" and self.dtype == "float32":
+            return "model.attention varlen needs model.dtype bfloat16"
         if self.yarn_factor > 1 and not self.yarn_positions:
             return "model.yarn_factor needs model.yarn_positions, the length that the model was trained with before"
         return None

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.attention import Packed, attend, gathered_positions, make_view, pack, positions, rotary_angles, visible
+from trainer.attention import (
+    Packed,
+    attend,
+    gathered_positions,
+    kernel_for,
+    make_view,
+    pack,
+    positions,
+    rotary_angles,
+    visible,
+)
 from trainer.settings import ModelSettings
 
 torch.set_num_threads(1)
@@ -61,6 +71,17 @@ def test_flex_attention_is_attention(window: int) -> None:
     assert isinstance(flex.near, BlockMask)
     with torch.no_grad():
         torch.testing.assert_close(attend(q, k, v, flex.near, None), attend(q, k, v, sdpa.near, None))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kernel"),
+    [("cpu", "bfloat16", "sdpa"), ("cuda", "bfloat16", "varlen"), ("cuda", "float32", "sdpa")],
+)
+def test_the_kernel_can_compute_in_the_type(device: str, dtype: str, kernel: str) -> None:
+    """FlashAttention has no float32, which is the default type; a wish is granted whatever it is."""
+    wanted = SETTINGS.model_copy(update={"dtype": dtype})
+    assert kernel_for(wanted, torch.device(device), None) == kernel
+    assert kernel_for(wanted.model_copy(update={"attention": "flex"}), torch.device(device), None) == "flex"
 
 
 @settings(max_examples=30, deadline=None)
