@@ -148,9 +148,10 @@ def status(settings: Settings) -> int:
 def release(settings: Settings, delete: bool) -> int:
     """Make this node an ordinary one again: neither agent nor Slurm have it as a spare."""
     here = Here.of(settings)
-    if delete and here.state.folder:
-        freed = _or_fail(lambda: remove(Path(here.state.folder)))
-        click.echo(f"deleted {freed / 1e9:.2f} GB in {here.state.folder}")
+    folder = here.state.folder or settings.spare.folder
+    if delete and folder:
+        freed = _or_fail(lambda: remove(Path(folder)))
+        click.echo(f"deleted {freed / 1e9:.2f} GB in {folder}")
     try:
         state.forget(settings.agent.state_dir)
         pool.mark(choose().slurm, settings.agent.node, "", time.time())

@@ -55,10 +55,16 @@ def read_corpora(storage: Storage) -> tuple[Corpus, ...]:
 
     Raises StorageError.
     """
-    folders = [""] if _indexed(storage, "") else [name for name in storage.folders() if _indexed(storage, name)]
-    if not folders:
+    found = indexed(storage, INDEX)
+    if not found:
         raise StorageError(f"there is no {INDEX} at the source or in its folders; `python -m trainer.data` makes one")
-    return tuple(_read(storage, folder) for folder in folders)
+    return found
+
+
+def indexed(storage: Storage, index: str) -> tuple[Corpus, ...]:
+    """As ``read_corpora``, by the files called ``index``; none if there are none. Raises StorageError."""
+    folders = [""] if _has(storage, "", index) else [name for name in storage.folders() if _has(storage, name, index)]
+    return tuple(_read(storage, folder, index) for folder in folders)
 
 
 def digest_of(corpora: tuple[Corpus, ...]) -> str:
@@ -70,16 +76,16 @@ def digest_of(corpora: tuple[Corpus, ...]) -> str:
     return f"xxh3_128:{digest.hexdigest()}"
 
 
-def _indexed(storage: Storage, folder: str) -> bool:
+def _has(storage: Storage, folder: str, index: str) -> bool:
     try:
-        storage.open(_index_of(folder)).close()
+        storage.open(str(PurePosixPath(folder, index))).close()
     except AbsentError:
         return False
     return True
 
 
-def _read(storage: Storage, folder: str) -> Corpus:
-    path = _index_of(folder)
+def _read(storage: Storage, folder: str, name: str) -> Corpus:
+    path = str(PurePosixPath(folder, name))
     with storage.open(path) as file:
         content = b"".join(iter(lambda: file.read(1 << 20), b""))
     try:
@@ -92,7 +98,3 @@ def _read(storage: Storage, folder: str) -> Corpus:
     if any(PurePosixPath(file.name).name != file.name or file.name.startswith(".") for file in listed):
         raise StorageError(f"{path} names files outside its folder")
     return Corpus(folder, tuple(FileEntry(file.name, file.size, file.checksum) for file in listed), content)
-
-
-def _index_of(folder: str) -> str:
-    return str(PurePosixPath(folder, INDEX))

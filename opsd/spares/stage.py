@@ -1,8 +1,8 @@
 """Copying shards to the node: many at once, at a bounded pace, resumed where it was cut off, whole or not at all.
 
 A file is written as ``.NAME.part``, compared with its checksum, made durable, and only then renamed to its name. The
-index comes last; until then the trainer takes nothing from this folder. Memory is a block per file that is being
-copied.
+index gets its name last; until then the trainer takes nothing from this folder, and its draft says what may lie there.
+Memory is a block per file that is being copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import BinaryIO
 import xxhash
 
 from opsd.checkpoints.manifest import FileEntry, sync_folder
-from opsd.spares.corpus import INDEX, Corpus, read_corpora
+from opsd.spares.corpus import INDEX, Corpus, indexed
 from opsd.spares.pace import Pace
 from opsd.spares.storage import Folder, Storage, StorageError
 
@@ -32,6 +32,7 @@ LEFT_FREE = 0.02
 """Share of the disk that staging leaves free."""
 LOOK_S = 0.5
 PREFIX = "xxh3_128:"
+DRAFT = f".{INDEX}.part"
 DEFECTIVE = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
 """What reading a file gives where the disk has lost it: by its driver, or by the file system's own checksums."""
 
@@ -90,6 +91,9 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
         known = {corpus.folder for corpus in corpora if _same_index(target, corpus)}
         missing = [(c, e) for c, e in wanted if c.folder not in known or _size(target / c.path(e)) != e.size]
         _check_space(target, missing)
+        for corpus in corpora:
+            if corpus.folder not in known:
+                _write(target / corpus.folder / DRAFT, corpus.index)
         progress = Progress(sum(entry.size for _, entry in missing))
 
         def job(corpus: Corpus, entry: FileEntry) -> Job:
@@ -98,8 +102,11 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
 
         _all([job(corpus, entry) for corpus, entry in missing], work, progress)
         for corpus in corpora:
-            sync_folder(target / corpus.folder)
-            _write_index(target / corpus.folder, corpus.index)
+            folder = target / corpus.folder
+            sync_folder(folder)
+            if corpus.folder not in known:
+                os.rename(folder / DRAFT, folder / INDEX)
+                sync_folder(folder)
         return Staged(progress.total, not known)
 
 
@@ -172,7 +179,7 @@ def _copy(
     storage: Storage, source: str, target: Path, entry: FileEntry, pace: Pace, progress: Progress, stop: threading.Event
 ) -> None:
     """Copy one file, from where an earlier attempt was cut off; from the start if that does not come out whole."""
-    part = target.with_name(f".{target.name}.part")
+    part = _part(target)
     with _reporting(target):
         if _size(target) is not None:
             os.rename(target, part)
@@ -254,7 +261,7 @@ def _size(path: Path) -> int | None:
 def _check_space(target: Path, missing: Sequence[tuple[Corpus, FileEntry]]) -> None:
     disk = shutil.disk_usage(target)
     there = ((target / corpus.path(entry), entry.size) for corpus, entry in missing)
-    begun = sum(min(size, _size(path) or _size(path.with_name(f".{path.name}.part")) or 0) for path, size in there)
+    begun = sum(min(size, _size(path) or _size(_part(path)) or 0) for path, size in there)
     needed, free = sum(entry.size for _, entry in missing) - begun, disk.free - LEFT_FREE * disk.total
     if needed > max(free, 0.0):
         raise StageError(
@@ -263,15 +270,16 @@ def _check_space(target: Path, missing: Sequence[tuple[Corpus, FileEntry]]) -> N
         )
 
 
-def _write_index(folder: Path, content: bytes) -> None:
-    part = folder / f".{INDEX}.part"
-    with _open(part, os.O_RDWR | os.O_CREAT) as file:
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
+
+
+def _write(path: Path, content: bytes) -> None:
+    with _open(path, os.O_RDWR | os.O_CREAT) as file:
         file.truncate(0)
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.rename(part, folder / INDEX)
-    sync_folder(folder)
 
 
 def _same_index(target: Path, corpus: Corpus) -> bool:
@@ -301,14 +309,22 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def remove(target: Path) -> int:
-    """Delete the staged files under ``target``, by the names in its indexes; the bytes freed. Raises StageError."""
+    """Delete the staged files under ``target``, by the names in its indexes; the bytes freed.
+
+    What a staging that was cut off has begun is among them. Raises StageError, StorageError.
+    """
+    if not target.is_dir():
+        return 0
     make_folder(target)
-    freed = 0
+    freed, storage = 0, Folder(target)
     with _alone(target), _reporting(target):
-        for corpus in read_corpora(Folder(target)):
+        for corpus in indexed(storage, INDEX):
             folder = target / corpus.folder
-            (folder / INDEX).unlink()
-            for entry in corpus.files:
-                freed += _size(folder / entry.name) or 0
-                (folder / entry.name).unlink(missing_ok=True)
+            os.rename(folder / INDEX, folder / DRAFT)
+        for corpus in indexed(storage, DRAFT):
+            folder = target / corpus.folder
+            for path in (path for entry in corpus.files for path in (folder / entry.name, _part(folder / entry.name))):
+                freed += _size(path) or 0
+                path.unlink(missing_ok=True)
+            (folder / DRAFT).unlink()
     return freed

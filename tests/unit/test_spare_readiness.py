@@ -242,6 +242,9 @@ def test_a_released_spare_is_forgotten(tmp_path: Path) -> None:
     assert "deleted 0.00 GB" in released.output
     assert state.read(tmp_path / "state") is None
     assert list((tmp_path / "nvme").iterdir()) == []
+    (tmp_path / "nvme").rmdir()
+    assert "deleted 0.00 GB" in on(tmp_path, "release", "--delete").output
+    assert not (tmp_path / "nvme").exists()
 
 
 def test_what_is_not_configured_is_said(tmp_path: Path) -> None:

@@ -230,6 +230,18 @@ def test_what_was_staged_can_be_removed(source: Path, target: Path) -> None:
     assert list(contents(target)) == ["notes"]
 
 
+def test_what_an_interrupted_staging_has_left_can_be_removed(source: Path, target: Path) -> None:
+    """Whole files and begun ones, the first time and over older data; without anything staged nothing is removed."""
+    for seed in (0, 1):
+        make_corpus(source, seed=seed)
+        with pytest.raises(StorageError, match="could not be read on"):
+            staged(Source(source, breaks_at=10_000), target, Work(Pace(None), parallel=1))
+        (target / "notes").write_text("mine")
+        assert remove(target) > 10_000
+        assert list(contents(target)) == ["notes"]
+        assert remove(target) == 0
+
+
 def test_a_disk_that_is_too_small_is_found_before_anything_is_copied(source: Path, target: Path) -> None:
     """The sentence has both sizes."""
     index = json.loads((source / INDEX).read_text())
