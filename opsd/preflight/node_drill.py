@@ -153,7 +153,9 @@ def lead(this: Drill, within_s: float, stopped: Callable[[], bool], say: Callabl
             last = drill.last_line(this.folder / f"launcher-{this.own}.log")
             return _failed(this, f"no checkpoint was durable within {within_s:.0f} s: {last}", Verdict.COULD_NOT_RUN)
         places = _events(this.folder, "generation_started")[-1]["nodes"]
-        victim = next(name for name in reversed(places) if name != this.own)
+        victim = next((name for name in reversed(places) if name != this.own), None)
+        if victim is None:
+            return _failed(this, f"only {this.own} trained; the others came too late", Verdict.COULD_NOT_RUN)
         before = {kind: len(_events(this.folder, kind)) for kind in ("node_lost", "resumed")}
         write_text(this.folder / VICTIM, victim)
         lost = wait(f"killing {victim}", lambda: _events(this.folder, "node_lost")[before["node_lost"] :])

@@ -135,6 +135,16 @@ def test_a_drill_without_a_checkpoint_ends_the_run_on_all_nodes(tmp_path: Path) 
     assert json.loads((this.folder / "asked").read_bytes()) == {"cmd": "stop"}
 
 
+def test_a_drill_in_which_nobody_else_trains_loses_no_node(tmp_path: Path) -> None:
+    """Two nodes may train as one where there is no spare."""
+    this = on_a_fake(
+        tmp_path, {"event": "generation_started", "nodes": ["n1"]}, {"event": "checkpoint_committed", "step": 1}
+    )
+    [finding] = judged(this).findings
+    assert (finding.verdict, "only n1 trained" in finding.summary) == (Verdict.COULD_NOT_RUN, True)
+    assert not (this.folder / VICTIM).exists()
+
+
 def test_an_interrupted_drill_ends_the_run_on_all_nodes(tmp_path: Path) -> None:
     """As one that has failed."""
     this = on_a_fake(tmp_path)
