@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "generations"
+START = "start"
+"""In the owner of a claim: what all launchers of one start of the run have in common, and no other copy of it."""
 LAUNCHER = "launcher"
 """In the owner of a claim: the launcher that makes all claims of its run, where it has no fellows."""
 KEPT = 100
@@ -60,6 +62,18 @@ def newest(folder: Path) -> int:
     """The highest number that has been claimed, 0 if none. Raises LeaseError."""
     with _explained(folder / FOLDER, "the generations of the run cannot be read"):
         return max(_claims(folder / FOLDER), default=0)
+
+
+def overtaken(folder: Path, start: str) -> bool:
+    """Whether the newest generation of the run in ``folder`` belongs to another start of it. Raises LeaseError."""
+    claims = folder / FOLDER
+    with _explained(claims, "the generations of the run cannot be read"):
+        if not claims.is_dir():
+            return False
+        _see_anew(claims)
+        found = _claims(claims)
+        owner = _owner(found[max(found)]) if found else None
+    return owner is not None and owner.get(START, start) != start
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from opsd import exitcodes
-from opsd.launch.aside import aside
+from opsd.launch.claims import Claims
 from opsd.launch.control import Request
 from opsd.launch.failure import Failure
 from opsd.launch.farewell import Farewell
@@ -36,8 +36,6 @@ LAST_WORDS_S = 1.0
 """How long a launcher that must not be used stays to say so."""
 TIE_S = 4.0
 """How long a half that has not most of the nodes at work leaves the claim to the other."""
-CLAIMS = 3
-"""So often in a row may a generation turn out to be somebody else's: a head that was cut off may have claimed it."""
 
 
 class ClusterRun:
@@ -66,13 +64,12 @@ class ClusterRun:
         self._node = node
         self._quorum = quorum
         self._new_head = new_head
-        self._fence = fence
+        self._claims = Claims(node.loop, fence, lambda: self._head, self._leave)
         self._guest = guest
         self._waits = waits
         self._farewell = Farewell(node, quorum, job)
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, quorum, ready, self._not_ready if guest else lambda why: None)
-        self._refused = 0
         self._join_s = join_s
         self._isolated_s = isolated_s
         self._head: Head | None = None
@@ -101,6 +98,7 @@ class ClusterRun:
             return
         self._node.loop.every(PROGRESS_S, self._tell_progress)
         self._node.loop.every(READINESS_S, self._tell_readiness)
+        self._claims.watch()
         self._node.loop.later(self._join_s, self._nobody_came)
 
     def _nobody_came(self) -> None:
@@ -231,22 +229,7 @@ class ClusterRun:
         if self._head is None:
             self._ready(plan)
         else:
-            aside(self._node.loop, lambda: self._fence.claim(plan.number), lambda mine: self._claimed(plan, mine))
-
-    def _claimed(self, plan: Plan, mine: bool | OSError) -> None:
-        if isinstance(mine, OSError):
-            say(f"generation {plan.number} cannot be claimed in the run's folder: {mine.strerror or mine}")
-            self._leave(exitcodes.FAILED, f"the run's folder cannot be written: {mine.strerror or mine}")
-        elif mine:
-            self._refused = 0
-            self._ready(plan)
-        elif self._head is not None and self._refused < CLAIMS:
-            self._refused += 1
-            self._head.claim_refused()
-        else:
-            self._leave(
-                exitcodes.FAILED, f"another launcher of this run has claimed generation {plan.number} or a later one"
-            )
+            self._claims.claim(plan.number, lambda: self._ready(plan))
 
     def _ready(self, plan: Plan) -> None:
         if self._proposed is None or self._proposed.number != plan.number:
@@ -332,10 +315,8 @@ class ClusterRun:
         here = [name for name in plan.slots if name not in absent]
         first = 2 * len(here) > len(plan.slots) or (2 * len(here) == len(plan.slots) and plan.slots[0] in here)
         delay_s = 0.0 if first else TIE_S
-        self._node.loop.later(delay_s, lambda: self._claim_tie(plan.number + 1))
-
-    def _claim_tie(self, number: int) -> None:
-        aside(self._node.loop, lambda: self._fence.claim(number), lambda mine: self._quorum.decide_tie(mine is True))
+        number, decide = plan.number + 1, self._quorum.decide_tie
+        self._node.loop.later(delay_s, lambda: self._claims.claim_tie(number, decide))
 
     def joined(self, member: Member) -> None:
         """Let the head know."""

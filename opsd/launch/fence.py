@@ -19,15 +19,15 @@ class FolderFence:
     owner: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_job(cls, folder: Path, settings: Settings) -> FolderFence:
-        """For the launchers of a job: any of them may be head."""
-        return cls(folder, {"run": settings.run, "job": settings.job, "node": settings.node})
+    def of_job(cls, folder: Path, settings: Settings, start: str) -> FolderFence:
+        """For the launchers of one ``start`` of a job: any of them may be head."""
+        return cls(folder, {**_names(settings), lease.START: start})
 
     @classmethod
     def of_launcher(cls, folder: Path, settings: Settings) -> FolderFence:
         """For this launcher alone."""
         launcher = f"{os.getpid()}-{process_start(os.getpid())}"
-        return cls(folder, {**cls.of_job(folder, settings).owner, lease.LAUNCHER: launcher})
+        return cls(folder, {**_names(settings), lease.LAUNCHER: launcher})
 
     def claim(self, number: int) -> bool:
         """See ``Fence.claim``."""
@@ -36,3 +36,11 @@ class FolderFence:
     def check(self, number: int) -> None:
         """See ``WatchedFence.check``."""
         lease.Fence(self.folder, number).check()
+
+    def overtaken(self) -> bool:
+        """See ``Fence.overtaken``."""
+        return lease.overtaken(self.folder, self.owner.get(lease.START, ""))
+
+
+def _names(settings: Settings) -> dict[str, str]:
+    return {"run": settings.run, "job": settings.job, "node": settings.node}

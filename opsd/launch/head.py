@@ -106,6 +106,11 @@ class Head:
         """The number of the proposal is taken: propose the same with another."""
         self._formation.renew()
 
+    def overtaken(self) -> None:
+        """Another copy of the run has begun: what the ranks here did from now on could not be saved."""
+        if not self._finished:
+            self._end(exitcodes.FENCED, "another copy of this run has begun in its folder; this one stops")
+
     @property
     def unfit(self) -> set[str]:
         """The nodes that are to run no ranks."""

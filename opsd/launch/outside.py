@@ -13,8 +13,17 @@ class Fence(Protocol):
         ...
 
 
-class WatchedFence(Fence, Protocol):
-    """A fence that tells as well when somebody else has gone past it."""
+    def overtaken(self) -> bool:
+        """True if another copy of the run has begun after this one. Raises OSError if that cannot be seen."""
+        ...
+
+
+class WatchedFence(Protocol):
+    """The same for a launcher without fellows, which is told when anybody at all has gone past it."""
+
+    def claim(self, number: int) -> bool:
+        """See ``Fence.claim``."""
+        ...
 
     def check(self, number: int) -> None:
         """Raises lease.Fenced if a generation after ``number`` is another launcher's, OSError if that is not known."""

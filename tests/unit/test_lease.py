@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.checkpoints.lease import EXIT_FENCED, FOLDER, KEPT, LAUNCHER, Fence, Fenced, LeaseError, claim, newest
+from opsd.checkpoints.lease import (
+    EXIT_FENCED,
+    FOLDER,
+    KEPT,
+    LAUNCHER,
+    START,
+    Fence,
+    Fenced,
+    LeaseError,
+    claim,
+    newest,
+    overtaken,
+)
 
 OURS = {"run": "r", "job": "7", "node": "n1"}
 THEIRS = {**OURS, "node": "n2"}
@@ -153,3 +165,14 @@ def test_a_rank_of_the_past_does_not_start(tmp_path: Path) -> None:
     assert done.stderr.startswith("trainer: generation 5 of the run has begun elsewhere")
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+
+
+def test_a_start_is_overtaken_by_another_start_only(tmp_path: Path) -> None:
+    """Launchers of one start take turns as head; the claim of another copy of the run ends them all."""
+    assert not overtaken(tmp_path, "run, job 1.0")
+    assert claim(tmp_path, 1, {"node": "n1", START: "run, job 1.0"})
+    assert claim(tmp_path, 2, {"node": "n2", START: "run, job 1.0"})
+    assert not overtaken(tmp_path, "run, job 1.0")
+    assert claim(tmp_path, 3, {"node": "n7", START: "run, job 2.0"})
+    assert overtaken(tmp_path, "run, job 1.0")
+    assert not overtaken(tmp_path, "run, job 2.0")
