@@ -6,7 +6,6 @@ version 2.10). PyTorch's own dump files are pickles, which can run code when loa
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -75,20 +74,27 @@ def parse_dump(content: bytes) -> Dump:
         calls: dict[str, dict[int, Call]] = {}
         for entry in raw["entries"]:
             if not entry.get("is_p2p"):
-                name = str(entry["process_group"][0])
+                name = _text(entry["process_group"][0])
                 calls.setdefault(name, {})[int(entry["collective_seq_id"])] = _call(entry)
         config = raw.get("pg_config", {}).values()
-        members = {str(group["name"]): _ranks(group["ranks"]) for group in config}
+        members = {_text(group["name"]): _ranks(group["ranks"]) for group in config}
         return Dump({name: _newest(found) for name, found in calls.items()}, members)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         raise DumpError(f"not a flight recorder dump, or half of one ({type(error).__name__})") from error
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
-    operation = str(entry["profiling_name"])[:64]
+    operation = _text(entry["profiling_name"])
     # NCCL's watchdog retires what has completed. Gloo has no states: there, to have called is all that is known.
     over = entry.get("retired") or not operation.startswith("nccl")
     return Call(operation, int(entry["time_created_ns"]), COMPLETED if over else _PROGRESS[entry["state"]])
+
+
+def _text(value: object) -> str:
+    """Raises UnicodeEncodeError for half a character, which JSON can hold and nobody can store or send."""
+    text = str(value)[:64]
+    text.encode()
+    return text
 
 
 def _newest(calls: Mapping[int, Call]) -> dict[int, Call]:
@@ -97,7 +103,7 @@ def _newest(calls: Mapping[int, Call]) -> dict[int, Call]:
 
 def _ranks(listed: object) -> frozenset[int]:
     """The ranks of a group: a list, or in older versions a list in a string."""
-    ranks = ast.literal_eval(listed) if isinstance(listed, str) else listed
+    ranks = json.loads(listed) if isinstance(listed, str) else listed
     if not isinstance(ranks, list):
         raise TypeError("ranks is not a list")
     return frozenset(int(rank) for rank in ranks)

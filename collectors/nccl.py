@@ -17,6 +17,7 @@ from collectors.base import Event, NoData, Reading, Sample
 from collectors.nccl_ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
 from collectors.nccl_run import NcclRun
 from collectors.nccl_series import COMMUNICATORS, METRICS, PROBLEMS, RAS_AGE, RAS_UP, STALLED
+from collectors.run_files import RUN_NAME
 
 MAX_RUNS: Final = 64
 
@@ -48,9 +49,10 @@ class NcclCollector:
         """Read what is new in logs and dumps and go on with the question to RAS. Never waits for an answer."""
         try:
             with os.scandir(self._root) as entries:
-                names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))[:MAX_RUNS]
+                names = [e.name for e in entries if RUN_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             names = []
+        names = sorted(names)[:MAX_RUNS]
         # What a log holds when the agent starts is old; a run that appears later is new from its first line.
         known, skip_old = self._runs or {}, self._runs is None
         self._runs = {name: known.get(name) or NcclRun(self._root / name, skip_old=skip_old) for name in names}
@@ -83,18 +85,18 @@ class RasWatch:
 
     def look(self, now: float, wall: float) -> Reading:
         """Ask if it is time to, take the answer if it has come, and tell what is known at the second ``now``."""
-        if self._query is None and (self._asked is None or now - self._asked >= self._period_s):
-            self._query, self._asked = RasQuery(self._addresses[0], now), now
         events: tuple[Event, ...] = ()
-        if self._query is not None:
-            try:
-                if (answer := self._query.poll(now)) is not None:
-                    self._query = None
-                    events = tuple(self._take(parse_status(answer), now, wall))
-            except RasError:
-                self._query = self._status = self._stalled_since = None
-                # localhost has two addresses, and NCCL listens on one of them.
-                self._addresses.append(self._addresses.pop(0))
+        try:
+            if self._query is None and (self._asked is None or now - self._asked >= self._period_s):
+                self._asked = now
+                self._query = RasQuery(self._addresses[0], now)
+            if self._query is not None and (answer := self._query.poll(now)) is not None:
+                self._query = None
+                events = tuple(self._take(parse_status(answer), now, wall))
+        except RasError:
+            self._query = self._status = self._stalled_since = None
+            # localhost has two addresses, and NCCL listens on one of them.
+            self._addresses.append(self._addresses.pop(0))
         return Reading(tuple(self._samples(now)), events)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ class LogMessage(NamedTuple):
 
 
 _WARNING = re.compile(r"\bNCCL WARN (.+)")
-_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)")
+_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,20}), OpType=(\w+)")
 _RESULTS = "UnhandledCudaError|SystemError|InternalError|InvalidArgument|InvalidUsage|RemoteError|Timeout"
 _PHRASES = r"Watchdog thread terminated with exception|NCCL communicator was aborted|\bNCCL error\b"
 _ERROR = re.compile(rf"(?:\bnccl(?:{_RESULTS})\b|{_PHRASES}).*")

@@ -72,15 +72,25 @@ class RasStatus:
 
 
 class RasQuery:
-    """One question to RAS that never blocks: ``poll`` from time to time until there is an answer."""
+    """One question to RAS that never blocks: ``poll`` from time to time until there is an answer.
+
+    Raises RasError if this node cannot ask at such an address, as without IPv6.
+    """
 
     def __init__(self, address: tuple[str, int], now: float, deadline_s: float = 20.0) -> None:
         self._deadline = now + deadline_s
         self._to_send = REQUEST
         self._received = bytearray()
-        self._socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        self._socket.connect_ex(address)
+        try:
+            self._socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:
+            raise RasError(f"RAS cannot be asked at {address[0]}: {error.strerror}") from error
+        try:
+            self._socket.setblocking(False)
+            self._socket.connect_ex(address)
+        except OSError as error:
+            self.close()
+            raise RasError(f"RAS cannot be asked at {address[0]}: {error.strerror}") from error
 
     def poll(self, now: float) -> bytes | None:
         """The whole answer, None while it is not complete. Raises RasError; the query is over then."""
@@ -140,7 +150,7 @@ def _parse_json(body: str) -> RasStatus:
         communicators = raw["communicators"]
         problems = [problem for communicator in communicators for problem in _json_problems(communicator)]
         return RasStatus(str(raw["nccl_version"])[:32], len(communicators), tuple(problems))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise RasError(f"RAS's answer is cut short or of an unknown form ({type(error).__name__})") from error
 
 
@@ -167,16 +177,20 @@ def _in_order(status: Mapping[str, Any]) -> bool:
 
 
 def _problem(communicator: str, kind: str, text: str, ranks: Sequence[Mapping[str, Any]]) -> Problem:
+    for each in (communicator, text, *(str(r["host"]) for r in ranks[:MAX_RANKS])):
+        each.encode()  # JSON can hold half a character, which can be neither stored nor sent
     named = [RasRank(int(r["rank"]), str(r["host"])[:64], int(r["pid"]), int(r["nvml_dev"])) for r in ranks[:MAX_RANKS]]
     return Problem(communicator, kind, text, tuple(named))
 
 
 _VERSION = re.compile(r"NCCL version (\S+)")
-_GROUP = re.compile(r"^ *\d+ +(\d+) +\d+ +\S+ +\d+ +\d+ +[A-Z]+ +[A-Z,]+$", re.MULTILINE)
+_GROUP = re.compile(r"^ *\d+ +(\d{1,9}) +\d+ +\S+ +\d+ +\d+ +[A-Z]+ +[A-Z,]+$", re.MULTILINE)
 _HEAD = re.compile(r"^(?:#\d+-\d+ \(([0-9a-f]+)\) )?(INCOMPLETE|ERROR|MISMATCH|DEAD|TIMEOUT)$")
-_RANK = re.compile(r"^  Rank (\d+)\b.*? -- GPU (\d+)(?: \(NVML (\d+)\))? managed by process (\d+) on node (\S+)")
-_PROCESS = re.compile(r"^  Process (\d+) on node (\S+) managing GPUs? (\d+)")
-_LAUNCHED = re.compile(r"launched up to operation (\d+)|not launched any operations")
+_RANK = re.compile(
+    r"^  Rank (\d{1,9})\b.*? -- GPU (\d{1,9})(?: \(NVML (\d{1,9})\))? managed by process (\d{1,9}) on node (\S+)"
+)
+_PROCESS = re.compile(r"^  Process (\d{1,9}) on node (\S+) managing GPUs? (\d{1,9})")
+_LAUNCHED = re.compile(r"launched up to operation (\d{1,20})|not launched any operations")
 
 
 def _parse_text(body: str) -> RasStatus:

@@ -22,7 +22,7 @@ from collectors.evaluations import METRICS as EVALUATION_METRICS
 from collectors.evaluations import Evaluations
 from collectors.pages import Client, P, Page, rank_fact, step_facts
 from collectors.processes import process_letter
-from collectors.run_files import RUN_STATES, parse_event, parse_run
+from collectors.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
 from collectors.tail import Tail, read_small
 
 MAX_RUNS: Final = 64
@@ -31,7 +31,6 @@ MAX_RANKS: Final = 256
 RATE_STEPS: Final = 10
 """Steps that the throughput is averaged over."""
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _RANK_FILE = re.compile(r"rank-(\d{4}|[1-9]\d{4,5})\.page(\.events\.jsonl)?", re.ASCII)
 _MAX_RUN_JSON = 64 << 10
 
@@ -145,7 +144,7 @@ class RanksCollector(Generic[P]):
         """Read all runs. Raises OSError if the root cannot be read."""
         try:
             with os.scandir(self._root) as entries:
-                names = [e.name for e in entries if _RUN_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+                names = [e.name for e in entries if RUN_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return NoData(f"no run has been started on this node: {self._root} does not exist")
         names = sorted(names)[:MAX_RUNS]

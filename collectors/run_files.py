@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from collectors.base import Event, RunFact
 
+RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""The folder of a run is called so; it becomes a label."""
 RUN_STATES: Final = ("waiting", "running", "restarting", "stopping", "spare", "finished", "failed")
+MAX_WORLD: Final = 1 << 20
+"""Ranks that a run may claim to have: sets of them are made."""
 MAX_NAME: Final = 64
 """Names of results and sources that are longer are left out."""
 EVENTS: Final = frozenset((
@@ -50,10 +55,10 @@ def parse_run(content: bytes, run: str, alive: Callable[[int, int], bool]) -> Ru
             generation=_count(raw["generation"]),
             launcher_pid=pid,
             alive=alive(pid, _count(raw["launcher_start"])),
-            world_size=_count(raw["world_size"]),
-            control=str(raw["control"])[:4096],
-            folder=(folder := str(raw["folder"])[:4096]),
-            logs=str(raw.get("logs", f"{folder}/logs"))[:4096],
+            world_size=_count(raw["world_size"], below=MAX_WORLD),
+            control=_path(raw["control"]),
+            folder=(folder := _path(raw["folder"])),
+            logs=_path(raw.get("logs", f"{folder}/logs")),
         )
     except (ValueError, KeyError, TypeError):
         return None
@@ -88,7 +93,14 @@ def _parse_object(text: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _count(value: object) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 48:
+def _path(value: object) -> str:
+    path = str(value)[:4096]
+    if "\0" in path:
+        raise ValueError(f"not a path: {path[:80]!r}")
+    return path
+
+
+def _count(value: object, below: int = 1 << 48) -> int:
+    if not isinstance(value, int) or not 0 <= value < below:
         raise ValueError(f"not a count: {value!r}")
     return value

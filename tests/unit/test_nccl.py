@@ -98,6 +98,11 @@ def test_lines_of_a_log(line: bytes, message: LogMessage | None) -> None:
     assert parse_line(line.rstrip(b"\n")) == message
 
 
+def test_a_number_without_end_is_no_message() -> None:
+    """A user's line must not end the reading of all the others."""
+    assert parse_line(TIMEOUT.replace(b"171", b"9" * 5000)) is None
+
+
 def test_a_collective_that_timed_out_is_named() -> None:
     """Operation and sequence number come from the watchdog's line."""
     message = parse_line(TIMEOUT)
@@ -314,6 +319,36 @@ def test_an_unusable_answer_makes_it_unknown() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert found == {("opsd_nccl_ras_up",): 0, ("opsd_nccl_ras_answer_age_seconds",): 10}
+
+
+def test_an_address_that_cannot_be_asked_is_passed_over(tmp_path: Path) -> None:
+    """As ::1 on a node without IPv6: the other one is asked the next time, and nothing is raised."""
+    with FakeRas(ras_json([ras_rank(0, {})])) as server:
+        asking = Asking(server)
+        asking.watch = RasWatch([("::1%none", 28028), server.address], 10.0)
+        assert values(asking.watch.look(0.0, 1000.0)) == {("opsd_nccl_ras_up",): 0}
+        assert values(asking.next())["opsd_nccl_ras_up",] == 1
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        (b"\xff", {}),
+        (b"r2", {"folder": "/run\0s", "logs": "/run\0s/logs"}),
+        (b"r2", {"world_size": 1 << 40}),
+    ],
+)
+def test_a_hostile_folder_is_passed_over(node: Node, name: bytes, changes: dict[str, object]) -> None:
+    """Everybody may make one: its name is no label, and what it says opens and fills nothing."""
+    folder = Path(os.fsdecode(os.fsencode(node.root) + b"/" + name))
+    folder.mkdir()
+    run = json.loads((node.memory / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**run, **changes}))
+    (folder / "rank-0000.page").touch()
+    node.log(1, TIMEOUT)
+    reading = node.collect()
+    assert {event.data["run"] for event in reading.events} == {"r1"}
+    assert {sample.labels[0] for sample in reading.samples if sample.metric.name == "opsd_nccl_rank_logs"} == {"r1"}
 
 
 def test_every_series_is_declared(node: Node) -> None:

@@ -117,6 +117,8 @@ TEXT_ANSWER = ras_text().encode()
         GREETING.encode() + b'{"communicators": 7, "nccl_version": "2"}',
         GREETING.encode() + b'{"communicators": [' + b"[" * 100_000,
         GREETING.encode() + b"\xff\x00\x1b[2J",
+        JSON_ANSWER.replace(b'"rank": 2', b'"rank": Infinity'),
+        JSON_ANSWER.replace(b"10.0.0.9", b"\\ud800"),
     ],
 )
 def test_half_answers_and_garbage_are_refused(answer: bytes) -> None:
