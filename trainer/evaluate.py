@@ -18,6 +18,7 @@ import math
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tokenizers import Tokenizer
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
 from trainer import harness
-from trainer.config import CHECKPOINTS, Config
+from trainer.config import CHECKPOINTS, Config, ConfigError
 from trainer.data.shards import DOCUMENT, TOKENIZER, DataError
 from trainer.data.texts import read_texts
 from trainer.data.tokenize import load_tokenizer
@@ -156,6 +157,8 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     with torch.device(device):
         decoder = Decoder(config.model)
     load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.named_parameters()})
+    if config.model.dtype == "bfloat16":
+        decoder.to(torch.bfloat16)  # as in training
     names = sorted(name for stage in config.data.stages for name, weight in stage.weights.items() if weight)
     corpus = Path(config.data.shards, names[0] if names else ".")
     if config.data.fallback and not (corpus / TOKENIZER).exists():
@@ -179,9 +182,12 @@ def main(arguments: Sequence[str]) -> int:
         line["results"] = evaluate(config, model) | (harness.run(config, folder) if config.evaluation.harness else {})
         if config.evaluation.reference:
             line["reference"] = at_equal_tokens(Path(config.evaluation.reference), line["tokens"])
-    except (CheckpointError, DataError, OSError) as error:
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
         line["why"] = str(error)
         print(f"trainer.evaluate: {error}", file=sys.stderr)
+    except Exception as error:  # memory that is used up, a model that a harness cannot have: told all the same
+        line["why"] = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
     with open(run / RESULTS, "a", encoding="utf-8") as file:
         file.write(json.dumps({"t": time.time(), **line}) + "\n")
     (folder / AWAITING).unlink(missing_ok=True)

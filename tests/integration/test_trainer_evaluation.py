@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trainer_world import Run, eventually
 
-from opsd.checkpoints.manifest import steps
+from opsd.checkpoints.manifest import folder_of, steps
+from trainer.config import load
+from trainer.evaluate import main
 
 
 def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
@@ -80,6 +83,44 @@ def test_an_evaluation_that_fails_is_told(run: Run, tmp_path: Path) -> None:
     assert (event["step"], event["results"]) == (5, {})
     assert "none.txt cannot be read" in event["why"]
     assert not list(run.checkpoints.glob("*/awaiting-evaluation"))
+
+
+@pytest.fixture(scope="module")
+def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that ended after a step and was not evaluated."""
+    run = Run(tmp_path_factory.mktemp("trained"), shards)
+    run.finish(world=1, run__steps=1)
+    return run
+
+
+def evaluated(run: Run, *overrides: str) -> dict[str, Any]:
+    """The line of an evaluation with other settings."""
+    config = load(str(run.folder / "config.toml"), [f"data.shards={run.shards}", *overrides], {})
+    (run.folder / "config.json").write_text(config.model_dump_json())
+    main([str(run.folder), "1"])
+    return json.loads((run.folder / "evaluations.jsonl").read_text().splitlines()[-1])
+
+
+def test_it_computes_in_the_type_of_the_training(trained: Run) -> None:
+    """The results of a run in bfloat16 are those of its model, which on a GPU has kernels for that type only."""
+    sets = f'evaluation.perplexity={{held = "{Path(__file__)}"}}'
+    whole, half = (
+        evaluated(trained, sets, f"model.dtype={dtype}")["results"]["held_loss"] for dtype in ("float32", "bfloat16")
+    )
+    assert half != whole
+    assert half == pytest.approx(whole, rel=1e-2)
+
+
+def test_an_evaluation_that_breaks_down_is_told(trained: Run, tmp_path: Path) -> None:
+    """Whatever it dies of there is a line that says so, and the checkpoint may go."""
+    items = tmp_path / "items.jsonl"
+    items.write_text('{"context": "a", "choices": ["b", 5], "answer": 0}')
+    mark = folder_of(trained.checkpoints, 1) / "awaiting-evaluation"
+    mark.touch()
+    line = evaluated(trained, f'evaluation.cloze={{items = "{items}"}}')
+    assert line["results"] == {}
+    assert line["why"].startswith("TypeError: ")
+    assert not mark.exists()
 
 
 def test_a_queue_is_asked(run: Run, tmp_path: Path) -> None:
