@@ -53,6 +53,14 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> Non
     assert list(read_texts(find_files([tmp_path]))) == TEXTS
 
 
+def test_half_an_emoji_does_not_end_a_build(tmp_path: Path) -> None:
+    """Scraped JSON has texts that were cut within a surrogate pair; they are tokenised like any other."""
+    (tmp_path / "a.jsonl").write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
+    texts = list(read_texts([tmp_path / "a.jsonl"]))
+    assert texts == ["cut ?", "whole \N{GRINNING FACE}"]
+    assert len(train_tokenizer(texts, 300).encode_batch_fast(texts)) == 2
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
     """Half a download is named, not silently used as far as it goes."""

@@ -48,12 +48,13 @@ def kind(path: Path) -> str:
 def read_texts(files: Iterable[Path], limit: int = 1 << 62, field: str = FIELD) -> Iterator[str]:
     """The documents of ``files``, up to ``limit`` bytes in all; empty ones are left out.
 
-    A text file is one document, and left out if it is not UTF-8. Raises DataError for other files that cannot be read.
+    A text file is one document, and left out if it is not UTF-8. Half an emoji in JSON lines, which UTF-8 cannot
+    hold, becomes "?". Raises DataError for other files that cannot be read.
     """
     left = limit
     for path in files:
         for text in _documents(path, field):
-            left -= len(text.encode("utf-8", "surrogatepass"))
+            left -= len(text.encode())
             if left < 0:
                 return
             if text:
@@ -88,7 +89,7 @@ def _lines(path: Path, field: str) -> Iterator[str]:
                 raise DataError(f'{path}, line {number}: not a JSON object with "{field}"; see --field') from error
             if not isinstance(text, str):
                 raise DataError(f'{path}, line {number}: "{field}" is not text')
-            yield text
+            yield text.encode("utf-8", "replace").decode()
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
