@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
 
 from opsd.launch.quorum.port import Member
+from opsd.slurm.allocation import cloud_addresses
 from opsd.slurm.hostlist import HostlistError, expand
 
 DEFAULT_PORT = 29_480
@@ -47,7 +49,16 @@ class Fellows:
     guest: bool = False
 
 
-def find_fellows(nodes: str, own_name: str, port: int | None, environ: Mapping[str, str]) -> Fellows:
+def way_to(address: str) -> str:
+    """The own address from which ``address`` is reached; nothing is sent. Raises OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, DEFAULT_PORT))
+        return str(probe.getsockname()[0])
+
+
+def find_fellows(
+    nodes: str, own_name: str, port: int | None, environ: Mapping[str, str], way_to: Callable[[str], str] = way_to
+) -> Fellows:
     """``nodes`` is a hostlist whose names may have addresses, ``n1=10.0.0.1,n2``; "" stands for those of the Slurm job.
 
     Raises FellowsError.
@@ -56,12 +67,14 @@ def find_fellows(nodes: str, own_name: str, port: int | None, environ: Mapping[s
     if not given:
         raise FellowsError("more than one node, and no Slurm job that says which: name them with --nodes n1,n2,…")
     port = port or _job_port(environ)
+    told = cloud_addresses(environ)
     members: dict[str, Member] = {}
     for name, address in _pairs(given).items():
-        members[name] = Member(name, _resolve(address), port)
+        members[name] = Member(name, _resolve(told.get(address, address)), port)
     if own_name not in members:
         shown = ", ".join(list(members)[:8])
         raise FellowsError(f"this node, {own_name}, is not among the nodes of the run ({shown}); see --node-name")
+    members[own_name] = _within_reach(members, own_name, way_to)
     job = environ.get("SLURM_JOB_NODELIST", "")
     guest = bool(nodes and job) and own_name not in _pairs(job)
     return Fellows(members[own_name], tuple(members.values()), guest)
@@ -85,6 +98,21 @@ def _pairs(given: str) -> dict[str, str]:
             raise FellowsError(f"the nodes cannot be read: {error}") from error
     pairs = [item.strip().partition("=") for item in given.split(",")]
     return {name: address or name for name, _, address in pairs}
+
+
+def _within_reach(members: Mapping[str, Member], own_name: str, way_to: Callable[[str], str]) -> Member:
+    """The own launcher. Debian and cloud-init have 127.0.1.1 for the own name, where the others cannot reach it."""
+    own = members[own_name]
+    elsewhere = [member.address for member in members.values() if not ip_address(member.address).is_loopback]
+    if not ip_address(own.address).is_loopback or not elsewhere:
+        return own
+    try:
+        return replace(own, address=way_to(elsewhere[0]))
+    except OSError as error:
+        raise FellowsError(
+            f"{own_name} is {own.address} here (/etc/hosts), where no other node can reach it, and {elsewhere[0]} "
+            f"cannot be reached ({error.strerror}); give the addresses as --nodes {own_name}=ADDRESS,…"
+        ) from error
 
 
 def _resolve(host: str) -> str:

@@ -16,17 +16,13 @@ class AllocationError(ValueError):
 class Allocation:
     """A job as it was when the task began; environments of running tasks never change.
 
-    ``nodes`` are in Slurm's order, ``node`` is the own one ("" outside of the cluster's nodes). ``addresses`` has the
-    nodes whose addresses differ from their names. ``ends_at`` is in epoch seconds, None if it is not told (before Slurm
-    23.02) or there is no limit.
+    ``nodes`` are in Slurm's order, ``node`` is the own one ("" outside of the cluster's nodes).
     """
 
     job: int
     nodes: tuple[str, ...]
     node: str
-    addresses: Mapping[str, str]
     restarts: int
-    ends_at: float | None
     partition: str
     account: str
 
@@ -58,18 +54,19 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
         job=int(job),
         nodes=nodes,
         node=environ.get("SLURMD_NODENAME", ""),
-        addresses=_addresses(environ.get("SLURM_NODE_ALIASES", "")),
         restarts=_number(environ, "SLURM_RESTART_COUNT"),
-        ends_at=float(_number(environ, "SLURM_JOB_END_TIME")) or None,
         partition=environ.get("SLURM_JOB_PARTITION", ""),
         account=environ.get("SLURM_JOB_ACCOUNT", ""),
     )
 
 
-def _addresses(aliases: str) -> dict[str, str]:
-    """SLURM_NODE_ALIASES of cloud nodes: ``name:address:host name,…``; IPv6 addresses are in brackets (sbatch(1))."""
+def cloud_addresses(environ: Mapping[str, str]) -> dict[str, str]:
+    """The addresses of the nodes whose names nobody resolves, from SLURM_NODE_ALIASES (until Slurm 23.02).
+
+    It reads ``name:address:host name,…``; IPv6 addresses are in brackets (sbatch(1)).
+    """
     found = {}
-    for alias in filter(None, aliases.split(",")):
+    for alias in filter(None, environ.get("SLURM_NODE_ALIASES", "").split(",")):
         name, _, rest = alias.partition(":")
         address = rest[1:].partition("]")[0] if rest.startswith("[") else rest.partition(":")[0]
         if address:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from opsd.slurm.allocation import AllocationError, allocation, in_job
+from opsd.slurm.allocation import AllocationError, allocation, cloud_addresses, in_job
 
 STEP = {
     "SLURM_JOB_ID": "4242",
@@ -18,26 +18,25 @@ STEP = {
 
 
 def test_a_first_start() -> None:
-    """Nodes in Slurm's order with their padding; never restarted, and no end is told."""
+    """Nodes in Slurm's order with their padding; never restarted."""
     own = allocation(STEP)
     assert own.nodes == ("n008", "n009", "n010", "login")
-    assert (own.job, own.node, own.restarts, own.ends_at) == (4242, "n009", 0, None)
+    assert (own.job, own.node, own.restarts) == (4242, "n009", 0)
     assert own.same_queue == ("--partition=train", "--account=lab")
     assert in_job(STEP)
     assert not in_job({})
 
 
-def test_a_restart_with_a_time_limit() -> None:
-    """The count of restarts and the end of the job are numbers."""
-    own = allocation({**STEP, "SLURM_RESTART_COUNT": "3", "SLURM_JOB_END_TIME": "1795246610"})
-    assert (own.restarts, own.ends_at) == (3, 1795246610.0)
+def test_a_restart() -> None:
+    """The count of restarts is a number."""
+    assert allocation({**STEP, "SLURM_RESTART_COUNT": "3"}).restarts == 3
 
 
 def test_addresses_of_cloud_nodes() -> None:
     """Names that nobody resolves come with their addresses, of either kind."""
-    own = allocation({**STEP, "SLURM_NODE_ALIASES": "n008:10.0.0.8:ip-10-0-0-8,n009:[fd00::9]:host,n010::"})
-    assert own.addresses == {"n008": "10.0.0.8", "n009": "fd00::9"}
-    assert allocation({**STEP, "SLURM_NODE_ALIASES": "(null)"}).addresses == {}
+    told = {"SLURM_NODE_ALIASES": "n008:10.0.0.8:ip-10-0-0-8,n009:[fd00::9]:host,n010::"}
+    assert cloud_addresses(told) == {"n008": "10.0.0.8", "n009": "fd00::9"}
+    assert cloud_addresses({"SLURM_NODE_ALIASES": "(null)"}) == cloud_addresses({}) == {}
 
 
 def test_ten_thousand_nodes_are_no_effort() -> None:

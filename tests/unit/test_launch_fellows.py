@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows, start_of
+from opsd.launch.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows, start_of, way_to
 from opsd.launch.secret import NAME, VARIABLE, SecretError, job_secret
 
 
@@ -44,6 +45,31 @@ def test_the_nodes_of_a_slurm_job() -> None:
     other = find_fellows("", "127.0.0.7", None, job | {"SLURM_JOB_ID": "18"})
     assert fellows.own.port != other.own.port
     assert find_fellows("", "127.0.0.7", 999, job).own.port == 999
+
+
+def test_cloud_nodes_have_the_addresses_that_slurm_tells() -> None:
+    """Nobody resolves their names."""
+    job = {"SLURM_JOB_NODELIST": "cloud[1-2]", "SLURM_NODE_ALIASES": "cloud1:127.0.0.8:ip-8,cloud2:[::1]:ip-9"}
+    assert [one.address for one in find_fellows("", "cloud1", None, job).members] == ["127.0.0.8", "::1"]
+
+
+def test_a_launcher_listens_where_the_others_reach_it() -> None:
+    """Not at 127.0.1.1, which is what many a machine's /etc/hosts has for its own name."""
+    ways = {"192.0.2.2": "192.0.2.1"}
+    fellows = find_fellows("a=127.0.1.1,b=192.0.2.2", "a", None, {}, ways.__getitem__)
+    assert (fellows.own.address, fellows.own) == ("192.0.2.1", fellows.members[0])
+    assert find_fellows("a=127.0.1.1,b=192.0.2.2", "b", None, {}, ways.__getitem__).own.address == "192.0.2.2"
+    assert way_to("127.0.0.5") == "127.0.0.1"
+
+
+def test_a_launcher_that_nobody_could_reach_does_not_start() -> None:
+    """Without a network there is no such address."""
+
+    def unreachable(address: str) -> str:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    with pytest.raises(FellowsError, match=r"a is 127\.0\.1\.1 here.*Network is unreachable.*--nodes a=ADDRESS"):
+        find_fellows("a=127.0.1.1,b=192.0.2.2", "a", None, {}, unreachable)
 
 
 def test_a_node_from_a_pool_is_a_guest() -> None:
