@@ -28,7 +28,7 @@ def changed(world: World) -> float:
 @pytest.mark.slow
 def test_an_upload_is_waited_for_visibly_and_not_by_a_run_that_is_to_stop(run: Run, silent: str) -> None:
     """The page changes while the last upload is on its way; asked to stop, the run ends well and leaves it behind."""
-    world = run.start(world=1, run__steps=5, checkpoint__remote=silent)
+    world = run.start("--fresh", world=1, run__steps=5, checkpoint__remote=silent)
 
     def waits() -> bool:
         page = world.page(0)
