@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,26 +152,39 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
     manifest, which is written last. Exit code 1 if one could not be copied.
     """
     entries = [entry for entry in find(path) if entry.state == "complete"]
+    failed = False
     try:
         remote = Remote.open(url)
         there = set(remote.steps())
         for entry in entries:
-            if entry.step in there:
-                click.echo(f"step {entry.step}: already there")
-                continue
-            if not dry_run:
-                remote.upload(entry.folder)
-                (entry.folder / AWAITING).unlink(missing_ok=True)
-            click.echo(f"step {entry.step}: {'would be uploaded' if dry_run else 'uploaded'}, {_bytes(entry.size)}")
+            try:
+                click.echo(f"step {entry.step}: {_upload(entry, remote, there, dry_run=dry_run)}")
+            except (CheckpointError, OSError) as error:
+                click.echo(f"opsd: {url}: step {entry.step}: {_reason(error)}", err=True)
+                failed = True
     except RemoteError as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # clients of object storages raise what they like
-        click.echo(f"opsd: {url}: {type(error).__name__}: {str(error) or 'no reason given'}", err=True)
+        click.echo(f"opsd: {url}: {_reason(error)}", err=True)
         return exitcodes.FAILED
     if not entries:
         click.echo(f"no complete checkpoint under {path}", err=True)
-        return exitcodes.FAILED
-    return exitcodes.OK
+    return exitcodes.FAILED if failed or not entries else exitcodes.OK
+
+
+def _upload(entry: Entry, remote: Remote, there: Collection[int], *, dry_run: bool) -> str:
+    """What has become of the checkpoint. Raises CheckpointError, OSError or what the client raises."""
+    size = _bytes(entry.size)
+    if dry_run:
+        return "already there" if entry.step in there else f"would be uploaded, {size}"
+    if entry.step not in there:
+        remote.upload(entry.folder)
+    (entry.folder / AWAITING).unlink(missing_ok=True)
+    return "already there" if entry.step in there else f"uploaded, {size}"
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error) or 'no reason given'}"
 
 
 def find(path: Path) -> list[Entry]:

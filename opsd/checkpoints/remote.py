@@ -5,7 +5,7 @@ Run as a program it does one transfer with a time limit, since a client of a sto
     python -m opsd.checkpoints.remote upload ROOT URL     what waits for it (``awaiting-upload``), oldest first
     python -m opsd.checkpoints.remote fetch ROOT URL STEP the newest that is later than STEP
 
-It prints the step, if there was one. Exit codes: 0 done; 1 the storage refused, failed or took too long.
+It prints the steps. Exit codes: 0 done; 1 the storage refused, failed or took too long.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -120,16 +121,24 @@ class Remote:
         return f"xxh3_128:{digest.hexdigest()}"
 
 
-def upload_waiting(root: Path, remote: Remote) -> list[int]:
-    """Upload the checkpoints under ``root`` that wait for it; each stops waiting once it is verified."""
-    done = []
+def upload_waiting(root: Path, remote: Remote) -> Iterator[int]:
+    """Upload the checkpoints under ``root`` that wait for it; each stops waiting once it is verified, and is told.
+
+    One that cannot be uploaded does not keep the others from it: what it met is raised at the end, of several the last.
+    """
+    failure: Exception | None = None
     for step in steps(root):
         waiting = folder_of(root, step) / AWAITING
         if waiting.exists():
-            remote.upload(waiting.parent)
-            waiting.unlink(missing_ok=True)
-            done.append(step)
-    return done
+            try:
+                remote.upload(waiting.parent)
+                waiting.unlink(missing_ok=True)
+            except (CheckpointError, OSError) as error:
+                failure = error
+            else:
+                yield step
+    if failure is not None:
+        raise failure
 
 
 def fetch_newer(root: Path, remote: Remote, step: int) -> int | None:
@@ -151,30 +160,35 @@ def main(arguments: list[str]) -> int:
     limit_s = int(os.environ.get("OPSD_TRANSFER_LIMIT_S", LIMIT_S))
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(limit_s)
-    began = time.monotonic()
     page = os.environ.get("OPSD_RANK_PAGE")
+    began = time.monotonic()
     try:
         remote = Remote.open(url)
         if verb == "upload":
             done = upload_waiting(Path(root), remote)
         else:
             fetched = fetch_newer(Path(root), remote, int(rest[0]))
-            done = [] if fetched is None else [fetched]
+            done = iter([] if fetched is None else [fetched])
+        for step in done:
+            print(step, flush=True)
+            if page:
+                append_event(Path(page), f"checkpoint_{verb}ed", step=step, url=url, seconds=time.monotonic() - began)
+            began = time.monotonic()
     except Exception as error:  # clients of object storages raise what they like
         why = f"{url}: {type(error).__name__}: {str(error) or 'no reason given'}".splitlines()[0]
         print(why, file=sys.stderr)
         if page:
             append_event(Path(page), f"checkpoint_{verb}_failed", why=why)
         return 1
-    for step in done:
-        print(step)
-        if page:
-            append_event(Path(page), f"checkpoint_{verb}ed", step=step, url=url, seconds=time.monotonic() - began)
     return 0
 
 
+class StorageTimeout(Exception):
+    """The time for a run of the program is over; no OSError, after which other checkpoints would be tried."""
+
+
 def _too_long(*_: object) -> None:
-    raise TimeoutError("the storage did not answer in time")
+    raise StorageTimeout("the storage did not answer in time")
 
 
 if __name__ == "__main__":

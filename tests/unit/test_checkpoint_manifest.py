@@ -285,7 +285,21 @@ def test_upload_by_hand(tmp_path: Path) -> None:
     assert run("upload", tmp_path, f"file://{there}").return_value == exitcodes.OK
     assert manifest.verify(manifest.folder_of(there, 20)).tier == "remote"
     assert not (manifest.folder_of(root, 20) / "awaiting-upload").exists()
+    (manifest.folder_of(root, 10) / "awaiting-upload").touch()
     assert run("upload", tmp_path, there).output == "step 10: already there\nstep 20: already there\n"
+    assert not (manifest.folder_of(root, 10) / "awaiting-upload").exists()
+
+
+def test_a_damaged_checkpoint_is_not_uploaded_and_the_others_are(tmp_path: Path) -> None:
+    """What is wrong with it is said, and the exit code says that something was."""
+    for step in (10, 20):
+        make(tmp_path / "here", step)
+    flip(manifest.folder_of(tmp_path / "here", 10) / "rank-0000.safetensors")
+    done = opsd("upload", tmp_path / "here", tmp_path / "there")
+    assert done.returncode == exitcodes.FAILED
+    assert "step 10: CheckpointError: " in done.stderr
+    assert "step 20: uploaded" in done.stdout
+    assert manifest.steps(tmp_path / "there") == [20]
 
 
 def opsd(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -61,7 +61,7 @@ def test_a_checkpoint_goes_there_and_back(tmp_path: Path) -> None:
     for step in (10, 20):
         make(tmp_path / "here", step)
     assert remote.steps() == []
-    assert upload_waiting(tmp_path / "here", remote) == [10, 20]
+    assert list(upload_waiting(tmp_path / "here", remote)) == [10, 20]
     assert remote.steps() == [10, 20]
     assert not list((tmp_path / "here").glob(f"*/{AWAITING}"))
     assert fetch_newer(tmp_path / "there", remote, 10) == 20
@@ -80,10 +80,10 @@ def test_the_local_copy_stays_until_the_upload_is_verified(
         make(tmp_path / "here", step)
     remote = Remote(storage(), str(tmp_path / "bucket"))
     with pytest.raises(error):
-        upload_waiting(tmp_path / "here", remote)
+        list(upload_waiting(tmp_path / "here", remote))
     assert remote.steps() == []
     assert prune(tmp_path / "here", keep=1) == []
-    upload_waiting(tmp_path / "here", Remote(LocalFileSystem(), str(tmp_path / "bucket")))
+    assert list(upload_waiting(tmp_path / "here", Remote(LocalFileSystem(), str(tmp_path / "bucket")))) == [10, 20, 30]
     assert prune(tmp_path / "here", keep=1) == [10, 20]
     assert steps(tmp_path / "here") == [30]
 
@@ -93,7 +93,7 @@ def test_a_damaged_remote_copy_gives_way_to_an_older(tmp_path: Path) -> None:
     remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
     for step in (10, 20):
         make(tmp_path / "here", step)
-    upload_waiting(tmp_path / "here", remote)
+    assert list(upload_waiting(tmp_path / "here", remote)) == [10, 20]
     os.truncate(folder_of(tmp_path / "bucket", 20) / "rank-0000.safetensors", 5)
     assert fetch_newer(tmp_path / "there", remote, -1) == 10
     with pytest.raises(CheckpointError, match="does not match its checksum"):
@@ -122,6 +122,19 @@ def test_the_program_tells_what_it_did(tmp_path: Path) -> None:
     assert transfer(tmp_path, "fetch", tmp_path / "there", url, "-1") == (0, "10\n")
     assert transfer(tmp_path, "fetch", tmp_path / "there", url, "10") == (0, "")
     assert [event["event"] for event in events(tmp_path)] == ["checkpoint_uploaded", "checkpoint_fetched"]
+
+
+def test_a_damaged_checkpoint_does_not_keep_the_others_from_the_storage(tmp_path: Path) -> None:
+    """One that differs from its manifest is told, each time, and the later ones are uploaded nevertheless."""
+    for step in (10, 20, 30):
+        make(tmp_path / "here", step)
+    os.truncate(folder_of(tmp_path / "here", 10) / "rank-0000.safetensors", 5)
+    assert transfer(tmp_path, "upload", tmp_path / "here", f"file://{tmp_path}/bucket") == (1, "20\n30\n")
+    told = events(tmp_path)
+    assert [event.get("step") for event in told] == [20, 30, None]
+    assert told[-1]["event"] == "checkpoint_upload_failed"
+    assert "step-000000000010/rank-0000.safetensors is not what was uploaded" in str(told[-1]["why"])
+    assert [path.parent.name for path in (tmp_path / "here").glob(f"*/{AWAITING}")] == ["step-000000000010"]
 
 
 HANGING = """
