@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opsd.checkpoints import remote
 from opsd.checkpoints.lease import Fence
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
 from opsd.checkpoints.retention import AWAITED, prune
@@ -44,7 +45,7 @@ from trainer.memory import Record, checksum, write_record
 from trainer.replica import KEY, Sending, serve
 
 LIMIT_S = 600
-"""A process whose rank has gone ends after this, come what may."""
+"""A process whose rank has gone ends after this, come what may; after ``remote.LIMIT_S`` if it only uploads."""
 _BLOCK = 1 << 24
 _PAGE = mmap.PAGESIZE
 _PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
@@ -127,6 +128,7 @@ def main() -> None:
     os.nice(5)
     orders = Orders(0)
     upload: subprocess.Popen[bytes] | None = None
+    is_behind = False
     key = bytes.fromhex(os.environ.pop(KEY, ""))
     if plan.listener >= 0:
         arguments = (socket.socket(fileno=plan.listener), key, Path(plan.shared), plan.source, plan.attempt)
@@ -147,9 +149,10 @@ def main() -> None:
                     os.write(1, json.dumps(answer).encode() + b"\n")
                 if plan.rank == 0 and answer["state"] == "committed":
                     _prune(plan)
-                    upload = _upload(plan, upload)
-        if upload is not None:
-            upload.wait()
+                    running, upload = upload, _upload(plan, upload)
+                    is_behind = upload is running
+    if upload is not None:
+        _finish_uploads(plan, upload, is_behind=is_behind)
 
 
 def _declare(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any]) -> Record:
@@ -208,6 +211,19 @@ def _upload(plan: Plan, running: subprocess.Popen[bytes] | None) -> subprocess.P
         return running
     command = [sys.executable, "-m", "opsd.checkpoints.remote", "upload", plan.root, plan.remote]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def _finish_uploads(plan: Plan, running: subprocess.Popen[bytes], *, is_behind: bool) -> None:
+    """Wait for the upload, which may take its time, and for one of what it ``is_behind``: was committed during it.
+
+    No save is in hand any more, so the next generation need not wait.
+    """
+    signal.alarm(remote.LIMIT_S)
+    if plan.locks >= 0:
+        os.close(plan.locks)
+    running.wait()
+    if is_behind and (last := _upload(plan, None)) is not None:
+        last.wait()
 
 
 def _await(folder: Path, plan: Plan) -> None:

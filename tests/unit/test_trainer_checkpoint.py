@@ -191,14 +191,21 @@ class Persister:
     """A real persist process with ``content`` staged, and this test in the place of its rank."""
 
     def __init__(
-        self, root: Path, rank: int, world: int, content: bytes, attempt: str = "0000abcd", generation: int = 0
+        self,
+        root: Path,
+        rank: int,
+        world: int,
+        content: bytes,
+        attempt: str = "0000abcd",
+        generation: int = 0,
+        remote: str = "",
     ) -> None:
         memory = os.memfd_create("test")
         os.ftruncate(memory, len(content))
         mmap.mmap(memory, len(content))[:] = content
         self.locks = hold_lock(root, rank)
         layout = {"dp": world}
-        plan = Plan(str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks)
+        plan = Plan(str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks, remote=remote)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
             env={**os.environ, "OPSD_RUN_DIR": str(root.parent), "OPSD_GENERATION": str(generation)},
@@ -304,6 +311,26 @@ def test_the_next_generation_waits_for_saves(tmp_path: Path, start: Start) -> No
     assert not wait_for_saves(tmp_path, 0.1)
     os.kill(alone.process.pid, signal.SIGCONT)
     assert wait_for_saves(tmp_path, 30)
+
+
+def test_an_upload_is_waited_for_by_nobody_else(tmp_path: Path, start: Start) -> None:
+    """It goes on after the rank's death, without the next generation waiting, and so does what was saved during it."""
+    bucket = tmp_path / "bucket"
+    blocked = folder_of(bucket, 10) / MANIFEST
+    blocked.parent.mkdir(parents=True)
+    os.mkfifo(blocked)  # the upload waits here for a reader
+    alone = start(0, 1, remote=f"file://{bucket}")
+    alone.order(save=10, sample=0)
+    assert alone.answer() == {"state": "committed"}
+    eventually(lambda: any(blocked.parent.glob("rank-*")))
+    alone.order(save=20, sample=0)
+    assert alone.answer() == {"state": "committed"}
+    alone.rank_dies()
+    assert wait_for_saves(tmp_path, 30)
+    assert alone.process.poll() is None
+    assert blocked.read_text()
+    assert alone.process.wait(timeout=60) == 0
+    assert verify(folder_of(bucket, 20)).tier == "remote"
 
 
 def test_parts_of_two_attempts_do_not_mix(tmp_path: Path, start: Start) -> None:
