@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -93,7 +93,8 @@ def load(source: str, overrides: Iterable[str] = (), environ: Mapping[str, str] 
     for override in overrides:
         _apply(raw, override)
     _resolve_mixture(raw, path)
-    raw.setdefault("run", {}).setdefault("folder", environ.get("OPSD_RUN_DIR") or f"runs/{path.stem}")
+    if isinstance(run := raw.setdefault("run", {}), dict):
+        run.setdefault("folder", environ.get("OPSD_RUN_DIR") or f"runs/{path.stem}")
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
@@ -143,7 +144,9 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    raw.setdefault(section, {})[name] = value
+    if not isinstance(settings := raw.setdefault(section, {}), dict):
+        raise ConfigError(f"--set {override}: {section} has to be a section, the file says {section} = {settings!r}")
+    settings[name] = value
 
 
 def _sentence(error: ErrorDetails) -> str:
@@ -158,6 +161,8 @@ def _sentence(error: ErrorDetails) -> str:
 
 def _known(section: list[str]) -> Iterable[str]:
     fields = Config.model_fields
-    for name in section:
-        fields = getattr(fields[name].annotation, "model_fields", {})
+    for name in (name for name in section if not name.isdecimal()):
+        annotation = fields[name].annotation
+        kind = next(iter(get_args(annotation)), annotation)  # one of a list of sections
+        fields = getattr(kind, "model_fields", {})
     return fields

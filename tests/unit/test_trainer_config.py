@@ -79,6 +79,15 @@ def test_unknown_key_names_the_nearest() -> None:
     assert "unknown key optimizer.learning_rat" in refusal("tiny", "optimizer.learning_rat=1")
     assert "did you mean schedule.warmup?" in refusal("tiny", "schedule.warm_up=1")
     assert "did you mean checkpoint?" in refusal("tiny", "checkpoints.every=1")
+    stages = "data.stages=[{start = 1, weights = {web = 1.0}}, {start = 5, weigths = {web = 1.0}}]"
+    assert "unknown key data.stages.1.weigths; did you mean data.stages.1.weights?" in refusal("tiny", stages)
+
+
+def test_a_value_in_the_place_of_a_section_is_refused(tmp_path: Path) -> None:
+    """With the name of the section, whether the file is to be used as it is or with changes."""
+    (tmp_path / "c.toml").write_text("run = 5")
+    assert "run: input should be" in refusal(str(tmp_path / "c.toml"))
+    assert "run has to be a section, the file says run = 5" in refusal(str(tmp_path / "c.toml"), "run.steps=3")
 
 
 @pytest.mark.parametrize(
