@@ -1,4 +1,4 @@
-"""Two copies of a run on one node each: one writes into the run's folder, the other stops."""
+"""Two copies of a run: one writes into the run's folder, the other stops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from opsd import exitcodes
 from opsd.checkpoints.lease import Fence
 from tests.fakes.launched import TRAIN, Launched
+from tests.fakes.nodes import Nodes
 
 
 def copy_of(tmp_path: Path, name: str, steps: int) -> Launched:
@@ -32,6 +33,28 @@ def test_the_older_copy_stops(tmp_path: Path) -> None:
             ]
             assert [event["generation"] for event in two.events("generation_started")] == [2]
             assert two.ask(cmd="status")["state"] == "running"
+    assert claims(tmp_path) == [1, 2]
+
+
+def copy_on_two_nodes(tmp_path: Path, job: str) -> Nodes:
+    """A copy of the run as a Slurm job of its own, in the common folder."""
+    folder = tmp_path / job
+    folder.mkdir()
+    environ = {name: {"SLURM_JOB_ID": job} for name in ("n1", "n2")}
+    nodes = Nodes(folder, f"{TRAIN}\ntrain(100_000, step_s=0.02)", "--nnodes=2", count=2, environ=environ)
+    nodes.run = tmp_path / "run"
+    return nodes
+
+
+def test_the_older_copy_on_several_nodes_stops(tmp_path: Path) -> None:
+    """All its launchers end with the code for that; the other goes on."""
+    with copy_on_two_nodes(tmp_path, "4242") as one:
+        one.until(lambda: len(one.events("generation_started")) == 1)
+        with copy_on_two_nodes(tmp_path, "4243") as two:
+            two.until(lambda: len(two.events("generation_started")) == 2)
+            assert one.wait() == {"n1": exitcodes.FENCED, "n2": exitcodes.FENCED}
+            assert "another copy of this run has begun" in one.said("n1")
+            assert [two.state(name)["state"] for name in two.names] == ["running", "running"]
     assert claims(tmp_path) == [1, 2]
 
 
