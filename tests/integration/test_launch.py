@@ -183,4 +183,4 @@ def test_help_names_the_exit_codes() -> None:
     """The help is complete without a manual: flags and exit codes."""
     command = [sys.executable, "-m", "opsd", "launch", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert all(word in text for word in ("--nproc-per-node", "--max-restarts", "75 checkpointed", "127 the program"))
+    assert all(word in text for word in ("--nproc-per-node", "--max-restarts", "75 stopped in good order", "127 the program"))
