@@ -11,7 +11,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Generic
 
@@ -28,6 +29,10 @@ from collectors.tail import Tail, read_small
 MAX_RUNS: Final = 64
 MAX_RANKS: Final = 256
 """Runs, and ranks of a run, looked at on one node; the rest is left out."""
+MAX_EVENTS: Final = 200
+"""Events of one kind and run that are passed on in one look, the newest; a trainer may write one in each step."""
+MAX_RELAYED: Final = 10_000
+"""Events of ranks remembered as passed on by their launcher."""
 RATE_STEPS: Final = 10
 """Steps that the throughput is averaged over."""
 
@@ -184,7 +189,7 @@ class _Run(Generic[P]):
         self._events = Tail("events.jsonl")
         self._evaluations = Evaluations(folder.name)
         self._mixture = DataMixture(folder.name)
-        self._relayed: set[tuple[object, ...]] = set()
+        self._relayed: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._ranks: dict[int, _Rank[P]] = {}
         self._seen_alive: float | None = None
 
@@ -197,7 +202,7 @@ class _Run(Generic[P]):
         try:
             run = self._read_run(folder, now, wall)
             numbers = self._list_ranks(folder)
-            events = tuple(self._read_events(folder, wall, relayed=run is not None and run.alive))
+            events = _newest(self._read_events(folder, wall, relayed=run is not None and run.alive))
         finally:
             os.close(folder)
         pages, errors = self._read_pages(numbers)
@@ -247,7 +252,7 @@ class _Run(Generic[P]):
         """New events of the launcher, and those of the ranks that no launcher relays into its own stream."""
         for line in self._events.read(folder):
             if event := parse_event(line, self._run, wall):
-                self._relayed.add(_identity(event))
+                self._remember(event)
                 yield event
         if relayed:
             return
@@ -256,6 +261,14 @@ class _Run(Generic[P]):
                 event = parse_event(line, self._run, wall, rank=number)
                 if event and _identity(event) not in self._relayed:
                     yield event
+
+    def _remember(self, event: Event) -> None:
+        """Note an event that the launcher may have from a rank of this node."""
+        rank = event.data.get("rank")
+        if isinstance(rank, int) and rank in self._ranks:
+            self._relayed[_identity(event)] = None
+            if len(self._relayed) > MAX_RELAYED:
+                self._relayed.popitem(last=False)
 
     def _read_pages(self, ranks: Sequence[int]) -> tuple[list[P], int]:
         """The usable pages, and how many cannot be used. A page of another rank than its name says is one of these."""
@@ -295,6 +308,13 @@ class _Run(Generic[P]):
             yield from _model_samples(page, rate, labels)
         if fact.gpu is not None:
             yield Sample(JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
+
+
+def _newest(events: Iterable[Event]) -> tuple[Event, ...]:
+    kept: dict[str, deque[Event]] = {}
+    for event in events:
+        kept.setdefault(event.kind, deque(maxlen=MAX_EVENTS)).append(event)
+    return tuple(event for each in kept.values() for event in each)
 
 
 def _identity(event: Event) -> tuple[object, ...]:

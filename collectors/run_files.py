@@ -22,22 +22,23 @@ EVENTS: Final = frozenset((
     "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
     "tp_shards_equal", "replicas_differ", "evaluation", "data_mixture",
 ))  # fmt: skip
-"""Events passed on under their own name. Any other becomes a ``rank_event``: a user's file must not be able to speak
-for the hardware."""
+"""Events passed on. Any other is of no use here, and a user's file must not be able to speak for the hardware."""
 
 
 def parse_event(line: bytes, run: str, now: float, **fields: object) -> Event | None:
-    """One line of an event file, ``fields`` added to it; None if it is no event. No event is later than ``now``."""
+    """One line of an event file, ``fields`` added to it; None if it is none of ``EVENTS``.
+
+    No event is later than ``now``.
+    """
     record = _parse_object(line)
-    if record is None or not isinstance(name := record.get("event"), str):
+    if record is None or not isinstance(name := record.get("event"), str) or name not in EVENTS:
         return None
     at = record.get("t")
     if not isinstance(at, int | float) or not 0 <= at <= now:
         at = now
     data = {**record, **fields, "run": run}
     who = f"rank {data['rank']} of {run}" if "rank" in data else run
-    kind = name if name in EVENTS else "rank_event"
-    return Event(kind, float(at), f"{name[:64].replace('_', ' ')}: {who}"[:256], data)
+    return Event(name, float(at), f"{name.replace('_', ' ')}: {who}"[:256], data)
 
 
 def parse_run(content: bytes, run: str, alive: Callable[[int, int], bool]) -> RunFact | None:

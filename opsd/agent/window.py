@@ -20,7 +20,7 @@ from collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, Run
 F = TypeVar("F", GpuFact, RankFact, RunFact)
 
 MAX_EVENTS = 2_000
-"""Events remembered; a flood pushes out the oldest."""
+"""Events of one kind remembered; a flood pushes out the oldest, and none of another kind."""
 MAX_SERIES = 50_000
 """Series remembered; beyond that new ones are left out and counted in ``Window.refused``."""
 
@@ -47,7 +47,7 @@ class Window:
         self.times = array("d", [_NAN]) * self.ticks
         self._families: dict[str, dict[tuple[str, ...], Ring]] = {}
         self._count = 0
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._events: dict[str, deque[Event]] = {}
         self._readings: dict[str, Reading] = {}
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
         self._fresh: set[str] = set()
@@ -81,7 +81,8 @@ class Window:
         self._fresh.add(collector)
         self._readings[collector] = reading
         self._kinds.clear()
-        self._events.extend(reading.events)
+        for event in reading.events:
+            self._events.setdefault(event.kind, deque(maxlen=MAX_EVENTS)).append(event)
         self._store(reading.samples)
 
     def forget(self, collector: str) -> None:
@@ -97,7 +98,7 @@ class Window:
     def events(self, kind: str, seconds: float) -> Sequence[Event]:
         """Events of ``kind`` that happened in the last ``seconds``, oldest first."""
         oldest = self.wall - seconds
-        return sorted((e for e in self._events if e.kind == kind and e.at >= oldest), key=lambda e: e.at)
+        return sorted((e for e in self._events.get(kind, ()) if e.at >= oldest), key=lambda e: e.at)
 
     def known(self, collector: str) -> bool:
         """True if ``collector`` delivered in this tick."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collectors.base import Event, GpuFact, Metric, Reading, Sample
 from opsd.agent import window as module
-from opsd.agent.window import Window
+from opsd.agent.window import MAX_EVENTS, Window
 
 GAUGE = Metric("temperature", "help", labels=("gpu",))
 COUNTER = Metric("energy_total", "help", "counter", labels=("gpu",))
@@ -126,6 +126,17 @@ def test_events_are_those_of_the_last_seconds_in_order() -> None:
     window.add("kmsg", Reading(events=(late, early, old, Event("oom", 999.0, ""))))
     window.begin(11.0, 1001.0)
     assert window.events("xid", 30) == [early, late]
+
+
+def test_a_flood_of_events_leaves_those_of_other_kinds() -> None:
+    """What a user's trainer writes must not hide an Xid from the runbooks."""
+    window = Window("node", seconds=60)
+    window.begin(10.0, 1000.0)
+    xid = Event("xid", 999.0, "")
+    window.add("kmsg", Reading(events=(xid,)))
+    window.add("ranks", Reading(events=tuple(Event("evaluation", 999.5, "") for _ in range(MAX_EVENTS + 1))))
+    assert window.events("xid", 30) == [xid]
+    assert len(window.events("evaluation", 30)) == MAX_EVENTS
 
 
 def test_facts_outlive_a_missing_tick_but_not_a_failure() -> None:
