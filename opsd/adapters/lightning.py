@@ -2,15 +2,17 @@
 
     from opsd.adapters.lightning import RankPageCallback
 
-    trainer = lightning.Trainer(callbacks=[RankPageCallback()], ...)
+    trainer = lightning.Trainer(callbacks=[RankPageCallback(), ModelCheckpoint("FOLDER", save_last=True)], ...)
     trainer.fit(model, data, ckpt_path="last")
 
 Steps, losses, phases, saves and validations go to the rank page. When the launcher asks for it, the trainer saves
-``last.ckpt`` at the next step boundary and ends; ``ckpt_path="last"`` goes on from there.
+``last.ckpt`` at the next step boundary and ends; ``ckpt_path="last"`` goes on from there. Without a folder of their own
+checkpoints are with the logger's files, in another folder at each start, and ``"last"`` finds none.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,10 @@ from opsd.adapters.phases import Phases, any_rank
 from opsd.client import Reporter
 
 STOPPED = "last.ckpt"
+NO_FOLDER = (
+    'ModelCheckpoint has no folder: each start saves into one of its own, and ckpt_path="last" begins at step 0 after '
+    'a restart; pass ModelCheckpoint("FOLDER", save_last=True)'
+)
 LOG_EVERY = 50
 """Lightning's own default."""
 
@@ -40,6 +46,12 @@ class RankPageCallback(Callback):
         self._tokens = self._step = 0
         self._loss = float("nan")
         self._saving: int | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Warns of checkpoints that the next start will not find; this comes before ``ModelCheckpoint.setup``."""
+        saver = trainer.checkpoint_callback
+        if saver is not None and getattr(saver, "dirpath", "") is None and trainer.loggers and trainer.is_global_zero:
+            warnings.warn(NO_FOLDER, stacklevel=2)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What comes before the first batch is waiting for data."""

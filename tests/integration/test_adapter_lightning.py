@@ -37,11 +37,14 @@ class Line(lightning.LightningModule):  # type: ignore[name-defined, misc]
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(tmp_path: Path, reporter: Reporter, **settings: object) -> lightning.Trainer:
+def fit(tmp_path: Path, reporter: Reporter, folder: str | None = "saved", **settings: object) -> lightning.Trainer:
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64, 1)), batch_size=4)
-    saver = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1)
+    saver = lightning.pytorch.callbacks.ModelCheckpoint(
+        folder and tmp_path / folder, every_n_train_steps=3, save_top_k=-1
+    )
+    settings = {"logger": False, "max_steps": 6} | settings
     trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=6, log_every_n_steps=1, logger=False, enable_progress_bar=False,
+        accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path, num_sanity_val_steps=1,
         callbacks=[saver, RankPageCallback(reporter, tokens=lambda batch: len(batch[0]))], **settings,
     )  # fmt: skip
@@ -77,3 +80,10 @@ def test_a_stop_is_a_save_and_an_orderly_end(tmp_path: Path) -> None:
     assert (page.state, page.steps_reported, page.committed_step) == ("finished", 1, 1)
     fit(tmp_path, Reporter(path))
     assert [step.step for step in read_page(path).steps] == [2, 3, 4, 5, 6]
+
+
+def test_checkpoints_that_the_next_start_will_not_find_are_warned_of(tmp_path: Path) -> None:
+    """By default they lie with the logger's files, in a folder of each start."""
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    with pytest.warns(UserWarning, match="ModelCheckpoint has no folder"):
+        fit(tmp_path, Reporter(tmp_path / "page"), None, logger=logger, max_steps=1)
