@@ -138,10 +138,13 @@ class Pipelined:
         tokens, targets, documents = (
             torch.cat([getattr(batch, name) for batch in rows]) for name in ("tokens", "targets", "documents")
         )
-        schedule = self._schedules.setdefault(count, self._schedule(count))
+        if count not in self._schedules:
+            self._schedules[count] = Schedule1F1B(
+                self._stage, count, loss_fn=lambda loss, _: loss / count, scale_grads=False
+            )
         losses: list[torch.Tensor] = []
         with self._reporter.phase("forward"):
-            schedule.step(
+            self._schedules[count].step(
                 *([tokens] if self._model.first else []),
                 documents=documents, targets=targets, z_loss=self._z_loss,
                 target=targets if self._model.last else None, losses=losses, return_outputs=False,
@@ -151,6 +154,3 @@ class Pipelined:
                 assert self._model.embedding.weight.grad is not None
                 dist.all_reduce(local_part(self._model.embedding.weight.grad), group=self._ends)
         return torch.stack([loss.detach() for loss in losses] or [torch.zeros((), device=self._device)]).sum()
-
-    def _schedule(self, count: int) -> Schedule1F1B:
-        return Schedule1F1B(self._stage, count, loss_fn=lambda loss, _: loss / count, scale_grads=False)
