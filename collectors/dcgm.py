@@ -89,7 +89,7 @@ def fetch(url: str, timeout_s: float) -> str:
 class DcgmCollector:
     """dcgm-exporter at ``url``, or else the host ``engine``, asked every ``period_s`` seconds.
 
-    In between the last answer stands.
+    In between the last answer stands, and so does its last failure: a collector that fails must not seem to recover.
     """
 
     name = "dcgm"
@@ -110,7 +110,7 @@ class DcgmCollector:
         self._timeout_s = timeout_s
         self._clock = clock
         self._asked: float | None = None
-        self._last: Reading | NoData = NoData("dcgm-exporter has not been asked yet")
+        self._last: Reading | NoData | DcgmError = NoData("dcgm-exporter has not been asked yet")
         self.covered: frozenset[str] = frozenset()
 
     def collect(self) -> Reading | NoData:
@@ -119,23 +119,28 @@ class DcgmCollector:
         ``covered`` is then what these series are called; empty as soon as it does not answer.
         """
         now = self._clock()
-        if self._asked is not None and now - self._asked < self._period_s:
-            return self._last
-        self._asked = now
+        if self._asked is None or now - self._asked >= self._period_s:
+            self._asked = now
+            try:
+                self._last = self._ask()
+            except DcgmError as error:
+                self._last = error
+        if isinstance(self._last, DcgmError):
+            raise self._last.with_traceback(None)
+        return self._last
+
+    def _ask(self) -> Reading | NoData:
         self.covered = frozenset()
-        self._last = Reading((Sample(UP, 0.0), Sample(ENGINE_UP, 0.0)))
         try:
             samples: tuple[Sample, ...] | None = tuple(parse_exposition(fetch(self._url, self._timeout_s)))
             source = UP
         except ConnectionRefusedError:
             samples, source = self._from_engine(), ENGINE_UP
         if samples is None:
-            self._last = NoData(f"no dcgm-exporter at {self._url}, and no DCGM host engine")
-            return self._last
+            return NoData(f"no dcgm-exporter at {self._url}, and no DCGM host engine")
         self.covered = frozenset(sample.metric.name for sample in samples)
         up = tuple(Sample(metric, float(metric is source)) for metric in (UP, ENGINE_UP))
-        self._last = Reading((*up, *samples))
-        return self._last
+        return Reading((*up, *samples))
 
     def _from_engine(self) -> tuple[Sample, ...] | None:
         try:

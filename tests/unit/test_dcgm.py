@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -153,10 +154,12 @@ def test_trouble_uncovers_the_series(exporter: ExporterServer, trouble: str) -> 
     assert "\n" not in str(caught.value)
     assert time.monotonic() - began < 20
     assert collector.covered == frozenset()
-    reading = collector.collect()
-    assert isinstance(reading, Reading)
-    told = {sample.metric.name: sample.value for sample in reading.samples}
-    assert told == {"opsd_dcgm_exporter_up": 0, "opsd_dcgm_engine_up": 0}
+    asked, now = exporter.asked, 14.9
+    with pytest.raises(DcgmError, match=re.escape(str(caught.value))):  # or it would seem to recover and fail again
+        collector.collect()
+    assert exporter.asked == asked
+    exporter.page, exporter.status, now = PAGE, 200, 15.0
+    assert isinstance(collector.collect(), Reading)
 
 
 class Nvml:
