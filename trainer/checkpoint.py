@@ -272,13 +272,15 @@ class Saver:
     def _start(self) -> subprocess.Popen[bytes]:
         # In a session of its own: who kills the process group of a rank must not kill the copy of its state.
         inherited = (self._plan.memory, self._plan.locks, self._plan.listener)
+        plan = replace(self._plan, remote=remote.without_user(self._plan.remote))
+        secrets = {KEY: self._key, remote.URL: self._plan.remote}
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.persist", json.dumps(asdict(self._plan))],
+            [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             pass_fds=[descriptor for descriptor in inherited if descriptor >= 0],
-            env=os.environ | ({KEY: self._key} if self._key else {}),
+            env=os.environ | {name: secret for name, secret in secrets.items() if secret},
             start_new_session=True,
         )
         assert process.stdout is not None

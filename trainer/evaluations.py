@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opsd.checkpoints.manifest import folder_of, steps
+from opsd.checkpoints.remote import without_user
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
 from trainer.config import CHECKPOINTS, Config
@@ -57,7 +58,7 @@ class Evaluations:
         self._waiting = deque(step for step in steps(folder / CHECKPOINTS) if self._is_left(step))
         self._running: Started | None = None
         self._polled = 0.0
-        (folder / CONFIG).write_text(config.model_dump_json(indent=1), encoding="utf-8")
+        (folder / CONFIG).write_text(without_user(config.model_dump_json(indent=1)), encoding="utf-8")
         results = folder / RESULTS
         told = results.stat().st_size if results.exists() else 0
         self._positions = read_positions(folder / POSITION) or {RESULTS: told}

@@ -57,8 +57,9 @@ class Plan:
 
     ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` what ``hold_lock`` gave,
     ``shared`` the folder in shared memory in which the staged file lies, if it does. Besides the newest ``keep``
-    checkpoints those of every ``every``-th step are kept, and those that have yet to be uploaded to ``remote`` or
-    ``evaluated``. Without ``writers`` every rank writes a file; who does not has nothing that the others have not.
+    checkpoints those of every ``every``-th step are kept, and those that have yet to be uploaded to ``remote`` (the URL
+    with its password is in OPSD_REMOTE) or ``evaluated``. Without ``writers`` every rank writes a file; who does not
+    has nothing that the others have not.
     A copy of what is staged goes to ``target``, that of rank ``source`` comes to ``listener`` (``trainer.replica``).
     """
 
@@ -209,7 +210,7 @@ def _upload(plan: Plan, running: subprocess.Popen[bytes] | None) -> subprocess.P
     """Have all that waits for it uploaded, unless that is going on."""
     if not plan.remote or (running is not None and running.poll() is None):
         return running
-    command = [sys.executable, "-m", "opsd.checkpoints.remote", "upload", plan.root, plan.remote]
+    command = [sys.executable, "-m", "opsd.checkpoints.remote", "upload", plan.root]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 

@@ -30,6 +30,7 @@ from opsd.checkpoints.manifest import (
     steps,
     verify,
 )
+from opsd.checkpoints.remote import URL, without_user
 from opsd.client import Reporter
 from trainer import memory
 from trainer.checkpoint import State, StateFile, file_layout
@@ -119,7 +120,8 @@ def _demand_nothing_lost(root: Path, kept: _Damaged | None, unread: str, *, fres
     elif fresh:
         return
     elif unread:
-        why = f"{root} has no checkpoint and none can be had from {unread}; put it right, or pass --fresh to begin anew"
+        place = without_user(unread)
+        why = f"{root} has no checkpoint and none can be had from {place}; put it right, or pass --fresh to begin anew"
     elif any((folder / REJECTED).exists() for _, folder in folders(root)):
         why = f"every checkpoint in {root} is damaged; bring one back, or pass --fresh to begin again at step 0"
     else:
@@ -227,15 +229,16 @@ def _names(header: bytes) -> list[str]:
         return []
 
 
-def _fetch(root: Path, remote: str, newest: int, world: World) -> int:
-    """Bring a checkpoint that is later than the step ``newest`` from ``remote``.
+def _fetch(root: Path, url: str, newest: int, world: World) -> int:
+    """Bring a checkpoint that is later than the step ``newest`` from ``url``.
 
     Positive if that was done, 0 if there is none, negative if it could not be done, whether there is one or not.
     """
-    command = [sys.executable, "-m", "opsd.checkpoints.remote", "fetch", str(root), remote, str(newest)]
+    command = [sys.executable, "-m", "opsd.checkpoints.remote", "fetch", str(root), str(newest)]
     fetching: subprocess.Popen[bytes] | None = None
     if world.rank == 0:
-        fetching = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        environment = os.environ | {URL: url}
+        fetching = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
 
     def fetched() -> int | None:
         if fetching is None or fetching.poll() is None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from opsd import exitcodes
 from opsd.checkpoints.audit import audit
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, read, verify
-from opsd.checkpoints.remote import AWAITING, Remote, RemoteError
+from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
 
 SUBFOLDER = "checkpoints"
@@ -160,12 +160,12 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
             try:
                 click.echo(f"step {entry.step}: {_upload(entry, remote, there, dry_run=dry_run)}")
             except (CheckpointError, OSError) as error:
-                click.echo(f"opsd: {url}: step {entry.step}: {_reason(error)}", err=True)
+                click.echo(without_user(f"opsd: {url}: step {entry.step}: {_reason(error)}"), err=True)
                 failed = True
     except RemoteError as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # clients of object storages raise what they like
-        click.echo(f"opsd: {url}: {_reason(error)}", err=True)
+        click.echo(without_user(f"opsd: {url}: {_reason(error)}"), err=True)
         return exitcodes.FAILED
     if not entries:
         click.echo(f"no complete checkpoint under {path}", err=True)

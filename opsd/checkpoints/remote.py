@@ -2,10 +2,11 @@
 
 Run as a program it does one transfer with a time limit, since a client of a storage that does not answer may hang::
 
-    python -m opsd.checkpoints.remote upload ROOT URL     what waits for it (``awaiting-upload``), oldest first
-    python -m opsd.checkpoints.remote fetch ROOT URL STEP the newest that is later than STEP
+    python -m opsd.checkpoints.remote upload ROOT     what waits for it (``awaiting-upload``), oldest first
+    python -m opsd.checkpoints.remote fetch ROOT STEP the newest that is later than STEP
 
-It prints the steps. Exit codes: 0 done; 1 the storage refused, failed or took too long.
+The URL, in which there may be a password, is in OPSD_REMOTE. The program prints the steps. Exit codes: 0 done; 1 the
+storage refused, failed or took too long.
 """
 
 from __future__ import annotations
@@ -38,14 +39,23 @@ from opsd.checkpoints.manifest import (
 from opsd.client import append_event
 
 AWAITING = "awaiting-upload"
+URL = "OPSD_REMOTE"
 LIMIT_S = 3600
 """For one run of the program."""
 _BLOCK = 1 << 24
 _FOLDER = re.compile(r"step-(\d{12})")
 
 
+_USER = re.compile(r"//[^/@\s]*@")
+
+
 class RemoteError(Exception):
     """The storage cannot be used; the message is one sentence."""
+
+
+def without_user(text: str) -> str:
+    """``text`` without the user names and passwords of the URLs in it, s3://user:password@bucket for instance."""
+    return _USER.sub("//", text)
 
 
 class Remote:
@@ -62,7 +72,7 @@ class Remote:
 
             return cls(*url_to_fs(url))
         except (ImportError, ValueError) as error:
-            raise RemoteError(f"{url} cannot be used: {error}") from error
+            raise RemoteError(without_user(f"{url} cannot be used: {error}")) from error
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there, oldest first. Raises OSError or what the client raises."""
@@ -156,7 +166,8 @@ def fetch_newer(root: Path, remote: Remote, step: int) -> int | None:
 
 def main(arguments: list[str]) -> int:
     """Do one transfer; what goes wrong is told as an event of the rank whose page is in OPSD_RANK_PAGE."""
-    verb, root, url, *rest = arguments
+    verb, root, *rest = arguments
+    url = os.environ[URL]
     limit_s = int(os.environ.get("OPSD_TRANSFER_LIMIT_S", LIMIT_S))
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(limit_s)
@@ -172,10 +183,12 @@ def main(arguments: list[str]) -> int:
         for step in done:
             print(step, flush=True)
             if page:
-                append_event(Path(page), f"checkpoint_{verb}ed", step=step, url=url, seconds=time.monotonic() - began)
+                seconds, place = time.monotonic() - began, without_user(url)
+                append_event(Path(page), f"checkpoint_{verb}ed", step=step, url=place, seconds=seconds)
             began = time.monotonic()
     except Exception as error:  # clients of object storages raise what they like
-        why = f"{url}: {type(error).__name__}: {str(error) or 'no reason given'}".splitlines()[0]
+        what = f"{url}: {type(error).__name__}: {str(error) or 'no reason given'}"
+        why = without_user(what.splitlines()[0])
         print(why, file=sys.stderr)
         if page:
             append_event(Path(page), f"checkpoint_{verb}_failed", why=why)

@@ -12,6 +12,7 @@ import pytest
 from trainer_world import Run, eventually, flip
 
 from opsd.checkpoints.manifest import MANIFEST, folder_of, steps
+from opsd.client import PERSIST
 from trainer import memory
 
 
@@ -148,3 +149,20 @@ def test_a_copy_that_cannot_be_read_is_not_none(run: Run, tmp_path: Path) -> Non
     assert "--fresh" in run.printed()
     assert not (run.folder / "metrics.jsonl").exists()
     run.finish("--fresh", **remote)
+
+
+def test_a_password_of_the_storage_stays_with_the_ranks(run: Run) -> None:
+    """It stands in no command line of the processes that save, and in no file of the run but its settings."""
+    world = run.start(
+        "--fresh", world=1, run__steps=100_000, checkpoint__every=5,
+        checkpoint__remote="tape://user:s3cret@archive/run",
+        evaluation__harness="true {model}", evaluation__queue="sleep 1000",
+    )  # fmt: skip
+    persisting = Path(f"/proc/{world.worker(0, PERSIST)}/cmdline")
+    assert b"tape://archive/run" in persisting.read_bytes()
+    assert b"s3cret" not in persisting.read_bytes()
+    eventually(lambda: run.events("checkpoint_upload_failed"))
+    world.kill()
+    files = [path for path in run.folder.iterdir() if path.suffix in (".json", ".jsonl", ".log")]
+    assert "config.json" in [path.name for path in files]
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]

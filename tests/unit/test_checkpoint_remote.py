@@ -22,7 +22,7 @@ from opsd.checkpoints.manifest import (
     steps,
     verify,
 )
-from opsd.checkpoints.remote import AWAITING, Remote, fetch_newer, upload_waiting
+from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, fetch_newer, upload_waiting, without_user
 from opsd.checkpoints.retention import prune
 from opsd.client import events_path
 
@@ -101,8 +101,8 @@ def test_a_damaged_remote_copy_gives_way_to_an_older(tmp_path: Path) -> None:
     assert steps(tmp_path / "there") == [10]
 
 
-def transfer(tmp_path: Path, *arguments: str | Path) -> tuple[int, str]:
-    page = {"OPSD_RANK_PAGE": str(tmp_path / "rank-0000.page")}
+def transfer(tmp_path: Path, url: str, *arguments: str | Path) -> tuple[int, str]:
+    page = {"OPSD_RANK_PAGE": str(tmp_path / "rank-0000.page"), "OPSD_REMOTE": url}
     command = [sys.executable, "-m", "opsd.checkpoints.remote", *map(str, arguments)]
     done = subprocess.run(command, env=os.environ | page, capture_output=True, text=True, timeout=90, check=False)
     assert "Traceback" not in done.stderr
@@ -118,9 +118,9 @@ def test_the_program_tells_what_it_did(tmp_path: Path) -> None:
     """Transfers are told as events of the rank."""
     make(tmp_path / "here", 10)
     url = f"file://{tmp_path}/bucket"
-    assert transfer(tmp_path, "upload", tmp_path / "here", url) == (0, "10\n")
-    assert transfer(tmp_path, "fetch", tmp_path / "there", url, "-1") == (0, "10\n")
-    assert transfer(tmp_path, "fetch", tmp_path / "there", url, "10") == (0, "")
+    assert transfer(tmp_path, url, "upload", tmp_path / "here") == (0, "10\n")
+    assert transfer(tmp_path, url, "fetch", tmp_path / "there", "-1") == (0, "10\n")
+    assert transfer(tmp_path, url, "fetch", tmp_path / "there", "10") == (0, "")
     assert [event["event"] for event in events(tmp_path)] == ["checkpoint_uploaded", "checkpoint_fetched"]
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_does_not_keep_the_others_from_the_storage(tmp_path
     for step in (10, 20, 30):
         make(tmp_path / "here", step)
     os.truncate(folder_of(tmp_path / "here", 10) / "rank-0000.safetensors", 5)
-    assert transfer(tmp_path, "upload", tmp_path / "here", f"file://{tmp_path}/bucket") == (1, "20\n30\n")
+    assert transfer(tmp_path, f"file://{tmp_path}/bucket", "upload", tmp_path / "here") == (1, "20\n30\n")
     told = events(tmp_path)
     assert [event.get("step") for event in told] == [20, 30, None]
     assert told[-1]["event"] == "checkpoint_upload_failed"
@@ -157,7 +157,8 @@ def test_a_storage_that_hangs_is_given_up(tmp_path: Path) -> None:
     """A call that never returns ends with the time limit, a sentence, and the checkpoint still waiting."""
     folder = make(tmp_path / "here", 10)
     page = {"OPSD_RANK_PAGE": str(tmp_path / "rank-0000.page"), "OPSD_TRANSFER_LIMIT_S": "1"}
-    command = [sys.executable, "-c", HANGING, "upload", tmp_path / "here", f"hanging://{tmp_path}/bucket"]
+    page["OPSD_REMOTE"] = f"hanging://{tmp_path}/bucket"
+    command = [sys.executable, "-c", HANGING, "upload", tmp_path / "here"]
     done = subprocess.run(command, env=os.environ | page, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 1
     (event,) = events(tmp_path)
@@ -169,8 +170,22 @@ def test_a_storage_that_hangs_is_given_up(tmp_path: Path) -> None:
 def test_a_storage_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     """A URL of an unknown kind is one sentence and an event."""
     make(tmp_path / "here", 10)
-    assert transfer(tmp_path, "upload", tmp_path / "here", "tape://archive/run")[0] == 1
+    assert transfer(tmp_path, "tape://archive/run", "upload", tmp_path / "here")[0] == 1
     assert "tape://archive/run" in str(events(tmp_path)[0]["why"])
+
+
+def test_a_password_is_told_to_nobody(tmp_path: Path) -> None:
+    """Neither in the event nor in what is printed, also where the client puts the URL into its message."""
+    make(tmp_path / "here", 10)
+    url = "tape://user:password@archive/run"
+    assert transfer(tmp_path, url, "upload", tmp_path / "here")[0] == 1
+    (event,) = events(tmp_path)
+    assert "tape://archive/run cannot be used" in str(event["why"])
+    assert "password" not in str(event)
+    with pytest.raises(RemoteError) as refused:
+        Remote.open(url)
+    assert "password" not in str(refused.value)
+    assert without_user("s3://bucket/a@b ftp://h/x sftp://u@h/y") == "s3://bucket/a@b ftp://h/x sftp://h/y"
 
 
 def test_retention_keeps_what_it_must(tmp_path: Path) -> None:

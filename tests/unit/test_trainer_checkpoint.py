@@ -208,7 +208,8 @@ class Persister:
         plan = Plan(str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks, remote=remote)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
-            env={**os.environ, "OPSD_RUN_DIR": str(root.parent), "OPSD_GENERATION": str(generation)},
+            env=os.environ
+            | {"OPSD_RUN_DIR": str(root.parent), "OPSD_GENERATION": str(generation), "OPSD_REMOTE": remote},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
