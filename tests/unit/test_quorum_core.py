@@ -194,11 +194,10 @@ def test_losses_one_after_the_other() -> None:
 
 
 def test_a_launcher_that_comes_later_is_taken_in() -> None:
-    """It is no member of the beginning, asks anybody, and is in the next plan."""
+    """The others did not begin with it; it asks them, and is in the next plan."""
     network = formed(3)
-    known = [network.launchers["n0002"].member]
-    late = network.add(Member("n0009", "127.1.0.9", 1), known)
-    late.core.look_for(known[0])
+    own = Member("n0009", "127.1.0.9", 1)
+    late = network.add(own, [*(launcher.member for launcher in network.launchers.values()), own])
     network.run_until(network.settled, 10)
     assert late.core.head == "n0001"
 

@@ -185,11 +185,6 @@ class Core:
             self._reach.set_head(None)
             self._election.look_around(self._reach.now)
 
-    def look_for(self, member: Member) -> None:
-        """Ask somebody, member or not, where the head is, to be taken in."""
-        if self.head is None:
-            self._out.post(member, "join")
-
     def unreachable(self, now: float, name: str) -> None:
         """The launcher ``name`` is no longer there: its machine answers and says so."""
         self._reach.now = now

@@ -18,7 +18,6 @@ from opsd.launch.quorum.transport import Transport
 TICK_S = 0.05
 FEW = 64
 """With more launchers than this, ticks are twice as long."""
-LOOK_S = 1.0
 OTHER_FILES = 512
 
 
@@ -26,7 +25,7 @@ class TcpQuorum:
     """The ``Quorum`` of a launcher.
 
     ``initial`` are the launchers of the job, the own one included; more than half of them must come before anything
-    begins. A launcher that is not one of them, and so comes later, asks the ``seeds`` where the head is.
+    begins. A launcher that is not among those of the others comes later, and asks them where the head is.
     """
 
     def __init__(
@@ -39,12 +38,10 @@ class TcpQuorum:
         loop: Loop,
         first_number: int = 1,
         timeout_s: float = TIMEOUT_S,
-        seeds: Sequence[Member] = (),
         say: Callable[[str], None] = say_to_user,
     ) -> None:
         self._loop = loop
         self._say = say
-        self._seeds = seeds
         self._left = False
         self._transport = Transport(
             Identity(own, run, secret), loop, received=self._receive, unreachable=self._lose, say=say
@@ -85,9 +82,6 @@ class TcpQuorum:
         self._transport.listen()
         self._core.start(listener)
         self._loop.every(TICK_S if len(self._core.consent.electorate) <= FEW else 2 * TICK_S, self._tick)
-        if self._seeds:
-            self._loop.every(LOOK_S, self._look)
-            self._loop.later(0.0, self._look)
 
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> int:
         """See ``Quorum.propose``."""
@@ -136,10 +130,6 @@ class TcpQuorum:
     def _tick(self) -> None:
         if not self._left:
             self._core.tick(time.monotonic())
-
-    def _look(self) -> None:
-        for seed in self._seeds if not self._left else ():
-            self._core.look_for(seed)
 
     def _lose(self, name: str) -> None:
         self._core.unreachable(time.monotonic(), name)
