@@ -97,19 +97,23 @@ def commit(folder: Path, manifest: Manifest) -> None:
     Its files must already be synced. Raises OSError; then it does not exist. FileExistsError: another start of the run
     has committed this step, and its checkpoint stays.
     """
-    draft = folder / f".{MANIFEST}.{os.getpid()}"
+    draft, target = folder / f".{MANIFEST}.{os.getpid()}", folder / MANIFEST
     try:
         with open(draft, "w", encoding="utf-8") as file:
             json.dump(asdict(manifest), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)
-        _rename_new(draft, folder / MANIFEST)
+        _rename_new(draft, target)
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-    sync_folder(folder)
-    sync_folder(folder.parent)
+    try:
+        sync_folder(folder)
+        sync_folder(folder.parent)
+    except OSError:
+        target.unlink(missing_ok=True)
+        raise
 
 
 def _rename_new(draft: Path, target: Path) -> None:

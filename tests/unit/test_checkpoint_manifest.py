@@ -69,6 +69,38 @@ def test_a_commit_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert not any(path.name.startswith(".") for path in folder.iterdir())
 
 
+COMMIT = """
+import sys
+from pathlib import Path
+
+from opsd.checkpoints import manifest
+
+folder = Path(sys.argv[1])
+try:
+    manifest.commit(folder, manifest.read(folder, manifest.REJECTED))
+except PermissionError as error:
+    sys.exit(error.filename)
+"""
+
+
+def test_a_commit_that_may_not_be_durable_is_taken_back(tmp_path: Path) -> None:
+    """When the folders cannot be synced once the manifest is in place, the checkpoint does not exist: a save failed."""
+    folder = make(tmp_path / "checkpoints", 20)
+    manifest.reject(folder)
+    # A folder that may not be listed cannot be synced; root needs to drop the right to do so nevertheless.
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    folder.parent.chmod(0o300)
+    try:
+        done = subprocess.run(
+            [*drop, sys.executable, "-c", COMMIT, folder], capture_output=True, text=True, timeout=60, check=False
+        )
+    finally:
+        folder.parent.chmod(0o700)
+    assert done.stderr == f"{folder.parent}\n"
+    assert manifest.steps(folder.parent) == []
+    assert not any(path.name.startswith(".") for path in folder.iterdir())
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "bit": (lambda f: flip(f / "rank-0001.safetensors"), "rank-0001.safetensors", "does not match its checksum"),
     "short": (lambda f: os.truncate(f / "rank-0000.safetensors", 9), "rank-0000.safetensors", "has 9 bytes"),
