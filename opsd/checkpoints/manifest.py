@@ -52,9 +52,9 @@ class FileEntry:
 class Manifest:
     """``step`` is the last completed step, ``sample`` the global index of the next sequence to train on.
 
-    ``layout`` is the parallel layout that wrote the files, for instance ``{"dp": 2}``; ``config_digest``
-    identifies the model and optimiser settings the state belongs to; ``tier`` is where the files lie: memory,
-    local, remote.
+    ``layout`` is the parallel layout that wrote the files, for instance ``{"dp": 2}``; ``config_digest`` identifies
+    what the state belongs to: the model, the seed, the length of sequences, and which data came in which order;
+    ``tier`` is where the files lie: memory, partner (the memory of another node), local, remote.
     """
 
     step: int
