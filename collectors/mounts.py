@@ -26,7 +26,11 @@ _OCTAL = re.compile(r"\\([0-3][0-7]{2})")
 
 
 class Mount(NamedTuple):
-    """A mount. ``device`` is "major:minor", ``options`` those of the mount and of the file system, with commas."""
+    """A mount. ``device`` is "major:minor", ``options`` those of the mount and of the file system, with commas.
+
+    ``read_only`` is the file system. A mount can be so for one namespace alone, and for a service that systemd protects
+    all of them are.
+    """
 
     device: str
     point: str
@@ -82,7 +86,7 @@ def _mount(line: str) -> Mount | None:
         fstype=of_fs[0],
         source=_unescape(of_fs[1]),
         options=",".join(options)[:_MAX_OPTIONS],
-        read_only="ro" in options,
+        read_only="ro" in of_fs[2].split(","),
     )
 
 

@@ -31,6 +31,12 @@ def test_mountinfo() -> None:
     assert mounts["/srv/bind mount"].device == "259:3"
 
 
+def test_a_mount_that_is_read_only_for_the_agent_alone_is_not() -> None:
+    """Under ProtectSystem=strict each mount is; the file systems are written by others all the same."""
+    (mount,) = parse_mountinfo("27 1 259:2 / / ro,relatime - ext4 /dev/nvme0n1p2 rw,errors=remount-ro")
+    assert not mount.read_only
+
+
 def test_a_file_system_that_errors_made_read_only() -> None:
     """Read-only after an error shows in the file system's options while the mount's still say read-write."""
     by_point = {entry.point: entry.read_only for entry in parse_mountinfo(MOUNTINFO)}
