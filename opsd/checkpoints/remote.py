@@ -28,6 +28,7 @@ import xxhash
 from opsd.checkpoints.manifest import (
     MANIFEST,
     CheckpointError,
+    FileEntry,
     Manifest,
     checksum,
     commit,
@@ -103,6 +104,7 @@ class Remote:
     def fetch(self, step: int, root: Path) -> Manifest:
         """Copy the checkpoint of ``step`` to ``root``, where it exists once its files agree with their checksums.
 
+        Files that are there and whole stay; one that is damaged is renamed to ``….rejected``, for the post-mortem.
         Raises CheckpointError if they do not, OSError or what the client raises if it cannot be done.
         """
         folder = folder_of(root, step)
@@ -113,15 +115,23 @@ class Remote:
         manifest = read(folder, draft.name)
         draft.unlink()
         for entry in manifest.files:
-            path = folder / entry.name
-            self._files.get_file(f"{source}/{entry.name}", str(path))
-            if checksum(path) != entry.checksum:
-                raise CheckpointError(f"{source}/{entry.name} does not match its checksum", entry.name)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            if not _is_whole(folder / entry.name, entry):
+                self._fetch_file(f"{source}/{entry.name}", folder / entry.name, entry)
         sync_folder(folder)
         commit(folder, manifest)
         return manifest
+
+    def _fetch_file(self, source: str, path: Path, entry: FileEntry) -> None:
+        draft = path.with_name(f".{path.name}.fetched")
+        self._files.get_file(source, str(draft))
+        if not _is_whole(draft, entry):
+            draft.unlink()
+            raise CheckpointError(f"{source} does not match its checksum", entry.name)
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        if path.exists():
+            path.rename(path.with_name(f"{path.name}.rejected"))
+        draft.rename(path)
 
     def _checksum(self, path: str) -> str:
         digest = xxhash.xxh3_128()
@@ -129,6 +139,13 @@ class Remote:
             while block := file.read(_BLOCK):
                 digest.update(block)
         return f"xxh3_128:{digest.hexdigest()}"
+
+
+def _is_whole(path: Path, entry: FileEntry) -> bool:
+    try:
+        return path.stat().st_size == entry.size and checksum(path) == entry.checksum
+    except OSError:
+        return False
 
 
 def upload_waiting(root: Path, remote: Remote) -> Iterator[int]:

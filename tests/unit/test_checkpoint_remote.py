@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from opsd.checkpoints.manifest import (
+    MANIFEST,
     CheckpointError,
     FileEntry,
     Manifest,
@@ -19,6 +20,7 @@ from opsd.checkpoints.manifest import (
     commit,
     folder_of,
     read,
+    reject,
     steps,
     verify,
 )
@@ -99,6 +101,29 @@ def test_a_damaged_remote_copy_gives_way_to_an_older(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not match its checksum"):
         fetch_newer(tmp_path / "there", remote, 10)
     assert steps(tmp_path / "there") == [10]
+
+
+def test_what_was_set_aside_outlives_the_fetch(tmp_path: Path) -> None:
+    """The damaged file of a rejected checkpoint is kept under another name beside the one that replaces it."""
+    remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
+    folder = make(tmp_path / "here", 10)
+    assert list(upload_waiting(tmp_path / "here", remote)) == [10]
+    (folder / "rank-0000.safetensors").write_bytes(b"damaged")
+    reject(folder)
+    assert fetch_newer(tmp_path / "here", remote, -1) == 10
+    verify(folder)
+    assert (folder / "rank-0000.safetensors.rejected").read_bytes() == b"damaged"
+
+
+def test_a_fetch_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    """A file that is here and whole is not asked for again."""
+    remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
+    folder = make(tmp_path / "here", 10)
+    assert list(upload_waiting(tmp_path / "here", remote)) == [10]
+    (folder / MANIFEST).unlink()
+    (folder_of(tmp_path / "bucket", 10) / "rank-0000.safetensors").unlink()
+    assert fetch_newer(tmp_path / "here", remote, -1) == 10
+    verify(folder)
 
 
 def transfer(tmp_path: Path, url: str, *arguments: str | Path) -> tuple[int, str]:
