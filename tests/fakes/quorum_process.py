@@ -72,7 +72,6 @@ def main() -> None:
         run=settings["run"],
         secret=bytes.fromhex(settings["secret"]),
         loop=loop,
-        seeds=[Member(*member) for member in settings["seeds"]],
         say=lambda text: print(json.dumps({"event": "said", "t": time.monotonic(), "text": text}), flush=True),
     )
     quorum.start(Agreeing(quorum, settings["least"]))

@@ -36,16 +36,13 @@ class Launchers:
     def member(self, number: int) -> list[Any]:
         return [f"n{number}", f"127.{self.net}.0.{number}", self.port]
 
-    def start(
-        self, number: int, size: int, *, secret: str = SECRET, run: str = "run", seeds: list[list[Any]] | None = None
-    ) -> None:
+    def start(self, number: int, size: int, *, secret: str = SECRET, run: str = "run") -> None:
         own = self.member(number)
         settings = {
             "own": own,
             "members": [self.member(other) for other in range(1, size + 1)],
             "run": run,
             "secret": secret,
-            "seeds": seeds or [],
             "least": 2,
         }
         with (self.folder / own[0]).open("ab") as out:
@@ -106,8 +103,8 @@ def test_a_stopped_launcher_is_as_good_as_lost(three: Launchers) -> None:
 
 
 def test_one_that_comes_later_is_taken_in(three: Launchers) -> None:
-    """It knows one address of the run, and the secret."""
-    three.start(4, 3, seeds=[three.member(3)])
+    """It knows the others, and the secret."""
+    three.start(4, 4)
     three.until(lambda: three.begun("n1", "n2", "n3", "n4"))
 
 
@@ -118,7 +115,7 @@ def test_one_that_comes_later_is_taken_in(three: Launchers) -> None:
 def test_strangers_are_refused(three: Launchers, change: dict[str, str], text: str) -> None:
     """Another secret or another run: one clear sentence on both sides, and no effect."""
     before = three.told("n1", "begin")
-    three.start(4, 3, seeds=[three.member(1)], **change)  # type: ignore[arg-type]
+    three.start(4, 4, **change)
     for name in ("n1", "n4"):
         three.until(lambda name=name: any(text in said["text"] for said in three.told(name, "said")))  # type: ignore[misc]
     assert three.told("n1", "begin") == before
