@@ -73,6 +73,12 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"step-{step:012d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of the checkpoint whose folder has this name; None if it is none."""
+    match = _FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def checksum(path: Path) -> str:
     """``xxh3_128:`` and the hex digest of the file. Detects damage, does not authenticate. Raises OSError."""
     digest = xxhash.xxh3_128()
@@ -198,5 +204,5 @@ def folders(root: Path) -> Iterator[tuple[int, Path]]:
     if not root.is_dir():
         return
     for path in root.iterdir():
-        if match := _FOLDER.fullmatch(path.name):
-            yield int(match[1]), path
+        if (step := step_of(path.name)) is not None:
+            yield step, path

@@ -34,17 +34,18 @@ from opsd.checkpoints.manifest import (
     commit,
     folder_of,
     read,
+    step_of,
     steps,
     sync_folder,
 )
+from opsd.checkpoints.retention import AWAITED
 from opsd.client import append_event
 
-AWAITING = "awaiting-upload"
+AWAITING = AWAITED[0]
 URL = "OPSD_REMOTE"
 LIMIT_S = 3600
 """For one run of the program."""
 _BLOCK = 1 << 24
-_FOLDER = re.compile(r"step-(\d{12})")
 
 
 _USER = re.compile(r"//[^/@\s]*@")
@@ -81,9 +82,9 @@ class Remote:
         found = []
         with suppress(FileNotFoundError):
             for path in self._files.ls(self._base, detail=False):
-                match = _FOLDER.fullmatch(path.rstrip("/").rpartition("/")[2])
-                if match and self._files.exists(f"{path.rstrip('/')}/{MANIFEST}"):
-                    found.append(int(match[1]))
+                step = step_of(path.rstrip("/").rpartition("/")[2])
+                if step is not None and self._files.exists(f"{path.rstrip('/')}/{MANIFEST}"):
+                    found.append(step)
         return sorted(found)
 
     def upload(self, folder: Path) -> None:
