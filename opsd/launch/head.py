@@ -229,7 +229,8 @@ class Head:
         else:
             self._recover(report)
 
-    def _recover(self, report: Report) -> None:
+    def _recover(self, report: Report, *, named: bool = True) -> None:
+        """Restart all ranks; the node of the report is not to blame if it was not ``named``."""
         cause = report.failure
         if self._stopping and not self._swapping:
             code = exitcodes.REQUEUE if report.node in self._gone else exitcodes.FAILED
@@ -241,7 +242,8 @@ class Head:
             return
         say(f"rank {cause.rank} on {report.node} failed with {cause.cause}; restarting all ranks")
         self._restarts += 1
-        self._judge_node(report.node, cause)
+        if named:
+            self._judge_node(report.node, cause)
         self._formation.renew()
 
     def _judge_node(self, node: str, cause: Failure) -> None:
@@ -269,7 +271,7 @@ class Head:
         self._quorum.tell_all({"kind": "hang", "fields": fields, "score": hang.score})
         cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
         self._noticed = time.monotonic()
-        self._recover(Report(node, cause, "not within reach", ""))
+        self._recover(Report(node, cause, "not within reach", ""), named=hang.rank is not None)
 
     # -- requests ------------------------------------------------------------------------------------------------
 

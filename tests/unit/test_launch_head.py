@@ -210,10 +210,20 @@ def test_ranks_that_wait_for_a_node_that_is_done_hang(stage: Stage) -> None:
     """Uneven data: the ranks of one node have ended in good order, and the others wait for them."""
     stage.tell("n1", "ended", told="")
     stage.tell("n2", "hung")
-    stand(stage, n2=standing(2, 6), n3=standing(4, 6.2))
+    stand(stage, n2=standing(2, 6), n3=standing(4, 6))
     (event,) = stage.events("hang_detected")
     assert event["phase"] == "collective"
     assert len(stage.slots) == 2
+
+
+def test_no_node_is_blamed_for_a_hang_of_which_none_stands_out(stage: Stage) -> None:
+    """However often it comes."""
+    for _ in range(2):
+        stage.tell("n1", "hung")
+        stand(stage, n1=standing(0, 6), n2=standing(2, 6), n3=standing(4, 6))
+        stage.begun()
+    assert [event["culprit_node"] for event in stage.events("hang_detected")] == [None, None]
+    assert stage.slots == [NODES] * 3
 
 
 def test_messages_of_an_earlier_generation_are_ignored(stage: Stage) -> None:
