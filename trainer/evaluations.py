@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from opsd.checkpoints.manifest import folder_of, steps
 from opsd.checkpoints.remote import without_user
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
+from trainer.background import Work, at_once
 from trainer.config import CHECKPOINTS, Config
 from trainer.lines import new_lines, read_positions, write_positions
 
@@ -52,8 +53,11 @@ class Evaluations:
     that, ``awaiting-evaluation`` in its folder says ``SUBMITTED`` once a queue has taken it.
     """
 
-    def __init__(self, config: Config, folder: Path, reporter: Reporter) -> None:
-        self._folder, self._reporter = folder, reporter
+    def __init__(
+        self, config: Config, folder: Path, reporter: Reporter, aside: Callable[[Work], None] = at_once
+    ) -> None:
+        """``aside`` does what may have to wait for the storage."""
+        self._folder, self._reporter, self._aside = folder, reporter, aside
         self._queue = shlex.split(config.evaluation.queue)
         self._waiting = deque(step for step in steps(folder / CHECKPOINTS) if self._is_left(step))
         self._running: Started | None = None
@@ -73,7 +77,7 @@ class Evaluations:
         if now - self._polled < POLL_S:
             return
         self._polled = now
-        self._advance()
+        self._aside(self._advance)
 
     def close(self) -> None:
         """See what has been started or waits through; a run that is to stop breaks it off."""

@@ -24,8 +24,11 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from trainer.background import Work, at_once
 from trainer.config import Config
 
 METRICS = "metrics.jsonl"
@@ -34,8 +37,10 @@ METRICS = "metrics.jsonl"
 class MetricsLog:
     """Appends lines to a file. A full disk never stops the training: the line is dropped, and said so once."""
 
-    def __init__(self, path: Path, config: Config, flops: float, ranks: int) -> None:
-        """``flops`` is what the model costs per token, forward and backward."""
+    def __init__(
+        self, path: Path, config: Config, flops: float, ranks: int, aside: Callable[[Work], None] = at_once
+    ) -> None:
+        """``flops`` is what the model costs per token, forward and backward; ``aside`` does what may have to wait."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -45,6 +50,7 @@ class MetricsLog:
         self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
         self._step_began = time.perf_counter()
         self._told = False
+        self._aside = aside
 
     def write(self, *, step: int, **values: float | int) -> None:
         """Append the line of the ``step`` that ends now; ``values`` are the keys that only the caller knows."""
@@ -61,12 +67,12 @@ class MetricsLog:
             "mfu": self._flops * tokens / step_s / self._peak_flops if self._peak_flops else None,
         }
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._append(json.dumps(finite).encode() + b"\n")
+        self._aside(partial(self._append, json.dumps(finite).encode() + b"\n"))
 
     def _append(self, line: bytes) -> None:
         """Append a line, whole or not at all."""
-        end = os.lseek(self._file, 0, os.SEEK_END)
         try:
+            end = os.lseek(self._file, 0, os.SEEK_END)
             if os.write(self._file, line) < len(line):
                 os.ftruncate(self._file, end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from opsd.client import Reporter
+from trainer.background import Background
 from trainer.config import Config
 from trainer.data.mixture import Mixture
 from trainer.evaluations import Evaluations
@@ -27,8 +28,10 @@ class Records:
         if not self._first:
             return
         folder = Path(config.run.folder)
-        self._metrics = MetricsLog(folder / METRICS, config, flops, world.size)
-        self._evaluations = Evaluations(config, folder, reporter) if config.evaluation.wanted else None
+        self._background = Background()
+        aside = self._background.do
+        self._metrics = MetricsLog(folder / METRICS, config, flops, world.size, aside)
+        self._evaluations = Evaluations(config, folder, reporter, aside) if config.evaluation.wanted else None
         self._tracking = Tracking(config, folder, reporter)
 
     def write(self, *, step: int, **values: float | int) -> None:
@@ -54,7 +57,9 @@ class Records:
         """See the last evaluations through, unless the run is to stop, and have the last numbers passed on."""
         if not self._first:
             return
-        if self._evaluations is not None:
+        with self._reporter.phase("checkpoint"):
+            storage_answers = self._background.finish()
+        if self._evaluations is not None and storage_answers:
             with self._reporter.phase("evaluation"):
                 self._evaluations.add(committed)
                 self._evaluations.close()
