@@ -23,6 +23,7 @@ TRAINING = f"""#!/bin/bash
 echo "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | xargs)" >> starts
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
     srun --no-kill -W0 -K0 -N1 -n1 -w "$node" bash -c '
+        touch "here-$SLURMD_NODENAME"
         until [ -e "tell-$SLURMD_NODENAME" ]; do sleep 0.05; done
         lost=$(cat "tell-$SLURMD_NODENAME") && rm "tell-$SLURMD_NODENAME"
         {OPSD} requeue --lost "$lost" > "said-$SLURMD_NODENAME" 2>&1
@@ -48,13 +49,12 @@ def starts(cluster: Cluster) -> list[list[str]]:
 
 
 def begin(cluster: Cluster, slurm: CommandSlurm, *options: str) -> Job:
-    """A job of two launchers that runs."""
+    """A job of two launchers, both of which run."""
     job = slurm.submit(TRAINING, ["-N2", "--mem=100M", "--requeue", "--no-kill", f"--chdir={cluster.shared}", *options])
     wait_until(lambda: starts(cluster), "the job runs")
-    wait_until(
-        lambda: len(cluster.controller.run("squeue", "-hs", "-j", str(job)).stdout.split("\n")) >= 4, "its steps"
-    )
-    return slurm.jobs([job])[0]
+    begun = slurm.jobs([job])[0]
+    wait_until(lambda: all((cluster.shared / f"here-{name}").exists() for name in begun.nodes), "its launchers run")
+    return begun
 
 
 def resumed(cluster: Cluster, slurm: CommandSlurm, job: int) -> bool:
