@@ -159,10 +159,9 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.named_parameters()})
     if config.model.dtype == "bfloat16":
         decoder.to(torch.bfloat16)  # as in training
-    names = sorted(name for stage in config.data.stages for name, weight in stage.weights.items() if weight)
-    corpus = Path(config.data.shards, names[0] if names else ".")
+    corpus = Path(config.data.shards, config.data.sources[0])
     if config.data.fallback and not (corpus / TOKENIZER).exists():
-        corpus = Path(config.data.fallback, names[0] if names else ".")
+        corpus = Path(config.data.fallback, config.data.sources[0])
     return Model(decoder, load_tokenizer(corpus / TOKENIZER), config.data.sequence), manifest.sample
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, steps, verify
-from trainer.config import Config, ConfigError, load
+from trainer.config import CHECKPOINTS, Config, ConfigError, load
 from trainer.data.shards import DOCUMENT, TOKENIZER
 from trainer.model import Decoder, has_rotary
 from trainer.regions import region_of
@@ -181,7 +181,7 @@ def main() -> None:
 def export(config: str, target: Path, overrides: tuple[str, ...], step: int | None, dtype: str) -> None:
     """Write a checkpoint of the run that CONFIG describes as a Hugging Face model into the folder TARGET."""
     settings = load(config, overrides)
-    root = Path(settings.run.folder) / "checkpoints"
+    root = Path(settings.run.folder) / CHECKPOINTS
     if not (found := steps(root)):
         raise ConfigError(f"{root} has no checkpoint; set run.folder to the folder of the run")
     folder = folder_of(root, found[-1] if step is None else step)
@@ -195,7 +195,7 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
     Raises CheckpointError or OSError.
     """
     count = write(target, parameters_in(folder), dtype, their_config(settings.model, settings.data.sequence))
-    corpora = [".", *sorted(name for stage in settings.data.stages for name, weight in stage.weights.items() if weight)]
+    corpora = [".", *settings.data.sources]
     paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
     if tokenizer := next((path for path in paths if path.is_file()), None):
         shutil.copyfile(tokenizer, target / TOKENIZER)

@@ -170,6 +170,11 @@ class DataSettings(Section):
         return None
 
     @property
+    def sources(self) -> list[str]:
+        """The names of all sources that samples come from, "." if there is just one corpus."""
+        return sorted({name for stage in self.stages for name, weight in stage.weights.items() if weight}) or ["."]
+
+    @property
     def batches(self) -> set[int]:
         """All global batches that occur."""
         return {self.batch, *(batch for _, batch in self.batch_warmup)}

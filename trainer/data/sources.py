@@ -26,8 +26,7 @@ def open_sources(data: DataSettings, vocab: int, *, part: int = 0, parts: int = 
     Their files agree with the indexes, all sizes and the content of every ``parts``-th file. All have been made with
     one tokenizer, which has at most ``vocab`` ids.
     """
-    names = sorted({name for stage in data.stages for name, weight in stage.weights.items() if weight}) or ["."]
-    sources = {name: _open(data, name) for name in names}
+    sources = {name: _open(data, name) for name in data.sources}
     check_tokenizers(list(sources.values()), data.tokenizer)
     for source in sources.values():
         if source.index.vocab > vocab:
