@@ -79,7 +79,7 @@ class Head:
         self._gone.discard(member.name)
         self._unready.pop(member.name, None)
         if self._formation.waiting:
-            self._formation.renew()
+            self._renew()
         elif self._formation.plan is not None:
             self._log.emit("launcher_joined", joined=member.name)
             self._formation.keep_soon()
@@ -93,7 +93,7 @@ class Head:
         self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=at_work)
         say(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
         if self._formation.changing:
-            self._formation.renew()
+            self._renew()
         elif not at_work:
             self._formation.keep_soon()
         elif not self._formation.waiting:
@@ -104,7 +104,7 @@ class Head:
 
     def claim_refused(self) -> None:
         """The number of the proposal is taken: propose the same with another."""
-        self._formation.renew()
+        self._renew()
 
     def overtaken(self) -> None:
         """Another copy of the run has begun: what the ranks here did from now on could not be saved."""
@@ -203,16 +203,16 @@ class Head:
             if why:
                 self._log.emit("spare_refused", refused=node, reason=why)
             if self._formation.changing or self._formation.waiting:
-                self._take_back()
-                self._formation.renew()
+                self._renew()
 
-    def _take_back(self) -> None:
-        """If nobody can take the place of those that were to go, and that are still there, they stay."""
+    def _renew(self) -> None:
+        """Propose the next generation. Who was to go, and is still there, stays if nobody can take its place."""
         leaving = (self._blame.unfit & set(self._formation.slots)) - self._gone
         if not self._formation.spares:
             self._blame.unfit -= leaving
             for node in sorted(leaving):
                 self._log.emit("swap_refused", swap=node, reason="there is no spare for it")
+        self._formation.renew()
 
     def _note_progress(self, message: Mapping[str, Any]) -> None:
         self._furthest = later(self._furthest, message.get("furthest"))
@@ -244,7 +244,7 @@ class Head:
         self._restarts += 1
         if named:
             self._judge_node(report.node, cause)
-        self._formation.renew()
+        self._renew()
 
     def _judge_node(self, node: str, cause: Failure) -> None:
         """Let a spare take the place of a node that is still there, and has proven unfit."""
@@ -283,7 +283,7 @@ class Head:
     def _restart_all(self) -> None:
         self._noticed = time.monotonic()
         self._restarts += 1
-        self._formation.renew()
+        self._renew()
 
     def _swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
@@ -329,7 +329,7 @@ class Head:
             return
         by = self._stopping or next(filter(None, self._ended.values()), "")
         if by.startswith(SWAP):
-            self._formation.renew()
+            self._renew()
         elif by:
             self._log.emit("requeued", signal=by, step=self._furthest)
             self._end(exitcodes.REQUEUE, f"stopped in good order after {by}")

@@ -118,6 +118,20 @@ def test_a_stop_that_takes_too_long_ends_the_run(stage: Stage) -> None:
     assert stage.over == [(exitcodes.FAILED, "rank 0 did not stop in time")]
 
 
+@pytest.mark.parametrize("proposed", [False, True])
+def test_a_node_stays_if_its_spare_dies_before_the_swap(stage: Stage, proposed: bool) -> None:
+    """While the ranks stop or afterwards: the run does not end for want of a node that is still there."""
+    stage.tell("n2", "swap", node="n3", reason="Xid 79")
+    if not proposed:
+        stage.lose(SPARE)
+    for name in NODES:
+        stage.tell(name, "ended", told="the swap of n3")
+    if proposed:
+        stage.lose(SPARE)
+    assert (stage.slots[-1], stage.over) == (NODES, [])
+    assert stage.events("swap_refused")[0]["swap"] == "n3"
+
+
 def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:
     """It is no fault of its node, which may come again."""
     stage.tell("n3", "leaving", reason="its own job ends (SIGUSR1)")
