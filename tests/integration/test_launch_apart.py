@@ -75,6 +75,7 @@ def network() -> Iterator[Network]:
         yield network
 
 
+@pytest.mark.slow
 def test_an_outage_of_the_network_does_not_end_the_run(tmp_path: Path, network: Network) -> None:
     """All launchers are cut off from each other and end their ranks; once the network is back the run goes on."""
     with Nodes(tmp_path, ENDLESS, "--nnodes=3", count=3, within=network.within) as nodes:
