@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,8 +15,9 @@ from opsd.client import write_request
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a storage that lets clients connect and says nothing."""
+    """The address of a storage that refuses its first client, that of the start, and lets all others wait."""
     with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
         yield f"ftp://127.0.0.1:{server.getsockname()[1]}/run"
 
 
