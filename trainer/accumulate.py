@@ -72,7 +72,7 @@ def accumulator(model: Decoder, batches: Batches, config: Config, world: World, 
     """How the gradients of a step are accumulated in this layout."""
     z_loss = config.optimizer.z_loss
     if config.parallel.pp == 1:
-        return Sequential(model, batches, z_loss, reporter)
+        return Sequential(model, batches, z_loss, world.whole, reporter)
     return Pipelined(model, batches, config, world, reporter)
 
 
@@ -85,10 +85,14 @@ def share(batch: Batch, context: Context) -> Batch:
 
 
 class Sequential:
-    """One micro-batch after the other; gradients are reduced with the last."""
+    """One micro-batch after the other; gradients are reduced with the last.
 
-    def __init__(self, model: Decoder, batches: Batches, z_loss: float, reporter: Reporter) -> None:
+    A model that is ``whole`` on this rank stays gathered until then.
+    """
+
+    def __init__(self, model: Decoder, batches: Batches, z_loss: float, whole: bool, reporter: Reporter) -> None:
         self._model, self._batches, self._z_loss, self._reporter = model, batches, z_loss, reporter
+        self._whole = whole
 
     def __call__(self, count: int) -> torch.Tensor:
         """See ``Accumulate``."""
@@ -98,6 +102,7 @@ class Sequential:
         for number in range(1, count + 1):
             batch = share(self._batches.next(), model.context)
             model.set_requires_gradient_sync(number == count)
+            model.set_reshard_after_backward(number == count or not self._whole)
             with self._reporter.phase("forward"):
                 loss = model(batch.tokens, batch.documents, batch.targets, self._z_loss) / count
             with self._reporter.phase("backward"):

@@ -48,11 +48,11 @@ Mask = torch.Tensor | Packed | BlockMask | None
 class View:
     """What the layers share in a forward pass.
 
-    ``angles`` are those of this rank's tokens, ``everything`` is the mask of layers that see their whole document,
+    ``turn`` rotates this rank's tokens, ``everything`` is the mask of layers that see their whole document,
     ``near`` that of layers with a window.
     """
 
-    angles: torch.Tensor
+    turn: torch.Tensor
     everything: Mask
     near: Mask
     context: Context
@@ -76,7 +76,7 @@ def make_view(documents: torch.Tensor, settings: ModelSettings, context: Context
 
     everything = mask(0)
     near = mask(settings.window) if settings.window else everything
-    return View(rotary_angles(queries, settings), everything, near, context)
+    return View(turning(rotary_angles(queries, settings)), everything, near, context)
 
 
 def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:
@@ -235,8 +235,13 @@ def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> tuple[torch.Ten
     return slowed * stretched + (1 - slowed) * frequencies, 0.1 * math.log(settings.yarn_factor) + 1.0
 
 
-def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, heads, sequence, head_dim], as Llama does."""
-    cos, sin = angles.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def turning(angles: torch.Tensor) -> torch.Tensor:
+    """What ``rotate`` multiplies with, [2, length, 1, head_dim], for ``angles`` as ``rotary_angles`` has them."""
+    cos, sin = angles
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))[:, :, None]
+
+
+def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, sequence, heads, head_dim], as Llama does."""
+    cos, sin = turn.to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

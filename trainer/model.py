@@ -45,9 +45,9 @@ class Attention(nn.Module):
         )
         if self.normalised:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.rotary:
-            q, k = rotate(q, view.angles), rotate(k, view.angles)
+            q, k = rotate(q, view.turn), rotate(k, view.turn)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = attend(q, k, v, view.near if self.rotary else view.everything, view.context)
         output: torch.Tensor = self.output(y.transpose(1, 2).flatten(2))
         return output

@@ -136,12 +136,13 @@ def _to_float8(model: Decoder) -> None:
 def _shard(model: Decoder, config: Config, world: World) -> None:
     """FSDP: parameters, gradients and optimiser state are split, and gathered layer by layer.
 
-    In a pipeline they stay gathered until the last micro-batch; gathering them for each would cost more than it saves.
+    In a pipeline they stay gathered until the last micro-batch, as they do where there is nobody to share them with;
+    gathering them for each would cost more than it saves.
     """
     policy = MixedPrecisionPolicy()
     if config.model.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    again = config.parallel.pp == 1
+    again = config.parallel.pp == 1 and not world.whole
     for block in model.blocks.values():
         fully_shard(block, mesh=world.sharding, mp_policy=policy, reshard_after_forward=again)
     fully_shard(model, mesh=world.sharding, mp_policy=policy, reshard_after_forward=False)

@@ -78,6 +78,11 @@ class World:
         return self.mesh if self.mesh.ndim == 1 else self.mesh["dp"]
 
     @property
+    def whole(self) -> bool:
+        """True if FSDP has but one rank to shard over, so that each layer is whole on it."""
+        return self.sharding.size(-1) == 1
+
+    @property
     def tensor(self) -> DeviceMesh | None:
         """The ranks that share each layer's matrices; None if each has them whole."""
         return self.mesh["tp"] if self.parallel.tp > 1 else None

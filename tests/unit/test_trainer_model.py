@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.attention import View, make_view, rotary_angles, rotate, visible
+from trainer.attention import View, make_view, rotary_angles, rotate, turning, visible
 from trainer.config import load
 from trainer.loss import next_token_loss
 from trainer.model import Attention, Decoder, count_parameters, flops_per_token, has_rotary, init_std
@@ -117,7 +117,7 @@ def test_rotation_is_that_of_complex_numbers() -> None:
     k = torch.arange(SETTINGS.head_dim // 2, dtype=torch.float64)
     angle = torch.arange(10, dtype=torch.float64)[:, None] * 50_000.0 ** (-2 * k / SETTINGS.head_dim)
     expected = torch.complex(first, second) * torch.exp(1j * angle)
-    rotated = rotate(x, rotary_angles(torch.arange(10), SETTINGS))
+    rotated = rotate(x.transpose(1, 2), turning(rotary_angles(torch.arange(10), SETTINGS))).transpose(1, 2)
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1), rtol=1e-5, atol=1e-5)
 
 
