@@ -12,7 +12,7 @@ PRUNED = "manifest.json.pruned"
 
 
 AWAITED = ("awaiting-upload", "awaiting-evaluation")
-"""Names of empty files in the folder of a checkpoint that somebody still needs: it is kept while one is there."""
+"""Names of files in the folder of a checkpoint that somebody still needs: it is kept while one is there."""
 
 
 def reasons(root: Path, keep: int, every: int = 0) -> dict[int, str]:
