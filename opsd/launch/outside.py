@@ -12,7 +12,6 @@ class Fence(Protocol):
         """True if generation ``number`` is this launcher's to begin, now and for good. Raises OSError."""
         ...
 
-
     def overtaken(self) -> bool:
         """True if another copy of the run has begun after this one. Raises OSError if that cannot be seen."""
         ...
