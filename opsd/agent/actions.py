@@ -263,10 +263,10 @@ def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float 
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
-            connection.connect(str(control))
+            owner = _connect(connection, control)
             # Who answers is asked of the kernel after connecting: until then the path may be exchanged for a link.
             _, peer, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if peer != control.parent.lstat().st_uid:
+            if peer != owner:
                 raise ActionError(f"{control} is answered by another user than the run's")
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as stream:
@@ -279,6 +279,16 @@ def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float 
     if not isinstance(answer, dict):
         raise ActionError(f"the launcher at {control} answered something else than an object")
     return answer
+
+
+def _connect(connection: socket.socket, control: Path) -> int:
+    """Connect through the folder's descriptor, for a socket's path has 107 bytes; returns the folder's owner."""
+    folder = os.open(control.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        connection.connect(f"/proc/self/fd/{folder}/{control.name}")
+        return os.fstat(folder).st_uid
+    finally:
+        os.close(folder)
 
 
 def _integer(action: Action, name: str) -> int:

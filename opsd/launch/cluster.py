@@ -34,6 +34,8 @@ READINESS_S = 30.0
 """How often a node that stands by looks whether it still may."""
 LAST_WORDS_S = 1.0
 """How long a launcher that must not be used stays to say so."""
+UNBEGUN_S = 5.0
+"""How long a launcher that is to stop before its run has begun looks for a head to tell."""
 TIE_S = 4.0
 """How long a half that has not most of the nodes at work leaves the claim to the other."""
 
@@ -140,7 +142,7 @@ class ClusterRun:
         self._told_to_stop = self._told_to_stop or by
         self._quorum.tell_head({"kind": "stop", "by": by})
         if not self._node.generation.running:
-            limit = self._node.settings.stop_timeout_s
+            limit = self._node.settings.stop_timeout_s if self._plan is not None else UNBEGUN_S
             self._node.loop.later(limit, lambda: self._leave(exitcodes.REQUEUE, f"stopped after {by}"))
 
     def _make_way(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
+from opsd.launch.cluster import UNBEGUN_S
 from opsd.launch.console import Console
 from opsd.launch.events import EventLog
 from opsd.launch.loop import Loop
@@ -125,3 +126,12 @@ def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
     supervisor.stop("the swap of n1")
     supervisor.stand_by(2)
     assert (supervisor.stopping, supervisor.state) == ("", "spare")
+
+
+def test_a_launcher_that_never_met_the_others_stops_soon() -> None:
+    """Nobody has to be told, and no rank saves anything: Ctrl-C before a run has begun takes seconds."""
+    fellow = Fellow()
+    fellow.elect(None)
+    fellow.run.asked_to_stop("SIGTERM")
+    fellow.loop.advance(UNBEGUN_S)
+    assert fellow.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")

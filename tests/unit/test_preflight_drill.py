@@ -28,10 +28,11 @@ with (folder / "events.jsonl").open("a") as file:
     file.writelines(line + "\\n" for line in lines)
 control = pathlib.Path(os.environ["OPSD_SHM"], "preflight-drill", "control.sock")
 control.parent.mkdir()
+os.chdir(control.parent)  # its whole path may be longer than that of a socket
 with socket.socket(socket.AF_UNIX) as server:
-    server.bind(f"{control}.draft")
+    server.bind("draft")
     server.listen()
-    os.rename(f"{control}.draft", control)
+    os.rename("draft", control)
     connection, _ = server.accept()
     with connection:
         (folder / "asked").write_bytes(connection.makefile("rb").readline())
