@@ -60,6 +60,7 @@ def values(report: Report, check: str) -> dict[tuple[str, str], float]:
     return {(value.measure, value.subject): value.value for value in result.values}
 
 
+@pytest.mark.long
 def test_two_nodes_are_measured_and_searched(environment, port: int, started, tmp_path: Path):
     """Every collective has a bandwidth, every pattern too, and the report has the protocol of the search."""
     target = tmp_path / "report.json"

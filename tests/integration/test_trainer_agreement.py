@@ -30,7 +30,7 @@ def rank_main(rank: int, folder: Path) -> None:
     (folder / str(rank)).write_text(str(heard))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_waiting_for_the_first_rank_runs_into_no_time_limit(tmp_path: Path) -> None:
     """All ranks hear what it took the first one longer to find out than a collective may last."""
     ranks = [CONTEXT.Process(target=rank_main, args=(rank, tmp_path), name=f"trainer rank {rank}") for rank in (0, 1)]

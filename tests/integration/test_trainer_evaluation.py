@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_world import Run, eventually
+from trainer_world import Run, make_texts, eventually
 
 from opsd.checkpoints.manifest import folder_of, steps
 from trainer.config import load
@@ -17,7 +17,7 @@ from trainer.evaluate import main
 
 def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
     """Each checkpoint has a line and an event with its results; the loss has fallen; none is pruned before."""
-    (tmp_path / "held.txt").write_text((Path(__file__).parents[2] / "trainer" / "config.py").read_text()[:6000])
+    (tmp_path / "held.txt").write_text("\n".join(make_texts(3, seed=2)))
     items = [{"context": "import ", "choices": ["torch", "qqqq"], "answer": 0}]
     (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
     reference = [{"tokens": tokens, "results": {"held_loss": 1.0}} for tokens in (0, 10**6)]

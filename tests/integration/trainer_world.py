@@ -54,16 +54,21 @@ every = 5
 """No dimension is a multiple of 2 x 2 and of 3, so shards are uneven; two micro-batches a step on two ranks."""
 
 
-def make_small_corpus(folder: Path) -> Path:
-    """Shards of words drawn at random, the same ones always, tokenised with 400 ids.
+def make_texts(count: int, seed: int = 1) -> list[str]:
+    """Texts of words drawn at random, of one language, the same ones always.
 
     With real texts, which change, a batch turns up now and then whose gradient magnifies rounding ten thousand times.
     """
     drawn = random.Random(1)
     words = ["".join(drawn.choices("abcdefghijklmnopqrstuvwxyz", k=drawn.randint(1, 8))) for _ in range(500)]
     frequencies = [1 / (place + 1) for place in range(len(words))]
-    lengths = [drawn.randint(2, 900) for _ in range(80)]
-    texts = [" ".join(drawn.choices(words, frequencies, k=length)) for length in lengths]
+    drawn.seed(seed)
+    return [" ".join(drawn.choices(words, frequencies, k=drawn.randint(2, 900))) for _ in range(count)]
+
+
+def make_small_corpus(folder: Path) -> Path:
+    """Shards of such texts, tokenised with 400 ids."""
+    texts = make_texts(80)
     make_corpus(texts, train_tokenizer(texts, 400), folder, shard_tokens=8000)
     return folder
 

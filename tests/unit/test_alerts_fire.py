@@ -97,6 +97,7 @@ def test_every_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_goodput_is_watched_over_short_and_long_windows(tmp_path: Path) -> None:
     """A run that stands still pages within the hour; one that loses a little is noticed within days."""
     tests = [

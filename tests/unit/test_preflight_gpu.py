@@ -94,7 +94,7 @@ def test_a_bug_in_a_check_is_not_blamed_on_the_device():
         on_each([torch.device("cpu")], lambda device: 1 // 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_collectives_within_a_node_are_measured():
     """Two processes over gloo; every collective has a bandwidth."""
     outcome, _ = run(collectives.run)

@@ -93,6 +93,7 @@ def test_a_survivor_has_its_own_job_started_elsewhere(defaults: Cluster) -> None
     assert slurm.jobs([job.id])[0].restarts == 1
 
 
+@pytest.mark.long
 def test_the_batch_host_dies(cluster_of_tuned_timeouts: Cluster) -> None:
     """With the node of the batch script gone the launcher leaves all to the job that attends to it, and ends."""
     cluster = cluster_of_tuned_timeouts
