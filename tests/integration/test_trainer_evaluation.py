@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_world import Run, make_texts, eventually
+from trainer_world import Run, eventually, make_texts
 
 from opsd.checkpoints.manifest import folder_of, steps
 from trainer.config import load
