@@ -83,6 +83,7 @@ def test_two_nodes_are_measured_and_searched(environment, port: int, started, tm
     assert "screen" in next(iter(report.results[-1].facts))
 
 
+@pytest.mark.long
 def test_a_peer_that_never_joins_is_named_and_the_others_go_on(environment, port: int, started, tmp_path: Path):
     """Exit 1 after the time for joining, with what the others measured."""
     target = tmp_path / "report.json"

@@ -41,6 +41,7 @@ def preflight(tmp_path: Path, shards: Path, checks: str, *options: str) -> tuple
     return code, Report.from_json(report.read_bytes())
 
 
+@pytest.mark.long
 def test_a_rank_is_killed_and_training_goes_on(tmp_path: Path, shards: Path) -> None:
     """Speed, time to resume and the size of a checkpoint that was read back are measured on real steps."""
     code, report = preflight(tmp_path, shards, "run_config,run_steps")
