@@ -181,13 +181,13 @@ class ClusterRun:
             self._head.take_over(self._quorum.plan, self._turnover.answers)
         if head is None:
             return
-        self._isolation.end()
+        gone_s = self._isolation.end()
         if self._told_to_stop:
             self._teller.tell_stop(self._told_to_stop)
         if self._turnover.plan is not None:
             self._tell_progress()
             if not self._node.generation.running and self._turnover.at_work:
-                self._teller.tell("ended" if self._node.done else "waiting", told=self._node.stopping)
+                self._teller.tell("ended" if self._node.done else "waiting", told=self._node.stopping, gone_s=gone_s)
             self._make_way()
 
     def _tell_progress(self) -> None:

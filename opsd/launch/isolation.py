@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from opsd import exitcodes
@@ -27,19 +28,23 @@ class Isolation:
         self._leave = leave
         self._limit_s = limit_s
         self._alone: Timer | None = None
+        self._since = 0.0
 
     def begin(self) -> None:
         """End the ranks here, and see whether anybody goes on without this side."""
         say("fewer than half of the launchers are within reach; ending the ranks here")
         self._node.end(lambda: self._node.set_state("waiting"))
         self.end()
+        self._since = time.monotonic()
         self._alone = self._node.loop.later(self._limit_s, self._give_up)
 
-    def end(self) -> None:
-        """There is a head again."""
-        if self._alone is not None:
-            self._alone.cancel()
-            self._alone = None
+    def end(self) -> float:
+        """There is a head again; for how many seconds the ranks here were gone for want of one, 0 if they were not."""
+        if self._alone is None:
+            return 0.0
+        self._alone.cancel()
+        self._alone = None
+        return time.monotonic() - self._since
 
     def _give_up(self) -> None:
         self._leave(exitcodes.REQUEUE, f"no majority of the launchers within reach for {self._limit_s:g} s")

@@ -43,7 +43,7 @@ BUCKETS = (
     "other",
 )
 DATA_STALL_FACTOR = 3.0
-_FAILURES = ("rank_exited", "hang_detected", "node_lost", "restart_requested")
+_FAILURES = ("rank_exited", "hang_detected", "node_lost", "ranks_gone", "restart_requested")
 _NS = 1_000_000_000
 
 

@@ -29,9 +29,10 @@ class RunLog:
         for record in _written(path):
             self._note(record)
 
-    def emit(self, event: str, **fields: object) -> None:
-        """Append an event of the run."""
-        self._append({"t": time.time(), "event": event, "generation": self.generation, "node": self._node, **fields})
+    def emit(self, event: str, *, age_s: float = 0.0, **fields: object) -> None:
+        """Append an event of the run, which came about ``age_s`` seconds ago."""
+        t = time.time() - age_s
+        self._append({"t": t, "event": event, "generation": self.generation, "node": self._node, **fields})
 
     def relay(self, record: Mapping[str, Any], age_s: float) -> None:
         """Append what a node has noted ``age_s`` seconds ago.

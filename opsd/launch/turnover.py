@@ -133,7 +133,7 @@ class Turnover:
             self._readiness.tell()
             self._placed()
         elif plan.payload["keep"]:
-            self._teller.tell("waiting", told="")
+            self._teller.tell("waiting", told="", gone_s=0.0)
         else:
             self._start(plan)
             self._placed()

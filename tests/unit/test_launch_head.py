@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,17 @@ def test_a_node_stays_if_its_spare_dies_before_the_swap(stage: Stage, proposed: 
         stage.lose(SPARE)
     assert (stage.slots[-1], stage.over) == (NODES, [])
     assert stage.events("swap_refused")[0]["swap"] == "n3"
+
+
+def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: Stage) -> None:
+    """Of the network as it seems: it began when they ended, and not when the head came to hear of it."""
+    before = time.time()
+    for name in NODES:
+        stage.tell(name, "waiting", told="", gone_s=30.0)
+    assert stage.slots == [NODES, NODES]
+    (gone,) = stage.events("ranks_gone")
+    assert (gone["gone"], gone["gone_s"]) == ("n1", 30.0)
+    assert before - 30 <= gone["t"] <= time.time() - 30
 
 
 def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:

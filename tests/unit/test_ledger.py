@@ -91,6 +91,18 @@ def test_lost_node() -> None:
     assert seconds(ledger) == {"setup": 1.0, "productive": 5.0, "recomputed": 0.25, "detection": 2.25, "restart": 1.5}
 
 
+def test_outage_of_all_nodes() -> None:
+    """From the end of the ranks on, as it was told once the nodes had met again, the run waits for its restart."""
+    events = [
+        event(0, "generation_started"),
+        event(4.5, "ranks_gone", gone="n1", gone_s=30.0),
+        event(35, "generation_started", 2),
+        event(38, "finished", 2),
+    ]
+    ledger = make_ledger(events, [step(i, i) for i in range(2, 5)] + [step(37, 5, 2), step(38, 6, 2)])
+    assert seconds(ledger) == {"setup": 1.0, "productive": 5.0, "recomputed": 0.5, "restart": 31.5}
+
+
 def test_data_stall_is_what_exceeds_the_usual() -> None:
     """A step that waited much longer than the median has the rest of its wait booked as a stall."""
     metrics = [step(i, i, data_s=0.1) for i in range(1, 10)] + [step(13, 10, step_s=4.0, data_s=3.1)]
