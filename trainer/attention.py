@@ -8,7 +8,9 @@ context parallelism. The last two need a GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,9 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 
 from trainer.settings import ModelSettings
-
-_flex_attention = torch.compile(flex_attention)
-"""Without being compiled it would hold the scores of all pairs; the CPU has no compiled backward pass."""
 
 Context = DeviceMesh | None
 """The mesh over which sequences are split; None where each rank has whole ones."""
@@ -97,13 +96,25 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, contex
     if context is not None:
         k, v = (gather(x, context) for x in (k, v))
     if isinstance(mask, BlockMask):
-        kernel = _flex_attention if q.is_cuda else flex_attention
-        y = kernel(q, k, v, block_mask=mask, enable_gqa=True)
+        y = _flex_attention(q)(q, k, v, block_mask=mask, enable_gqa=True)
         assert isinstance(y, torch.Tensor)
         return y
     if isinstance(mask, Packed):
         return _attend_packed(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+
+
+def _flex_attention(q: torch.Tensor) -> Callable[..., Any]:
+    """Compiled on a GPU: it would hold the scores of all pairs otherwise. The CPU has no compiled backward pass."""
+    if q.is_cuda and not torch.compiler.is_compiling():
+        return _compiled_flex_attention()
+    return flex_attention
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    """Made when it is needed: to load the compiler takes most of a second, which ranks without it start sooner."""
+    return torch.compile(flex_attention)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from opsd.checkout import ROOT
 from opsd.launch.imports import external_imports
 
 
@@ -79,3 +84,20 @@ def test_star_import_takes_no_name(tmp_path: Path) -> None:
     """``from x import *`` needs the module only."""
     root = project(tmp_path, {"train.py": "from math import *\n"})
     assert external_imports(root / "train.py", None, [str(root)]) == {"math": []}
+
+
+def test_a_standby_leaves_the_trainer_nothing_to_load() -> None:
+    """Of other packages the included trainer loads at its start what the standby has loaded for it, and no more."""
+    pytest.importorskip("torch")
+    program = """
+import contextlib, sys
+from opsd.launch.imports import external_imports
+for name, names in external_imports(None, "trainer", sys.path).items():
+    with contextlib.suppress(ModuleNotFoundError):
+        __import__(name, fromlist=names)
+warm = set(sys.modules)
+import trainer.train
+print(*{name.partition(".")[0] for name in set(sys.modules) - warm})
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) - {"pydantic"} == {"opsd", "trainer"}
