@@ -174,7 +174,7 @@ class Head:
         elif kind == "waiting":
             gone_s = float(message["gone_s"])
             say(f"the ranks of {sender} no longer run; restarting all ranks")
-            self._log.emit("ranks_gone", age_s=gone_s, gone=sender, gone_s=round(gone_s, 3))
+            self._log.emit("ranks_gone", gone_s, gone=sender, gone_s=round(gone_s, 3))
             self.restart_all()
         elif kind == "late":
             self._stops.too_slow(str(message["told"]), str(message["reason"]))

@@ -29,7 +29,7 @@ class RunLog:
         for record in _written(path):
             self._note(record)
 
-    def emit(self, event: str, *, age_s: float = 0.0, **fields: object) -> None:
+    def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
         """Append an event of the run, which came about ``age_s`` seconds ago."""
         t = time.time() - age_s
         self._append({"t": t, "event": event, "generation": self.generation, "node": self._node, **fields})
