@@ -1,4 +1,7 @@
-"""How long a run without spares stands still: it has to end, go back into the queue, and start again on other nodes."""
+"""How long a run without spares stands still: it goes back into the queue and starts again on other nodes.
+
+Or it has a spare fetched from the partition.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,16 @@ def killed(cause: Callable[[Training], None], trials: int, note: Callable[[Trial
     with _cluster(DEFAULTS) as (cluster, data):
         for number in range(trials):
             training = Training(cluster, data, f"cold-{number}", active=ACTIVE, spares=0, steps=STEPS)
+            training.submit()
+            note(_again(training, cause))
+            cluster.restore()
+
+
+def fetched(cause: Callable[[Training], None], trials: int, note: Callable[[Trial], None]) -> None:
+    """The same by the template with a pool: a job of one node in the same partition brings the run a spare."""
+    with _cluster(DEFAULTS) as (cluster, data):
+        for number in range(trials):
+            training = FromPool(cluster, data, f"fetched-{number}", ACTIVE, 0, STEPS)
             training.submit()
             note(_again(training, cause))
             cluster.restore()
@@ -152,7 +165,9 @@ def _without_controller(training: Training) -> Iterator[None]:
 
 
 class FromTemplate(Training):
-    """A run by deploy/slurm/train-requeue.sbatch, with the lines adapted that it says are to be."""
+    """A run by a template of deploy/slurm, with the lines adapted that it says are to be."""
+
+    template = "train-requeue.sbatch"
 
     def script(self, program: Sequence[str]) -> str:
         """See ``Training.script``."""
@@ -164,18 +179,27 @@ class FromTemplate(Training):
             "#SBATCH --gpus-per-node=8": "#",
             "RANKS=8 ": "RANKS=1 ",
             "RUN=$SLURM_JOB_NAME ": "RUN=run ",
+            "POOL=--partition=spares ": "POOL=--partition=train ",
             "SHARED=/shared/runs ": f"SHARED={self.folder} ",
             "(train.py) ": f"({' '.join(program)}) ",
             "OPSD=${OPSD:-/opt/opsd/bin/opsd}": f"OPSD={opsd}\nexport {self.exports}",
             "%x-%j.log": str(self.folder / "job.out"),
         }
-        text = (ROOT / "deploy/slurm/train-requeue.sbatch").read_text()
+        text = (ROOT / "deploy/slurm" / self.template).read_text()
         for line, own in adapted.items():
             text = text.replace(line, own)
         return text
 
 
+class FromPool(FromTemplate):
+    """With spares that are fetched when one is needed."""
+
+    template = "train-pool.sbatch"
+
+
 SCENARIOS: dict[str, Scenario] = {
+    "fetched_node_killed": partial(fetched, kill_follower),
+    "fetched_batch_host_killed": partial(fetched, kill_batch_host),
     "cold_node_killed": partial(killed, kill_follower),
     "cold_batch_host_killed": partial(killed, kill_batch_host),
     "preempted": preempted,
