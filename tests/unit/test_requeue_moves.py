@@ -44,10 +44,10 @@ def ask(
 
 
 def test_an_operator_takes_the_dead_node_down() -> None:
-    """Requeue first, as it may be refused; then drain and down; the start time once the job is pending."""
+    """Drain and down first, so that Slurm does not wait for its word; the start time once the job is pending."""
     slurm = queue(dead=("n2",))
     done, _ = ask(slurm, Without(lost=("n2",), reason="opsd:42 node_lost"))
-    assert slurm.calls == ["requeue", "drain n2", "down n2", "start"]
+    assert slurm.calls == ["drain n2", "down n2", "requeue", "start"]
     assert slurm.by_name["n2"].reason == "opsd:42 node_lost"
     assert done == Requeued(7, "pending", 1)
 
@@ -210,7 +210,7 @@ def test_a_launcher_leaves_the_end_to_another_job() -> None:
     slurm = queue(dead=("n2",), restarts=2)
     done = requeue_from_inside(slurm, OWN, Without(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
     assert done == Requeued(7, "completing", 2, left=True)
-    assert slurm.calls == ["requeue", "drain n2", "down n2"]
+    assert slurm.calls == ["drain n2", "down n2", "requeue"]
     [(script, options)] = slurm.submitted
     assert script == (
         "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 --limit=900 '--reason=opsd:4 node_lost' --lost=n2 "
@@ -229,7 +229,7 @@ def test_what_was_decided_of_an_earlier_start_does_not_end_this_one() -> None:
     assert "--time=65" in options
 
 
-@pytest.mark.parametrize(("room", "calls"), [(True, []), (False, ["requeue", "drain n1", "down n1"])])
+@pytest.mark.parametrize(("room", "calls"), [(True, []), (False, ["drain n1", "down n1", "requeue"])])
 def test_without_the_batch_host_all_is_left_to_the_attendant(room: bool, calls: list[str]) -> None:
     """Once it runs the launcher may go, and must, before the job can stop; in a full cluster it requeues itself."""
     slurm, clock = queue(dead=("n1",), restarts=2, room=room), FakeClock()
@@ -245,5 +245,5 @@ def test_a_launcher_waits_for_the_controller_before_it_ends_its_job() -> None:
         slurm, OWN, Without(("n2",)), clock=clock.monotonic, sleep=clock.advance, say=said.append
     )  # fmt: skip
     assert done.left
-    assert (len(slurm.submitted), slurm.calls) == (1, ["requeue", "drain n2", "down n2"])
+    assert (len(slurm.submitted), slurm.calls) == (1, ["drain n2", "down n2", "requeue"])
     assert sum("will be asked again" in sentence for sentence in said) == 1
