@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -198,10 +199,16 @@ class PyslurmSlurm:
         self._commands.unreserve(name)
 
 
-def why_not_pyslurm(ask: Asker) -> str:
-    """Why pyslurm cannot be used through ``ask``, in one sentence; "" if it can."""
+def why_not_pyslurm(ask: Asker, commands: Slurm) -> str:
+    """Why pyslurm cannot be used through ``ask``, in one sentence; "" if it can.
+
+    It has to be of the same release as ``commands``: a newer library is not understood by the controller, which would
+    show at the first question only.
+    """
     try:
-        ask("hello")
+        bound, here = str(ask("hello")), commands.version
     except SlurmError as error:
         return str(error)
+    if [int(part) for part in re.findall(r"\d+", bound)[:2]] != [here.year, here.month]:
+        return f"pyslurm {bound} does not fit Slurm {here}; install pyslurm {here.year}.{here.month}"
     return ""

@@ -12,7 +12,7 @@ from opsd.slurm.bindings import PyslurmSlurm, Worker, why_not_pyslurm
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import Node, SlurmDenied, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.pyslurm_worker import serve
-from opsd.slurm.runner import clean_environment, run_command
+from opsd.slurm.runner import Output, clean_environment, run_command
 from tests.fakes.slurm import FakeSlurm
 
 GENEROUS_S = 30.0
@@ -78,6 +78,7 @@ def worker(program: str, deadline_s: float = GENEROUS_S) -> Worker:
     return Worker((sys.executable, "-c", program), deadline_s=deadline_s)
 
 
+SLURM = CommandSlurm(lambda argv, deadline_s, stdin="": Output(0, "slurm 25.11.7\n", ""))
 ECHO = "import sys\nfor line in sys.stdin:\n    print('{\"ok\": ' + line.strip() + '}', flush=True)"
 
 
@@ -103,14 +104,29 @@ def test_a_worker_that_hangs_is_replaced() -> None:
 def test_a_library_that_exits_is_told_apart() -> None:
     """Importing pyslurm where Slurm is not configured exits: its last words become the sentence."""
     ask = worker("import sys; print('fatal: no configuration source', file=sys.stderr); sys.exit(1)")
-    assert why_not_pyslurm(ask) == "pyslurm cannot be used here: fatal: no configuration source"
+    assert why_not_pyslurm(ask, SLURM) == "pyslurm cannot be used here: fatal: no configuration source"
     ask.close()
 
 
 def test_pyslurm_that_is_not_installed_is_told_apart() -> None:
     """The real worker says so without taking this process down."""
     ask = worker("import sys; sys.modules['pyslurm'] = None\nfrom opsd.slurm.pyslurm_worker import main; main()")
-    assert "pyslurm" in why_not_pyslurm(ask)
+    assert "pyslurm" in why_not_pyslurm(ask, SLURM)
+    ask.close()
+
+
+@pytest.mark.parametrize(
+    ("bound", "why"),
+    [
+        ("25.11.2", ""),
+        ("22.5.1", "pyslurm 22.5.1 does not fit Slurm 25.11.7; install pyslurm 25.11"),
+        ("?", "pyslurm ? does not fit Slurm 25.11.7; install pyslurm 25.11"),
+    ],
+)
+def test_pyslurm_of_another_release_is_not_used(bound: str, why: str) -> None:
+    """The controller would not understand it."""
+    ask = worker(f'input(); print(\'{{"ok": "{bound}"}}\', flush=True)')
+    assert why_not_pyslurm(ask, SLURM) == why
     ask.close()
 
 

@@ -34,7 +34,7 @@ def slurm(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Slurm]:
         pytest.skip("pyslurm is not installed")
     argv = cluster.nodes["n1"].command("env", f"PYTHONPATH={':'.join(sys.path)}", *WORKER)
     worker = Worker(argv, deadline_s=DEADLINE_S)
-    if reason := why_not_pyslurm(worker):
+    if reason := why_not_pyslurm(worker, commands):
         pytest.skip(reason)
     yield PyslurmSlurm(worker, commands)
     worker.close()
