@@ -182,7 +182,8 @@ def parse_job_id(text: str) -> int:
 
 
 _UNAVAILABLE = re.compile(
-    r"unable to contact slurm controller|socket timed out|zero bytes were transmitted|connection (refused|timed out)"
+    r"unable to contact slurm controller|socket timed out|zero bytes were transmitted"
+    r"|connection (refused|timed out|reset)|broken pipe|no route to host|network is unreachable"
     r"|communication connection failure|munge encode failed|failed to create socket|protocol authentication error"
     r"|slurmctld.*(shutting down|standby)|host is down|temporarily unable|transport endpoint",
     re.IGNORECASE,

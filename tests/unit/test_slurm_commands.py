@@ -113,6 +113,7 @@ def test_refusals_are_one_sentence_of_the_right_kind(
     ("said", "kind"),
     [
         ("slurm_load_node error: Unable to contact slurm controller (connect failure)", SlurmUnavailable),
+        ("slurm_load_partitions: Connection reset by peer", SlurmUnavailable),
         ("slurm_load_partitions: Socket timed out on send/recv operation", SlurmUnavailable),
         ("sinfo: error: If munged is up, restart with --num-threads=10\nMunge encode failed: ...", SlurmUnavailable),
         ("scontrol: fatal: Could not establish a configuration source", SlurmMissing),
