@@ -43,8 +43,7 @@ def test_a_node_goes_out_and_comes_back_proved(cluster: Cluster) -> None:
     assert opsd(cluster, "n1", "preflight", whole).returncode == exitcodes.OK
     back = opsd(cluster, "n1", "return", "n1", "--set=policy.return_profile=quick", whole)
     assert (back.returncode, back.stdout) == (exitcodes.OK, "gave back n1\n")
-    (node,) = slurm.nodes(["n1"])
-    assert ("drain" in node.flags, node.reason) == (False, "")
+    wait_until(lambda: slurm.nodes(["n1"])[0].usable, "the node is in service")
     comment = slurm.comments()["n1"]
     (stay,) = record.read(comment).stays
     assert (comment.startswith("rack 12 [opsd1 ib_link="), stay.back is not None) == (True, True)
