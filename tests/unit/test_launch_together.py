@@ -15,7 +15,7 @@ ENVIRON = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
 @pytest.mark.parametrize(
-    ("lost", "calls"), [(("n2", "n9"), ["requeue", "drain n2", "down n2"]), (("n9",), []), ((), [])]
+    ("lost", "calls"), [(("n2", "n9"), ["drain n2", "down n2", "requeue"]), (("n9",), []), ((), [])]
 )
 def test_a_spare_that_left_is_no_loss_of_the_job(tmp_path: Path, lost: tuple[str, ...], calls: list[str]) -> None:
     """It never was one of its nodes: the requeue is without the others, and the batch script's if there are none."""
