@@ -6,7 +6,6 @@ import atexit
 import os
 import sys
 from contextlib import suppress
-from typing import NoReturn
 
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -54,22 +53,22 @@ def _train(config: str, overrides: tuple[str, ...], fresh: bool) -> bool:
     return train(load(config, overrides), fresh=fresh)
 
 
-def run() -> NoReturn:
+def run() -> None:
     """Run ``main`` and end the process without taking the interpreter apart.
 
     With torch imported that takes 0.8 to 2 s, for which every planned swap and every preemption would wait. By then all
     files are closed, and the processes that write checkpoints have ended.
     """
-    code: str | int | None = FAILED
     try:
         main()
     except SystemExit as end:
-        code = end.code
-    atexit._run_exitfuncs()
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else FAILED)
+        if not isinstance(end.code, int):
+            raise
+        atexit._run_exitfuncs()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(end.code)
 
 
 if __name__ == "__main__":

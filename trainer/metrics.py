@@ -10,7 +10,8 @@ tokens         trained on so far, this step included
 loss           mean over the global batch, nats per token, every digit of the float64
 grad_norm      global, before clipping
 lr             learning rate of the step
-step_s         duration in seconds, of which ``data_s`` waiting for data and ``checkpoint_s`` for staging
+step_s         seconds since the line before, of which ``data_s`` waiting for data and ``checkpoint_s`` for the
+               staging of that step's state
 tokens_per_s   of all ranks together
 mfu            model FLOP/s over ``metrics.peak_flops`` x ranks; null if the peak is not known
 =============  ===========================================================================================

@@ -119,15 +119,16 @@ class Training:
         loss, norm = loss_sum / (world.size // config.parallel.pp), math.sqrt(square)
         with reporter.phase("optimizer"):
             self._update(rate, norm)
+        # The line comes first: while storage answers, no start goes on from a step that has none.
+        records.write(
+            step=self.step, tokens=self.sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
+            data_s=self.loader.take_wait(), checkpoint_s=saving.take_stall(),
+        )  # fmt: skip
         if saving.save_if_due(votes, self.step, self.sample, self.digest):
             records.tell_mixture(self.step, self.sample)
         reporter.step(
             tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm,
             learning_rate=rate, step=self.step,
-        )  # fmt: skip
-        records.write(
-            step=self.step, tokens=self.sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
-            data_s=self.loader.take_wait(), checkpoint_s=saving.take_stall(),
         )  # fmt: skip
         if self._skipped > config.optimizer.max_skipped:
             raise TrainingError(

@@ -33,18 +33,15 @@ def kill_and_resume(run: Run, kills: int, rng: random.Random) -> None:
 
 
 def test_killed_at_random_moments(run: Run, undisturbed: Run) -> None:
-    """SIGKILL at any moment costs steps, never correctness; the line of the step in which it came may be lost."""
+    """SIGKILL at any moment costs steps, never correctness."""
     kill_and_resume(run, 4, random.Random(1))
-    assert run.curve().items() <= undisturbed.curve().items()
-    assert len(run.curve()) >= len(undisturbed.curve()) - 4
+    assert run.curve() == undisturbed.curve()
 
 
 def test_a_save_in_flight_is_not_lost(run: Run, undisturbed: Run) -> None:
     """Ranks die while their persist processes write: these finish, and the next start goes on from what they wrote."""
     world = run.start(checkpoint__every=7)
     eventually(lambda: min(world.step(0), world.step(1)) >= 7)  # both have handed over their part of step 7
-    log = run.folder / "metrics.jsonl"
-    eventually(lambda: '"step": 7,' in log.read_text())  # written beside the training, soon after the step
     persist = [world.worker(rank, "persist") for rank in (0, 1)]
     committed = steps(run.checkpoints)
     world.kill()
