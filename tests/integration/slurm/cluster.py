@@ -12,9 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from opsd.slurm.port import Version
 from opsd.slurm.runner import Output, Runner, run_command
 from tests.integration.slurm.host import USUAL_DEADLINE_S, Host, Network
 
+KEEPS_REASON = Version(25, 11)
+"""From this release on a node that is given back keeps the reason why it was not in service, for a while."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "ip", "nsenter", "setpriv", "tc", "unshare")
 CONTROLLER = "ctl"
 DEFAULT_NODES = ("n1", "n2", "n3", "n4")

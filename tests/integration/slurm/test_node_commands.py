@@ -15,7 +15,7 @@ from opsd.slurm import record
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.orders import Orders
 from opsd.slurm.ownership import Rules
-from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
+from tests.integration.slurm.cluster import KEEPS_REASON, Cluster, missing, runner_on, wait_until
 
 pytestmark = pytest.mark.xdist_group("slurm")
 
@@ -44,6 +44,7 @@ def test_a_node_goes_out_and_comes_back_proved(cluster: Cluster) -> None:
     back = opsd(cluster, "n1", "return", "n1", "--set=policy.return_profile=quick", whole)
     assert (back.returncode, back.stdout) == (exitcodes.OK, "gave back n1\n")
     wait_until(lambda: slurm.nodes(["n1"])[0].usable, "the node is in service")
+    assert not slurm.nodes(["n1"])[0].reason or slurm.version >= KEEPS_REASON
     comment = slurm.comments()["n1"]
     (stay,) = record.read(comment).stays
     assert (comment.startswith("rack 12 [opsd1 ib_link="), stay.back is not None) == (True, True)

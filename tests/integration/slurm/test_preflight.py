@@ -9,7 +9,7 @@ import pytest
 from opsd import exitcodes
 from opsd.preflight.report import Report
 from opsd.slurm.commands import CommandSlurm
-from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
+from tests.integration.slurm.cluster import KEEPS_REASON, Cluster, runner_on, wait_until
 from tests.integration.slurm.training import make_data
 
 pytestmark = pytest.mark.xdist_group("slurm")
@@ -42,6 +42,7 @@ def test_a_bad_node_is_drained_and_given_back_once_it_passes(cluster: Cluster) -
     assert node.reason.startswith("opsd: preflight quick failed: gpu_inventory; see ")
     assert not Report.from_json((cluster.shared / "n1.json").read_bytes()).passed
     assert preflight(cluster, "n1") == exitcodes.OK
+    assert not slurm.nodes(["n1"])[0].reason or slurm.version >= KEEPS_REASON
     wait_until(lambda: slurm.nodes(["n1"])[0].usable, "the node is in service again")
 
 
