@@ -31,7 +31,7 @@ COMMANDS = {
     "drain": ("opsd.slurm.node_cli:drain", "Let nodes finish their jobs and take no new ones."),
     "incidents": ("opsd.agent.incidents_cli:incidents", "List the incidents of this node, show one, sum them up."),
     "launch": ("opsd.launch.cli:launch", "Start and supervise the ranks of a job, where torchrun is used today."),
-    "ledger": ("opsd.launch.ledger_cli:ledger", "Where the wall-clock time of a run went."),
+    "ledger": ("opsd.ledger.cli:ledger", "Where the wall-clock time of a run went."),
     "metrics": ("opsd.agent.metrics_cli:metrics", "List every metric that the agent exports."),
     "preflight": ("opsd.preflight.cli:preflight", "Check that this node is fit for a run."),
     "return": (

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opsd.launch.loop import Loop, Timer
+from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.quorum.node import TcpQuorum
 from opsd.launch.quorum.port import Member, Message, Plan
 

@@ -21,7 +21,7 @@ from statistics import median
 import click
 import psutil
 
-from opsd.launch.membership import free_port
+from opsd.launch.ranks.membership import free_port
 
 NODES = 1024
 TRIALS = 3

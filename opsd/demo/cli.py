@@ -25,8 +25,8 @@ from opsd.demo.scene import TEXT_BYTES, DemoError, Scene, open_scene
 from opsd.demo.text import copy_text
 from opsd.demo.view import View
 from opsd.demo.world import Eyes, Snapshot
-from opsd.launch.ledger import read_ledger
-from opsd.launch.ledger_cli import ledger_table
+from opsd.ledger.cli import ledger_table
+from opsd.ledger.ledger import read_ledger
 
 TICK_S = 0.2
 SETTLE_S = 45.0

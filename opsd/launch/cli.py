@@ -12,31 +12,31 @@ import click
 
 from opsd import exitcodes
 from opsd.checkpoints import lease
-from opsd.launch.capture import find_py_spy
-from opsd.launch.console import Console
-from opsd.launch.control import ControlServer
-from opsd.launch.events import EventLog
-from opsd.launch.failure import RestartPolicy
-from opsd.launch.fellows import Count, FellowsError, find_fellows
-from opsd.launch.fence import FolderFence
-from opsd.launch.hang import HangLimits
-from opsd.launch.hang_watch import HangWatch
-from opsd.launch.loop import Loop
-from opsd.launch.membership import SingleNode
-from opsd.launch.options import local_size, node_count, rank_list, run_name, shown_ranks, streams
-from opsd.launch.placement import Shape
-from opsd.launch.process import become_subreaper
-from opsd.launch.program import Program, ProgramNotFound
-from opsd.launch.ranks import RankStarter
-from opsd.launch.readiness import spare_readiness
-from opsd.launch.run_control import RunControl
-from opsd.launch.rundir import RunError, RunFolders, memory_root, prune
-from opsd.launch.secret import SecretError, job_secret
-from opsd.launch.settings import Settings
-from opsd.launch.solo import Solo
-from opsd.launch.standby import StandbyPool
-from opsd.launch.supervisor import Supervisor
-from opsd.launch.together import with_fellows
+from opsd.launch.claims.fence import FolderFence
+from opsd.launch.hangs.capture import find_py_spy
+from opsd.launch.hangs.hang import HangLimits
+from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.io.console import Console
+from opsd.launch.io.control import ControlServer
+from opsd.launch.io.events import EventLog
+from opsd.launch.io.loop import Loop
+from opsd.launch.io.secret import SecretError, job_secret
+from opsd.launch.ranks.failure import RestartPolicy
+from opsd.launch.ranks.membership import SingleNode
+from opsd.launch.ranks.process import become_subreaper
+from opsd.launch.ranks.program import Program, ProgramNotFound
+from opsd.launch.ranks.ranks import RankStarter
+from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
+from opsd.launch.ranks.settings import Settings
+from opsd.launch.ranks.standby import StandbyPool
+from opsd.launch.run.fellows import Count, FellowsError, find_fellows
+from opsd.launch.run.options import local_size, node_count, rank_list, run_name, shown_ranks, streams
+from opsd.launch.run.placement import Shape
+from opsd.launch.run.readiness import spare_readiness
+from opsd.launch.run.run_control import RunControl
+from opsd.launch.run.solo import Solo
+from opsd.launch.run.supervisor import Supervisor
+from opsd.launch.run.together import with_fellows
 
 _FILE = click.Path(path_type=Path)
 
@@ -199,7 +199,7 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
         click.echo(f"opsd launch: {error}", err=True)
         return exitcodes.NOT_FOUND
     node = options["node_name"] or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    hang_limit, run = options["hang_limit"], options["run"]
+    run = options["run"]
     settings = Settings(
         program=found,
         run=run,
@@ -213,7 +213,6 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
         refill_steps=options["restart_window"],
         standby=not options["no_standby"] and not no_python,
         standby_imports=options["standby_import"],
-        hang=HangLimits(hang_limit, options["data_hang_limit"], options["startup_limit"]) if hang_limit else None,
         stop_timeout_s=options["stop_timeout"],
         shown=shown_ranks(options["local_size"], options["redirects"], options["tee"], options["chosen"]),
     )
@@ -236,7 +235,13 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
 def _launch_alone(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
     membership = SingleNode(settings.local_size, options["master_addr"], options["master_port"])
     fence, first = FolderFence.of_launcher(folders.folder, settings), _last_generation(folders) + 1
-    return _supervise(settings, folders, events, lambda node: Solo(node, membership, _policy(settings), fence, first))
+    return _supervise(
+        settings,
+        folders,
+        events,
+        _hang_limits(options),
+        lambda node: Solo(node, membership, _policy(settings), fence, first),
+    )
 
 
 def _last_generation(folders: RunFolders) -> int:
@@ -271,9 +276,17 @@ def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventL
         settings,
         folders,
         events,
+        _hang_limits(options),
         lambda node: with_fellows(node, fellows, shape, secret, first, timeout_s, spare_readiness),
         stacks_suffix=f"-{settings.node}",
     )
+
+
+def _hang_limits(options: dict[str, Any]) -> HangLimits | None:
+    """None if hangs are not to be judged."""
+    if not options["hang_limit"]:
+        return None
+    return HangLimits(options["hang_limit"], options["data_hang_limit"], options["startup_limit"])
 
 
 def _policy(settings: Settings) -> RestartPolicy:
@@ -284,6 +297,7 @@ def _supervise(
     settings: Settings,
     folders: RunFolders,
     events: EventLog,
+    limits: HangLimits | None,
     control_of: Callable[[Supervisor], RunControl],
     *,
     stacks_suffix: str = "",
@@ -298,7 +312,6 @@ def _supervise(
         log=folders.logs / "standby.log",
         loop=loop,
     )
-    limits = settings.hang
     hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix) if limits is not None else None
     console = Console()
     supervisor = Supervisor(

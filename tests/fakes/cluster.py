@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from opsd.launch.cluster import ClusterRun
 from opsd.launch.quorum.port import Message, Plan
+from opsd.launch.run.cluster import ClusterRun
 from tests.fakes.head import NODES, PlayedLoop, PlayedQuorum, member
 
 OWN, HEAD = "n2", "n1"

@@ -10,13 +10,13 @@ from pathlib import Path
 from select import select
 from typing import Any
 
-from opsd.launch.failure import Failure, RestartPolicy
-from opsd.launch.head import Head
-from opsd.launch.loop import Timer
-from opsd.launch.placement import Shape
+from opsd.launch.io.loop import Timer
+from opsd.launch.io.run_log import RunLog
 from opsd.launch.quorum.port import Listener, Member, Message, Plan
-from opsd.launch.reports import failure_to_json
-from opsd.launch.run_log import RunLog
+from opsd.launch.ranks.failure import Failure, RestartPolicy
+from opsd.launch.run.head import Head
+from opsd.launch.run.placement import Shape
+from opsd.launch.run.reports import failure_to_json
 
 NODES = ("n1", "n2", "n3")
 SPARE = "n4"

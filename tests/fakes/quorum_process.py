@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from opsd.launch.loop import Loop
+from opsd.launch.io.loop import Loop
 from opsd.launch.quorum.node import TcpQuorum
 from opsd.launch.quorum.port import Member, Message, Plan
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.capture import Capture, Target, find_py_spy
-from opsd.launch.loop import Loop
+from opsd.launch.hangs.capture import Capture, Target, find_py_spy
+from opsd.launch.io.loop import Loop
 
 PROGRAM = """
 import faulthandler, signal, sys, time

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from opsd.client import RankPage, process_start
-from opsd.launch.hang import Hang, HangLimits
-from opsd.launch.hang_watch import HangWatch
-from opsd.launch.loop import Loop
-from opsd.launch.process import Child
-from opsd.launch.ranks import Generation, Rank
-from opsd.launch.rundir import RunFolders
+from opsd.launch.hangs.hang import Hang, HangLimits
+from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.io.loop import Loop
+from opsd.launch.ranks.process import Child
+from opsd.launch.ranks.ranks import Generation, Rank
+from opsd.launch.ranks.rundir import RunFolders
 from tests.fakes.ranks import FakeRank
 
 STACK = [{"pid": 1, "os_thread_id": 1, "thread_name": "MainThread", "active": True, "owns_gil": False,

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from opsd.launch.aside import aside
-from opsd.launch.loop import Loop
-from opsd.launch.process import collect_orphans, descendants, spawn, sweep
-from opsd.launch.program import Program
-from opsd.launch.ranks import Generation
-from opsd.launch.standby import StandbyPool
-from opsd.launch.teardown import Teardown
+from opsd.launch.io.aside import aside
+from opsd.launch.io.loop import Loop
+from opsd.launch.ranks.process import collect_orphans, descendants, spawn, sweep
+from opsd.launch.ranks.program import Program
+from opsd.launch.ranks.ranks import Generation
+from opsd.launch.ranks.standby import StandbyPool
+from opsd.launch.ranks.teardown import Teardown
 from opsd.slurm.runner import Output, run_command
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from opsd.launch.membership import free_port
 from opsd.launch.quorum.wire import VERSION
+from opsd.launch.ranks.membership import free_port
 from tests.fakes import quorum_process
 
 SECRET = "11" * 32

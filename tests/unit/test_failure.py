@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.launch.failure import Failure, RankError, RestartPolicy, classify, first_cause
+from opsd.launch.ranks.failure import Failure, RankError, RestartPolicy, classify, first_cause
 
 KILLED = Failure(1, "signal SIGKILL", "signal", 10.0, step=5)
 BUG = Failure(0, "exit code 1", "user", 10.0, step=5, error=RankError("ValueError", "bad shape 3", "train.py:7 in f"))

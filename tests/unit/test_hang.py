@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.launch.hang import Hang, HangJudge, HangLimits
-from opsd.launch.stacks import Frame, Stack, Thread
+from opsd.launch.hangs.hang import Hang, HangJudge, HangLimits
+from opsd.launch.hangs.stacks import Frame, Stack, Thread
 from tests.fakes.ranks import FakeRank
 
 POLL_S = 0.1

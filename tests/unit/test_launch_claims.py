@@ -8,8 +8,8 @@ import pytest
 
 from opsd import exitcodes
 from opsd.checkpoints import lease
-from opsd.launch.claims import LOOK_S, REFUSED, Claims
-from opsd.launch.fence import FolderFence
+from opsd.launch.claims.fence import FolderFence
+from opsd.launch.run.claims import LOOK_S, REFUSED, Claims
 from tests.fakes.head import Stage
 
 OURS = {"run": "r", "job": "1", "node": "n1", lease.START: "r, job 1.0"}

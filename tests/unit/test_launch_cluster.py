@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.cluster import UNBEGUN_S
-from opsd.launch.console import Console
-from opsd.launch.events import EventLog
-from opsd.launch.loop import Loop
-from opsd.launch.program import Program
-from opsd.launch.rundir import RunFolders
-from opsd.launch.settings import Settings
-from opsd.launch.supervisor import Supervisor
+from opsd.launch.io.console import Console
+from opsd.launch.io.events import EventLog
+from opsd.launch.io.loop import Loop
+from opsd.launch.ranks.program import Program
+from opsd.launch.ranks.rundir import RunFolders
+from opsd.launch.ranks.settings import Settings
+from opsd.launch.run.cluster import UNBEGUN_S
+from opsd.launch.run.supervisor import Supervisor
 from tests.fakes.cluster import Fellow
 from tests.fakes.head import NODES
 

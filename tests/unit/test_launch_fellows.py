@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows, start_of, way_to
-from opsd.launch.secret import NAME, VARIABLE, SecretError, job_secret
+from opsd.launch.io.secret import NAME, VARIABLE, SecretError, job_secret
+from opsd.launch.run.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows, start_of, way_to
 
 
 @pytest.mark.parametrize(("text", "least", "most"), [("1", 1, 1), ("48", 48, 48), ("30:32", 30, 32)])

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.failure import Failure, RankError
-from opsd.launch.hang import Standing
-from opsd.launch.reports import failure_to_json, standings_to_json
+from opsd.launch.hangs.hang import Standing
+from opsd.launch.ranks.failure import Failure, RankError
+from opsd.launch.run.reports import failure_to_json, standings_to_json
 from tests.fakes.head import NODES, SPARE, Stage, member
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opsd.checkout import ROOT
-from opsd.launch.imports import external_imports
+from opsd.launch.ranks.imports import external_imports
 
 
 def project(root: Path, files: dict[str, str]) -> Path:
@@ -91,7 +91,7 @@ def test_a_standby_leaves_the_trainer_nothing_to_load() -> None:
     pytest.importorskip("torch")
     program = """
 import contextlib, sys
-from opsd.launch.imports import external_imports
+from opsd.launch.ranks.imports import external_imports
 for name, names in external_imports(None, "trainer", sys.path).items():
     with contextlib.suppress(ModuleNotFoundError):
         __import__(name, fromlist=names)

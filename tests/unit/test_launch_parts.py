@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from opsd.client import process_start
-from opsd.launch.console import Console
-from opsd.launch.control import ControlServer
-from opsd.launch.environment import generation_environment, gpu_count, gpu_of, launch_environment
-from opsd.launch.error_file import read_error
-from opsd.launch.events import EventLog, EventTail
-from opsd.launch.loop import Loop
-from opsd.launch.membership import SingleNode, free_port
-from opsd.launch.options import shown_ranks
-from opsd.launch.rundir import RunError, RunFolders, RunState, prune
+from opsd.launch.io.console import Console
+from opsd.launch.io.control import ControlServer
+from opsd.launch.io.events import EventLog, EventTail
+from opsd.launch.io.loop import Loop
+from opsd.launch.ranks.environment import generation_environment, gpu_count, gpu_of, launch_environment
+from opsd.launch.ranks.error_file import read_error
+from opsd.launch.ranks.membership import SingleNode, free_port
+from opsd.launch.ranks.rundir import RunError, RunFolders, RunState, prune
+from opsd.launch.run.options import shown_ranks
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

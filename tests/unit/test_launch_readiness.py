@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opsd.launch.readiness import Readiness
+from opsd.launch.run.readiness import Readiness
 from tests.fakes.head import NODES, SPARE, PlayedLoop, PlayedQuorum, Stage
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from opsd.launch.stacks import Frame, Stack, Thread, parse_stack
+from opsd.launch.hangs.stacks import Frame, Stack, Thread, parse_stack
 
 
 def dump(**names: list[tuple[str, str, int]]) -> str:
@@ -37,7 +37,7 @@ def test_main_thread_comes_first() -> None:
 def test_frames_of_the_launcher_are_left_out() -> None:
     """People see their program's frames only."""
     stack = parse_stack(
-        dump(main=[("step", "train.py", 5), ("_run", "/x/opsd/launch/worker.py", 99), ("a", "libc", 0)])
+        dump(main=[("step", "train.py", 5), ("_run", "/x/opsd/launch/ranks/worker.py", 99), ("a", "libc", 0)])
     )
     assert stack is not None
     assert [frame.name for frame in stack.main] == ["step"]

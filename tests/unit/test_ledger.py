@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.launch.ledger import BUCKETS, Ledger, LedgerError, make_ledger, read_ledger
-from opsd.launch.ledger_cli import ledger as ledger_command
+from opsd.ledger.cli import ledger as ledger_command
+from opsd.ledger.ledger import BUCKETS, Ledger, LedgerError, make_ledger, read_ledger
 
 Line = dict[str, Any]
 

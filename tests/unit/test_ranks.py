@@ -14,7 +14,7 @@ from collectors.base import NoData, Reading
 from collectors.ranks import PhaseTotals, RanksCollector, tokens_per_second
 from collectors.run_files import RUN_STATES
 from opsd import client
-from opsd.launch.supervisor import State
+from opsd.launch.run.supervisor import State
 from tests.fakes.ranks import FakeRank
 from tests.fakes.run_folder import Clock, ranks, read, reporter, runs, values, write_run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from opsd.config import AgentSettings, Settings
-from opsd.launch.readiness import spare_readiness
+from opsd.launch.run.readiness import spare_readiness
 from opsd.slurm import record
 from opsd.slurm.port import Node, SlurmUnavailable
 from opsd.spares import state

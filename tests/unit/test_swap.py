@@ -13,7 +13,7 @@ from opsd.agent.actions import ACTION_DEADLINE_S, Executor
 from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.agent.swap_cli import swap
-from opsd.launch.requests import answer
+from opsd.launch.run.requests import answer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
 from runbooks.base import Action

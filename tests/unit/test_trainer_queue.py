@@ -10,8 +10,8 @@ import pytest
 
 from opsd.checkpoints.manifest import Manifest, commit, folder_of
 from opsd.client import Reporter, events_path
-from opsd.launch.environment import generation_environment, launch_environment
-from opsd.launch.membership import Assignment
+from opsd.launch.ranks.environment import generation_environment, launch_environment
+from opsd.launch.ranks.membership import Assignment
 from trainer.config import load
 from trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, of_no_rank
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from opsd.launch.loop import Loop
+from opsd.launch.io.loop import Loop
 from opsd.launch.quorum.codec import member_from_json, member_to_json
 from opsd.launch.quorum.port import Member, Message
 from opsd.launch.quorum.wire import VERSION, Frames, WireError, encode, new_nonce, session_key

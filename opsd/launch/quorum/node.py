@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opsd.launch.loop import Loop
-from opsd.launch.messages import say as say_to_user
+from opsd.launch.io.loop import Loop
+from opsd.launch.io.messages import say as say_to_user
 from opsd.launch.quorum.connection import Identity
 from opsd.launch.quorum.core import Core
 from opsd.launch.quorum.port import Listener, Member, Message, Plan

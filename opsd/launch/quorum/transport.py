@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from opsd.launch.loop import Loop
+from opsd.launch.io.loop import Loop
 from opsd.launch.quorum.connection import Connection, Identity
 from opsd.launch.quorum.port import Member, Message
 from opsd.launch.quorum.wire import WireError, encode

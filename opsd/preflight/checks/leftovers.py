@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from opsd.launch.rundir import KEEP_FINISHED_S
+from opsd.launch.ranks.rundir import KEEP_FINISHED_S
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 
 _GPU_NODE: Final = re.compile(r"/dev/nvidia\d+$")

@@ -19,7 +19,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from opsd import exitcodes
-from opsd.launch.ledger import read_ledger
+from opsd.ledger.ledger import read_ledger
 from tests.integration.slurm.cluster import Cluster, wait_until
 from tests.integration.slurm.training import Training, make_data
 from tests.integration.slurm.trials import two_sides

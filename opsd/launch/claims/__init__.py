@@ -1,0 +1,1 @@
+"""Who may begin a generation: claims in the run's folder."""

@@ -1,0 +1,1 @@
+"""Which rank stands still, and the evidence of it."""

@@ -1,0 +1,80 @@
+"""The events of a run on several nodes, in one file that only the head writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from opsd.launch.io.events import EventLog
+from opsd.launch.io.messages import say
+
+OF_ONE_LAUNCHER = ("generation_started", "finished")
+"""Each launcher has its own of these; the head's stand for the run."""
+_LOOK_BACK = 1 << 18
+
+
+class RunLog:
+    """``events.jsonl`` of the run folder. Opened when there is something to write, since only a head has anything."""
+
+    def __init__(self, run: str, node: str, path: Path) -> None:
+        self._run, self._node, self._path = run, node, path
+        self._log: EventLog | None = None
+        self._once: set[tuple[object, ...]] = set()
+        self.generation = 0
+        for record in _written(path):
+            self._note(record)
+
+    def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
+        """Append an event of the run, which came about ``age_s`` seconds ago."""
+        t = time.time() - age_s
+        self._append({"t": t, "event": event, "generation": self.generation, "node": self._node, **fields})
+
+    def relay(self, record: Mapping[str, Any], age_s: float) -> None:
+        """Append what a node has noted ``age_s`` seconds ago.
+
+        What the ranks of several nodes notice at the same time is one event: a checkpoint that is durable, a
+        generation that makes its first step.
+        """
+        if record["event"] not in OF_ONE_LAUNCHER and self._note(record):
+            self._append({**record, "t": time.time() - age_s})
+
+    def _note(self, record: Mapping[str, Any]) -> bool:
+        """False for an event that is known."""
+        kind = record["event"]
+        if kind == "checkpoint_rejected":
+            self._once = {key for key in self._once if key[0] != "checkpoint_committed"}
+        if kind not in ("checkpoint_committed", "resumed"):
+            return True
+        key = (kind, record.get("step") if kind == "checkpoint_committed" else record["generation"])
+        known = key in self._once
+        self._once.add(key)
+        return not known
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        try:
+            if self._log is None:
+                self._log = EventLog(self._run, self._node, [self._path])
+        except OSError as error:
+            say(f"events are not written to {self._path}: {error.strerror}")
+            self._log = EventLog(self._run, self._node, [])
+        self._log.append({"run": self._run, **record})
+
+
+def _written(path: Path) -> Iterator[dict[str, Any]]:
+    """The newest of what heads before this one have written."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOOK_BACK))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and {"event", "generation"} <= record.keys():
+                yield record

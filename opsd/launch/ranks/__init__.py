@@ -1,0 +1,1 @@
+"""The processes of one node: started, listened to, ended."""

@@ -1,0 +1,67 @@
+"""The launcher's side of the talk with ``worker.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from opsd.launch.ranks.process import GONE_S, Child, spawn
+from opsd.launch.ranks.program import Program
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker process that waits for its orders on ``channel``."""
+
+    child: Child
+    channel: socket.socket
+
+    def discard(self) -> None:
+        """Kill the worker and collect it, unless the kernel holds it."""
+        self.kill()
+        self.child.reap(GONE_S)
+
+    def kill(self) -> None:
+        """Kill the worker; it is still to be collected."""
+        self.channel.close()
+        self.child.kill_group()
+
+
+def start_worker(program: Program, env: Mapping[str, str], output: int) -> Worker:
+    """Start a worker process that waits for its orders. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = (program.python, "-u", str(WORKER), str(theirs.fileno()))
+        child = spawn(command, env=env, cwd=program.cwd, output=output, keep=(theirs.fileno(),))
+    return Worker(child, ours)
+
+
+def order_import(worker: Worker, program: Program, modules: Mapping[str, list[str]]) -> None:
+    """Make a waiting worker import ``modules``; it answers with one line once it has. Raises OSError if it is gone."""
+    _send(worker.channel, {"do": "import", "modules": modules, "path": program.path})
+
+
+def order_run(worker: Worker, program: Program, env: Mapping[str, str], output: int) -> None:
+    """Make a waiting worker the rank, with ``output`` as its stdout and stderr. Raises OSError if it is gone.
+
+    The channel becomes readable when the program has failed, and at the latest when it has ended.
+    """
+    order = {"do": "run", "kind": program.kind, "name": program.name, "args": program.args}
+    _send(worker.channel, {**order, "path": program.path, "env": dict(env)}, (output,))
+
+
+def open_log(path: Path) -> int:
+    """A descriptor that appends to ``path``, for a process to write to directly. Raises OSError."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+def _send(channel: socket.socket, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
+    payload = json.dumps(message).encode()
+    socket.send_fds(channel, [len(payload).to_bytes(4, "little")], list(descriptors))
+    channel.sendall(payload)

@@ -1,0 +1,52 @@
+"""How a launcher with fellows ends: at once, or as the head, once the others and the job know."""
+
+from __future__ import annotations
+
+import time
+
+from opsd.launch.claims.outside import Job
+from opsd.launch.io.aside import aside
+from opsd.launch.quorum.port import Quorum
+from opsd.launch.run.supervisor import Supervisor
+
+FAREWELL_S = 1.0
+"""How long the head stays for the others after the end."""
+
+
+class Farewell:
+    """The end of this launcher."""
+
+    def __init__(self, node: Supervisor, quorum: Quorum, job: Job) -> None:
+        self._node = node
+        self._quorum = quorum
+        self._job = job
+        self._bad: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._last_word: tuple[int, str] | None = None
+
+    def over(self, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        """As the head, this launcher has ended the run: it sees to what has to be done after that."""
+        self._bad = (lost, unfit)
+
+    def leave(self, code: int, reason: str) -> None:
+        """Exit; the head after the others, so that they hear of the end, and once the job knows."""
+        if self._bad is None:
+            self._node.finish(code, reason)
+        elif self._last_word is None:
+            self._last_word = (code, reason)
+            self._wait_for_others(time.monotonic() + FAREWELL_S)
+
+    def _wait_for_others(self, limit: float) -> None:
+        if len(self._quorum.alive) <= 1 or time.monotonic() > limit:
+            self._tell_job()
+        else:
+            self._node.loop.later(0.05, lambda: self._wait_for_others(limit))
+
+    def _tell_job(self) -> None:
+        assert self._bad is not None and self._last_word is not None
+        (lost, unfit), (code, reason) = self._bad, self._last_word
+        aside(self._node.loop, lambda: self._job.end(code, lost, unfit), lambda _: self._node.finish(code, reason))
+
+    def hasten(self) -> None:
+        """Exit now if the end has come: Slurm ends the job, as this launcher has asked it to."""
+        if self._last_word is not None:
+            self._node.finish(*self._last_word)

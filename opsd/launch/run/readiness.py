@@ -1,0 +1,86 @@
+"""Whether this node may take another's place: told to the head while it stands by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from opsd.launch.io.aside import aside
+from opsd.launch.io.loop import Loop
+from opsd.launch.io.messages import say
+from opsd.launch.quorum.port import Quorum
+
+
+class Readiness:
+    """``ask`` says why the node must not be used, "" if it may; it may block. ``refused`` hears of each refusal.
+
+    What was known last holds while ``ask`` raises OSError: a controller that is down makes no spare unready. A node of
+    which nothing was ever known is not used.
+    """
+
+    def __init__(self, loop: Loop, quorum: Quorum, ask: Callable[[], str], refused: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._quorum = quorum
+        self._ask = ask
+        self._refused = refused
+        self._asking = False
+        self._known: str | None = None
+        self._then: Callable[[], None] | None = None
+
+    def tell(self) -> None:
+        """Let the head know."""
+        if not self._asking:
+            self._asking = True
+            aside(self._loop, self._ask, self._answered)
+
+    def before(self, take_part: Callable[[], None]) -> None:
+        """Go on with ``take_part`` if the node is ready, as far as was known last; the head has to find another if not.
+
+        A swap waits for no file system and no controller, unless the node has only just come.
+        """
+        if self._known is None:
+            self._then = take_part
+            self.tell()
+        elif self._known:
+            self._tell_head(self._known)
+        else:
+            take_part()
+
+    def _answered(self, why: str | OSError) -> None:
+        self._asking = False
+        if isinstance(why, OSError) and self._known is not None:
+            return
+        text, before = str(why), self._known
+        self._known = None if isinstance(why, OSError) else text
+        self._tell_head(text)
+        if text and text != before:
+            say(f"this node is not used as a spare: {text}")
+            self._refused(text)
+        then, self._then = self._then, None
+        if then is not None and not text:
+            then()
+
+    def _tell_head(self, why: str) -> None:
+        self._quorum.tell_head({"kind": "readiness", "why": why})
+
+
+def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
+    """What the settings of this node ask of spares, and it does not have; see ``opsd.spares.duty``.
+
+    Settings that cannot be read are a reason as well. Without a configuration file nothing is asked. Raises OSError
+    where it cannot be known at the moment.
+    """
+    from opsd.config import (  # 0.2 s, which a launcher need not spend before it starts ranks
+        ConfigError,
+        find_file,
+        load,
+    )
+    from opsd.slurm.connect import choose
+    from opsd.spares.duty import why_not
+
+    if find_file(env=environ) is None:
+        return ""
+    try:
+        return why_not(load(env=environ), lambda: choose().slurm)
+    except ConfigError as error:
+        return str(error)

@@ -1,0 +1,304 @@
+"""The ranks of this node: started, watched and ended as the one in control of the run says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from opsd import exitcodes
+from opsd.client import RankPage, process_start
+from opsd.launch.hangs.hang import WARM_STEPS, Standing
+from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.io.console import Console
+from opsd.launch.io.control import Request
+from opsd.launch.io.events import EventLog
+from opsd.launch.io.loop import Loop
+from opsd.launch.io.messages import say
+from opsd.launch.ranks.gathering import Gathering
+from opsd.launch.ranks.membership import Assignment
+from opsd.launch.ranks.orderly_stop import OrderlyStop
+from opsd.launch.ranks.postmortem import failures
+from opsd.launch.ranks.process import collect_orphans
+from opsd.launch.ranks.ranks import Generation, Rank, RankStarter
+from opsd.launch.ranks.rundir import RunFolders, RunState
+from opsd.launch.ranks.settings import Settings
+from opsd.launch.ranks.standby import StandbyPool
+from opsd.launch.ranks.teardown import Teardown
+from opsd.launch.ranks.watch import Progress
+from opsd.launch.run.run_control import CONTROL, RunControl
+
+State = Literal["waiting", "running", "restarting", "stopping", "spare", "finished", "failed"]
+
+POLL_S, POLL_SUSPICIOUS_S, POLL_AWAITING_S = 0.25, 0.05, 0.02
+QUIET_S = 10.0
+"""When ranks without pages count as past their start."""
+
+
+class Supervisor:
+    """Runs the ranks of this node. ``run()`` returns the launcher's exit code."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folders: RunFolders,
+        events: EventLog,
+        loop: Loop,
+        *,
+        starter: RankStarter,
+        standby: StandbyPool,
+        hangs: HangWatch | None,
+        console: Console,
+    ) -> None:
+        self.settings = settings
+        self.folders = folders
+        self.events = events
+        self.loop = loop
+        self.progress = Progress(events)
+        self.generation = Generation(folders.last_generation())
+        self.done = False
+        """True once the ranks of the generation have all ended in good order."""
+        self._starter = starter
+        self._standby = standby
+        self._hangs = hangs
+        self._console = console
+        self.state: State = "waiting"
+        self._gathering = Gathering(loop, self._settle)
+        self._reported: set[int] = set()
+        self._teardown: Teardown | None = None
+        self._after: Callable[[], None] = loop.stop
+        self._stop = OrderlyStop(loop, settings.stop_timeout_s, self._stop_too_slow)
+        self._exit_code: int | None = None
+        self._world_size = settings.local_size
+
+    def run(self, control: RunControl) -> int:
+        """Serve until the run is over."""
+        self._control = control
+        self.set_state("waiting")
+        self.loop.on_signals((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), self._on_signal)
+        control.start_run()
+        self._standby.study()
+        self._poll()
+        self.loop.every(10.0, lambda: collect_orphans(self._is_own_child))
+        self.loop.run()
+        control.close()
+        assert self._exit_code is not None
+        return self._exit_code
+
+    # -- starting and watching -----------------------------------------------------------------------------------
+
+    def start(self, number: int, place: Assignment, restarts: int) -> None:
+        """Start this node's ranks of generation ``number``."""
+        self._stop.forget()
+        self._reported, self.done = set(), False
+        generation = self.generation = Generation(number)
+        self.events.generation = number
+        self._world_size = place.world_size
+        try:
+            self._starter.start(generation, place, restarts)
+        except OSError as error:
+            self._watch_ranks()
+            self._control.cannot_start(f"the ranks cannot be started: {error}")
+            return
+        self._watch_ranks()
+        self.set_state("running")
+        self.events.emit(
+            "generation_started",
+            world_size=place.world_size,
+            standby=sum(rank.warm for rank in generation.ranks),
+            ranks=[{"rank": rank.rank, "pid": rank.child.pid} for rank in generation.ranks],
+        )
+
+    def _watch_ranks(self) -> None:
+        if self._hangs is not None:
+            self._hangs.new_generation()
+        for rank in self.generation.ranks:
+            self.loop.watch(rank.child.pidfd, lambda rank=rank: self._exited(rank))  # type: ignore[misc]
+            self.loop.watch(rank.channel.fileno(), lambda rank=rank: self._failing(rank))  # type: ignore[misc]
+            if rank.local_rank in self.settings.shown:
+                self._console.follow(rank.log, f"[rank{rank.rank}]: " if self._world_size > 1 else "")
+
+    def _poll(self) -> None:
+        if self._teardown is None:
+            pages = self.progress.update(self.generation)
+            if not self.stopping and self._settled(pages):
+                self._standby.refill()
+            hang = self._hangs.look(self.generation, pages) if self._hangs is not None else None
+            if hang is not None and not self._gathering.open:
+                self._control.hung(hang)
+        delay = POLL_SUSPICIOUS_S if self._hangs is not None and self._hangs.suspicious else POLL_S
+        self.loop.later(POLL_AWAITING_S if self.progress.recovery is not None else delay, self._poll)
+
+    def _settled(self, pages: Mapping[int, RankPage]) -> bool:
+        """True once the generation is past its start, so that warming up the next one no longer delays it."""
+        if pages:
+            return all(page.steps_reported >= WARM_STEPS for page in pages.values())
+        return not self.generation.ranks or time.monotonic() - self.generation.started > QUIET_S
+
+    def _is_own_child(self, pid: int) -> bool:
+        ranks = any(rank.child.pid == pid for rank in self.generation.ranks)
+        return ranks or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
+
+    def accept_hang(self, phase: str, score: int) -> None:
+        """The run will be restarted for a hang in ``phase`` for which so much spoke."""
+        if self._hangs is not None:
+            self._hangs.accept(phase, score)
+
+    def standings(self) -> tuple[Standing, ...]:
+        """Where the ranks stand, none if hangs are not judged."""
+        return self._hangs.standings(self.generation) if self._hangs is not None else ()
+
+    def write_stacks(self) -> str | None:
+        """The file with the stacks of a stall that is being looked into, None without one."""
+        return self._hangs.write_stacks(self.generation) if self._hangs is not None else None
+
+    def stand_by(self, number: int) -> None:
+        """Run no ranks in generation ``number``, but have interpreters warm for a later one."""
+        self._stop.forget()
+        self.generation, self.done = Generation(number), False
+        self.events.generation = number
+        self.set_state("spare")
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def _failing(self, rank: Rank) -> None:
+        """The rank's program has failed, as it seems; its process will end, but that may take seconds."""
+        if not rank.failing():
+            return
+        self._close_channel(rank)
+        if self._teardown is None and rank.exit is None and rank.error() is not None:
+            self._note_end(rank)
+            self._gathering.note(self.generation)
+
+    def _exited(self, rank: Rank) -> None:
+        rank.exit = rank.child.exit()
+        self._note_end(rank)
+        self._close_channel(rank)
+        self.loop.unwatch(rank.child.pidfd)
+        if self._teardown is not None:
+            self._teardown.advance()
+        elif rank.exit is not None and not rank.exit.ok and not self._stop.explains(rank):
+            self._gathering.note(self.generation)
+        elif not self.generation.running and not self._gathering.open and not self._reported:
+            self._all_ended()
+
+    def _note_end(self, rank: Rank) -> None:
+        if rank.ended is None:
+            rank.ended = time.monotonic()
+            rank.noticed_s = rank.ended - self.loop.last_idle
+
+    def _close_channel(self, rank: Rank) -> None:
+        if rank.channel.fileno() >= 0:
+            self.loop.unwatch(rank.channel.fileno())
+            rank.channel.close()
+
+    def _settle(self) -> None:
+        """Report the failures that have not been: a rank may fail, say so, and end only later."""
+        self.progress.update(self.generation)
+        failed = [pair for pair in failures(self.generation) if not self._stop.explains(pair[1])]
+        found = [pair for pair in failed if pair[1].rank not in self._reported]
+        if found:
+            self._reported |= {rank.rank for _, rank in found}
+            self._control.failed(found)
+        elif not failed and not self.generation.running:
+            # The signal to stop reached the ranks before it reached us.
+            self._all_ended()
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    def end(self, then: Callable[[], None], *, gently: bool = False) -> None:
+        """Kill every process of the generation, collect them, then go on with ``then``."""
+        self._after = then
+        if self._teardown is not None:
+            return
+        self._gathering.forget()
+        if self._hangs is not None:
+            self._hangs.relax()
+        self._teardown = Teardown(
+            self.generation, self.loop, self._is_own_child, done=self._ended, stuck=self._unkillable, gently=gently
+        )
+        self._teardown.advance()
+
+    @property
+    def ending(self) -> bool:
+        """True while the generation is being ended."""
+        return self._teardown is not None
+
+    def _ended(self) -> None:
+        self._teardown = None
+        self._console.end_generation()
+        self._after()
+
+    def _unkillable(self, culprits: str) -> None:
+        self.finish(exitcodes.FAILED, f"{culprits} cannot be killed: stuck in the kernel; the node needs a reboot")
+
+    def _all_ended(self) -> None:
+        self.done = True
+        self.progress.update(self.generation)
+        self.end(self._control.ended, gently=True)
+
+    # -- stopping ------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number is signal.SIGINT:
+            self._control.interrupted()
+        else:
+            self._control.asked_to_stop(number.name)
+
+    @property
+    def stopping(self) -> str:
+        """Who has asked for the orderly stop that is on its way, "" if there is none."""
+        return self._stop.by
+
+    def stop(self, by: str) -> None:
+        """Let the ranks checkpoint at the next step boundary and end; asked again, wait less long."""
+        if not self.stopping:
+            self.set_state("stopping")
+        self._stop.ask(by, self.generation)
+
+    def _stop_too_slow(self, reason: str) -> None:
+        self._control.stop_too_slow(reason)
+
+    def answer(self, request: Request) -> Request:
+        """Answer a request from the control socket."""
+        command = request.get("cmd")
+        if command == "stop":
+            self._control.asked_to_stop(CONTROL)
+            return {"ok": True}
+        answer = self._control.request(request)
+        if command == "status":
+            return {"ok": True, **self._run_state(self.state), "standby": self._standby.ready, **answer}
+        return answer
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def finish(self, code: int, reason: str) -> None:
+        """End the launcher with the exit code ``code``; the ranks have ended."""
+        self._exit_code = code
+        self.set_state("finished" if code in (exitcodes.OK, exitcodes.REQUEUE) else "failed")
+        self.events.emit("finished", exit_code=code, reason=reason)
+        if code != exitcodes.OK:
+            say(reason)
+        self.loop.stop()
+
+    def set_state(self, state: State) -> None:
+        """Let it be known what the launcher is doing."""
+        self.state = state
+        self.folders.write_state(self._run_state(state))
+
+    def _run_state(self, state: State) -> RunState:
+        return RunState(
+            run=self.settings.run,
+            job=self.settings.job,
+            node=self.settings.node,
+            state=state,
+            generation=self.generation.number,
+            launcher_pid=os.getpid(),
+            launcher_start=process_start(os.getpid()) or 0,
+            world_size=self._world_size,
+            control=str(self.folders.control),
+            folder=str(self.folders.folder.resolve()),
+            logs=str(self.folders.logs.resolve()),
+        )

@@ -1,0 +1,1 @@
+"""Where the wall clock of a run went."""
