@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opsd.launch.io.loop import Loop, Timer
+from opsd.launch.io.member import Member, Message
 from opsd.launch.quorum.node import TcpQuorum
-from opsd.launch.quorum.port import Member, Message, Plan
+from opsd.launch.quorum.port import Plan
 
 GATHER_S = 0.02
 """Changes that come so shortly after each other make one plan."""

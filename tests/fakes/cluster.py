@@ -6,7 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from opsd.launch.quorum.port import Message, Plan
+from opsd.launch.io.member import Message
+from opsd.launch.quorum.port import Plan
 from opsd.launch.run.cluster import ClusterRun
 from tests.fakes.head import NODES, PlayedLoop, PlayedQuorum, member
 

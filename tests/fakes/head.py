@@ -11,8 +11,9 @@ from select import select
 from typing import Any
 
 from opsd.launch.io.loop import Timer
+from opsd.launch.io.member import Member, Message
 from opsd.launch.io.run_log import RunLog
-from opsd.launch.quorum.port import Listener, Member, Message, Plan
+from opsd.launch.quorum.port import Listener, Plan
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.run.head import Head
 from opsd.launch.run.placement import Shape

@@ -8,8 +8,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from opsd.launch.io.member import Member, Message
 from opsd.launch.quorum.core import Core
-from opsd.launch.quorum.port import Member, Message, Plan
+from opsd.launch.quorum.port import Plan
 
 TICK_S = 0.05
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from opsd.launch.io.loop import Loop
+from opsd.launch.io.member import Member, Message
 from opsd.launch.quorum.node import TcpQuorum
-from opsd.launch.quorum.port import Member, Message, Plan
+from opsd.launch.quorum.port import Plan
 
 
 class Agreeing:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from opsd.launch.quorum.wire import VERSION
+from opsd.launch.io.wire import VERSION
 from opsd.launch.ranks.membership import free_port
 from tests.fakes import quorum_process
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from opsd.launch.io.member import Member
 from opsd.launch.quorum.codec import Answers, plan_to_json
 from opsd.launch.quorum.peers import Share
-from opsd.launch.quorum.port import Member, Plan
+from opsd.launch.quorum.port import Plan
 from tests.fakes.quorum import Network
 
 

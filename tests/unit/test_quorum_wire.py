@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.launch.io.member import Member
+from opsd.launch.io.wire import MAX_FRAME, Frames, WireError, encode
 from opsd.launch.quorum.codec import Answers, plan_from_json, plan_to_json
 from opsd.launch.quorum.peers import MOST_PATIENCE, Peer
-from opsd.launch.quorum.port import Member, Plan
-from opsd.launch.quorum.wire import MAX_FRAME, Frames, WireError, encode
+from opsd.launch.quorum.port import Plan
 
 MESSAGES = st.lists(st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=20), max_size=4), max_size=6)
 MEMBERS = st.dictionaries(

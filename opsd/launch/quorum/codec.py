@@ -8,20 +8,10 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from opsd.launch.quorum.port import Member, Message, Plan
+from opsd.launch.io.member import Message, member_from_json, member_to_json
+from opsd.launch.quorum.port import Plan
 
 MAX_UNPACKED = 64 << 20
-
-
-def member_to_json(member: Member) -> list[str | int]:
-    """``[name, address, port]``."""
-    return [member.name, member.address, member.port]
-
-
-def member_from_json(raw: Any) -> Member:
-    """The member. Raises TypeError or ValueError."""
-    name, address, port = raw
-    return Member(str(name), str(address), int(port))
 
 
 def plan_to_json(plan: Plan, base: Plan | None = None) -> dict[str, Any]:

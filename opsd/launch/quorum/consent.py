@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from opsd.launch.io.member import Member
 from opsd.launch.quorum.codec import Answers
 from opsd.launch.quorum.peers import Share, share
-from opsd.launch.quorum.port import Member, Plan
+from opsd.launch.quorum.port import Plan
 
 Ballot = tuple[int, int]
 """Term and number."""

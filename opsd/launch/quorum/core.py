@@ -11,14 +11,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opsd.launch.quorum.codec import member_from_json, member_to_json
+from opsd.launch.io.member import Member, Message, member_from_json, member_to_json
 from opsd.launch.quorum.consent import Consent
 from opsd.launch.quorum.election import Election
 from opsd.launch.quorum.mail import Inbox, Mail, Outbox
 from opsd.launch.quorum.outlet import Outlet
 from opsd.launch.quorum.peers import Peer
 from opsd.launch.quorum.planning import REPEAT_S, Planning
-from opsd.launch.quorum.port import Listener, Member, Message, Plan
+from opsd.launch.quorum.port import Listener, Plan
 from opsd.launch.quorum.reach import TIMEOUT_S, Reach
 
 SEEK_S, LIKELY = 1.0, 3

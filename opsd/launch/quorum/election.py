@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from opsd.launch.io.member import Member
 from opsd.launch.quorum.consent import Consent
 from opsd.launch.quorum.outlet import Outlet
 from opsd.launch.quorum.peers import Share
-from opsd.launch.quorum.port import Member
 
 STAGGER_S = 0.3
 """By so much later each next launcher stands for election."""

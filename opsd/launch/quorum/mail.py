@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from opsd.launch.quorum.port import Message
+from opsd.launch.io.member import Message
 
 
 @dataclass(slots=True)

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from opsd.launch.io.connection import Identity
 from opsd.launch.io.loop import Loop
+from opsd.launch.io.member import Member, Message
 from opsd.launch.io.messages import say as say_to_user
-from opsd.launch.quorum.connection import Identity
+from opsd.launch.io.transport import Transport
 from opsd.launch.quorum.core import Core
-from opsd.launch.quorum.port import Listener, Member, Message, Plan
+from opsd.launch.quorum.port import Listener, Plan
 from opsd.launch.quorum.reach import TIMEOUT_S
-from opsd.launch.quorum.transport import Transport
 
 TICK_S = 0.05
 FEW = 64

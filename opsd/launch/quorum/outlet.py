@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from opsd.launch.quorum.port import Listener, Member, Message
+from opsd.launch.io.member import Member, Message
+from opsd.launch.quorum.port import Listener
 
 
 class Outlet:

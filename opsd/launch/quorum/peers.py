@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from opsd.launch.quorum.port import Member
+from opsd.launch.io.member import Member
 
 PATIENCE = 3.0
 """Times its own worst recent delay a launcher may be silent …"""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from opsd.launch.io.member import Member, Message
 from opsd.launch.quorum.codec import Answers, plan_from_json, plan_to_json
 from opsd.launch.quorum.consent import Consent
 from opsd.launch.quorum.election import Election
 from opsd.launch.quorum.outlet import Outlet
 from opsd.launch.quorum.peers import Peer, Share
-from opsd.launch.quorum.port import Member, Message, Plan
+from opsd.launch.quorum.port import Plan
 
 REPEAT_S = 1.0
 """What may have been lost is said again after this."""

@@ -11,17 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-Message = dict[str, Any]
-"""Anything that JSON can carry; at most 64 KiB when encoded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A launcher: the name of its node and where it listens."""
-
-    name: str
-    address: str
-    port: int
+from opsd.launch.io.member import Member, Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from opsd.launch.io.member import Member
 from opsd.launch.quorum.consent import Consent
 from opsd.launch.quorum.election import STAGGER_S, Election
 from opsd.launch.quorum.mail import Mail
 from opsd.launch.quorum.outlet import Outlet
 from opsd.launch.quorum.peers import Peer, Share
-from opsd.launch.quorum.port import Member
 
 TIMEOUT_S = 2.0
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 0.8

@@ -9,8 +9,9 @@ from opsd import exitcodes
 from opsd.launch.claims.outside import Fence, Job
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
+from opsd.launch.io.member import Member, Message
 from opsd.launch.io.messages import say
-from opsd.launch.quorum.port import Member, Message, Plan, Quorum
+from opsd.launch.quorum.port import Plan, Quorum
 from opsd.launch.ranks.failure import Failure
 from opsd.launch.ranks.postmortem import report_exit
 from opsd.launch.run.claims import Claims

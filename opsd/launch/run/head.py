@@ -15,9 +15,10 @@ from opsd import exitcodes
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.hangs.hang_watch import hang_fields
 from opsd.launch.io.loop import Loop
+from opsd.launch.io.member import Member, Message
 from opsd.launch.io.messages import say
 from opsd.launch.io.run_log import RunLog
-from opsd.launch.quorum.port import Member, Message, Plan, Quorum
+from opsd.launch.quorum.port import Plan, Quorum
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.ranks.postmortem import PROGRAM_NOT_FOUND, explain
 from opsd.launch.run.formation import Formation

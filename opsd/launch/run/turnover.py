@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from opsd import exitcodes
-from opsd.launch.quorum.port import Message, Plan, Quorum
+from opsd.launch.io.member import Message
+from opsd.launch.quorum.port import Plan, Quorum
 from opsd.launch.ranks.membership import Assignment, free_port
 from opsd.launch.ranks.watch import Recovery
 from opsd.launch.run.claims import Claims

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from opsd.launch.io.loop import Loop
-from opsd.launch.quorum.codec import member_from_json, member_to_json
-from opsd.launch.quorum.port import Member, Message
-from opsd.launch.quorum.wire import VERSION, Frames, WireError, encode, new_nonce, session_key
+from opsd.launch.io.member import Member, Message, member_from_json, member_to_json
+from opsd.launch.io.wire import VERSION, Frames, WireError, encode, new_nonce, session_key
 
 GREETING_S = 2.0
 """How long a connection may take to be made and proven."""

@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from opsd.launch.io.connection import Connection, Identity
 from opsd.launch.io.loop import Loop
-from opsd.launch.quorum.connection import Connection, Identity
-from opsd.launch.quorum.port import Member, Message
-from opsd.launch.quorum.wire import WireError, encode
+from opsd.launch.io.member import Member, Message
+from opsd.launch.io.wire import WireError, encode
 
 PROBE_S = 0.15
 REFUSALS = 2
