@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from opsd.launch.io.member import Message
+Body = dict[str, Any]
+Parcel = tuple[int, int, Body]
+"""A message as it travels: its number, that of the oldest one which is not confirmed, and itself."""
 
 
 @dataclass(slots=True)
@@ -15,14 +17,14 @@ class Outbox:
     """Messages for somebody, numbered from ``next`` on and kept until they are confirmed."""
 
     next: int = 1
-    _waiting: deque[tuple[int, Message]] = field(default_factory=deque)
+    _waiting: deque[tuple[int, Body]] = field(default_factory=deque)
 
     @property
     def last(self) -> int:
         """The number of the newest message."""
         return self.next - 1
 
-    def add(self, body: Message) -> dict[str, Any]:
+    def add(self, body: Body) -> Parcel:
         """Keep a message; returns how it travels."""
         self._waiting.append((self.next, body))
         self.next += 1
@@ -34,18 +36,18 @@ class Outbox:
             self._waiting.popleft()
 
     @property
-    def waiting(self) -> tuple[Message, ...]:
+    def waiting(self) -> tuple[Body, ...]:
         """What has not been confirmed, oldest first."""
         return tuple(body for _, body in self._waiting)
 
-    def again(self) -> Iterator[dict[str, Any]]:
+    def again(self) -> Iterator[Parcel]:
         """All that has not been confirmed, as it travels."""
         for number, body in tuple(self._waiting):
             yield self._parcel(number, body)
 
-    def _parcel(self, number: int, body: Message) -> dict[str, Any]:
+    def _parcel(self, number: int, body: Body) -> Parcel:
         oldest = self._waiting[0][0] if self._waiting else self.next
-        return {"number": number, "oldest": oldest, "body": body}
+        return number, oldest, body
 
 
 @dataclass(slots=True)
@@ -55,26 +57,9 @@ class Inbox:
     heard: int = 0
     """The number of the last message."""
 
-    def take(self, parcel: Message) -> Message | None:
+    def take(self, number: int, oldest: int, body: Body) -> Body | None:
         """The message if it is the next one; those before the sender's oldest were heard by somebody else."""
-        number = int(parcel["number"])
-        if number != max(self.heard + 1, int(parcel["oldest"])):
+        if number != max(self.heard + 1, oldest):
             return None
         self.heard = number
-        body: Message = parcel["body"]
         return body
-
-
-@dataclass(slots=True)
-class Mail:
-    """All that a launcher has sent and heard: to and from the head, and as the head to and from the others."""
-
-    to_head: Outbox
-    of_head: Inbox = field(default_factory=Inbox)
-    to: dict[str, Outbox] = field(default_factory=dict)
-    of: dict[str, Inbox] = field(default_factory=dict)
-
-    def forget(self, name: str) -> None:
-        """This one is gone; should it come back, it begins anew."""
-        self.to.pop(name, None)
-        self.of.pop(name, None)

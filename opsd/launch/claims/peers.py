@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
+from opsd.launch.claims.mail import Inbox, Outbox
+from opsd.launch.claims.messages import Ready
 from opsd.launch.io.member import Member
 
 PATIENCE = 3.0
@@ -23,8 +25,6 @@ class Peer:
     heard: float
     worst_delay: float = 0.0
     """Of what came, beyond the usual interval."""
-    told: float = 0.0
-    """When it was last sent a plan."""
     repeated: float = 0.0
     """When it was last sent again what it has not confirmed."""
 
@@ -38,6 +38,26 @@ class Peer:
         allowed = min(MOST_PATIENCE * usual_s, usual_s + PATIENCE * max(0.0, self.worst_delay - usual_s / 3))
         silent = now - self.heard
         return silent if silent > allowed else None
+
+    def due(self, now: float, every_s: float) -> bool:
+        """True once in a while: what it has not confirmed is to be sent again."""
+        if now - self.repeated < every_s:
+            return False
+        self.repeated = now
+        return True
+
+
+@dataclass(slots=True)
+class Follower(Peer):
+    """One that this launcher leads. ``size`` is how many ranks its node has, ``incarnation`` names its process."""
+
+    size: int = 0
+    incarnation: str = ""
+    ready: Ready | None = None
+    roster: int = 0
+    """The newest list of launchers that it has."""
+    orders: Outbox = field(default_factory=Outbox)
+    tells: Inbox = field(default_factory=Inbox)
 
 
 class Share(Enum):

@@ -1,0 +1,262 @@
+"""The head's side: heartbeats to all, who is there, who is ready, and what it says to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from opsd.launch.claims.messages import Beat, Begun, Here, Message, Order, Ready, Roster, Tell, Told
+from opsd.launch.claims.peers import Follower, Share, share
+from opsd.launch.claims.plan import Plan
+from opsd.launch.claims.port import Body
+from opsd.launch.io.member import Member
+
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 0.8
+BEATS_PER_SECOND = 1280
+"""Heartbeats a second that the head of many launchers is up to; beyond that they become rarer."""
+REPEAT_S = 1.0
+"""What may have been lost is said again after this."""
+ROSTER_S = 0.5
+"""After somebody has come or gone: how long others may follow before all are told."""
+READY_LIMIT_S = 90.0
+"""A node that is there and has not ended its ranks for so long is given up, once all others are ready."""
+
+
+class Report(Protocol):
+    """Whom the head's side tells what it finds."""
+
+    def joined(self, member: Member) -> None:
+        """Somebody has answered for the first time."""
+        ...
+
+    def lost(self, name: str, silent_s: float) -> None:
+        """Somebody is silent."""
+        ...
+
+    def too_few(self) -> None:
+        """So many are silent that the others may go on without this side."""
+        ...
+
+    def all_ready(self, begun: Begun) -> None:
+        """No node of the plan runs an older generation any more."""
+        ...
+
+    def told(self, sender: str, body: Body) -> None:
+        """Somebody has said something."""
+        ...
+
+
+class Leading:
+    """While this launcher is head. ``send`` may lose messages."""
+
+    def __init__(
+        self, own: Member, size: int, send: Callable[[Member, Message], None], report: Report, timeout_s: float
+    ) -> None:
+        self.peers: dict[str, Follower] = {}
+        self.body: dict[str, Member] = {}
+        """All whose silence counts: who was there when it was last agreed on."""
+        self._own = own
+        self._size = size
+        self._send = send
+        self._report = report
+        self._timeout = timeout_s
+        self._coming: dict[str, Follower] = {}
+        self._beat = Beat(0)
+        self._beat_at = 0.0
+        self._claimed_at = 0.0
+        self._own_ready: Ready | None = None
+        self._plan: Plan | None = None
+        self._complete = False
+        self._roster = Roster(0, 0, ())
+        self._roster_at: float | None = None
+
+    @property
+    def alive(self) -> dict[str, Member]:
+        """This launcher and those it hears of."""
+        return {self._own.name: self._own} | {name: peer.member for name, peer in self.peers.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the nodes of those that are alive, how many ranks each has."""
+        return {self._own.name: self._size} | {name: peer.size for name, peer in self.peers.items()}
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two heartbeats."""
+        return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, len(self.body) / BEATS_PER_SECOND))
+
+    def begin(self, near: Iterable[tuple[Member, int]], now: float) -> None:
+        """Lead those that have just answered, with the size of each."""
+        self.peers = {member.name: Follower(member, now, size=size) for member, size in near}
+        self.body = self.alive
+
+    # -- the plan ------------------------------------------------------------------------------------------------
+
+    def claimed(self, plan: Plan, now: float) -> None:
+        """``plan`` is the newest; its nodes are to be ready."""
+        self._plan, self._own_ready, self._complete = plan, None, False
+        self._claimed_at = now
+        for peer in self.peers.values():
+            peer.ready = None
+        self.say(Beat(plan.number), now)
+        self.note_change(now)
+
+    def say(self, beat: Beat, now: float) -> None:
+        """Tell everybody at once."""
+        self._beat, self._beat_at = beat, now + self.interval_s
+        for peer in (*self.peers.values(), *self._coming.values()):
+            self._send(peer.member, beat)
+
+    def own_ready(self, answer: Ready) -> None:
+        """This node is ready for the plan."""
+        self._own_ready = answer
+        self.complete()
+
+    def complete(self) -> None:
+        """See whether all nodes of the plan are ready."""
+        plan = self._plan
+        if plan is None or self._complete or self._beat.begun is not None or not plan.slots:
+            return
+        answers = {self._own.name: self._own_ready} | {name: peer.ready for name, peer in self.peers.items()}
+        first = answers.get(plan.slots[0])
+        if first is None or any(answers.get(name) is None for name in plan.slots):
+            return
+        self._complete = True
+        known = [answer for answer in answers.values() if answer is not None]
+        host = self.alive[plan.slots[0]].address
+        furthest, committed = highest(a.furthest for a in known), highest(a.committed for a in known)
+        self._report.all_ready(Begun(host, first.port, furthest, committed))
+
+    def begun(self, begun: Begun, now: float) -> None:
+        """The plan holds: let all begin."""
+        if self._plan is not None:
+            self.say(Beat(self._plan.number, begun), now)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if now >= self._beat_at:
+            self.say(self._beat, now)
+        self._coming = {name: peer for name, peer in self._coming.items() if now - peer.heard < self._timeout}
+        if self._roster_at is not None and now >= self._roster_at:
+            self._tell_roster(now)
+        self._give_up_unready(now)
+        self._lose_silent(now)
+
+    def forgive(self, stall_s: float) -> None:
+        """This launcher was held up for so long."""
+        for peer in self.peers.values():
+            peer.heard += stall_s
+
+    def _give_up_unready(self, now: float) -> None:
+        plan = self._plan
+        if plan is None or self._complete or now - self._claimed_at < READY_LIMIT_S:
+            return
+        waiting = [name for name in plan.slots if name in self.peers and self.peers[name].ready is None]
+        if waiting and self._own_ready is not None and len(waiting) < len(plan.slots):
+            self._claimed_at = now
+            for name in waiting:
+                self.lose(name, 0.0)
+
+    def _lose_silent(self, now: float) -> None:
+        """Lose those that are silent, unless it is this side that has lost the others.
+
+        Whether it has is judged by the usual timeout, whatever patience single ones have earned: after that the others
+        may go on without this side. While it is open, because many have just fallen silent, nobody is lost.
+        """
+        late = {name: peer for name, peer in self.peers.items() if now - peer.heard > self._timeout / 2}
+        if not late:
+            return
+        overdue = [name for name, peer in late.items() if now - peer.heard > self._timeout]
+        if overdue and self._share_without(overdue) is Share.MINORITY:
+            self._report.too_few()
+            return
+        silent = {name: seconds for name in overdue if (seconds := late[name].silence(now, self._timeout)) is not None}
+        if silent and self._share_without(late) is not Share.MINORITY:
+            for name, seconds in silent.items():
+                self._drop(name, now)
+                self._report.lost(name, seconds)
+
+    def _share_without(self, names: Iterable[str]) -> Share:
+        return share(self.alive.keys() - set(names), self.body)
+
+    def lose(self, name: str, now: float) -> None:
+        """``name`` is gone for certain, or of no use."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            self._drop(name, now)
+            self._report.lost(name, max(0.0, now - peer.heard) if now else 0.0)
+
+    def _drop(self, name: str, now: float) -> None:
+        del self.peers[name]
+        self.body.pop(name, None)
+        self.note_change(now)
+
+    # -- the others ----------------------------------------------------------------------------------------------
+
+    def join(self, sender: Member, now: float) -> None:
+        """Somebody wants to be led; it counts once it has answered a heartbeat."""
+        if sender.name not in self.peers:
+            self._coming.setdefault(sender.name, Follower(sender, now)).heard = now
+        self._send(sender, self._beat)
+
+    def here(self, sender: Member, message: Here, now: float) -> None:
+        """Somebody has answered a heartbeat."""
+        peer = self.peers.get(sender.name)
+        if peer is not None and peer.incarnation not in ("", message.incarnation):
+            self.lose(sender.name, now)  # its process is another one: whatever ran there has ended with the old
+            peer = None
+        if peer is None:
+            peer = self._coming.pop(sender.name, None) or Follower(sender, now)
+            self.peers[sender.name] = self._taken_in(peer, sender, message, now)
+            self._report.joined(sender)
+        peer.hear(now, self.interval_s)
+        peer.incarnation, peer.size, peer.roster = message.incarnation, message.size, message.roster
+        peer.orders.confirm(message.orders)
+        if message.number == self._beat.number and message.ready is not None and peer.ready is None:
+            peer.ready = message.ready
+            self.complete()
+        if peer.due(now, REPEAT_S):
+            for parcel in peer.orders.again():
+                self._send(sender, Order(*parcel))
+            if peer.roster < self._roster.version and self._roster_at is None:
+                self._send(sender, self._roster)
+
+    def _taken_in(self, peer: Follower, sender: Member, message: Here, now: float) -> Follower:
+        peer.size, peer.incarnation = message.size, message.incarnation
+        self.body[sender.name] = sender
+        self.note_change(now)
+        return peer
+
+    def tell(self, sender: Member, message: Tell) -> None:
+        """Somebody says something; it is heard once."""
+        peer = self.peers.get(sender.name)
+        if peer is None:
+            return
+        body = peer.tells.take(message.number, message.oldest, message.body)
+        self._send(sender, Told(peer.tells.heard))
+        if body is not None:
+            self._report.told(sender.name, body)
+
+    def order(self, body: Body) -> None:
+        """Say something to all."""
+        for peer in self.peers.values():
+            self._send(peer.member, Order(*peer.orders.add(body)))
+
+    def note_change(self, now: float) -> None:
+        """Somebody has come or gone."""
+        if self._roster_at is None:
+            self._roster_at = now + ROSTER_S
+
+    def _tell_roster(self, now: float) -> None:
+        self._roster_at = None
+        self.body = self.alive
+        self._roster = Roster(self._beat.number, self._roster.version + 1, tuple(self.body.values()))
+        for peer in self.peers.values():
+            self._send(peer.member, self._roster)
+
+
+def highest(steps: Iterable[int | None]) -> int | None:
+    """The highest step that somebody knows, None if nobody does."""
+    return max((step for step in steps if step is not None), default=None)

@@ -1,0 +1,145 @@
+"""A launcher without a head: who else is there, and which of them is to claim the next generation, and when.
+
+None of this is about safety, which the claims see to: it is so that most launchers go on soon, and the others do not
+get in their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from opsd.launch.claims.messages import Message, Near, Seek
+from opsd.launch.claims.peers import Share, share
+from opsd.launch.io.member import Member
+
+SEEK_S = 0.2
+NEAR_S = 1.5
+"""For so long an answer counts."""
+GATHER_S = 0.4
+"""How long those that are left of a generation wait for each other once there are enough of them."""
+SETTLE_S = 2.0
+"""The same at the beginning of a run, when all that are expected may yet come."""
+STAGGER_S = 0.5
+"""By so much later each next launcher claims, should the one before it not do so."""
+TURN_S = 3.0
+LEASE_S = 4.0
+"""A side with half of the launchers or fewer waits so long, and until the lease was not renewed for so long."""
+ALL_AT_ONCE = 64
+"""Of more launchers than this a few are asked first, those whose turn comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Another launcher that has answered at ``heard``."""
+
+    member: Member
+    heard: float
+    size: int
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the decision depends on: ``order`` says whose turn comes first, ``body`` of whom half or more are wanted.
+
+    ``settled``: there is a generation to go on from; ``fresh``: this launcher had no part in it. ``head`` is the maker
+    of the newest claim. ``enough``: whether those who are there could run a generation.
+    """
+
+    own: str
+    order: Sequence[str]
+    body: Collection[str]
+    gone: Collection[str]
+    head: str
+    settled: bool
+    fresh: bool
+    lease_idle_s: float
+    enough: Callable[[], bool]
+
+
+class Seeking:
+    """From the moment at which there is no head until there is one."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self._near: dict[str, Neighbour] = {}
+        self._vouched = -1e9
+        self._enough_since: float | None = None
+        self._asked_at = -1e9
+        self._rounds = 0
+
+    def forgive(self, stall_s: float) -> None:
+        """This launcher was held up for so long."""
+        self.since += stall_s
+        self._vouched += stall_s
+
+    def ask(
+        self, now: float, order: Iterable[str], known: Mapping[str, Member], send: Callable[[Member, Message], None],
+        message: Seek,
+    ) -> None:  # fmt: skip
+        """Ask the others, some times a second; of very many only those whose turn comes first, and then more."""
+        if now - self._asked_at < SEEK_S:
+            return
+        self._asked_at = now
+        self._rounds += 1
+        names = [name for name in order if name in known]
+        if len(names) > ALL_AT_ONCE:
+            names = names[: 4 << min(self._rounds // 3, 20)]
+        for name in names:
+            send(known[name], message)
+
+    def note(self, sender: Member, answer: Near, now: float) -> None:
+        """Somebody has answered."""
+        self._near[sender.name] = Neighbour(sender, now, answer.size, answer.fresh)
+
+    def vouch(self, now: float) -> None:
+        """Somebody hears the head."""
+        self._vouched = now
+
+    def drop(self, name: str) -> None:
+        """This one is gone."""
+        self._near.pop(name, None)
+
+    def near(self, now: float) -> dict[str, Neighbour]:
+        """Those that are there."""
+        return {name: one for name, one in self._near.items() if now - one.heard <= NEAR_S}
+
+    def to_lead(self, now: float, situation: Situation, timeout_s: float) -> bool:
+        """Whether this launcher is to claim the next generation now."""
+        if now - self._vouched < timeout_s:
+            self._enough_since = None
+            return False
+        near = self.near(now)
+        here = {situation.own, *near}
+        if not self._may(here, situation, now):
+            self._enough_since = None
+            return False
+        if self._enough_since is None:
+            self._enough_since = now
+        ahead = sum(name in near for name in situation.order[: _place(situation)])
+        waited = now - self._enough_since
+        return waited >= self._pause_s(here, situation, near) + ahead * STAGGER_S
+
+    def _may(self, here: Collection[str], situation: Situation, now: float) -> bool:
+        body = set(situation.body) - set(situation.gone)
+        part = share(here, body)
+        if part is Share.MAJORITY or (part is Share.HALF and situation.head == situation.own):
+            return situation.settled or situation.enough()
+        waited = now - self.since >= TURN_S and situation.lease_idle_s >= LEASE_S
+        own_lease = situation.head == situation.own and now - self.since >= TURN_S
+        return situation.settled and (waited or own_lease) and situation.enough()
+
+    def _pause_s(self, here: Collection[str], situation: Situation, near: Mapping[str, Neighbour]) -> float:
+        expected = set(situation.body) - set(situation.gone)
+        if situation.settled:
+            expected -= {situation.head}
+        if expected <= set(here):
+            return 0.0
+        at_work = situation.settled and not (situation.fresh and all(one.fresh for one in near.values()))
+        return GATHER_S if at_work else SETTLE_S
+
+
+def _place(situation: Situation) -> int:
+    order = list(situation.order)
+    return order.index(situation.own) if situation.own in order else len(order)
