@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,30 +12,37 @@ from opsd.launch.io.loop import Loop
 T = TypeVar("T")
 
 
-def aside(loop: Loop, work: Callable[[], T], done: Callable[[T | OSError], None]) -> None:
+def aside(loop: Loop, work: Callable[[], T], done: Callable[[T | OSError], None], *, key: str = "") -> bool:
     """Do ``work`` in a thread, then call ``done`` from the loop with what it returned or the OSError it raised.
 
     Any other exception comes out of the loop, as if ``work`` had been called there. The thread does not keep the
     process from ending: a file system that hangs must not hang the launcher.
+
+    Work with a ``key`` is done once at a time: while some of the same key is under way, perhaps for minutes, nothing is
+    done and False returned.
     """
-    reader, writer = os.pipe2(os.O_CLOEXEC)
-    outcome: list[T | Exception] = []
+    if key:
+        if key in loop.busy:
+            return False
+        loop.busy.add(key)
 
     def run() -> None:
+        outcome: T | Exception
         try:
-            outcome.append(work())
+            outcome = work()
         except Exception as error:
-            outcome.append(error)
-        finally:
-            os.close(writer)
+            outcome = error
+        loop.call_soon_threadsafe(lambda: finish(outcome))
 
-    def finish() -> None:
-        loop.unwatch(reader)
-        os.close(reader)
-        result = outcome[0]
-        if isinstance(result, Exception) and not isinstance(result, OSError):
-            raise result
-        done(result)
+    def finish(outcome: T | Exception) -> None:
+        loop.busy.discard(key)
+        if isinstance(outcome, Exception) and not isinstance(outcome, OSError):
+            raise outcome
+        done(outcome)
 
-    loop.watch(reader, finish)
-    threading.Thread(target=run, daemon=True).start()
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError:
+        no_thread = OSError(errno.EAGAIN, "no thread can be started; the limit of processes (`ulimit -u`) is reached")
+        loop.later(0.0, lambda: finish(no_thread))
+    return True

@@ -7,8 +7,11 @@ import itertools
 import os
 import selectors
 import signal
+import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import FrameType
 
 Callback = Callable[[], None]
@@ -29,7 +32,7 @@ class Timer:
 
 
 class Loop:
-    """Calls back when a descriptor is readable, a timer is due or a signal has arrived."""
+    """Calls back when a descriptor is readable, a timer is due, a signal has arrived or a thread asks for it."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -38,6 +41,13 @@ class Loop:
         self._running = True
         self.last_idle = time.monotonic()
         """Monotonic second at which the loop was last seen waiting: what happened did so after it, or at it."""
+        self.busy: set[str] = set()
+        """Keys of the work that is being done beside the loop, see ``aside``."""
+        self._from_threads: deque[Callback] = deque()
+        self._woken, self._wake = socket.socketpair()
+        for end in (self._woken, self._wake):
+            end.setblocking(False)
+        self.watch(self._woken.fileno(), self._serve_threads)
 
     def watch(self, descriptor: int, callback: Callback, *, writable: bool = False) -> None:
         """Call ``callback`` whenever ``descriptor`` is readable (a pidfd: once its process has ended), or writable."""
@@ -52,6 +62,17 @@ class Loop:
         timer = Timer(time.monotonic() + delay_s, callback)
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
+
+    def call_soon_threadsafe(self, callback: Callback) -> None:
+        """Call ``callback`` from the loop; may be used in any thread, and needs nothing that could be used up."""
+        self._from_threads.append(callback)
+        with suppress(BlockingIOError):  # enough has been sent to wake it
+            self._wake.send(b"\0")
+
+    def _serve_threads(self) -> None:
+        self._woken.recv(4096)
+        for _ in range(len(self._from_threads)):
+            self._from_threads.popleft()()
 
     def every(self, interval_s: float, callback: Callback) -> None:
         """Call ``callback`` again and again, ``interval_s`` seconds after the end of the call before."""

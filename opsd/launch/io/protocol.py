@@ -1,0 +1,228 @@
+"""Messages as frozen dataclasses: their encoding as JSON, and the table of them, are derived from their fields.
+
+A kind is the name of its class in snake case, a message the kind and a value for each field. What a value may be is
+what the type hint of its field says: int, float (finite), str, bool, an enum (by value), ``X | None``,
+``tuple[X, ...]``, ``dict[str, X]``, another dataclass, or ``Any`` for JSON that is passed on unread.
+
+Neighbouring versions understand each other as long as whoever adds a field gives it a default and nobody removes one
+without: fields that this version does not know are ignored, those that the other does not send have their default.
+Whatever else is wrong, an unknown kind or enum value, a missing field, another type, is a ``ProtocolError``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+KIND = "kind"
+
+Encode = Callable[[Any], Any]
+Decode = Callable[[Any], Any]
+"""Raises ``_Wrong``."""
+
+
+class ProtocolError(ValueError):
+    """A message that this version does not know, or that is not as its kind says; one sentence that names both."""
+
+
+class _Wrong(Exception):
+    """A value is not of the type that is meant: where below the field, and what was expected."""
+
+    def __init__(self, expected: str, *path: str) -> None:
+        super().__init__(expected)
+        self.expected, self.path = expected, path
+
+    def within(self, step: str) -> _Wrong:
+        return _Wrong(self.expected, step, *self.path)
+
+
+class Codec:
+    """Encodes and decodes messages of ``kinds``. Raises TypeError if one of them is not made for it."""
+
+    def __init__(self, kinds: Sequence[type]) -> None:
+        self._by_class = {kind: (kind_name(kind), _Shape(kind)) for kind in kinds}
+        self._by_name = dict(self._by_class.values())
+        if len(self._by_name) < len(kinds):
+            raise TypeError("two kinds of messages have the same name")
+
+    def encode(self, message: object) -> dict[str, Any]:
+        """The message as JSON can carry it. Raises KeyError for one that is of no known kind."""
+        name, shape = self._by_class[type(message)]
+        return {KIND: name, **shape.encode(message)}
+
+    def decode(self, raw: Mapping[str, Any]) -> Any:
+        """The message. Raises ProtocolError."""
+        name = raw.get(KIND)
+        shape = self._by_name.get(name) if isinstance(name, str) else None
+        if shape is None:
+            raise ProtocolError(f"a message of the unknown kind {name!r:.80}")
+        try:
+            return shape.decode(raw)
+        except _Wrong as wrong:
+            raise ProtocolError(f"a message {name!r} whose {'.'.join(wrong.path)} is not {wrong.expected}") from None
+        except ValueError as error:
+            raise ProtocolError(f"a message {name!r} that makes no sense: {error}") from error
+
+
+def kind_name(kind: type) -> str:
+    """``GoOn`` is sent as ``go_on``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def rows(kinds: Sequence[type]) -> Iterator[tuple[str, str, str, str]]:
+    """For the docs, of each kind: name, direction (its class variable ``direction``), fields, first sentence."""
+    for kind in kinds:
+        hints = typing.get_type_hints(kind)
+        said = re.split(r"(?<=\.) ", " ".join((kind.__doc__ or "").split()))[0]
+        described = ", ".join(f"`{field.name}`: {_shown(hints[field.name])}" for field in fields(kind))
+        yield f"`{kind_name(kind)}`", str(getattr(kind, "direction", "")), described, said
+
+
+class _Shape:
+    """The fields of a dataclass, each with what encodes and decodes it."""
+
+    def __init__(self, cls: type) -> None:
+        parameters = getattr(cls, "__dataclass_params__", None)
+        if parameters is None or not parameters.frozen:
+            raise TypeError(f"{cls!r} is not a frozen dataclass")
+        self._cls: Callable[..., Any] = cls
+        hints = typing.get_type_hints(cls)
+        if KIND in hints:
+            raise TypeError(f"{cls.__name__}.{KIND}: the name is taken")
+        self._fields = [(field.name, _required(field), *_pair(hints[field.name])) for field in fields(cls)]
+
+    def encode(self, value: Any) -> dict[str, Any]:
+        return {name: encode(getattr(value, name)) for name, _, encode, _ in self._fields}
+
+    def decode(self, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            raise _Wrong("an object")
+        found = {}
+        for name, required, _, decode in self._fields:
+            if name in raw:
+                found[name] = _below(name, decode, raw[name])
+            elif required:
+                raise _Wrong("there", name)
+        return self._cls(**found)
+
+
+def _required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _below(step: str, decode: Decode, raw: Any) -> Any:
+    try:
+        return decode(raw)
+    except _Wrong as wrong:
+        raise wrong.within(step) from None
+
+
+def _pair(hint: Any) -> tuple[Encode, Decode]:
+    """What encodes and what decodes a value of the type ``hint``. Raises TypeError for a type that is not supported."""
+    if hint is Any:
+        return _same, _same
+    if hint in _PLAIN:
+        return _same, _PLAIN[hint]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _value, partial(_enum, hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        shape = _Shape(hint)
+        return shape.encode, shape.decode
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
+        encode, decode = _pair(next(each for each in arguments if each is not type(None)))
+        return partial(_unless_none, encode), partial(_unless_none, decode)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        encode, decode = _pair(arguments[0])
+        return (lambda items: [encode(item) for item in items]), partial(_tuple, decode)
+    if origin in (dict, Mapping) and arguments[0] is str:
+        encode, decode = _pair(arguments[1])
+        return (lambda items: {key: encode(item) for key, item in items.items()}), partial(_dict, decode)
+    raise TypeError(f"messages cannot carry {hint!r}")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _value(value: Enum) -> Any:
+    return value.value
+
+
+def _unless_none(convert: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else convert(value)
+
+
+def _int(raw: Any) -> int:
+    if not isinstance(raw, int) or isinstance(raw, bool):
+        raise _Wrong("a whole number")
+    return raw
+
+
+def _float(raw: Any) -> float:
+    try:
+        value = float(raw) if isinstance(raw, (int, float)) and not isinstance(raw, bool) else math.nan
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise _Wrong("a finite number")
+    return value
+
+
+def _str(raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise _Wrong("a text")
+    return raw
+
+
+def _bool(raw: Any) -> bool:
+    if not isinstance(raw, bool):
+        raise _Wrong("true or false")
+    return raw
+
+
+def _enum(cls: type[Enum], raw: Any) -> Enum:
+    for member in cls:
+        if type(raw) is type(member.value) and raw == member.value:
+            return member
+    raise _Wrong(f"one of {', '.join(str(member.value) for member in cls)}")
+
+
+def _tuple(decode: Decode, raw: Any) -> tuple[Any, ...]:
+    if not isinstance(raw, (list, tuple)):
+        raise _Wrong("a list")
+    return tuple(_below(str(index), decode, item) for index, item in enumerate(raw))
+
+
+def _dict(decode: Decode, raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise _Wrong("an object")
+    return {_str(key): _below(str(key), decode, item) for key, item in raw.items()}
+
+
+_PLAIN: dict[Any, Decode] = {int: _int, float: _float, str: _str, bool: _bool}
+
+
+def _shown(hint: Any) -> str:
+    if hint is Any:
+        return "JSON"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " or ".join(f"`{member.value}`" for member in hint)
+    if is_dataclass(hint):
+        inner = typing.get_type_hints(hint)
+        return "{" + ", ".join(f"{field.name}: {_shown(inner[field.name])}" for field in fields(hint)) + "}"
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return f"{_shown(next(each for each in arguments if each is not type(None)))}, or null"
+    if origin is tuple:
+        return f"list of {_shown(arguments[0])}"
+    if origin in (dict, Mapping):
+        return f"object of {_shown(arguments[1])}"
+    return str(hint.__name__)
