@@ -6,7 +6,7 @@ one of several claimants can succeed with, link(2), or rename(2) of a folder whe
 else decides about a run. A generation holds until a higher number is claimed; a plan with an ``end`` is the run's last
 word. Standard library only.
 
-``generations/lease.json`` is written anew once a second by the launcher that leads the newest generation. It proves
+``generations/lease`` is written anew once a second by the launcher that leads the newest generation. It proves
 nothing; it tells those who cannot reach that launcher that somebody goes on, and spares them from reading the folder.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "generations"
-LEASE = "lease.json"
+LEASE = "lease"
 KEPT = 100
 """Claims that are kept for whoever looks into a run afterwards; of use is only the newest."""
 EXIT_FENCED = 76
@@ -56,6 +56,7 @@ class Claim:
     ``start`` is what the launchers of one start have in common and no other copy of the run (see
     ``opsd.launch.run.fellows.start_of``); ``launcher`` names the node and the process. ``alone`` is the launcher of a
     run on one node: what its earlier generations still save may be completed, since nothing else is left of them.
+    ``keeps`` is the generation whose ranks run on under this claim, or may still save after the end; 0 if none do.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Claim:
     alone: bool = False
     plan: Mapping[str, Any] = field(default_factory=dict)
     time: float = 0.0
+    keeps: int = 0
 
     @property
     def end(self) -> End | None:
@@ -192,10 +194,14 @@ class Fence:
             _see_anew(claims)
             found = _claims(claims)
             later = max(found, default=0)
-            overtaken = later > self.number and not _by_one_launcher(found, self.number, later)
+            overtaken = later > self.number and not self._goes_on(found, later)
         if overtaken:
             why = f"generation {later} of the run has begun elsewhere; generation {self.number} may not write any more"
             raise Fenced(errno.EPERM, why)
+
+    def _goes_on(self, found: Mapping[int, Path], later: int) -> bool:
+        """Whether the newest claim leaves this generation its right to write."""
+        return _read(found[later]).keeps == self.number or _by_one_launcher(found, self.number, later)
 
     def shuts_out_saves(self) -> bool:
         """Whether what earlier generations still save cannot be completed. Raises ClaimError."""
@@ -218,7 +224,7 @@ def _explained(claims: Path, what: str) -> Iterator[None]:
 def _encode(claim: Claim) -> bytes:
     raw = {
         "number": claim.number, "start": claim.start, "launcher": claim.launcher, "alone": claim.alone,
-        "time": claim.time or time.time(), "plan": dict(claim.plan),
+        "keeps": claim.keeps, "time": claim.time or time.time(), "plan": dict(claim.plan),
     }  # fmt: skip
     return (json.dumps(raw) + "\n").encode()
 
@@ -236,7 +242,7 @@ def _read(path: Path) -> Claim:
             raise TypeError(plan)
         return Claim(
             number, str(raw.get("start", "")), str(raw.get("launcher", "")),
-            raw.get("alone") is True, plan, float(raw.get("time", 0.0)),
+            raw.get("alone") is True, plan, float(raw.get("time", 0.0)), int(raw.get("keeps", 0)),
         )  # fmt: skip
     except (ValueError, TypeError, AttributeError, RecursionError):
         # Claims are whole before they are in place: this one was changed since. Its number still counts.
@@ -297,8 +303,12 @@ def _remove(folder: Path) -> None:
 def _see_anew(claims: Path) -> None:
     """Have an NFS client fetch the folder's list again, which it may keep for a minute unless it changes it itself."""
     draft = _draft(claims)
-    draft.touch()
-    draft.unlink()
+    try:
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):  # there claims cannot be made either
+            raise
 
 
 def _draft(claims: Path) -> Path:

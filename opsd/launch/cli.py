@@ -11,8 +11,6 @@ from typing import Any
 import click
 
 from opsd import exitcodes
-from opsd.checkpoints import lease
-from opsd.launch.claims.fence import FolderFence
 from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.hang import HangLimits
 from opsd.launch.hangs.hang_watch import HangWatch
@@ -20,23 +18,21 @@ from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
 from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
+from opsd.launch.io.member import Member
 from opsd.launch.io.secret import SecretError, job_secret
-from opsd.launch.ranks.failure import RestartPolicy
-from opsd.launch.ranks.membership import SingleNode
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.program import Program, ProgramNotFound
 from opsd.launch.ranks.ranks import RankStarter
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import Settings
 from opsd.launch.ranks.standby import StandbyPool
-from opsd.launch.run.fellows import Count, FellowsError, find_fellows
+from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows
 from opsd.launch.run.options import local_size, node_count, rank_list, run_name, shown_ranks, streams
 from opsd.launch.run.placement import Shape
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
-from opsd.launch.run.solo import Solo
 from opsd.launch.run.supervisor import Supervisor
-from opsd.launch.run.together import with_fellows
+from opsd.launch.run.together import control_of
 
 _FILE = click.Path(path_type=Path)
 
@@ -227,58 +223,45 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
-    if several:
-        return _launch_with_fellows(settings, folders, events, options)
-    return _launch_alone(settings, folders, events, options)
-
-
-def _launch_alone(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
-    membership = SingleNode(settings.local_size, options["master_addr"], options["master_port"])
-    fence, first = FolderFence.of_launcher(folders.folder, settings), _last_generation(folders) + 1
+    try:
+        fellows = _fellows(options, node, several=several)
+        secret = job_secret(folders.folder) if several else b""
+    except (FellowsError, SecretError) as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} cannot be read: {error.strerror}") from error
+    shape = _shape(options, fellows)
     return _supervise(
         settings,
         folders,
         events,
         _hang_limits(options),
-        lambda node: Solo(node, membership, _policy(settings), fence, first),
+        lambda node: control_of(
+            node, fellows, shape, secret, options["node_timeout"], options["master_port"], spare_readiness
+        ),
+        stacks_suffix=f"-{settings.node}" if several else "",
     )
 
 
-def _last_generation(folders: RunFolders) -> int:
-    try:
-        return max(folders.last_generation(), lease.newest(folders.folder))
-    except OSError as error:
-        raise click.ClickException(error.strerror or str(error)) from error
+def _fellows(options: dict[str, Any], node: str, *, several: bool) -> Fellows:
+    if several:
+        return find_fellows(options["nodes"], node, options["port"], os.environ)
+    own = Member(node, options["master_addr"], options["port"] or DEFAULT_PORT)
+    return Fellows(own, (own,))
 
 
-def _launch_with_fellows(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
+def _shape(options: dict[str, Any], fellows: Fellows) -> Shape:
     count: Count = options["count"]
-    try:
-        fellows = find_fellows(options["nodes"], settings.node, options["port"], os.environ)
-        secret = job_secret(folders.folder)
-    except (FellowsError, SecretError) as error:
-        raise click.ClickException(str(error)) from error
-    except OSError as error:
-        raise click.ClickException(f"{error.filename} cannot be read: {error.strerror}") from error
     have, need = len(fellows.members), count.least + options["spares"]
     if have < need:
         raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
-    timeout_s, first = options["node_timeout"], _last_generation(folders) + 1
-    shape = Shape(
+    return Shape(
         count.least,
         count.most,
         tuple(member.name for member in fellows.members),
         join_s=options["join_timeout"],
         wait_s=options["wait_for_node"],
-        victim_s=timeout_s + 1.0,
-    )
-    return _supervise(
-        settings,
-        folders,
-        events,
-        _hang_limits(options),
-        lambda node: with_fellows(node, fellows, shape, secret, first, timeout_s, spare_readiness),
-        stacks_suffix=f"-{settings.node}",
+        victim_s=options["node_timeout"] + 1.0,
     )
 
 
@@ -289,16 +272,12 @@ def _hang_limits(options: dict[str, Any]) -> HangLimits | None:
     return HangLimits(options["hang_limit"], options["data_hang_limit"], options["startup_limit"])
 
 
-def _policy(settings: Settings) -> RestartPolicy:
-    return RestartPolicy(settings.max_restarts, same_limit=settings.same_failures, refill_steps=settings.refill_steps)
-
-
 def _supervise(
     settings: Settings,
     folders: RunFolders,
     events: EventLog,
     limits: HangLimits | None,
-    control_of: Callable[[Supervisor], RunControl],
+    new_control: Callable[[Supervisor], RunControl],
     *,
     stacks_suffix: str = "",
 ) -> int:
@@ -326,7 +305,7 @@ def _supervise(
     )
     control = ControlServer(folders.control, loop, supervisor.answer)
     try:
-        return supervisor.run(control_of(supervisor))
+        return supervisor.run(new_control(supervisor))
     finally:
         control.close()
         standby.close()

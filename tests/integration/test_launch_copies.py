@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from opsd import exitcodes
-from opsd.checkpoints.lease import Fence
+from opsd.checkpoints.claims import End, Fence, newest
 from tests.fakes.launched import TRAIN, Launched
 from tests.fakes.nodes import Nodes
 
@@ -70,16 +70,18 @@ def test_the_older_copy_does_not_restart(tmp_path: Path) -> None:
 
 
 def test_restarts_and_later_starts_go_on_counting(tmp_path: Path) -> None:
-    """A run alone is never in its own way: each generation is claimed, what the one before still saves may end."""
+    """A run alone is never in its own way: each generation is claimed, and the end, after which saves may end."""
     fail = "train(3, at=1, do=lambda: generation == 1 and sys.exit(1))"
     (tmp_path / "one").mkdir()
     with Launched(tmp_path / "one", f"{TRAIN}\n{fail}", "--run-dir", str(tmp_path / "run")) as one:
         assert one.wait() == exitcodes.OK, one.err
-    assert claims(tmp_path) == [1, 2]
-    Fence(tmp_path / "run", 1).check()
+    assert claims(tmp_path) == [1, 2, 3]
+    for number in (1, 2):
+        Fence(tmp_path / "run", number).check()
     with copy_of(tmp_path, "two", 3) as two:
         assert two.wait() == exitcodes.OK, two.err
-    assert claims(tmp_path) == [1, 2, 3]
+    assert claims(tmp_path) == [1, 2, 3, 4, 5]
+    assert newest(tmp_path / "run").end == End(0, "all ranks finished")  # type: ignore[union-attr]
 
 
 def test_a_folder_that_cannot_be_claimed(tmp_path: Path) -> None:
@@ -87,6 +89,6 @@ def test_a_folder_that_cannot_be_claimed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/generations").write_text("")
     with copy_of(tmp_path, "one", 3) as one:
-        assert one.wait() == exitcodes.USAGE
+        assert one.wait() == exitcodes.FAILED
         assert "generations" in one.err and len(one.err.splitlines()) == 1, one.err
         assert not one.events("generation_started")

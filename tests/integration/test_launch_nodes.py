@@ -166,7 +166,7 @@ def test_a_spare_is_asked_for_where_one_may_come(tmp_path: Path) -> None:
     with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--wait-for-node=60", count=3) as nodes:
         nodes.until(lambda: with_spare(nodes))
         nodes.kill("n3")
-        nodes.until(lambda: nodes.ask("n1", cmd="status")["spares"] == [])
+        nodes.until(lambda: nodes.ask("n2", cmd="status")["spares"] == [])
         assert nodes.ask("n2", cmd="swap", node="n2", reason="ecc")["coming"] is True
         nodes.until(lambda: nodes.events("spare_wanted"))
         (wanted,) = nodes.events("spare_wanted")

@@ -49,7 +49,7 @@ CUT_OFF_S = 5.0
 """Without a head and without an answer of the folder for so long, what runs here may have been passed over."""
 
 Phase = Literal["looking", "seeking", "claiming", "leading", "following", "over"]
-_RESTARTS = re.compile(r"(?P<job>.*, job .*)\.(?P<count>\d+)")
+_RESTARTS = re.compile(r"(?P<job>.*, job [^,]*)\.(?P<count>\d+)(, .*)?")
 
 
 class Core:
@@ -98,7 +98,7 @@ class Core:
         self._ready: Ready | None = None
         self._begun: Begun | None = None
         self._cut_off = False
-        self._headless_since = now
+        self._headless_since = self._head_heard = now
         self._wanted: dict[str, Any] | None = None
         self._claim: Claim | None = None
         self._claim_at = 0.0
@@ -128,9 +128,24 @@ class Core:
         return self.leading.alive if self.phase == "leading" else self._body
 
     @property
-    def folder_silent_s(self) -> float:
-        """For how long the folder has not answered."""
-        return self._now - self._looks.last
+    def begun(self) -> bool:
+        """Whether the ranks of the newest plan were started, as far as is known here."""
+        return self._begun is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the newest claim is this launcher's."""
+        return self._ours == self.number > 0
+
+    @property
+    def headless_s(self) -> float:
+        """For how long nothing is heard of the last head."""
+        return self._now - self._head_heard
+
+    @property
+    def looked_at(self) -> float:
+        """When the folder answered last."""
+        return self._looks.last
 
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
         """See ``Group.propose``."""
@@ -211,7 +226,7 @@ class Core:
     def _note_cut_off(self) -> None:
         if self.head is not None or self.phase in ("looking", "over"):
             self._headless_since, self._cut_off = self._now, False
-        elif not self._cut_off and min(self._now - self._headless_since, self.folder_silent_s) >= CUT_OFF_S:
+        elif not self._cut_off and self._now - max(self._headless_since, self.looked_at) >= CUT_OFF_S:
             self._cut_off = True
             self._call(lambda listener: listener.cut_off())
 
@@ -324,8 +339,8 @@ class Core:
             return
         plan, self._wanted = self._wanted, None
         assert plan is not None
-        alone = len(self._known) == 1
-        self._claim = Claim(self.number + 1, self._start, self._launcher, alone, plan)
+        keeps = plan["payload"]["keep"] if "payload" in plan else self.plan.generation if self.plan else 0
+        self._claim = Claim(self.number + 1, self._start, self._launcher, len(self._known) == 1, plan, keeps=keeps)
         self._folder.claim(self._claim)
 
     def claimed(self, now: float, mine: bool | None) -> None:
@@ -372,7 +387,7 @@ class Core:
     def _renew(self) -> None:
         """Renew the lease, as the head, and as one that hopes to be it again."""
         hopes = self.phase == "leading" or self._now - self._seeking.since < TURN_S or self._enough()
-        if self._ours == self.number > 0 and hopes and self._now >= self._lease_at:
+        if self.holds and hopes and self._now >= self._lease_at:
             self._lease_at = self._now + LEASE_S
             self._beats += 1
             self._folder.renew(self.number, self._beats)
@@ -393,7 +408,7 @@ class Core:
     def _situation(self) -> Situation:
         plan = self.plan
         head = plan.head if plan is not None else ""
-        if head == self.own.name and self._ours != self.number:
+        if head == self.own.name and not self.holds:
             head = ""
         order = (head, *plan.slots, *sorted(self._body)) if plan is not None else tuple(self._body)
         return Situation(
@@ -414,7 +429,7 @@ class Core:
         if seeking.to_lead(now, situation, self._timeout):
             self._take_lead()
             plan = self.plan
-            if plan is not None and self._ours == self.number == plan.number:
+            if plan is not None and self.holds:
                 self._resume(plan)
 
     def _resume(self, plan: Plan) -> None:
@@ -535,6 +550,7 @@ class Core:
             self._head_peer, self._of_head = Peer(sender, self._now), Inbox()
         peer = self._head_peer
         peer.hear(self._now, self.leading.interval_s)
+        self._head_heard = self._now
         self.phase = "following"
         if self.head != sender.name:
             self._part(sender.name)

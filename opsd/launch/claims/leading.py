@@ -16,7 +16,7 @@ BEATS_PER_SECOND = 1280
 """Heartbeats a second that the head of many launchers is up to; beyond that they become rarer."""
 REPEAT_S = 1.0
 """What may have been lost is said again after this."""
-ROSTER_S = 0.5
+ROSTER_S = 0.2
 """After somebody has come or gone: how long others may follow before all are told."""
 READY_LIMIT_S = 90.0
 """A node that is there and has not ended its ranks for so long is given up, once all others are ready."""

@@ -15,7 +15,7 @@ class Plan:
 
     ``slots`` are the nodes that run ranks, by node rank; without any the run waits for nodes. ``members`` are the
     launchers that were there, spares included, and ``sizes`` how many ranks each node has. ``payload`` is what the head
-    leaves to its successors.
+    leaves to its successors; ``keep`` in it is the generation whose ranks run on, 0 if they are started anew.
     """
 
     number: int
@@ -24,6 +24,16 @@ class Plan:
     members: tuple[Member, ...]
     sizes: Mapping[str, int]
     payload: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        """The generation of ranks that runs under this plan: its own, or the one that it keeps running."""
+        return int(self.payload.get("keep", 0)) or self.number
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """The members that run no ranks."""
+        return tuple(member.name for member in self.members if member.name not in self.slots)
 
     def member(self, name: str) -> Member | None:
         """The launcher ``name``, None if it was not there."""

@@ -88,6 +88,21 @@ class Group(Protocol):
         ...
 
     @property
+    def begun(self) -> bool:
+        """Whether the ranks of the newest plan were started, as far as is known here."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether the newest claim is this launcher's."""
+        ...
+
+    @property
+    def headless_s(self) -> float:
+        """For how long nothing is heard of the last head."""
+        ...
+
+    @property
     def alive(self) -> Mapping[str, Member]:
         """(On the head.) The launchers that are being heard of, itself included."""
         ...
@@ -102,6 +117,11 @@ class Group(Protocol):
         """For how many seconds the run's folder has not answered."""
         ...
 
+    @property
+    def folder_error(self) -> OSError | None:
+        """Why the run's folder cannot be used, None while it answers, or has not answered yet."""
+        ...
+
     def start(self, listener: Listener) -> None:
         """Begin to look for the others. Raises OSError if the port cannot be had."""
         ...
@@ -109,7 +129,8 @@ class Group(Protocol):
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
         """(Head only.) Claim the next generation, with all that are alive as members; ``Listener.prepare`` follows.
 
-        Replaces a proposal that is not claimed yet. Somebody else's claim ends this launcher's time as head.
+        ``payload["keep"]`` is the generation whose ranks run on under this head, 0 if they are started anew. Replaces a
+        proposal that is not claimed yet. Somebody else's claim ends this launcher's time as head.
         """
         ...
 

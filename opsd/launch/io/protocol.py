@@ -1,7 +1,8 @@
 """Messages as frozen dataclasses: their encoding as JSON, and the table of them, are derived from their fields.
 
 A kind is the name of its class in snake case, a message the kind and a value for each field. What a value may be is
-what the type hint of its field says: int, float (finite), str, bool, an enum (by value), ``X | None``,
+what the type hint of its field says: int, float (finite), str, bool, an enum (by value), a literal,
+``X | None``,
 ``tuple[X, ...]``, ``dict[str, X]``, another dataclass, or ``Any`` for JSON that is passed on unread.
 
 Neighbouring versions understand each other as long as whoever adds a field gives it a default and nobody removes one
@@ -51,6 +52,9 @@ class Codec:
         self._by_name = dict(self._by_class.values())
         if len(self._by_name) < len(kinds):
             raise TypeError("two kinds of messages have the same name")
+        for kind in kinds:
+            if any(field.name == KIND for field in fields(kind)):
+                raise TypeError(f"{kind.__name__}.{KIND}: the name is taken")
 
     def encode(self, message: object) -> dict[str, Any]:
         """The message as JSON can carry it. Raises KeyError for one that is of no known kind."""
@@ -94,8 +98,6 @@ class _Shape:
             raise TypeError(f"{cls!r} is not a frozen dataclass")
         self._cls: Callable[..., Any] = cls
         hints = typing.get_type_hints(cls)
-        if KIND in hints:
-            raise TypeError(f"{cls.__name__}.{KIND}: the name is taken")
         self._fields = [(field.name, _required(field), *_pair(hints[field.name])) for field in fields(cls)]
 
     def encode(self, value: Any) -> dict[str, Any]:
@@ -136,6 +138,8 @@ def _pair(hint: Any) -> tuple[Encode, Decode]:
         shape = _Shape(hint)
         return shape.encode, shape.decode
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return _same, partial(_literal, arguments)
     if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
         encode, decode = _pair(next(each for each in arguments if each is not type(None)))
         return partial(_unless_none, encode), partial(_unless_none, decode)
@@ -195,6 +199,12 @@ def _enum(cls: type[Enum], raw: Any) -> Enum:
     raise _Wrong(f"one of {', '.join(str(member.value) for member in cls)}")
 
 
+def _literal(values: tuple[Any, ...], raw: Any) -> Any:
+    if raw not in values:
+        raise _Wrong(f"one of {', '.join(map(str, values))}")
+    return raw
+
+
 def _tuple(decode: Decode, raw: Any) -> tuple[Any, ...]:
     if not isinstance(raw, (list, tuple)):
         raise _Wrong("a list")
@@ -221,6 +231,8 @@ def _shown(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return f"{_shown(next(each for each in arguments if each is not type(None)))}, or null"
+    if origin is typing.Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
     if origin is tuple:
         return f"list of {_shown(arguments[0])}"
     if origin in (dict, Mapping):

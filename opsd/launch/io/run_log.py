@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from opsd.launch.io.events import EventLog
 from opsd.launch.io.messages import say
@@ -16,6 +16,36 @@ from opsd.launch.io.messages import say
 OF_ONE_LAUNCHER = ("generation_started", "finished")
 """Each launcher has its own of these; the head's stand for the run."""
 _LOOK_BACK = 1 << 18
+
+
+class Log(Protocol):
+    """Where the head writes down what happens to the run; ``generation`` is the one that runs."""
+
+    generation: int
+
+    def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
+        """Append an event of the run, which came about ``age_s`` seconds ago."""
+        ...
+
+    def relay(self, record: Mapping[str, Any], age_s: float) -> None:
+        """Append what a node has noted ``age_s`` seconds ago."""
+        ...
+
+
+class OwnLog:
+    """That of a run on one node: its launcher's own events, in which most of what the head says stands already."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self.generation = 0
+
+    def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
+        """See ``Log.emit``."""
+        if event not in (*OF_ONE_LAUNCHER, "hang_detected"):
+            self._events.write(event, time.time() - age_s, fields, relayed=False)
+
+    def relay(self, record: Mapping[str, Any], age_s: float) -> None:
+        """The launcher has written it."""
 
 
 class RunLog:
@@ -30,7 +60,7 @@ class RunLog:
             self._note(record)
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
-        """Append an event of the run, which came about ``age_s`` seconds ago."""
+        """See ``Log.emit``."""
         t = time.time() - age_s
         self._append({"t": t, "event": event, "generation": self.generation, "node": self._node, **fields})
 

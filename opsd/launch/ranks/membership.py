@@ -20,20 +20,6 @@ class Assignment:
     master_port: int
 
 
-class SingleNode:
-    """The membership of a job on one node: always itself, with a fresh port for every generation."""
-
-    def __init__(self, local_size: int, master_addr: str, master_port: int | None) -> None:
-        self._size = local_size
-        self._addr = master_addr
-        self._port = master_port
-
-    def assign(self) -> Assignment:
-        """The place of this node in the next generation. Raises OSError if no port is free."""
-        port = self._port or free_port()
-        return Assignment(0, 1, 0, self._size, self._size, self._addr, port)
-
-
 def free_port(first: int = 20_000, last: int = 30_000) -> int:
     """A TCP port nobody listens on, below the range from which the kernel gives out ports for connections.
 

@@ -1,26 +1,36 @@
-"""A launcher with fellows: tells the head what happens on its node and obeys it, and is the head when elected."""
+"""A launcher's part in the run: tells the head what happens on its node and obeys it, and is the head when it leads.
+
+A run on one node is the same with one launcher, which is the head.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 from opsd import exitcodes
-from opsd.launch.claims.outside import Fence, Job
+from opsd.checkpoints.claims import End
+from opsd.launch.claims.folder import LASTING
+from opsd.launch.claims.messages import Begun
+from opsd.launch.claims.plan import Plan
+from opsd.launch.claims.port import Body, Group
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
-from opsd.launch.io.member import Member, Message
+from opsd.launch.io.loop import Timer
+from opsd.launch.io.member import Member
 from opsd.launch.io.messages import say
-from opsd.launch.quorum.port import Plan, Quorum
-from opsd.launch.ranks.failure import Failure
+from opsd.launch.io.protocol import ProtocolError
+from opsd.launch.ranks.failure import Failure, first_cause
 from opsd.launch.ranks.postmortem import report_exit
-from opsd.launch.run.claims import Claims
-from opsd.launch.run.farewell import Farewell
+from opsd.launch.run import messages
+from opsd.launch.run.farewell import Farewell, Job
 from opsd.launch.run.head import Head
-from opsd.launch.run.isolation import Isolation
 from opsd.launch.run.local_hang import LocalHang
+from opsd.launch.run.messages import CODEC, Stop, Told, Why
+from opsd.launch.run.placement import Shape, place
 from opsd.launch.run.readiness import Readiness
-from opsd.launch.run.reports import BadReport, failed_to_json, failure_to_json
+from opsd.launch.run.reports import to_ages
 from opsd.launch.run.requests import answer
 from opsd.launch.run.run_control import CONTROL, Failed
 from opsd.launch.run.supervisor import Supervisor
@@ -34,50 +44,53 @@ LAST_WORDS_S = 1.0
 """How long a launcher that must not be used stays to say so."""
 UNBEGUN_S = 5.0
 """How long a launcher that is to stop before its run has begun looks for a head to tell."""
+LASTING_S, SILENT_S = 30.0, 1800.0
+"""How long the run's folder may be unusable in a way that does not go away by itself, and in any way."""
+END_S = 20.0
+"""How long the end of the run waits for the folder to take it."""
 
 
 class ClusterRun:
-    """The ``RunControl`` of a launcher with fellows, and the ``Listener`` of their agreement.
+    """The ``RunControl`` of a launcher, and the ``Listener`` of its group.
 
-    ``new_head`` makes the head's part when this launcher is elected. Without a majority within reach the launcher ends
-    after ``join_s`` seconds at the beginning, and after ``isolated_s`` later. ``ready`` says why this node must not
-    take the place of another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are about
-    its own job, not about the run. A run ``waits`` for nodes if it has too few.
+    ``new_head`` makes the head's part when this launcher leads. Without a head within reach the launcher ends after
+    ``join_s`` seconds of ``shape`` at the beginning, and after ``isolated_s`` later. ``ready`` says why this node must
+    not take the place of another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are
+    about its own job, not about the run.
     """
 
     def __init__(
         self,
         node: Supervisor,
-        quorum: Quorum,
+        group: Group,
+        shape: Shape,
         *,
-        new_head: Callable[[Callable[[tuple[str, ...], tuple[str, ...]], None]], Head],
-        fence: Fence,
+        new_head: Callable[[Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]], Head],
         job: Job,
         ready: Callable[[], str],
         guest: bool = False,
-        waits: bool = False,
-        join_s: float = 600.0,
+        port: int | None = None,
         isolated_s: float = 60.0,
     ) -> None:
         self._node = node
-        self._quorum = quorum
+        self._group = group
+        self._shape = shape
         self._new_head = new_head
-        self._claims = Claims(node.loop, fence, lambda: self._head, self._leave)
         self._guest = guest
-        self._waits = waits
-        self._farewell = Farewell(node, quorum, job)
+        self._farewell = Farewell(node, group, job)
         self._hang = LocalHang(node)
-        self._readiness = Readiness(node.loop, quorum, ready, self._not_ready if guest else lambda why: None)
-        self._teller = Teller(node, quorum)
-        self._isolation = Isolation(node, quorum, self._claims, self._leave, isolated_s)
+        self._readiness = Readiness(node.loop, group, ready, self._not_ready if guest else lambda why: None)
+        self._teller = Teller(node, group)
         self._turnover = Turnover(
-            node, quorum, self._claims, self._readiness, self._teller,
-            head=lambda: self._head, placed=self._make_way, leave=self._leave,
-        )  # fmt: skip
-        self._join_s = join_s
+            node, group, self._readiness, self._teller, port=port, placed=self._make_way, leave=self._leave
+        )
+        self._isolated_s = isolated_s
+        self._alone: Timer | None = None
+        self._alone_since = 0.0
         self._head: Head | None = None
         self._finished = False
-        self._told_to_stop = ""
+        self._stop: Stop | None = None
+        self._wanted: Stop | None = None
         self._called_back = ""
 
     # -- the launcher's side -------------------------------------------------------------------------------------
@@ -86,9 +99,9 @@ class ClusterRun:
         """Look for the others."""
         self._node.events.relay = self._teller.relay
         try:
-            self._quorum.start(self)
+            self._group.start(self)
         except OSError as error:
-            own = self._quorum.own
+            own = self._group.own
             why = error.strerror or str(error)
             self._node.finish(
                 exitcodes.FAILED, f"cannot listen at {own.address}:{own.port}: {why}; choose with --port and --nodes"
@@ -96,32 +109,53 @@ class ClusterRun:
             return
         self._node.loop.every(PROGRESS_S, self._tell_progress)
         self._node.loop.every(READINESS_S, self._tell_readiness)
-        self._claims.watch()
-        self._node.loop.later(self._join_s, self._nobody_came)
+        self._node.loop.every(PROGRESS_S / 4, self._watch_folder)
+        self._node.loop.later(self._shape.join_s, self._nobody_came)
 
     def _nobody_came(self) -> None:
-        if self._turnover.plan is None and self._quorum.head is None:
-            self._leave(exitcodes.FAILED, f"no majority of the launchers has come within {self._join_s:g} s")
+        if self._turnover.plan is None and self._group.head is None:
+            limit = f"{self._shape.join_s:g} s"
+            self._leave(exitcodes.FAILED, f"fewer launchers than the run needs have come within {limit}")
+
+    def _watch_folder(self) -> None:
+        """A folder that pauses costs time, one that can never be used again ends the run here."""
+        error, silent_s = self._group.folder_error, self._group.folder_silent_s
+        lasting = error is not None and error.errno in LASTING
+        unbegun = self._turnover.plan is None and not self._turnover.between
+        limit_s = 0.0 if lasting and unbegun else LASTING_S if lasting else SILENT_S
+        if silent_s > limit_s and not self._finished:
+            why = (error.strerror or str(error)) if error is not None else f"no answer for {SILENT_S:g} s"
+            self._finish(exitcodes.FAILED, f"the run's folder cannot be used: {why}")
 
     def cannot_start(self, reason: str) -> None:
         """Report it as the failure of this node's first rank."""
-        failure = Failure(self._turnover.first_rank, reason, "environment", time.time())
-        self._node.end(lambda: self._teller.tell("failed", failures=[failure_to_json(failure, time.time())]))
+        failure = Failure(self._turnover.first_rank, reason, "environment", 0.0)
+        failed = messages.Failed(self._teller.generation, (messages.FailedRank(failure),))
+        self._node.end(lambda: self._teller.tell(failed))
 
     def failed(self, found: Sequence[Failed]) -> None:
         """Let the head judge."""
-        for failure, rank in found:
-            report_exit(self._node.events, rank, failure, culprit=failure.kind != "communication")
-        self._teller.tell("failed", failures=failed_to_json(found, time.time()))
+        cause = first_cause([failure for failure, _ in found])
+        for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
+            named = failure is cause and (failure.kind != "communication" or len(self._group.roster) == 1)
+            report_exit(self._node.events, rank, failure, culprit=named)
+        self._teller.tell_progress()
+        self._teller.tell(messages.Failed(self._teller.generation, to_ages(found, time.time())))
 
     def hung(self, hang: Hang) -> None:
         """Let the head look whether a rank of another node is behind it."""
         if self._hang.seen(hang):
-            self._teller.tell("hung")
+            self._teller.tell(messages.Hung(self._teller.generation))
 
     def ended(self) -> None:
         """This node is done; the others may not be."""
-        self._teller.tell("ended", told=self._node.stopping)
+        self._teller.tell_progress()
+        self._teller.tell(messages.Ended(self._teller.generation, self._told))
+
+    @property
+    def _told(self) -> Stop | None:
+        """What the ranks here were told to stop for, if they were."""
+        return self._stop if self._node.stopping else None
 
     def asked_to_stop(self, by: str) -> None:
         """Stop here at once, and have all others do so: the signal may have reached this node only."""
@@ -132,13 +166,18 @@ class ClusterRun:
             self._called_back = by
             self._make_way()
             return
-        if self._told_to_stop or not self._node.stopping:
-            self._node.stop(by)
-        self._told_to_stop = self._told_to_stop or by
-        self._teller.tell_stop(by)
+        stop = Stop(Why.REQUEST) if by == CONTROL else Stop(Why.SIGNAL, by)
+        if self._wanted or not self._node.stopping:
+            self._stop_ranks(stop)
+        self._wanted = self._wanted or stop
+        self._teller.tell(messages.StopWanted(stop))
         if not self._node.generation.running:
             limit = self._node.settings.stop_timeout_s if self._turnover.plan is not None else UNBEGUN_S
             self._node.loop.later(limit, lambda: self._leave(exitcodes.REQUEUE, f"stopped after {by}"))
+
+    def _stop_ranks(self, stop: Stop) -> None:
+        self._stop = stop
+        self._node.stop(str(stop))
 
     def _make_way(self) -> None:
         """If the node of this guest is wanted back: go, once another has taken its place at a step boundary."""
@@ -146,13 +185,14 @@ class ClusterRun:
             return
         why = f"its own job ends ({self._called_back})"
         if self._turnover.at_work:
-            self._teller.tell("leaving", reason=why)
+            self._teller.tell(messages.Leaving(self._teller.generation, why))
         else:
-            self._node.end(lambda: self._leave(exitcodes.INTERRUPTED, f"{self._quorum.own.name} goes: {why}"))
+            self._node.end(lambda: self._leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
 
     def stop_too_slow(self, reason: str) -> None:
         """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint."""
-        self._node.end(lambda: self._teller.tell("late", reason=reason, told=self._node.stopping))
+        late = messages.Late(self._teller.generation, reason, self._told)
+        self._node.end(lambda: self._teller.tell(late))
 
     def interrupted(self) -> None:
         """End this launcher; the others go on without it, or end by their own SIGINT."""
@@ -160,50 +200,93 @@ class ClusterRun:
 
     def request(self, request: Request) -> Request:
         """Answer ``status``, ``restart`` and ``swap``."""
-        turnover = self._turnover
-        return answer(request, turnover.plan, self._quorum.head, turnover.between, self._teller.tell, waits=self._waits)
+        between = self._turnover.between or self._node.ending or bool(self._node.stopping)
+        return answer(
+            request, self._group, between=between, generation=self._teller.generation, tell=self._teller.tell,
+            waits=self._shape.wait_s > 0,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Say goodbye."""
-        self._quorum.leave()
+        self._group.leave()
 
-    # -- the agreement's side ------------------------------------------------------------------------------------
+    # -- the group's side ----------------------------------------------------------------------------------------
+
+    def enough(self, near: Collection[str]) -> bool:
+        """Whether a generation could be formed of the nodes ``near``."""
+        plan = self._group.plan
+        slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
+        return place(self._shape, slots, near, unfit) is not None
 
     def head_changed(self, head: str | None) -> None:
         """Become the head, or tell the new one what it has to know."""
         if self._finished:
             return
-        mine = head == self._quorum.own.name
-        if self._head is not None and not mine:
+        if self._head is not None:
             self._head.retire()
             self._head = None
-        if mine and self._head is None:
-            self._head = self._new_head(self._farewell.over)
-            self._head.take_over(self._quorum.plan, self._turnover.answers)
         if head is None:
+            self._begin_to_wait()
             return
-        gone_s = self._isolation.end()
-        if self._told_to_stop:
-            self._teller.tell_stop(self._told_to_stop)
+        gone_s = self._end_waiting()
+        if head == self._group.own.name:
+            self._head = self._new_head(self._over)
+            self._head.take_over()
+        if self._wanted:
+            self._teller.tell(messages.StopWanted(self._wanted))
         if self._turnover.plan is not None:
-            self._tell_progress()
-            if not self._node.generation.running and self._turnover.at_work:
-                self._teller.tell("ended" if self._node.done else "waiting", told=self._node.stopping, gone_s=gone_s)
+            self._tell_state(gone_s)
             self._make_way()
+
+    def _tell_state(self, gone_s: float) -> None:
+        self._teller.tell_progress()
+        if self._node.generation.running or not self._turnover.at_work or self._turnover.between:
+            return
+        if self._node.done:
+            self._teller.tell(messages.Ended(self._teller.generation, self._told))
+        else:
+            self._teller.tell(messages.Waiting(self._teller.generation, gone_s))
+
+    def _begin_to_wait(self) -> None:
+        if self._turnover.plan is not None and self._alone is None:
+            self._alone_since = time.monotonic()
+            self._alone = self._node.loop.later(self._isolated_s, self._give_up)
+
+    def _end_waiting(self) -> float:
+        """There is a head again; for how many seconds the ranks here were gone for want of one."""
+        if self._alone is None:
+            return 0.0
+        self._alone.cancel()
+        self._alone = None
+        return time.monotonic() - self._alone_since
+
+    def _give_up(self) -> None:
+        """Leave, unless it is the folder that pauses: nobody can lead then, and everybody waits."""
+        if self._group.folder_silent_s > self._isolated_s / 2:
+            self._alone = self._node.loop.later(self._isolated_s, self._give_up)
+        else:
+            why = f"no head of the run within reach for {self._isolated_s:g} s"
+            self._node.end(lambda: self._leave(exitcodes.REQUEUE, why))
 
     def _tell_progress(self) -> None:
         plan = self._turnover.plan
-        if plan is not None and plan.slots[0] == self._quorum.own.name:
-            self._teller.tell("progress")
+        if plan is not None and plan.slots[:1] == (self._group.own.name,):
+            self._teller.tell_progress()
 
     def prepare(self, plan: Plan) -> None:
         """Leave the generation before."""
         if not self._finished:
             self._turnover.prepare(plan)
 
-    def begin(self, plan: Plan, answers: Mapping[str, Message]) -> None:
+    def begin(self, plan: Plan, begun: Begun | None) -> None:
         """Take the place that ``plan`` gives this node."""
-        self._turnover.begin(plan, answers)
+        if self._finished:
+            return
+        if self._head is not None and begun is not None:
+            self._head.began(plan, begun)
+        if not plan.payload["keep"]:
+            self._stop = None
+        self._turnover.begin(plan, begun)
 
     def _tell_readiness(self) -> None:
         if self._turnover.plan is not None and not self._turnover.at_work:
@@ -213,19 +296,16 @@ class ClusterRun:
         """Give the node back to the pool, once the head has heard why."""
         self._node.loop.later(LAST_WORDS_S, lambda: self._leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
 
-    def isolated(self) -> None:
+    def cut_off(self) -> None:
         """Run no ranks that others may have replaced."""
-        if self._turnover.plan is None or self._finished:
-            return
-        self._turnover.abandon()
-        self._isolation.begin()
+        if self._turnover.plan is not None and not self._finished:
+            say("neither a head of the run nor its folder is within reach; ending the ranks here")
+            self._node.end(lambda: self._node.set_state("waiting"))
 
-    def tied(self, absent: tuple[str, ...]) -> None:
-        """Only one half may go on."""
-        if self._turnover.plan is None or self._finished:
-            self._quorum.decide_tie(False)
-        else:
-            self._isolation.break_tie(self._turnover.plan, absent)
+    def overtaken(self) -> None:
+        """Another copy of the run has begun: what the ranks here did from now on could not be saved."""
+        folder = self._node.folders.folder
+        self._finish(exitcodes.FENCED, f"another copy of this run has begun in {folder}; this one stops")
 
     def joined(self, member: Member) -> None:
         """Let the head know."""
@@ -237,36 +317,47 @@ class ClusterRun:
         if self._head is not None:
             self._head.lost(name, silent_s)
 
-    def received(self, sender: str, message: Message) -> None:
+    def received(self, sender: str, body: Body) -> None:
         """Obey the head; as the head, decide."""
         try:
-            if not self._obey(message) and self._head is not None:
-                self._head.received(sender, message)
-        except (BadReport, KeyError, TypeError, ValueError) as error:
-            say(f"a message of {sender} is ignored: {error!r}")
-
-    def _obey(self, message: Message) -> bool:
-        kind = message.get("kind")
-        if kind == "order_stop":
-            if not self._node.stopping:
-                self._node.stop(str(message["by"]))
-        elif kind == "finish":
-            self._finish(int(message["code"]), str(message["reason"]))
-        elif kind == "standings?":
-            if message["generation"] == self._node.generation.number and self._node.generation.running:
-                self._teller.tell("standings", **self._hang.report())
-        elif kind == "hang":
-            self._hang.judged(message["fields"], int(message["score"]))
-        else:
-            return False
-        return True
+            message = CODEC.decode(body)
+        except ProtocolError as error:
+            say(f"{sender} sends {error}; it is ignored")
+            return
+        match message:
+            case messages.StopOrdered(stop):
+                if not self._node.stopping:
+                    self._stop_ranks(stop)
+            case messages.StandingsWanted(generation):
+                if generation == self._node.generation.number and self._node.generation.running:
+                    self._teller.tell(self._hang.report())
+            case messages.HangFound():
+                self._hang.judged(message)
+            case _ if self._head is not None:
+                self._head.received(sender, cast(Told, message))
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def _over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        """This launcher, as the head, ends the run."""
+        self._farewell.over(lost, unfit)
+        self._node.loop.later(END_S, lambda: self._end_unclaimed(code, reason))
+
+    def _end_unclaimed(self, code: int, reason: str) -> None:
+        if self._group.holds and not self._finished:
+            say(f"the run's folder does not take the end of the run within {END_S:g} s; ending without")
+            self._finish(code, reason)
+
+    def over(self, end: End) -> None:
+        """The run has ended."""
+        self._finish(end.code, end.reason)
 
     def _finish(self, code: int, reason: str) -> None:
         if self._finished:
             return
         self._finished = True
+        if self._head is not None:
+            self._head.retire()
         self._node.end(lambda: self._leave(code, reason), gently=code == exitcodes.OK)
 
     def _leave(self, code: int, reason: str) -> None:

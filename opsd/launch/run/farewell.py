@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
-from opsd.launch.claims.outside import Job
+from opsd.launch.claims.port import Group
 from opsd.launch.io.aside import aside
-from opsd.launch.quorum.port import Quorum
 from opsd.launch.run.supervisor import Supervisor
 
 FAREWELL_S = 1.0
 """How long the head stays for the others after the end."""
 
 
+class Job(Protocol):
+    """The job that the run is part of, as far as its end goes. May block; is called in a thread."""
+
+    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        """The run has ended with the exit code ``code``, without the nodes ``lost``; ``unfit`` ones are to be avoided.
+
+        May not return, because it ends the job.
+        """
+        ...
+
+
 class Farewell:
     """The end of this launcher."""
 
-    def __init__(self, node: Supervisor, quorum: Quorum, job: Job) -> None:
+    def __init__(self, node: Supervisor, group: Group, job: Job) -> None:
         self._node = node
-        self._quorum = quorum
+        self._group = group
         self._job = job
         self._bad: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self._last_word: tuple[int, str] | None = None
@@ -36,7 +47,7 @@ class Farewell:
             self._wait_for_others(time.monotonic() + FAREWELL_S)
 
     def _wait_for_others(self, limit: float) -> None:
-        if len(self._quorum.alive) <= 1 or time.monotonic() > limit:
+        if len(self._group.alive) <= 1 or time.monotonic() > limit:
             self._tell_job()
         else:
             self._node.loop.later(0.05, lambda: self._wait_for_others(limit))

@@ -80,14 +80,19 @@ def find_fellows(
     return Fellows(members[own_name], tuple(members.values()), guest)
 
 
-def start_of(run: str, environ: Mapping[str, str]) -> str:
-    """What the launchers of one start of ``run`` have in common.
+def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: str) -> str:
+    """What the launchers of one start of ``run`` have in common, and no other copy of it.
 
     Slurm may start the job again while a node that was cut off still runs a launcher of the start before. That one must
-    not join once it is back: it may be the next to be told to stop.
+    not join once it is back: it may be the next to be told to stop. A launcher that has no fellows is a start of its
+    own, and so is a group outside Slurm that begins with another launcher.
     """
     job = environ.get("SLURM_JOB_ID", "")
-    return f"{run}, job {job}.{environ.get('SLURM_RESTART_COUNT', '0')}" if job else run
+    name = f"{run}, job {job}.{environ.get('SLURM_RESTART_COUNT') or '0'}" if job else run
+    first = fellows.members[0]
+    if len(fellows.members) == 1:
+        return f"{name}, {launcher}"
+    return name if job else f"{name}, {first.name} at {first.address}:{first.port}"
 
 
 def _pairs(given: str) -> dict[str, str]:

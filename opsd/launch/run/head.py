@@ -12,42 +12,49 @@ from dataclasses import replace
 from typing import Any
 
 from opsd import exitcodes
+from opsd.launch.claims.messages import Begun
+from opsd.launch.claims.plan import Plan
+from opsd.launch.claims.port import Group
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.hangs.hang_watch import hang_fields
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member, Message
+from opsd.launch.io.member import Member
 from opsd.launch.io.messages import say
-from opsd.launch.io.run_log import RunLog
-from opsd.launch.quorum.port import Plan, Quorum
+from opsd.launch.io.run_log import Log
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.ranks.postmortem import PROGRAM_NOT_FOUND, explain
+from opsd.launch.run import messages
 from opsd.launch.run.formation import Formation
 from opsd.launch.run.inquest import HangInquiry, Inquest
-from opsd.launch.run.placement import Shape, generation_of
-from opsd.launch.run.reports import BadReport, Report, failed_from_json, standings_from_json
+from opsd.launch.run.messages import CODEC, Stop, Told
+from opsd.launch.run.placement import Shape
+from opsd.launch.run.reports import Report, reports, standings
 from opsd.launch.run.roster import Roster
 from opsd.launch.run.stops import Stops
 
 
 class Head:
-    """Makes the plans. ``over`` is called with lost and with unfit nodes before the launchers are told to end."""
+    """Makes the plans.
+
+    ``over`` is called with the code and the reason, lost and unfit nodes before the end of the run is claimed.
+    """
 
     def __init__(
         self,
         shape: Shape,
-        quorum: Quorum,
+        group: Group,
         loop: Loop,
         policy: RestartPolicy,
-        log: RunLog,
-        over: Callable[[tuple[str, ...], tuple[str, ...]], None],
+        log: Log,
+        over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None],
     ) -> None:
-        self._quorum = quorum
+        self._group = group
         self._policy = policy
         self._log = log
         self._over = over
-        self._formation = Formation(shape, quorum, loop, self)
+        self._formation = Formation(shape, group, loop, self)
         self._roster = Roster(log, lambda: self._formation.spares)
-        self._stops = Stops(self._formation, quorum, self._roster, log, self)
+        self._stops = Stops(self._formation, group, self._roster, log, self)
         self._inquest = Inquest(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_standings, self._hung)
         self._first_rank: dict[str, int] = {}
@@ -57,16 +64,32 @@ class Head:
         self._finished = False
         self._noticed = time.monotonic()
 
-    def take_over(self, plan: Plan | None, answers: Mapping[str, Message]) -> None:
-        """This launcher is head from now on; ``plan`` is the newest valid one, with what its members answered."""
+    def take_over(self) -> None:
+        """This launcher is head from now on. What the head before it has left goes on if all of its nodes are there."""
+        plan, group = self._group.plan, self._group
         if plan is None:
-            self._formation.form()
+            self._formation.renew()
             return
-        self._policy.recall(plan.payload["policy"])
-        self._restarts = int(plan.payload["restarts"])
-        self._roster.recall(plan.payload)
+        self._recall(plan)
+        lost = [member.name for member in plan.members if member.name not in group.alive]
+        for name in lost:
+            self._note_lost(name, group.headless_s)
+        gone = next((name for name in plan.slots if name in lost), None)
+        if gone is not None:
+            self._recover_from_loss(gone, group.headless_s)
+        elif not plan.slots or not (group.begun or group.holds):
+            self._formation.renew()
+        elif not group.holds:
+            self._formation.keep(plan)
+
+    def _recall(self, plan: Plan) -> None:
+        memory = plan.payload
+        if "policy" in memory:
+            self._policy.recall(memory["policy"])
+            self._restarts = int(memory["restarts"])
+            self._roster.recall(memory)
         self._formation.take_over(plan)
-        self._know(plan, answers)
+        self._know(plan)
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
@@ -77,39 +100,37 @@ class Head:
             self.renew()
         elif self._formation.plan is not None:
             self._log.emit("launcher_joined", joined=member.name)
-            self._formation.keep_soon()
 
     def lost(self, name: str, silent_s: float) -> None:
         """A launcher is gone, and with it, as far as anybody can tell, its node."""
         if self._finished:
             return
-        self._roster.gone.add(name)
-        at_work = name in self._formation.slots
-        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=at_work)
-        say(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
+        self._note_lost(name, silent_s)
         if self._formation.changing:
             self.renew()
-        elif not at_work:
-            self._formation.keep_soon()
-        elif not self._formation.waiting:
-            rank = self._first_rank.get(name, 0)
-            cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
-            self._noticed = time.monotonic() - silent_s
-            self._recover(Report(name, cause, "not within reach", ""))
+        elif name in self._formation.slots and not self._formation.waiting:
+            self._recover_from_loss(name, silent_s)
 
-    def claim_refused(self) -> None:
-        """The number of the proposal is taken: propose the same with another."""
-        self.renew()
+    def _note_lost(self, name: str, silent_s: float) -> None:
+        self._roster.gone.add(name)
+        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=name in self._formation.slots)
+        say(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
 
-    def overtaken(self) -> None:
-        """Another copy of the run has begun: what the ranks here did from now on could not be saved."""
-        if not self._finished:
-            self.end(exitcodes.FENCED, "another copy of this run has begun in its folder; this one stops")
+    def _recover_from_loss(self, name: str, silent_s: float) -> None:
+        rank = self._first_rank.get(name, 0)
+        cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
+        self._noticed = time.monotonic() - silent_s
+        self._recover(Report(name, cause, "not within reach", ""))
 
     @property
     def unfit(self) -> set[str]:
         """The nodes that are to run no ranks."""
         return self._roster.unfit
+
+    @property
+    def flaps(self) -> Mapping[str, int]:
+        """How often nodes have been lost and have come back."""
+        return self._roster.flaps
 
     def payload(self, keep: int) -> dict[str, Any]:
         """What the plan tells a successor, and the launchers of what was before."""
@@ -123,72 +144,73 @@ class Head:
         }
 
     def too_few(self, reason: str) -> None:
-        """Give up here: before the first generation for good, later for Slurm to find other nodes."""
-        self.end(exitcodes.FAILED if self._formation.plan is None else exitcodes.REQUEUE, reason)
+        """Give up here, for Slurm to find other nodes."""
+        self.end(exitcodes.REQUEUE, reason)
 
-    def began(self, plan: Plan, answers: Mapping[str, Message]) -> None:
-        """``plan`` is valid; ``answers`` say how many ranks each node has and how far the run is."""
+    def began(self, plan: Plan, begun: Begun) -> None:
+        """All nodes of ``plan`` are ready, and its ranks are started, or run on."""
         before = self._formation.slots
         self._formation.begun(plan)
-        self._know(plan, answers)
+        self._know(plan)
+        self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
             return
         for name in plan.slots:
             if before and name not in before:
                 self._log.emit("spare_joined", joined=name, place=plan.slots.index(name))
-        size = sum(int(answers[name]["local_size"]) for name in plan.slots)
+        size = sum(plan.sizes[name] for name in plan.slots)
         self._log.emit("generation_started", world_size=size, nodes=list(plan.slots), spares=list(plan.spares))
 
-    def _know(self, plan: Plan, answers: Mapping[str, Message]) -> None:
-        self._log.generation = generation_of(plan)
-        sizes = [int(answers[name]["local_size"]) for name in plan.slots]
+    def _know(self, plan: Plan) -> None:
+        self._log.generation = plan.generation
+        sizes = [plan.sizes[name] for name in plan.slots]
         self._first_rank = {name: sum(sizes[:place]) for place, name in enumerate(plan.slots)}
-        for answer in answers.values():
-            self._note_progress(answer)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def received(self, sender: str, message: Message) -> None:
+    def received(self, sender: str, message: Told) -> None:
         """Something has happened on a node, or somebody there wants something."""
-        kind, plan = message.get("kind"), self._formation.plan
-        self._note_progress(message)
-        if kind == "event":
-            self._log.relay(message["record"], float(message["age_s"]))
-        elif self._finished or kind == "progress":
-            return
-        elif kind == "stop":
-            self._stops.stop(str(message["by"]))
-        elif kind == "readiness":
-            self._note_readiness(sender, str(message["why"]))
-        elif plan is None or self._formation.changing or message.get("generation") != generation_of(plan):
-            return
-        elif kind == "failed":
-            self._inquest.add(failed_from_json(sender, message["failures"], time.time()))
-        elif kind == "hung":
-            if not self._inquest.open:
-                self._hangs.begin(self._stops.at_work)
-        elif kind == "standings":
-            ranks = standings_from_json(message["ranks"], time.monotonic())
-            self._hangs.add(sender, ranks, None if message["stacks"] is None else str(message["stacks"]))
-        elif kind == "ended":
-            self._stops.ended(sender, str(message["told"]))
-        elif kind == "waiting":
-            gone_s = float(message["gone_s"])
-            say(f"the ranks of {sender} no longer run; restarting all ranks")
-            self._log.emit("ranks_gone", gone_s, gone=sender, gone_s=round(gone_s, 3))
-            self.restart_all()
-        elif kind == "late":
-            self._stops.too_slow(str(message["told"]), str(message["reason"]))
-        elif kind == "restart":
-            self._stops.restart(str(message["reason"]))
-        elif kind == "swap":
-            self._stops.swap(str(message["node"]), str(message["reason"]))
-        elif kind == "leaving":
-            self._stops.let_go(sender, str(message["reason"]))
-        elif kind == "spare_wanted":
-            self._log.emit("spare_wanted", swap=str(message["node"]), reason=str(message["reason"]))
-        else:
-            raise BadReport(f"{kind!r} is not a message that this version knows")
+        plan = self._formation.plan
+        match message:
+            case messages.Event(record, age_s):
+                self._log.relay(record, age_s)
+            case messages.Progress(_, furthest, committed):
+                self._note_progress(furthest, committed)
+            case _ if self._finished:
+                pass
+            case messages.StopWanted(stop):
+                self._stops.stop(stop)
+            case messages.Readiness(why):
+                self._note_readiness(sender, why)
+            case _ if plan is not None and not self._formation.changing and message.generation == plan.generation:
+                self._note(sender, message)
+
+    def _note(self, sender: str, message: Told) -> None:
+        """The same, of the generation that runs."""
+        match message:
+            case messages.Failed(_, failures):
+                self._inquest.add(reports(sender, failures, time.time()), alone=len(self._formation.slots) == 1)
+            case messages.Hung():
+                if not self._inquest.open:
+                    self._hangs.begin(self._stops.at_work)
+            case messages.Standings(_, ranks, stacks):
+                self._hangs.add(sender, list(standings(ranks, time.monotonic())), stacks)
+            case messages.Ended(_, told):
+                self._stops.ended(sender, told)
+            case messages.Waiting(_, gone_s):
+                say(f"the ranks of {sender} no longer run; restarting all ranks")
+                self._log.emit("ranks_gone", gone_s, gone=sender, gone_s=round(gone_s, 3))
+                self.restart_all()
+            case messages.Late(_, reason, told):
+                self._stops.too_slow(told, reason)
+            case messages.RestartWanted(_, reason):
+                self._stops.restart(reason)
+            case messages.SwapWanted(_, node, reason):
+                self._stops.swap(node, reason)
+            case messages.Leaving(_, reason):
+                self._stops.let_go(sender, reason)
+            case messages.SpareWanted(_, node, reason):
+                self._log.emit("spare_wanted", swap=node, reason=reason)
 
     def _note_readiness(self, node: str, why: str) -> None:
         changed = self._roster.note_readiness(node, why)
@@ -200,9 +222,9 @@ class Head:
         self._roster.keep(self._formation.slots)
         self._formation.renew()
 
-    def _note_progress(self, message: Mapping[str, Any]) -> None:
-        self._furthest = later(self._furthest, message.get("furthest"))
-        self._committed = later(self._committed, message.get("committed"))
+    def _note_progress(self, furthest: int | None, committed: int | None) -> None:
+        self._furthest = later(self._furthest, furthest)
+        self._committed = later(self._committed, committed)
 
     # -- failures ------------------------------------------------------------------------------------------------
 
@@ -211,7 +233,8 @@ class Head:
         cause = report.failure
         self._noticed = self._inquest.noticed
         if cause.error is not None and cause.error.type == PROGRAM_NOT_FOUND:
-            self.end(exitcodes.NOT_FOUND, f"{cause.error.message} (on {report.node})")
+            where = f" (on {report.node})" if len(self._formation.slots) > 1 else ""
+            self.end(exitcodes.NOT_FOUND, f"{cause.error.message}{where}")
         else:
             self._recover(report)
 
@@ -233,14 +256,14 @@ class Head:
         self.renew()
 
     def _ask_standings(self) -> None:
-        self._quorum.tell_all({"kind": "standings?", "generation": self._log.generation})
+        self._group.tell_all(CODEC.encode(messages.StandingsWanted(self._log.generation)))
 
     def _hung(self, hang: Hang, stacks: Mapping[str, str | None]) -> None:
         rank = hang.rank if hang.rank is not None else 0
         node = max((first, name) for name, first in self._first_rank.items() if first <= rank)[1]
         fields = hang_fields(replace(hang, stacks=stacks.get(node)))
         self._log.emit("hang_detected", **fields, culprit_node=None if hang.rank is None else node)
-        self._quorum.tell_all({"kind": "hang", "fields": fields, "score": hang.score})
+        self._group.tell_all(CODEC.encode(messages.HangFound(fields, hang.score)))
         cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
         self._noticed = time.monotonic()
         self._recover(Report(node, cause, "not within reach", ""), named=hang.rank is not None)
@@ -257,10 +280,10 @@ class Head:
         self._restarts += 1
         self.renew()
 
-    def stopped(self, by: str) -> None:
-        """The ranks have ended in order, as ``by`` wanted: the job goes back into the queue."""
-        self._log.emit("requeued", signal=by, step=self._furthest)
-        self.end(exitcodes.REQUEUE, f"stopped in good order after {by}")
+    def stopped(self, stop: Stop) -> None:
+        """The ranks have ended in order, as they were told to: the job goes back into the queue."""
+        self._log.emit("requeued", signal=str(stop), step=self._furthest)
+        self.end(exitcodes.REQUEUE, f"stopped in good order after {stop}")
 
     def replaced(self) -> None:
         """Forget what was known of the generation that ends."""
@@ -271,12 +294,14 @@ class Head:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self, code: int, reason: str) -> None:
-        """Have all launchers exit with ``code``."""
+        """Claim the end of the run: all launchers exit with ``code``."""
+        if self._finished:
+            return
         self._finished = True
         self.retire()
         self._log.emit("finished", exit_code=code, reason=reason)
-        self._over(tuple(sorted(self._roster.gone)), tuple(sorted(self._roster.retired)))
-        self._quorum.tell_all({"kind": "finish", "code": code, "reason": reason})
+        self._over(code, reason, tuple(sorted(self._roster.gone)), tuple(sorted(self._roster.retired)))
+        self._group.end(code, reason)
 
     def retire(self) -> None:
         """Decide nothing more: another launcher is head now, or the run is over."""
@@ -284,8 +309,6 @@ class Head:
         self._formation.close()
 
 
-def later(known: int | None, step: object) -> int | None:
+def later(known: int | None, step: int | None) -> int | None:
     """The higher of a step that is known and one that is reported, if it is one."""
-    if not isinstance(step, int):
-        return known
-    return step if known is None else max(known, step)
+    return step if known is None else known if step is None else max(known, step)

@@ -38,9 +38,13 @@ class Inquest:
         """True while reports are being gathered."""
         return self._timer is not None
 
-    def add(self, reports: Iterable[Report]) -> None:
-        """Take in the failures of a node."""
+    def add(self, reports: Iterable[Report], *, alone: bool) -> None:
+        """Take in the failures of a node; if it is the only one at work it knows the first cause."""
         self._reports += reports
+        if alone:
+            self.noticed = time.monotonic()
+            self._settle()
+            return
         clear = any(report.failure.kind != "communication" for report in self._reports)
         if self._timer is None:
             self.noticed = time.monotonic()

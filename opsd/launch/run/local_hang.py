@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from opsd.launch.hangs.hang import Hang, Standing
-from opsd.launch.run.reports import standings_to_json
+from opsd.launch.run.messages import HangFound, Standings
+from opsd.launch.run.reports import standings
 from opsd.launch.run.supervisor import Supervisor
 
 AGAIN_S = 1.0
@@ -34,13 +33,13 @@ class LocalHang:
         self._last, self._generation, self._stacks = hang, self._node.generation.number, hang.stacks
         return True
 
-    def report(self) -> dict[str, Any]:
-        """Where the ranks stand, and the file with their stacks, as JSON; the head may ask before a hang was seen."""
+    def report(self) -> Standings:
+        """Where the ranks stand, and the file with their stacks; the head may ask before a hang was seen."""
         if self._generation != self._node.generation.number:
             self._last, self._generation, self._stacks = None, self._node.generation.number, None
         if self._stacks is None:
             self._stacks = self._node.write_stacks()
-        return {"ranks": standings_to_json(self._standings(), time.monotonic()), "stacks": self._stacks}
+        return Standings(self._generation, standings(self._standings(), time.monotonic()), self._stacks)
 
     def _standings(self) -> list[Standing]:
         """Where the ranks stand now, with what the stacks have said of those that have not moved since."""
@@ -52,9 +51,10 @@ class LocalHang:
             for rank in self._node.standings()
         ]
 
-    def judged(self, fields: Mapping[str, Any], score: int) -> None:
+    def judged(self, found: HangFound) -> None:
         """The head restarts the run for it: note the event where the agent of this node looks, if it is its to note."""
-        self._node.accept_hang(str(fields["phase"]), score)
+        fields = found.fields
+        self._node.accept_hang(str(fields["phase"]), found.score)
         ranks = [rank.rank for rank in self._node.generation.ranks]
         if fields["rank"] is None or fields["rank"] in ranks:
             self._node.events.write("hang_detected", None, {**fields, "stacks": self._stacks}, relayed=False)

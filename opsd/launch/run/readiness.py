@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from opsd.launch.claims.port import Group
 from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.messages import say
-from opsd.launch.quorum.port import Quorum
+from opsd.launch.run import messages
+from opsd.launch.run.messages import CODEC
 
 
 class Readiness:
@@ -18,9 +20,9 @@ class Readiness:
     which nothing was ever known is not used.
     """
 
-    def __init__(self, loop: Loop, quorum: Quorum, ask: Callable[[], str], refused: Callable[[str], None]) -> None:
+    def __init__(self, loop: Loop, group: Group, ask: Callable[[], str], refused: Callable[[str], None]) -> None:
         self._loop = loop
-        self._quorum = quorum
+        self._group = group
         self._ask = ask
         self._refused = refused
         self._asking = False
@@ -61,7 +63,7 @@ class Readiness:
             then()
 
     def _tell_head(self, why: str) -> None:
-        self._quorum.tell_head({"kind": "readiness", "why": why})
+        self._group.tell_head(CODEC.encode(messages.Readiness(why)))
 
 
 def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from opsd.launch.io.run_log import RunLog
+from opsd.launch.io.run_log import Log
 from opsd.launch.ranks.failure import Failure
 from opsd.launch.run.blame import Blame
 
@@ -13,8 +14,10 @@ from opsd.launch.run.blame import Blame
 class Roster:
     """What the head knows about nodes. ``spares`` gives those that could take a place."""
 
-    def __init__(self, log: RunLog, spares: Callable[[], Collection[str]]) -> None:
+    def __init__(self, log: Log, spares: Callable[[], Collection[str]]) -> None:
         self.gone: set[str] = set()
+        self.flaps: Counter[str] = Counter()
+        """How often nodes have been lost and have come back."""
         self._log = log
         self._spares = spares
         self._blame = Blame()
@@ -32,15 +35,18 @@ class Roster:
 
     def memory(self) -> dict[str, Any]:
         """What a successor has to know, for JSON."""
-        return self._blame.memory()
+        return {**self._blame.memory(), "gone": sorted(self.gone), "flaps": self.flaps}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on from what the head before remembered."""
         self._blame.recall(memory)
+        self.gone, self.flaps = set(memory["gone"]), Counter(memory["flaps"])
 
     def came(self, node: str) -> None:
         """A launcher has joined; whether it is ready it will say."""
-        self.gone.discard(node)
+        if node in self.gone:
+            self.gone.discard(node)
+            self.flaps[node] += 1
         self._unready.pop(node, None)
 
     def note_readiness(self, node: str, why: str) -> bool:

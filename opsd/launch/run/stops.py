@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from opsd import exitcodes
+from opsd.launch.claims.port import Group
 from opsd.launch.io.messages import say
-from opsd.launch.io.run_log import RunLog
-from opsd.launch.quorum.port import Quorum
+from opsd.launch.io.run_log import Log
 from opsd.launch.run.formation import Formation
+from opsd.launch.run.messages import CODEC, Stop, StopOrdered, Why
 from opsd.launch.run.roster import Roster
-
-SWAP = "the swap of "
-"""How the reason of a stop begins after which the run goes on without a node."""
 
 
 class Decisions(Protocol):
@@ -30,8 +28,8 @@ class Decisions(Protocol):
         """The same at the cost of the steps since the last checkpoint."""
         ...
 
-    def stopped(self, by: str) -> None:
-        """All ranks have made their checkpoint and ended, as ``by`` wanted."""
+    def stopped(self, stop: Stop) -> None:
+        """All ranks have made their checkpoint and ended, as they were told to."""
         ...
 
     def end(self, code: int, reason: str) -> None:
@@ -42,19 +40,19 @@ class Decisions(Protocol):
 class Stops:
     """Of one head: who wants the generation to stop, and which of its nodes have ended."""
 
-    def __init__(self, formation: Formation, quorum: Quorum, roster: Roster, log: RunLog, decisions: Decisions) -> None:
+    def __init__(self, formation: Formation, group: Group, roster: Roster, log: Log, decisions: Decisions) -> None:
         self._formation = formation
-        self._quorum = quorum
+        self._group = group
         self._roster = roster
         self._log = log
         self._decisions = decisions
-        self._by = ""
-        self._ended: dict[str, str] = {}
+        self._stop: Stop | None = None
+        self._ended: dict[str, Stop | None] = {}
 
     @property
     def for_good(self) -> bool:
         """Whether the generation that stops is the last one of this start."""
-        return bool(self._by) and not self._by.startswith(SWAP)
+        return self._stop is not None and self._stop.for_good
 
     @property
     def at_work(self) -> set[str]:
@@ -63,11 +61,11 @@ class Stops:
 
     def forget(self) -> None:
         """Another generation is on its way."""
-        self._by, self._ended = "", {}
+        self._stop, self._ended = None, {}
 
     def swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
-        if self._by or node not in self._formation.slots:
+        if self._stop or node not in self._formation.slots:
             return
         if not self._roster.retire(node, reason):
             self._roster.refuse_swap(node)
@@ -76,7 +74,7 @@ class Stops:
 
     def let_go(self, node: str, reason: str) -> None:
         """The same for a guest that has to leave, and may come again; without a spare one is asked for."""
-        if self._by or node not in self._formation.slots:
+        if self._stop or node not in self._formation.slots:
             return
         if not self._formation.spares:
             self._log.emit("spare_wanted", swap=node, reason=reason)
@@ -85,43 +83,48 @@ class Stops:
         self._stop_for_swap(node, reason)
 
     def _stop_for_swap(self, node: str, reason: str) -> None:
-        self._by = f"{SWAP}{node}"
-        self._log.emit("restart_requested", reason=f"{self._by}: {reason}", swap=node)
+        stop = Stop(Why.SWAP, node)
+        self._log.emit("restart_requested", reason=f"{stop}: {reason}", swap=node)
         self._decisions.note_interruption()
-        self._quorum.tell_all({"kind": "order_stop", "by": self._by})
+        self._order(stop)
+
+    def _order(self, stop: Stop) -> None:
+        self._stop = stop
+        self._group.tell_all(CODEC.encode(StopOrdered(stop)))
 
     def restart(self, reason: str) -> None:
         """Restart all ranks at once, unless they are about to stop."""
-        if not self._by:
+        if self._stop is None:
             self._log.emit("restart_requested", reason=reason)
             self._decisions.restart_all()
 
-    def stop(self, by: str) -> None:
-        """``by`` wants the run to checkpoint and end."""
+    def stop(self, stop: Stop) -> None:
+        """Somebody wants the run to checkpoint and end."""
         if self.for_good:
             return
-        self._by = by
         if self._formation.plan is None or self._formation.changing or self._formation.waiting:
-            self._decisions.end(exitcodes.REQUEUE, f"stopped between generations after {by}")
+            self._stop = stop
+            self._decisions.end(exitcodes.REQUEUE, f"stopped between generations after {stop}")
         else:
-            self._quorum.tell_all({"kind": "order_stop", "by": by})
+            self._order(stop)
 
-    def ended(self, node: str, told: str) -> None:
+    def ended(self, node: str, told: Stop | None) -> None:
         """The ranks of ``node`` have ended in order, or as they were ``told`` to, by a head before this one too."""
         self._ended[node] = told
         if self.at_work:
             return
-        by = self._by or next(filter(None, self._ended.values()), "")
-        if by.startswith(SWAP):
-            self._decisions.renew()
-        elif by:
-            self._decisions.stopped(by)
-        else:
+        stop = self._stop or next(filter(None, self._ended.values()), None)
+        if stop is None:
             self._decisions.end(exitcodes.OK, "all ranks finished")
+        elif stop.for_good:
+            self._decisions.stopped(stop)
+        else:
+            self._decisions.renew()
 
-    def too_slow(self, told: str, reason: str) -> None:
+    def too_slow(self, told: Stop | None, reason: str) -> None:
         """Ranks did not stop in time: a swap then costs the steps since the last checkpoint, and a stop the run."""
-        if (self._by or told).startswith(SWAP):
+        stop = self._stop or told
+        if stop is not None and not stop.for_good:
             say(f"{reason}; restarting all ranks")
             self._decisions.restart_all()
         else:

@@ -1,17 +1,17 @@
-"""Puts the parts of a launcher with fellows together."""
+"""Puts the parts of a launcher together."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from opsd import exitcodes
-from opsd.launch.claims.fence import FolderFence
+from opsd.launch.claims.node import TcpGroup
 from opsd.launch.io.messages import say
-from opsd.launch.io.run_log import RunLog
-from opsd.launch.quorum.node import TcpQuorum
+from opsd.launch.io.run_log import Log, OwnLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.fellows import Fellows, start_of
@@ -55,48 +55,36 @@ class SlurmJob:
             say(f"Slurm: {error}")
 
 
-def with_fellows(
-    node: Supervisor,
-    fellows: Fellows,
-    shape: Shape,
-    secret: bytes,
-    first_number: int,
-    timeout_s: float,
+def control_of(
+    node: Supervisor, fellows: Fellows, shape: Shape, secret: bytes, timeout_s: float, port: int | None,
     ready: Callable[[], str],
-) -> ClusterRun:
-    """The control of a run on the nodes of ``fellows``; its first generation has ``first_number`` or a higher one.
+) -> ClusterRun:  # fmt: skip
+    """The control of a run on the nodes of ``fellows``, of which there may be one.
 
-    ``ready`` says why this node must not take another's place, "" if it may.
+    ``port`` is where ranks meet if the first of them are here, None for a fresh one each time. ``ready`` says why this
+    node must not take another's place, "" if it may.
     """
     settings, folder = node.settings, node.folders.folder
-    start = start_of(settings.run, os.environ)
-    quorum = TcpQuorum(
+    launcher = f"{settings.node}-{os.getpid()}-{secrets.token_hex(4)}"
+    group = TcpGroup(
         fellows.own,
         fellows.members,
-        run=start,
+        folder,
+        node.loop,
+        start=start_of(settings.run, os.environ, fellows, launcher),
+        launcher=launcher,
         secret=secret,
-        loop=node.loop,
-        first_number=first_number,
+        size=settings.local_size,
         timeout_s=timeout_s,
     )
 
-    def new_head(over: Callable[[tuple[str, ...], tuple[str, ...]], None]) -> Head:
+    def new_head(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Head:
         policy = RestartPolicy(
             settings.max_restarts, same_limit=settings.same_failures, refill_steps=settings.refill_steps
         )
-        log = RunLog(settings.run, settings.node, folder / "events.jsonl")
-        return Head(shape, quorum, node.loop, policy, log, over)
+        alone = len(fellows.members) == 1
+        log: Log = OwnLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl")
+        return Head(shape, group, node.loop, policy, log, over)
 
-    fence = FolderFence.of_job(folder, settings, start)
     job = SlurmJob(os.environ, folder / "requeue.log")
-    return ClusterRun(
-        node,
-        quorum,
-        new_head=new_head,
-        fence=fence,
-        job=job,
-        ready=ready,
-        guest=fellows.guest,
-        waits=shape.wait_s > 0,
-        join_s=shape.join_s,
-    )
+    return ClusterRun(node, group, shape, new_head=new_head, job=job, ready=ready, guest=fellows.guest, port=port)

@@ -1,0 +1,66 @@
+"""The run's folder for the state machine: looks, claims and the lease, in threads, since a file server may pause."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+from opsd.checkpoints import claims
+from opsd.checkpoints.claims import Claim
+from opsd.launch.claims.looks import Look
+from opsd.launch.io.aside import aside
+from opsd.launch.io.loop import Loop
+
+LASTING = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTSUP, errno.ENOENT, errno.EISDIR, errno.EEXIST}
+)
+"""Errors that do not go away by themselves."""
+
+
+class RunFolder:
+    """The ``Folder`` in ``path``. ``looked`` and ``claimed`` are the state machine's."""
+
+    def __init__(
+        self, path: Path, loop: Loop, looked: Callable[[Look | None], None], claimed: Callable[[bool | None], None]
+    ) -> None:
+        self.error: OSError | None = None
+        """Why the newest request has failed, None while all is well."""
+        self._path = path
+        self._loop = loop
+        self._looked = looked
+        self._claimed = claimed
+        self._known = 0
+        self._tried = False
+
+    def look(self, *, whole: bool) -> None:
+        """See ``Folder.look``."""
+        aside(self._loop, lambda: self._look(whole), self._answer)
+
+    def _look(self, whole: bool) -> Look:
+        if not self._tried:
+            claims.try_primitive(self._path)
+            self._tried = True
+        lease = claims.lease(self._path)
+        if not whole and lease[0] <= self._known:
+            return Look(lease, None, False)
+        claim = claims.newest(self._path)
+        self._known = max(self._known, claim.number if claim is not None else 0)
+        return Look(lease, claim, True)
+
+    def _answer(self, found: Look | OSError) -> None:
+        self.error = found if isinstance(found, OSError) else None
+        self._looked(None if isinstance(found, OSError) else found)
+
+    def claim(self, claim: Claim) -> None:
+        """See ``Folder.claim``."""
+
+        def answered(mine: bool | OSError) -> None:
+            self.error = mine if isinstance(mine, OSError) else None
+            self._claimed(None if isinstance(mine, OSError) else mine)
+
+        aside(self._loop, lambda: claims.create(self._path, claim), answered)
+
+    def renew(self, number: int, beat: int) -> None:
+        """See ``Folder.renew``; left out while the one before is still under way."""
+        aside(self._loop, lambda: claims.renew(self._path, number, beat), lambda _: None, key="lease")

@@ -1,0 +1,217 @@
+"""What launchers tell the head about the run, and what the head tells them. They travel in ``Tell`` and ``Order``.
+
+Moments travel as ages in seconds, so that clocks need not agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from opsd.launch.claims import messages as group
+from opsd.launch.hangs.hang import Standing
+from opsd.launch.io.protocol import Codec
+from opsd.launch.ranks.failure import Failure
+
+TO_HEAD, FROM_HEAD = "to the head", "from the head"
+
+
+class Why(Enum):
+    """What an orderly stop is for."""
+
+    SIGNAL = "signal"
+    REQUEST = "request"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An orderly stop. ``what`` is the signal, or the node that is to be swapped."""
+
+    why: Why
+    what: str = ""
+
+    @property
+    def for_good(self) -> bool:
+        """Whether the run goes on only when it is started again."""
+        return self.why is not Why.SWAP
+
+    def __str__(self) -> str:
+        return {Why.SIGNAL: self.what, Why.REQUEST: "control", Why.SWAP: f"the swap of {self.what}"}[self.why]
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRank:
+    """A rank's failure, whose ``t`` is an age, with its log and how that ends."""
+
+    failure: Failure
+    log: str = ""
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the run has come, as far as it is known on a node: highest completed and committed step."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    furthest: int | None
+    committed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of a node that concerns the run; ``record`` as in ``events.jsonl``."""
+
+    direction: ClassVar = TO_HEAD
+    record: dict[str, Any]
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Ranks of a node have failed."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    failures: tuple[FailedRank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """The ranks of a node stand still for too long."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standings:
+    """Where the ranks of a node stand, ``changed`` as an age, and the file with their stacks."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    ranks: tuple[Standing, ...]
+    stacks: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All ranks of a node have ended in good order, on their own or as they were told to."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    told: Stop | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The ranks of a node do not run, and have not ended in good order; for ``gone_s`` seconds."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    gone_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Ranks that were told to stop have not done so in time."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    reason: str
+    told: Stop | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopWanted:
+    """Somebody wants the run to checkpoint and end."""
+
+    direction: ClassVar = TO_HEAD
+    stop: Stop
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWanted:
+    """Somebody wants all ranks restarted from the last checkpoint."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwapWanted:
+    """Somebody wants ``node`` replaced by a spare at a step boundary."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpareWanted:
+    """A swap of ``node`` was wanted, and there is no spare: whoever can may bring one."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A guest has to go, once another has taken its place."""
+
+    direction: ClassVar = TO_HEAD
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Why a node must not take another's place, "" if it may."""
+
+    direction: ClassVar = TO_HEAD
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopOrdered:
+    """All ranks are to checkpoint at the next step boundary and end."""
+
+    direction: ClassVar = FROM_HEAD
+    stop: Stop
+
+
+@dataclass(frozen=True, slots=True)
+class StandingsWanted:
+    """A node has reported a hang: where do the ranks of all stand?"""
+
+    direction: ClassVar = FROM_HEAD
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class HangFound:
+    """The run is restarted for a hang; ``fields`` are those of its event, ``score`` how much spoke for it."""
+
+    direction: ClassVar = FROM_HEAD
+    fields: dict[str, Any]
+    score: int
+
+
+Told = (
+    Progress | Event | Failed | Hung | Standings | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
+    | SpareWanted | Leaving | Readiness
+)  # fmt: skip
+Ordered = StopOrdered | StandingsWanted | HangFound
+KINDS = (
+    Progress, Event, Failed, Hung, Standings, Ended, Waiting, Late, StopWanted, RestartWanted, SwapWanted, SpareWanted,
+    Leaving, Readiness, StopOrdered, StandingsWanted, HangFound,
+)  # fmt: skip
+CODEC = Codec(KINDS)
+MESSAGES = (*group.MESSAGES, *KINDS)
+"""All that launchers say to each other."""
