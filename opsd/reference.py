@@ -1,4 +1,4 @@
-"""The reference pages under docs/, made from the code: metrics, settings, exit codes, alerts, runbooks."""
+"""The reference pages under docs/, made from the code: metrics, settings, exit codes, messages, alerts, runbooks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from opsd import config, exitcodes
 from opsd.agent.labels import LABELS
 from opsd.agent.metrics_cli import catalogue
+from opsd.launch.claims.messages import MESSAGES
+from opsd.launch.io import protocol
+from opsd.launch.io.handshake import OLDEST, VERSION
 from opsd.runbook_cli import all_pages, to_markdown
 
 FOLDER = Path(__file__).parents[1] / "docs"
@@ -22,6 +25,7 @@ def rendered(folder: Path = FOLDER) -> dict[Path, str]:
         "metrics.md": _metrics(),
         "settings.md": _settings(),
         "exit-codes.md": _exit_codes(),
+        "messages.md": _messages(),
         "alerts.md": _alerts(),
         "runbooks/README.md": _runbooks(),
         **{f"runbooks/{name}.md": to_markdown(page) for name, page in all_pages().items()},
@@ -84,6 +88,15 @@ def _exit_codes() -> str:
             )
             rows.append((str(statement.value.value), " ".join(str(said).split())))
     return "# Exit codes\n\nOf every command.\n\n" + _table(("code", "meaning"), rows)
+
+
+def _messages() -> str:
+    return (
+        f"# Messages between launchers\n\nVersion {VERSION}; a launcher talks with those of the versions "
+        f"{max(OLDEST, VERSION - 1)} to {VERSION + 1}. Messages are JSON with the name of their kind; fields that a "
+        "launcher does not know are ignored, and those that have a default (`=`) may be missing.\n\n"
+        + _table(("message", "direction", "fields", "meaning"), protocol.rows(MESSAGES))
+    )
 
 
 def _alerts() -> str:

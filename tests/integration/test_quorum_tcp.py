@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -14,10 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from opsd.launch.io.wire import VERSION
 from opsd.launch.ranks.membership import free_port
 from tests.fakes import quorum_process
 
@@ -106,81 +102,3 @@ def test_one_that_comes_later_is_taken_in(three: Launchers) -> None:
     """It knows the others, and the secret."""
     three.start(4, 4)
     three.until(lambda: three.begun("n1", "n2", "n3", "n4"))
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [({"secret": "22" * 32}, "does not know the secret of this run"), ({"run": "other"}, "belongs to the run 'other'")],
-)
-def test_strangers_are_refused(three: Launchers, change: dict[str, str], text: str) -> None:
-    """Another secret or another run: one clear sentence on both sides, and no effect."""
-    before = three.told("n1", "begin")
-    three.start(4, 4, **change)
-    for name in ("n1", "n4"):
-        three.until(lambda name=name: any(text in said["text"] for said in three.told(name, "said")))  # type: ignore[misc]
-    assert three.told("n1", "begin") == before
-    for name in ("n1", "n4"):
-        assert SECRET not in (three.folder / name).read_text()
-
-
-def frame(message: dict[str, Any]) -> bytes:
-    payload = json.dumps(message).encode()
-    return struct.pack(">I", len(payload)) + payload
-
-
-HELLO = {"opsd": VERSION, "run": "run", "member": ["n9", "127.0.0.1", 9], "nonce": "00"}
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack(">I", 1 << 31),
-        frame({"opsd": VERSION}),
-        frame(HELLO | {"opsd": 99}),
-        frame(HELLO) + frame({"proof": "zz"}),
-        frame(HELLO) + frame({"proof": "00" * 32}),
-        frame([1]),  # type: ignore[arg-type]
-    ],
-)
-def test_whatever_is_sent_to_the_port_changes_nothing(three: Launchers, data: bytes) -> None:
-    """The connection is closed with a sentence; the run goes on."""
-    with socket.create_connection(tuple(three.member(1)[1:]), timeout=10) as connection:
-        connection.sendall(data)
-        while connection.recv(4096):
-            pass
-    three.until(lambda: three.told("n1", "said"))
-    assert len(three.told("n1", "said")) == 1
-    assert three.begun("n1", "n2", "n3")
-
-
-def test_a_version_that_does_not_fit_is_told_to_the_caller(three: Launchers) -> None:
-    """The other side learns why, to say it to its user."""
-    with socket.create_connection(tuple(three.member(1)[1:]), timeout=10) as connection:
-        connection.sendall(frame(HELLO | {"opsd": 99}))
-        answer = b""
-        while data := connection.recv(4096):
-            answer += data
-    assert "install the same opsd on all nodes" in json.loads(answer[4:])["refused"]
-
-
-def test_too_few_files_are_said_and_hold_nobody_up(three: Launchers) -> None:
-    """Those who call wait until there are files again; those who are connected notice nothing, and no loop spins."""
-    process = psutil.Process(three.processes["n2"].pid)
-    soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
-    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), hard))
-    with socket.create_connection(tuple(three.member(2)[1:]), timeout=10) as stranger:
-        three.until(lambda: any("ulimit -n" in said["text"] for said in three.told("n2", "said")))
-        before = sum(process.cpu_times()[:2])
-        time.sleep(1.0)
-        assert sum(process.cpu_times()[:2]) - before < 0.3
-        process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
-        assert stranger.recv(1) == b""
-    assert three.begun("n1", "n2", "n3")
-
-
-def test_who_never_reads_holds_nobody_up(three: Launchers) -> None:
-    """Connections that say nothing are closed; the others do not notice."""
-    with socket.create_connection(tuple(three.member(1)[1:]), timeout=10) as connection:
-        assert connection.recv(1) == b""
-    assert not three.told("n1", "lost")

@@ -182,12 +182,12 @@ def test_what_cannot_be_a_message_is_refused_when_the_codec_is_made(kinds: tuple
 
 
 def test_the_table_says_what_each_message_is() -> None:
-    """Name, direction, fields with their types, and the first sentence of what is said of it."""
+    """Name, direction, fields with their types (`=`: with a default), and the first sentence of what is said of it."""
     beat, go_on = rows((Beat, GoOn))
     assert beat == (
         "`beat`", "all to all",
-        "`number`: int, `lag_s`: float, `busy`: bool, `reason`: `lost` or `swap`, `who`: str, or null, "
-        "`places`: list of {node: str, ranks: list of int}, `seen`: object of float, `note`: JSON",
+        "`number`: int, `lag_s`: float, `busy`: bool, `reason`: `lost` or `swap`, `who`=: str, or null, "
+        "`places`=: list of {node: str, ranks: list of int}, `seen`=: object of float, `note`=: JSON",
         "The sender is there, and what it sees.",
     )  # fmt: skip
     assert go_on == ("`go_on`", "", "", "Nothing else.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from opsd.launch.io.member import Member
 
@@ -31,6 +31,8 @@ class Begun:
 class Seek:
     """From a launcher without a head, to others: who is there? ``head`` is the one that it hears of, if any."""
 
+    direction: ClassVar[str] = "seeking launcher to others"
+
     number: int
     size: int
     head: Member | None = None
@@ -40,6 +42,8 @@ class Seek:
 @dataclass(frozen=True, slots=True)
 class Near:
     """The answer to ``Seek``, with the same said of oneself."""
+
+    direction: ClassVar[str] = "others to seeking launcher"
 
     number: int
     size: int
@@ -51,12 +55,16 @@ class Near:
 class Join:
     """To the head of the newest claim: here is somebody to lead."""
 
+    direction: ClassVar[str] = "member to head"
+
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
     """From the head, some times a second: generation ``number`` is the newest, and whether it has begun."""
+
+    direction: ClassVar[str] = "head to member"
 
     number: int
     begun: Begun | None = None
@@ -68,6 +76,8 @@ class Here:
 
     ``orders`` and ``roster`` are what it has heard last of the head's numbered orders and lists.
     """
+
+    direction: ClassVar[str] = "member to head"
 
     number: int
     size: int
@@ -81,6 +91,8 @@ class Here:
 class Roster:
     """From the head: who is there, so that anybody can find the others should it be gone."""
 
+    direction: ClassVar[str] = "head to members"
+
     number: int
     version: int
     members: tuple[Member, ...]
@@ -89,6 +101,8 @@ class Roster:
 @dataclass(frozen=True, slots=True)
 class Tell:
     """To the head: message ``number``; those before ``oldest`` were heard. Sent again until it is confirmed."""
+
+    direction: ClassVar[str] = "member to head"
 
     number: int
     oldest: int
@@ -99,12 +113,16 @@ class Tell:
 class Told:
     """From the head: everything up to message ``number`` was heard."""
 
+    direction: ClassVar[str] = "head to member"
+
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """From the head, the same way; ``Here`` confirms it."""
+
+    direction: ClassVar[str] = "head to members"
 
     number: int
     oldest: int
@@ -114,6 +132,8 @@ class Order:
 @dataclass(frozen=True, slots=True)
 class Bye:
     """This launcher ends."""
+
+    direction: ClassVar[str] = "any to all"
 
 
 Message = Seek | Near | Join | Beat | Here | Roster | Tell | Told | Order | Bye

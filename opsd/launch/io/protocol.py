@@ -85,7 +85,9 @@ def rows(kinds: Sequence[type]) -> Iterator[tuple[str, str, str, str]]:
     for kind in kinds:
         hints = typing.get_type_hints(kind)
         said = re.split(r"(?<=\.) ", " ".join((kind.__doc__ or "").split()))[0]
-        described = ", ".join(f"`{field.name}`: {_shown(hints[field.name])}" for field in fields(kind))
+        described = ", ".join(
+            f"`{field.name}`{'' if _required(field) else '='}: {_shown(hints[field.name])}" for field in fields(kind)
+        )
         yield f"`{kind_name(kind)}`", str(getattr(kind, "direction", "")), described, said
 
 

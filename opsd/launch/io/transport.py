@@ -7,10 +7,15 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
-from opsd.launch.io.connection import Connection, Identity
+from opsd.launch.io import descriptors
+from opsd.launch.io.allowance import Allowance
+from opsd.launch.io.connection import GREETING_S, Connection
+from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member, Message
+from opsd.launch.io.strangers import Strangers
 from opsd.launch.io.wire import WireError, encode
 
 PROBE_S = 0.15
@@ -19,15 +24,40 @@ REFUSALS = 2
 SAY_AGAIN_S = 60.0
 MAX_SAID = 32
 """Different sentences within ``SAY_AGAIN_S``."""
-MAX_STRANGERS = 1024
-"""Connections on which the other side has not proven itself."""
 BACKLOG = 4096
 PAUSE_S = 1.0
+"""How long nobody is let in if there are no descriptors."""
 FAREWELL_S = 0.3
 
 
+def _ignore(member: Member, incarnation: str) -> None:
+    """Nobody asks who comes."""
+
+
+def _go_together(one: Connection, other: Connection) -> bool:
+    """Whether two connections are with the same process, and each side has called once."""
+    return one.incarnation == other.incarnation and (one.expected is None) != (other.expected is None)
+
+
+def _is_over(sock: socket.socket) -> bool:
+    """Whether the other side has closed a connection already, as those do who merely look who is there."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 class Transport:
-    """Sends messages to launchers by name. What cannot be delivered soon is dropped; who must know asks again."""
+    """Sends messages to launchers by name. What cannot be delivered soon is dropped; who must know asks again.
+
+    ``received`` is called with every message of a proven launcher, in the order in which it sent them as long as a
+    connection lasts. ``opened`` is called for each connection that is proven, before its first message, with the
+    incarnation: another one is another process of that name, and what the one before had said is no longer heard. Of
+    two that are there at once, the one that was started later stays. ``unreachable`` is called when a launcher is known
+    to have ended, because its machine refuses connections.
+    """
 
     def __init__(
         self,
@@ -37,17 +67,21 @@ class Transport:
         received: Callable[[Member, Message], None],
         unreachable: Callable[[str], None],
         say: Callable[[str], None],
+        opened: Callable[[Member, str], None] = _ignore,
     ) -> None:
         self._own = own
         self._loop = loop
         self._received = received
         self._unreachable = unreachable
         self._say = say
+        self._opened_to = opened
         self._said: dict[str, float] = {}
         self._listener: socket.socket | None = None
-        self._open: dict[str, Connection] = {}
+        self._proven: dict[str, list[Connection]] = {}
+        """One that this side has called and one that the other has, at most; the first is sent on."""
         self._calling: dict[str, Connection] = {}
-        self._strangers: set[Connection] = set()
+        self._strangers = Strangers()
+        self._allowances: dict[str, Allowance] = {}
         self._refused: dict[str, int] = {}
         self._closing = self._paused = False
         self._encoded: deque[tuple[Message, bytes]] = deque(maxlen=4)
@@ -57,16 +91,43 @@ class Transport:
         member = self._own.member
         family = socket.AF_INET6 if ":" in member.address else socket.AF_INET
         self._listener = socket.create_server((member.address, member.port), family=family, backlog=BACKLOG)
+        # The kernel keeps those who connect and say nothing, for a while, without a descriptor (tcp(7)).
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(GREETING_S))
         self._listener.setblocking(False)
         self._loop.watch(self._listener.fileno(), self._accept)
 
     def send(self, member: Member, message: Message) -> None:
         """Send, calling the other launcher if there is no connection to it."""
-        connection = self._open.get(member.name) or self._calling.get(member.name)
+        proven = self._proven.get(member.name)
+        connection = proven[0] if proven else self._calling.get(member.name)
         if connection is None and not self._closing:
             connection = self._call(member)
         if connection is not None:
             connection.send(self._payload(message))
+
+    def drop(self, name: str) -> None:
+        """Close all connections with a launcher; nobody is told that it is gone. It may call again."""
+        leaving = self._proven.pop(name, [])
+        if name in self._calling:
+            leaving.append(self._calling.pop(name))
+        self._refused.pop(name, None)
+        for connection in leaving:
+            connection.close()
+
+    def close(self) -> None:
+        """Send what is waiting, for a moment, and end all connections."""
+        self._closing = True
+        if self._listener is not None:
+            if not self._paused:
+                self._loop.unwatch(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        end = time.monotonic() + FAREWELL_S
+        for name in [*self._proven, *self._calling]:
+            for connection in self._proven.get(name, []):
+                connection.drain(max(0.0, end - time.monotonic()))
+            self.drop(name)
+        self._strangers.close_all()
 
     def _payload(self, message: Message) -> bytes:
         """What is sent to many is encoded once: messages are not changed after they were sent."""
@@ -77,17 +138,17 @@ class Transport:
         self._encoded.append((message, payload))
         return payload
 
-    def close(self) -> None:
-        """Send what is waiting, for a moment, and end all connections."""
-        self._closing = True
-        if self._listener is not None:
-            if not self._paused:
-                self._loop.unwatch(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
-        for connection in [*self._open.values(), *self._calling.values(), *self._strangers]:
-            connection.drain(FAREWELL_S)
-            connection.close()
+    def _connection(self, sock: socket.socket, expected: Member | None) -> Connection | None:
+        try:
+            return Connection(
+                sock, self._loop, self._own, expected=expected,
+                opened=self._opened, received=self._heard, closed=self._closed,
+            )  # fmt: skip
+        except OSError:  # it is over before it has begun
+            sock.close()
+            return None
+
+    # -- calling and being called --------------------------------------------------------------------------------
 
     def _call(self, member: Member) -> Connection | None:
         try:
@@ -95,30 +156,32 @@ class Transport:
         except OSError as error:
             self._tell("sockets", f"no connection to {member.name}: {error.strerror}")
             return None
-        connection = self._calling[member.name] = Connection(
-            sock, self._loop, self._own, expected=member,
-            opened=self._opened, received=self._received, closed=self._closed,
-        )  # fmt: skip
+        connection = self._connection(sock, member)
+        if connection is not None:
+            self._calling[member.name] = connection
         return connection
 
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            sock, _ = self._listener.accept()
+            sock, (address, *_) = self._listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._strangers.close_silent()
                 self._tell("sockets", f"no connections of other launchers: {error.strerror}; raise `ulimit -n`")
                 self._pause_listening(self._listener)
             return
-        if len(self._strangers) >= MAX_STRANGERS:
+        if _is_over(sock):
             sock.close()
             return
-        self._strangers.add(
-            Connection(
-                sock, self._loop, self._own, expected=None,
-                opened=self._opened, received=self._received, closed=self._closed,
-            )
-        )  # fmt: skip
+        if descriptors.is_kept(sock.fileno()):
+            sock.close()
+            self._strangers.close_silent()
+            self._tell("sockets", "no connections of other launchers: too few descriptors; raise `ulimit -n`")
+            return
+        connection = self._connection(sock, None)
+        if connection is not None and not self._strangers.add(connection, address):
+            self._tell("strangers", f"many connections that say nothing, now from {address}; the oldest are closed")
 
     def _pause_listening(self, listener: socket.socket) -> None:
         """Leave those who call waiting for a while; they would wake the loop again and again."""
@@ -132,14 +195,30 @@ class Transport:
         self._loop.unwatch(listener.fileno())
         self._loop.later(PAUSE_S, go_on)
 
+    # -- what connections say ------------------------------------------------------------------------------------
+
     def _opened(self, connection: Connection) -> None:
         assert connection.peer is not None
-        name = connection.peer.name
+        member = connection.peer
         self._strangers.discard(connection)
-        if self._calling.get(name) is connection:
-            del self._calling[name]
-        self._open[name] = connection
-        self._refused[name] = 0
+        if self._calling.get(member.name) is connection:
+            del self._calling[member.name]
+        others = self._proven.get(member.name, [])
+        if any(other.incarnation > connection.incarnation for other in others):
+            connection.refuse(f"another launcher {member.name}, which was started later, takes part in the run")
+            return
+        kept = [other for other in others if _go_together(other, connection)]
+        self._proven[member.name] = [*kept, connection]
+        for other in others:
+            if other not in kept:
+                other.close()
+        self._refused[member.name] = 0
+        connection.allowance = self._allowances.setdefault(member.name, Allowance())
+        self._opened_to(member, connection.incarnation)
+
+    def _heard(self, connection: Connection, message: Message) -> None:
+        assert connection.peer is not None
+        self._received(connection.peer, message)
 
     def _closed(self, connection: Connection, why: Exception | None) -> None:
         self._strangers.discard(connection)
@@ -149,17 +228,25 @@ class Transport:
             self._tell(f"{who}: {why}", f"no connection with {who}: {why}")
         if member is None:
             return
-        was_open = self._open.get(member.name) is connection
-        if was_open:
-            del self._open[member.name]
-        if self._calling.get(member.name) is connection:
-            del self._calling[member.name]
-        if self._closing:
+        was_open = self._forget(member.name, connection)
+        if self._closing or self._proven.get(member.name):
             return
         if was_open and not isinstance(why, WireError):
             self._loop.later(0.0, lambda: self._probe(member))
         elif isinstance(why, OSError) and why.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
             self._probed(member, refused=why.errno == errno.ECONNREFUSED)
+
+    def _forget(self, name: str, connection: Connection) -> bool:
+        """Whether the connection was proven and in use."""
+        if self._calling.get(name) is connection:
+            del self._calling[name]
+        proven = self._proven.get(name, [])
+        was_open = connection in proven
+        with suppress(ValueError):
+            proven.remove(connection)
+        if not proven:
+            self._proven.pop(name, None)
+        return was_open
 
     def _probed(self, member: Member, *, refused: bool) -> None:
         """Somebody answers for a launcher, but not itself; a socket that is just being closed answers by a reset."""
@@ -173,7 +260,7 @@ class Transport:
             self._unreachable(member.name)
 
     def _probe(self, member: Member) -> None:
-        if member.name not in self._open and member.name not in self._calling and not self._closing:
+        if member.name not in self._proven and member.name not in self._calling and not self._closing:
             self._call(member)
 
     def _tell(self, key: str, text: str) -> None:

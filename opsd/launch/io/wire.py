@@ -1,9 +1,8 @@
 """How launchers talk: JSON in frames over TCP, each side proven to know the job's secret, each frame proven to be its.
 
-A connection begins with three frames in the clear: who is there and a nonce, the same from the other side with the
-proof that it knows the secret, and the proof of the first. Proofs and the keys of the connection depend on both nonces,
-and every later frame has a counter in its tag, so that nothing can be replayed or moved to another connection. Nothing
-is encrypted: what launchers say is no secret.
+A connection begins with frames in the clear, see ``handshake``. Its keys come from them, and every later frame has a
+counter in its tag, so that nothing can be replayed or moved to another connection. Nothing is encrypted: what launchers
+say is no secret.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 1
 MAX_GREETING, MAX_FRAME = 4096, 8 << 20
 _LENGTH = struct.Struct(">I")
 _COUNTER = struct.Struct(">Q")

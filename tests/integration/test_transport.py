@@ -1,0 +1,422 @@
+"""Launchers that talk over real connections, and strangers that call them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opsd.launch.io.connection import Connection
+from opsd.launch.io.handshake import VERSION, Identity
+from opsd.launch.io.loop import Loop
+from opsd.launch.io.member import Member
+from opsd.launch.io.transport import Transport
+from opsd.launch.ranks.membership import free_port
+from tests.fakes import strangers
+
+SECRET = b"s" * 32
+FEW = 24
+"""Descriptors that launchers and their strangers may have in these tests at most, beside those of the test itself."""
+
+
+class Launcher:
+    """A transport, and all that it has told."""
+
+    def __init__(self, loop: Loop, member: Member, **identity: Any) -> None:
+        self.member = member
+        self.heard: list[tuple[str, Any]] = []
+        self.gone: list[str] = []
+        self.said: list[str] = []
+        self.opened: list[tuple[str, str]] = []
+        self.own = Identity(member, **{"run": "run", "secret": SECRET, **identity})
+        self.transport = Transport(
+            self.own, loop,
+            received=lambda sender, message: self.heard.append((sender.name, message["n"])),
+            unreachable=self.gone.append,
+            say=self.said.append,
+            opened=lambda other, incarnation: self.opened.append((other.name, incarnation)),
+        )  # fmt: skip
+        self.transport.listen()
+
+    def send(self, other: Launcher, number: int = 1, **more: Any) -> None:
+        self.transport.send(other.member, {"n": number, **more})
+
+
+class Launchers:
+    """Several in one loop, each with an address of its own."""
+
+    def __init__(self, addresses: Callable[[int], str]) -> None:
+        self.loop = Loop()
+        self.port = free_port()
+        self.all: list[Launcher] = []
+        self._addresses = addresses
+
+    def start(self, number: int, **identity: Any) -> Launcher:
+        member = Member(f"n{number}", self._addresses(number), self.port)
+        self.all.append(Launcher(self.loop, member, **identity))
+        return self.all[-1]
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+        """Let the loop run until the condition holds."""
+        ended = False
+        deadline = time.monotonic() + timeout_s
+
+        def look() -> None:
+            nonlocal ended
+            if not ended and (condition() or time.monotonic() > deadline):
+                ended = True
+                self.loop.stop()
+            elif not ended:
+                self.loop.later(0.005, look)
+
+        look()
+        if not ended:
+            self.loop.run()
+        self.loop._running = True
+        assert condition(), [
+            (each.member.name, each.heard[-3:], each.gone, each.said, each.opened) for each in self.all
+        ]
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the loop run for a while."""
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end)
+
+    def descriptors(self) -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    def close(self) -> None:
+        for launcher in self.all:
+            launcher.transport.close()
+
+
+NET = os.getpid() % 200 + 20
+
+
+@pytest.fixture
+def launchers() -> Iterator[Launchers]:
+    launchers = Launchers(lambda number: f"127.{NET}.2.{number}")
+    yield launchers
+    launchers.close()
+
+
+@pytest.fixture
+def pair(launchers: Launchers) -> tuple[Launcher, Launcher]:
+    one, two = launchers.start(1), launchers.start(2)
+    one.send(two)
+    launchers.until(lambda: two.heard)
+    return one, two
+
+
+# -- among launchers -------------------------------------------------------------------------------------------------
+
+
+def test_messages_arrive_in_order(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """Both ways, also if both call at once."""
+    one, two = launchers.start(3), launchers.start(4)
+    for number in range(200):
+        one.send(two, number)
+        two.send(one, number)
+    launchers.until(lambda: len(one.heard) == len(two.heard) == 200)
+    assert two.heard == [("n3", number) for number in range(200)]
+    assert one.heard == [("n4", number) for number in range(200)]
+
+
+def test_over_ipv6() -> None:
+    """As over IPv4."""
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    launchers = Launchers(lambda number: "::1")
+    one = launchers.start(1)
+    launchers.port = free_port()
+    two = launchers.start(2)
+    one.send(two)
+    two.send(one)
+    launchers.until(lambda: one.heard == [("n2", 1)] and two.heard == [("n1", 1)])
+    launchers.close()
+
+
+def test_one_that_has_ended_is_told_at_once(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """Its machine refuses connections: nobody waits for silence."""
+    one, two = pair
+    two.transport.close()
+    launchers.until(lambda: one.gone == ["n2"])
+
+
+def test_a_dropped_launcher_is_not_told_and_may_call_again(
+    launchers: Launchers, pair: tuple[Launcher, Launcher]
+) -> None:
+    """Whoever drops it knows that it is lost, or will know soon."""
+    one, two = pair
+    one.transport.drop("n2")
+    two.send(one, 5)
+    launchers.until(lambda: len(one.opened) == 2)
+    assert one.gone == []
+    two.send(one, 6)
+    launchers.until(lambda: ("n2", 6) in one.heard)
+    one.transport.drop("n9")
+
+
+def test_the_next_process_of_a_launcher_is_told_apart(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """Once it has proven itself, nothing of the one before is heard any more."""
+    one, two = pair
+    again = Launcher(launchers.loop, Member("n2", two.member.address, launchers.port + 1))
+    launchers.all.append(again)
+    again.send(one, 7)
+    launchers.until(lambda: ("n2", 7) in one.heard)
+    assert one.opened == [("n2", two.own.incarnation), ("n2", again.own.incarnation)]
+    assert one.gone == []
+    before = len(one.heard)
+    two.send(one, 8)
+    launchers.until(lambda: any("another launcher n2, which was started later" in said for said in two.said))
+    again.send(one, 9)
+    launchers.until(lambda: len(one.heard) > before)
+    assert one.heard[before:] == [("n2", 9)]
+
+
+def test_connections_do_not_pile_up(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """A launcher that calls again has lost its connection, which this side may not have noticed: one stays."""
+    one, two = pair
+    opened: list[Connection] = []
+    closed: list[Connection] = []
+    for number in range(1, 31):
+        Connection(
+            socket.socket(), launchers.loop, one.own, expected=two.member,
+            opened=opened.append, received=lambda *_: None, closed=lambda each, _: closed.append(each),
+        )  # fmt: skip
+        launchers.until(lambda number=number: len(opened) == number)  # type: ignore[misc]
+    launchers.until(lambda: len(closed) >= 29)
+    assert two.gone == two.said == []
+
+
+def test_one_that_floods_is_cut_with_a_sentence(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """It knows the secret, and has gone wild: the others are heard meanwhile and afterwards."""
+    one, two = pair
+    three = launchers.start(3)
+
+    def flood() -> None:
+        if not one.said:
+            for number in range(500):
+                two.send(one, number)
+            three.send(one, 1)
+            launchers.loop.later(0.0, flood)
+
+    flood()
+    launchers.until(lambda: one.said)
+    assert one.said[0].startswith(f"no connection with the launcher at {two.member.address} (n2): it says more than")
+    three.send(one, 99)
+    launchers.until(lambda: ("n3", 99) in one.heard)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"secret": b"t" * 32}, "does not know the secret of this run"), ({"run": "other"}, "belongs to the run")],
+)
+def test_one_of_another_run_is_refused(launchers: Launchers, change: dict[str, Any], why: str) -> None:
+    """Another secret or another run: a clear sentence on both sides, without the secret, and nothing is heard."""
+    one, two = launchers.start(1), launchers.start(2, **change)
+    two.send(one)
+    launchers.until(lambda: one.said and two.said)
+    assert why in one.said[0] + two.said[0]
+    assert one.heard == one.opened == two.opened == []
+
+
+# -- strangers -------------------------------------------------------------------------------------------------------
+
+
+def frame(message: Any) -> bytes:
+    payload = json.dumps(message).encode()
+    return struct.pack(">I", len(payload)) + payload
+
+
+HELLO = {
+    "kind": "greeting", "opsd": VERSION, "run": "run", "nonce": "00", "incarnation": "00",
+    "member": {"name": "n9", "address": "127.0.0.1", "port": 9},
+}  # fmt: skip
+
+
+def answer(launchers: Launchers, launcher: Launcher, data: bytes) -> bytes:
+    """What a stranger gets that sends ``data``, until the connection is closed."""
+    got = bytearray()
+    with socket.create_connection((launcher.member.address, launcher.member.port), timeout=10) as connection:
+        connection.sendall(data)
+        connection.setblocking(False)
+
+        def closed() -> bool:
+            try:
+                data = connection.recv(4096)
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+            got.extend(data)
+            return not data
+
+        launchers.until(closed)
+    return bytes(got)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack(">I", 1 << 31),
+        frame({"opsd": VERSION}),
+        frame(HELLO | {"opsd": 99}),
+        frame(HELLO) + frame({"kind": "proof", "proof": "zz"}),
+        frame(HELLO) + frame({"kind": "proof", "proof": "00" * 32}),
+        frame(HELLO) + frame(HELLO),
+        frame(HELLO | {"member": None}),
+        frame([1]),
+        frame({"refused": "no"}),
+        struct.pack(">I", 4000) + b"[" * 4000,
+    ],
+)
+def test_whatever_is_sent_to_the_port_changes_nothing(
+    launchers: Launchers, pair: tuple[Launcher, Launcher], data: bytes
+) -> None:
+    """The connection is closed with one sentence, and the launchers go on."""
+    one, two = pair
+    answer(launchers, two, data)
+    assert len(two.said) == 1
+    one.send(two, 77)
+    launchers.until(lambda: ("n1", 77) in two.heard)
+
+
+def test_a_version_that_does_not_fit_is_told_to_the_caller(launchers: Launchers) -> None:
+    """The other side learns why, to say it to its user."""
+    got = answer(launchers, launchers.start(1), frame(HELLO | {"opsd": 99}))
+    assert "install the same opsd on all nodes" in json.loads(got[4:])["refused"]
+
+
+def test_who_drips_is_cut_after_two_seconds(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """A byte now and then does not lengthen the time within which one has to prove oneself."""
+    _, two = pair
+    with socket.create_connection((two.member.address, two.member.port), timeout=10) as connection:
+        connection.sendall(struct.pack(">I", 4000))
+
+        def cut() -> bool:
+            try:
+                connection.send(b" ")
+            except (BrokenPipeError, ConnectionResetError):
+                return True
+            return False
+
+        launchers.until(cut)
+    assert two.said == []
+
+
+class Calling:
+    """A process of strangers who call one launcher."""
+
+    def __init__(self, launcher: Launcher, idle: int, sources: int = 0) -> None:
+        target = [launcher.member.address, str(launcher.member.port), str(idle)]
+        command = [sys.executable, strangers.__file__, *target, *([str(sources)] if sources else [])]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # they have begun
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """The limit that many systems have for a service, a quarter of it."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_descriptors")
+@pytest.mark.parametrize("sources", [0, 200])
+def test_strangers_take_few_descriptors_and_hold_nobody_up(
+    launchers: Launchers, pair: tuple[Launcher, Launcher], sources: int
+) -> None:
+    """Thousands that are idle, and others that connect as fast as they can, from one address or from many.
+
+    The launcher opens files as ever, hears its fellows, and takes in one that comes meanwhile.
+    """
+    one, two = pair
+    before = launchers.descriptors()
+    most, number = before, 0
+    with Calling(two, idle=2000, sources=sources):
+        end = time.monotonic() + 3.0
+
+        def beat() -> bool:
+            nonlocal most, number
+            number += 1
+            one.send(two, number)
+            most = max(most, launchers.descriptors())  # which opens a folder, or fails the test
+            return time.monotonic() > end
+
+        launchers.until(beat)
+        launchers.until(lambda: ("n1", number) in two.heard)
+        three = launchers.start(3)
+
+        def comes() -> bool:
+            three.send(two, 1)
+            return ("n3", 1) in two.heard
+
+        launchers.until(comes)
+    assert [n for sender, n in two.heard if sender == "n1"] == [1, *range(1, number + 1)]
+    assert most - before <= (FEW if not sources else 32 + FEW)
+    assert one.gone == two.gone == []
+
+
+def test_the_last_descriptors_are_kept_for_the_launcher(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """Those who call then are turned away with a sentence; those who are connected notice nothing."""
+    one, two = pair
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (launchers.descriptors() + 4, limits[1]))
+    try:
+        assert answer(launchers, two, b"hello") == b""
+        assert two.said == ["no connections of other launchers: too few descriptors; raise `ulimit -n`"]
+        two.send(one, 5)
+        launchers.until(lambda: ("n2", 5) in one.heard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_any_descriptor_the_loop_does_not_spin(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """Those who call wait until there are some again."""
+    _, two = pair
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection((two.member.address, two.member.port), timeout=10) as stranger:
+        lowest = os.dup(stranger.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            stranger.sendall(b"hello")
+            launchers.until(lambda: any("ulimit -n" in said for said in two.said))
+            before = time.process_time()
+            launchers.pass_time(0.9)
+            assert time.process_time() - before < 0.5
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        stranger.setblocking(False)
+        launchers.until(lambda: _closed(stranger))
+
+
+def _closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
