@@ -10,7 +10,7 @@ from contextlib import suppress
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from opsd.checkpoints.lease import EXIT_FENCED, Fence, Fenced, LeaseError
+from opsd.checkpoints.claims import EXIT_FENCED, ClaimError, Fence, Fenced
 from opsd.checkpoints.manifest import CheckpointError
 from trainer.config import ConfigError, load
 from trainer.data.shards import DataError
@@ -40,7 +40,7 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
     except (RestoreError, CheckpointError, TrainingError) as error:
         click.echo(f"trainer: {error}", err=True)
         sys.exit(FAILED)
-    except LeaseError as error:
+    except ClaimError as error:
         click.echo(f"trainer: {error.strerror}", err=True)
         sys.exit(EXIT_FENCED if isinstance(error, Fenced) else FAILED)
     if not saved:

@@ -12,7 +12,7 @@ What happens when ranks die. The staged copy is complete, so the process finishe
 ends; ending is bounded, see ``LIMIT_S``. The first rank's process uses the locks that it shares with its rank
 (``trainer.locks``) to tell a part that is still to come from one that never will; the next generation uses them to wait
 for saves in flight before it chooses a checkpoint. File names carry the attempt, a random number of each start of the
-run, so that parts of two generations never mix. Once a later generation has been claimed (``opsd.checkpoints.lease``)
+run, so that parts of two generations never mix. Once a later generation has been claimed (``opsd.checkpoints.claims``)
 nothing of an earlier one is committed any more.
 """
 
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints import remote
-from opsd.checkpoints.lease import Fence
+from opsd.checkpoints.claims import Fence
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
 from opsd.checkpoints.retention import AWAITED, prune
 from trainer.locks import POLL_S, locked

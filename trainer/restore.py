@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from opsd.checkpoints.lease import Fence
+from opsd.checkpoints.claims import Fence
 from opsd.checkpoints.manifest import (
     MANIFEST,
     REJECTED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from opsd import exitcodes
-from opsd.checkpoints.lease import Fence
+from opsd.checkpoints.claims import Fence
 from tests.fakes.launched import TRAIN, Launched
 from tests.fakes.nodes import Nodes
 

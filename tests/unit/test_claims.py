@@ -18,8 +18,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opsd import exitcodes
 from opsd.checkpoints import claims
-from opsd.checkpoints.claims import FOLDER, KEPT, LEASE, Claim, ClaimError, End, Fence, Fenced, create, newest
+from opsd.checkpoints.claims import (
+    EXIT_FENCED,
+    FOLDER,
+    KEPT,
+    LEASE,
+    Claim,
+    ClaimError,
+    End,
+    Fence,
+    Fenced,
+    create,
+    newest,
+)
 from tests.fakes import claimant
 from tests.fakes.claimant import no_link
 
@@ -524,6 +537,18 @@ def test_a_file_server_that_comes_back_is_waited_for(tmp_path: Path) -> None:
     assert create(tmp_path, claim_of(2))
     with pytest.raises(Fenced):
         fence.check(patience_s=60)
+
+
+def test_a_rank_of_the_past_does_not_start(tmp_path: Path) -> None:
+    """The trainer ends with the documented code and a sentence before it has opened or joined anything."""
+    assert create(tmp_path, claim_of(5))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPSD_RUN_DIR": str(tmp_path), "OPSD_GENERATION": "4"}
+    argv = [sys.executable, "-m", "trainer", "tiny"]
+    done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == exitcodes.FENCED == EXIT_FENCED
+    assert done.stderr.startswith("trainer: generation 5 of the run has begun elsewhere")
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
 @pytest.fixture

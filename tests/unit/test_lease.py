@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd import exitcodes
 from opsd.checkpoints.lease import (
-    EXIT_FENCED,
     FOLDER,
     KEPT,
     LAUNCHER,
@@ -153,18 +151,6 @@ def test_a_read_only_shared_folder_is_named(disk: Path) -> None:
     with pytest.raises(LeaseError, match=r"whether generation 1 may write cannot be seen.*: Read-only file system"):
         Fence(disk, 1).check()
     assert newest(disk) == 1
-
-
-def test_a_rank_of_the_past_does_not_start(tmp_path: Path) -> None:
-    """The trainer ends with the documented code and a sentence before it has opened or joined anything."""
-    assert claim(tmp_path, 5, OURS)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPSD_RUN_DIR": str(tmp_path), "OPSD_GENERATION": "4"}
-    argv = [sys.executable, "-m", "trainer", "tiny"]
-    done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == exitcodes.FENCED == EXIT_FENCED
-    assert done.stderr.startswith("trainer: generation 5 of the run has begun elsewhere")
-    assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
 def test_a_start_is_overtaken_by_another_start_only(tmp_path: Path) -> None:
