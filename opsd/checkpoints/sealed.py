@@ -57,7 +57,7 @@ def read_regular(path: str | Path, limit: int, folder: int | None = None) -> byt
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
+        if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and _is_link(path, folder)):
             raise Damaged("is no regular file") from error
         raise
     try:
@@ -70,6 +70,10 @@ def read_regular(path: str | Path, limit: int, folder: int | None = None) -> byt
             return file.read(limit)
     finally:
         os.close(descriptor)
+
+
+def _is_link(path: str | Path, folder: int | None) -> bool:
+    return stat.S_ISLNK(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode)
 
 
 def _checksum(plain: Mapping[str, Any]) -> str:
