@@ -15,14 +15,18 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_origin, get_type_hints
 
 import xxhash
 
 from opsd.checkpoints.manifest import FileEntry, Manifest
+from opsd.checkpoints.sealed import Damaged, parse, read_regular
 
 TIER, PARTNER = "memory", "partner"
 """Where a state was: in the memory of the node of its rank, or of another."""
 _BLOCK = 1 << 24
+_LONGEST = 1 << 16
+"""Of a record, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,20 @@ class Record:
     checksum: str
     run: str
     created: float
+
+    @classmethod
+    def parse(cls, content: bytes) -> Record:
+        """The record that ``content``, JSON, holds. Raises Damaged if it makes no sense."""
+        raw = parse(content)
+        kinds = get_type_hints(cls)
+        if raw.keys() != kinds.keys():
+            raise Damaged("has other fields than a record of a state")
+        for name, kind in kinds.items():
+            value = raw[name]
+            is_right = isinstance(value, get_origin(kind) or kind) and not isinstance(value, bool)
+            if not is_right or (kind is int and not 0 <= value < 1 << 63):
+                raise Damaged(f"has a {name} that is none")
+        return cls(**raw)
 
     @property
     def save(self) -> int:
@@ -89,10 +107,11 @@ def write_record(folder: Path, record: Record) -> None:
 def read_record(folder: Path, rank: int) -> Record | None:
     """The record of ``rank``, None if there is none that makes sense."""
     try:
-        record = Record(**json.loads(record_path(folder, rank).read_text(encoding="utf-8")))
-        return record if state_path(folder, rank).stat().st_size == record.size else None
-    except (OSError, ValueError, TypeError):
+        record = Record.parse(read_regular(record_path(folder, rank), _LONGEST))
+        is_of_it = record.rank == rank and state_path(folder, rank).stat().st_size == record.size
+    except (OSError, Damaged):
         return None
+    return record if is_of_it else None
 
 
 def forget(folder: Path, rank: int) -> None:

@@ -42,7 +42,7 @@ from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, comm
 from opsd.checkpoints.retention import AWAITED, prune
 from trainer.locks import POLL_S, locked
 from trainer.memory import Record, checksum, write_record
-from trainer.replica import KEY, Sending, serve
+from trainer.replica import KEY, Keeper, Sending
 
 LIMIT_S = 600
 """A process whose rank has gone ends after this, come what may; after ``remote.LIMIT_S`` if it only uploads."""
@@ -132,8 +132,9 @@ def main() -> None:
     is_behind = False
     key = bytes.fromhex(os.environ.pop(KEY, ""))
     if plan.listener >= 0:
-        arguments = (socket.socket(fileno=plan.listener), key, Path(plan.shared), plan.source, plan.attempt)
-        threading.Thread(target=serve, args=arguments, daemon=True).start()
+        keeper = Keeper(key, Path(plan.shared), plan.source, plan.attempt)
+        arguments = (socket.socket(fileno=plan.listener),)
+        threading.Thread(target=keeper.serve, args=arguments, daemon=True).start()
     with mmap.mmap(plan.memory, plan.size) as memory:
         while not orders.closed:
             order = orders.next()

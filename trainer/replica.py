@@ -10,10 +10,14 @@ record and with what it has against the state, as one byte that gives the length
     answer                       ->
                                  <-      state; HMAC(nonce, record, state)
     answer                       ->
+
+Anybody can connect. Who does not prove in two seconds to be the partner is cut off, and where there are too many, the
+one that has waited longest at once; nobody waits for any of them.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import mmap
@@ -22,6 +26,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -34,6 +39,11 @@ KEY = "OPSD_REPLICA_KEY"
 """In the environment of a persist process, hexadecimal: what both sides know and others do not."""
 TIMEOUT_S = 10.0
 """For a block, or an answer."""
+PROOF_S = 2.0
+"""For all of what proves that the sender is of this run."""
+STRANGERS, FROM_ONE = 16, 4
+"""Connections that have not proven it yet: of all addresses, and of one."""
+COMPLAINT_S = 60.0
 _BLOCK = 1 << 22
 _NONCE, _PROOF, _LONGEST = 16, 32, 1 << 16
 _POLL_S = 0.02
@@ -104,29 +114,112 @@ def _send(connection: socket.socket, key: bytes, record: Record, view: memoryvie
     _hear(connection)
 
 
-def serve(listener: socket.socket, key: bytes, folder: Path, rank: int, attempt: str) -> None:
-    """Keep in ``folder`` what is sent of ``rank`` by this ``attempt`` of the run, one state after the other; no end."""
-    while True:
-        connection, (host, *_) = listener.accept()
-        with connection:
-            connection.settimeout(TIMEOUT_S)
+class Keeper:
+    """Keeps in ``folder`` the state of ``rank`` that this ``attempt`` of the run sends, and of several the newest.
+
+    ``proof_s`` and ``timeout_s`` are PROOF_S and TIMEOUT_S.
+    """
+
+    def __init__(
+        self, key: bytes, folder: Path, rank: int, attempt: str, proof_s: float = PROOF_S, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._proof_s, self._timeout_s = proof_s, timeout_s
+        self._key, self._folder, self._rank, self._attempt = key, folder, rank, attempt
+        self._lock = threading.Lock()
+        self._strangers: list[tuple[str, socket.socket]] = []
+        self._partner: socket.socket | None = None
+        self._taking = threading.Lock()
+        self._complained = -COMPLAINT_S
+
+    def serve(self, listener: socket.socket) -> None:
+        """Take what comes to ``listener``, until that is closed."""
+        while True:
             try:
-                _take(connection, key, folder, rank, attempt)
-            except (OSError, ValueError, TypeError) as error:
-                print(f"opsd: a state from {host} was not taken: {error}", file=sys.stderr)
+                connection, (host, *_) = listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                    return
+                time.sleep(_POLL_S)  # no descriptors or memory for now, or it has gone already
+                continue
+            self._admit(host, connection)
+            try:
+                threading.Thread(target=self._converse, args=(host, connection), daemon=True).start()
+            except RuntimeError:  # no thread can be had for now
+                self._leave(connection)
+                connection.close()
+
+    def _admit(self, host: str, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.append((host, connection))
+            alike = [stranger for stranger in self._strangers if stranger[0] == host]
+            if len(alike) > FROM_ONE:
+                oldest = alike[0]
+            elif len(self._strangers) > STRANGERS:
+                oldest = self._strangers[0]
+            else:
+                return
+            self._strangers.remove(oldest)
+            _cut_off(oldest[1])
+
+    def _leave(self, connection: socket.socket) -> None:
+        """It is a stranger no more."""
+        with self._lock:
+            self._strangers = [stranger for stranger in self._strangers if stranger[1] is not connection]
+
+    def _converse(self, host: str, connection: socket.socket) -> None:
+        proven = False
+        with connection:
+            try:
+                record, proof = _greet(connection, self._key, self._proof_s)
+                proven = True
+                self._leave(connection)
+                self._replace(connection)
+                with self._taking:
+                    connection.settimeout(self._timeout_s)
+                    _take(connection, record, proof, self._folder, self._rank, self._attempt)
+            except (OSError, ValueError) as error:
+                self._complain(host, error, proven=proven)
+            finally:
+                self._leave(connection)
+
+    def _replace(self, connection: socket.socket) -> None:
+        """The partner sends one state after the other: one that is still under way has been given up."""
+        with self._lock:
+            before, self._partner = self._partner, connection
+            if before is not None:
+                _cut_off(before)
+
+    def _complain(self, host: str, error: Exception, *, proven: bool) -> None:
+        """Say why nothing was taken; of strangers, who may be many, not all the time."""
+        with self._lock:
+            if not proven and time.monotonic() < self._complained + COMPLAINT_S:
+                return
+            self._complained = self._complained if proven else time.monotonic()
+        print(f"opsd: a state from {host} was not taken: {error}", file=sys.stderr)
 
 
-def _take(connection: socket.socket, key: bytes, folder: Path, rank: int, attempt: str) -> None:
+def _cut_off(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _greet(connection: socket.socket, key: bytes, proof_s: float) -> tuple[Record, hmac.HMAC]:
+    """The record that the other side sends, and what has been proven so far. Raises OSError, ValueError."""
+    deadline = time.monotonic() + proof_s
     nonce = secrets.token_bytes(_NONCE)
+    connection.settimeout(proof_s)
     connection.sendall(nonce)
-    length = int.from_bytes(_read(connection, 4), "big")
+    length = int.from_bytes(_read(connection, 4, deadline), "big")
     if length > _LONGEST:
         raise Refused("it is not of this run")
-    header = _read(connection, length)
+    header = _read(connection, length, deadline)
     proof = hmac.new(key, nonce + header, "sha256")
-    if not hmac.compare_digest(proof.digest(), _read(connection, _PROOF)):
+    if not hmac.compare_digest(proof.digest(), _read(connection, _PROOF, deadline)):
         _answer(connection, "it is not of this run")
-    record = Record(**json.loads(header))
+    return Record.parse(header), proof
+
+
+def _take(connection: socket.socket, record: Record, proof: hmac.HMAC, folder: Path, rank: int, attempt: str) -> None:
     if (record.rank, record.attempt) != (rank, attempt):
         _answer(connection, f"it is of rank {record.rank}, not {rank}, or of another start")
     memory.forget(folder, rank)
@@ -160,16 +253,19 @@ def _hear(connection: socket.socket) -> None:
         raise Refused(_read(connection, length).decode(errors="replace"))
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def _read(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
     content = bytearray(count)
     with memoryview(content) as view:
-        _fill(connection, view)
+        _fill(connection, view, deadline)
     return bytes(content)
 
 
-def _fill(connection: socket.socket, view: memoryview) -> None:
+def _fill(connection: socket.socket, view: memoryview, deadline: float | None = None) -> None:
+    """Receive all of ``view``, by ``deadline`` of the monotonic clock if there is one. Raises OSError."""
     at = 0
     while at < len(view):
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
         received = connection.recv_into(view[at:])
         if not received:
             raise ConnectionError("the other side has gone")

@@ -26,10 +26,12 @@ from opsd.checkpoints.manifest import (
     Unreadable,
     folder_of,
     folders,
+    is_there,
     reject,
     steps,
     verify,
 )
+from opsd.checkpoints.manifest import newest as newest_step
 from opsd.checkpoints.remote import URL, without_user
 from opsd.client import Reporter
 from trainer import memory
@@ -87,7 +89,8 @@ def restore(
     began = time.monotonic()
     if world.rank == 0:
         wait_for_saves(root, _patience_s())
-    newest = world.from_first(max(steps(root), default=-1) if world.rank == 0 else -1)
+    found = newest_step(root) if world.rank == 0 else None
+    newest = world.from_first(-1 if found is None else found)
     kept = _from_memory(state, world, digest, newest, reporter)
     if isinstance(kept, Manifest):
         return _loaded(kept, newest, world, reporter, began)
@@ -122,7 +125,7 @@ def _demand_nothing_lost(root: Path, kept: _Damaged | None, unread: str, *, fres
     elif unread:
         place = without_user(unread)
         why = f"{root} has no checkpoint and none can be had from {place}; put it right, or pass --fresh to begin anew"
-    elif any((folder / REJECTED).exists() for _, folder in folders(root)):
+    elif any(is_there(folder, REJECTED) for _, folder in folders(root)):
         why = f"every checkpoint in {root} is damaged; bring one back, or pass --fresh to begin again at step 0"
     else:
         return
@@ -276,14 +279,21 @@ def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
         if world.rank == finder and error is not None:
             reporter.event("checkpoint_rejected", step=step, file=error.file, why=str(error))
             if not isinstance(error, Unreadable):
-                reject(folder)
+                _set_aside(folder)
         world.least(0)  # nobody looks again before it is set aside
         passed_over.add(step)
 
 
+def _set_aside(folder: Path) -> None:
+    try:
+        reject(folder)
+    except OSError as error:  # it is passed over all the same
+        print(f"trainer: {folder} could not be set aside: {error.strerror}", file=sys.stderr)
+
+
 def _see_manifest(folder: Path) -> None:
     """An NFS client that looked too early may keep for a minute that there is none, unless it changes the folder."""
-    if not (folder / MANIFEST).exists():
+    if not is_there(folder):
         probe = folder / f".look.{secrets.token_hex(4)}"
         with suppress(OSError):
             probe.touch()
@@ -292,7 +302,7 @@ def _see_manifest(folder: Path) -> None:
 
 def _report_incomplete(root: Path, newest: int, reporter: Reporter) -> None:
     for step, folder in folders(root):
-        if step > newest and not (folder / MANIFEST).exists() and not (folder / REJECTED).exists():
+        if step > newest and not is_there(folder) and not is_there(folder, REJECTED):
             why = f"{folder} has no {MANIFEST}: the checkpoint was never completed"
             reporter.event("checkpoint_rejected", step=step, file=MANIFEST, why=why)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from opsd.checkpoints.manifest import steps
+from opsd.checkpoints.manifest import newest
 from opsd.client import Reporter
 from trainer.audit import Audit
 from trainer.checkpoint import Saver, State, kept, renew, writers
@@ -43,7 +43,7 @@ class Saving:
             persist_plan(config, world, state),
             kept(state, model, world),
             reporter,
-            committed=max(steps(Path(config.run.folder) / CHECKPOINTS), default=0),
+            committed=newest(Path(config.run.folder) / CHECKPOINTS) or 0,
             pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
         )
         self._interval = Interval(config.checkpoint, time.monotonic())

@@ -6,23 +6,35 @@
 
 Steps, losses, gradient norms, saves and evaluations go to the rank page. When the launcher asks for it, the trainer
 saves at the next step boundary and ends; ``trainer.train(resume_from_checkpoint=True)`` goes on from there.
+
+A trainer with this callback looks before each checkpoint, and before ``trainer.save_model()``, whether a later
+generation of the run has begun elsewhere; then it writes nothing and ends with exit code 76. No callback of Hugging
+Face's is asked before a save, so these two methods of ``Trainer`` are wrapped once this module is imported.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from opsd.adapters.fencing import Gate
 from opsd.adapters.phases import Phases, any_rank
+from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
 
 
 class RankPageCallback(TrainerCallback):
-    """Writes the rank page of this process; without ``opsd launch`` it writes to private memory."""
+    """Writes the rank page of this process; without ``opsd launch`` it writes to private memory.
 
-    def __init__(self, reporter: Reporter | None = None) -> None:
+    ``fence`` is that of the rank's environment unless it is given.
+    """
+
+    def __init__(self, reporter: Reporter | None = None, fence: Fence | None = None) -> None:
         self._reporter = reporter or Reporter.from_env()
+        self.gate = Gate(self._reporter, fence)
         self._phases = Phases(self._reporter)
         self._loss = self._norm = self._rate = float("nan")
         self._tokens = 0
@@ -102,3 +114,18 @@ class RankPageCallback(TrainerCallback):
         """The training has ended in good order."""
         self._phases.leave()
         self._reporter.close()
+
+
+def _gated(save: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(save)
+    def look_and_save(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, RankPageCallback):
+                callback.gate.pass_through()
+        save(trainer, *args, **kwargs)
+
+    return look_and_save
+
+
+for _name in ("_save_checkpoint", "save_model"):
+    setattr(Trainer, _name, _gated(getattr(Trainer, _name)))

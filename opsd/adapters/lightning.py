@@ -8,10 +8,14 @@
 Steps, losses, phases, saves and validations go to the rank page. When the launcher asks for it, the trainer saves
 ``last.ckpt`` at the next step boundary and ends; ``ckpt_path="last"`` goes on from there. Without a folder of their own
 checkpoints are with the logger's files, in another folder at each start, and ``"last"`` finds none.
+
+Before each checkpoint, whoever asks for it, all ranks look whether a later generation of the run has begun elsewhere;
+then nothing is written and they end with exit code 76.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +24,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from opsd.adapters.fencing import Gate
 from opsd.adapters.phases import Phases, any_rank
+from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
 
 STOPPED = "last.ckpt"
@@ -36,11 +42,19 @@ class RankPageCallback(Callback):
     """Writes the rank page of this process; without ``opsd launch`` it writes to private memory.
 
     ``tokens`` counts those of a batch. The loss is read every ``log_every_n_steps`` steps of the trainer, because
-    reading it waits for the GPU; a gradient norm is known if the module logs ``grad_norm``.
+    reading it waits for the GPU; a gradient norm is known if the module logs ``grad_norm``. ``fence`` is that of the
+    rank's environment unless it is given.
     """
 
-    def __init__(self, reporter: Reporter | None = None, *, tokens: Callable[[Any], int] | None = None) -> None:
+    def __init__(
+        self,
+        reporter: Reporter | None = None,
+        *,
+        tokens: Callable[[Any], int] | None = None,
+        fence: Fence | None = None,
+    ) -> None:
         self._reporter = reporter or Reporter.from_env()
+        self._gate = Gate(self._reporter, fence)
         self._phases = Phases(self._reporter)
         self._count = tokens
         self._tokens = self._step = 0
@@ -48,7 +62,14 @@ class RankPageCallback(Callback):
         self._saving: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Warns of checkpoints that the next start will not find; this comes before ``ModelCheckpoint.setup``."""
+        """Puts the look before what the strategy writes, and warns of checkpoints that the next start will not find.
+
+        This comes before ``ModelCheckpoint.setup``.
+        """
+        strategy = trainer.strategy
+        if not isinstance(strategy.save_checkpoint, functools.partial):  # fit, validate and test each set up
+            look_and_save = functools.partial(self._save, strategy.save_checkpoint)
+            setattr(strategy, "save_checkpoint", look_and_save)  # noqa: B010 - an assignment to a method
         saver = trainer.checkpoint_callback
         if saver is not None and getattr(saver, "dirpath", "") is None and trainer.loggers and trainer.is_global_zero:
             warnings.warn(NO_FOLDER, stacklevel=2)
@@ -122,6 +143,10 @@ class RankPageCallback(Callback):
         self._saved()
         self._phases.leave()
         self._reporter.close()
+
+    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._gate.pass_through()
+        save(*args, **kwargs)
 
     def _saved(self) -> None:
         if self._saving is not None:

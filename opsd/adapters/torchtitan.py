@@ -5,6 +5,9 @@
 Who has a program of their own builds ``RankPageTrainer(config)`` where ``config.build()`` stands. Steps, losses,
 phases, saves and validations go to the rank page. When the launcher asks for it, the trainer saves all of its state at
 the next step boundary and ends; torchtitan goes on from its newest checkpoint by itself.
+
+Before each checkpoint all ranks look whether a later generation of the run has begun elsewhere; then nothing is written
+and they end with exit code 76. One that is written in the background is not looked at again before it is complete.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
+from opsd.adapters.fencing import Gate
 from opsd.adapters.phases import Phases, any_rank
 from opsd.client import Reporter
 
@@ -38,6 +42,8 @@ class RankPageTrainer(Trainer):
         self._kept: int | None = None
         """The step that was saved, or begun to be saved, last; at first the one that was loaded."""
         super().__init__(config)
+        self._gate = Gate(self._reporter)
+        self._save, self.checkpointer.save = self.checkpointer.save, self._save_if_open
         self._logged = self.metrics_processor.logger = _Listener(self.metrics_processor.logger, self._reporter)
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
@@ -97,6 +103,11 @@ class RankPageTrainer(Trainer):
         self._phases.leave()
         super().close()
         self._reporter.close()
+
+    def _save_if_open(self, curr_step: int, last_step: bool = False) -> None:
+        if self.checkpointer.enable and self.checkpointer._should_save(curr_step, last_step):
+            self._gate.pass_through()
+        self._save(curr_step, last_step)
 
     def _is_saved_now(self) -> bool:
         checkpointer, last = self.checkpointer, self.step == self.config.training.steps

@@ -4,7 +4,7 @@
 plan of what runs in it. It is made whole and durable beside its place and then put there by an operation that exactly
 one of several claimants can succeed with, link(2), or rename(2) of a folder where a file system knows no links. Nothing
 else decides about a run. A generation holds until a higher number is claimed; a plan with an ``end`` is the run's last
-word. Standard library only.
+word. On which file systems this was tried, docs/shared-folder.md says. Standard library only.
 
 ``generations/lease`` is written anew once a second by the launcher that leads the newest generation. It proves
 nothing; it tells those who cannot reach that launcher that somebody goes on, and spares them from reading the folder.
@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from opsd.checkpoints import exclusive
+from opsd.checkpoints.exclusive import CONTENT, Link, draft_in, remove_folder, sync
+from opsd.checkpoints.sealed import CHECKSUM, Damaged, parse, read_regular, seal, unseal
 
 FOLDER = "generations"
 LEASE = "lease"
@@ -31,6 +35,9 @@ EXIT_FENCED = 76
 """What a rank ends with that finds its generation superseded when it starts."""
 MAX_BYTES = 8 << 20
 """A claim of 10,000 launchers has about one."""
+_NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+"""What somebody is answered who may look and not write."""
+_POLL_S = 1.0
 
 
 class ClaimError(OSError):
@@ -57,6 +64,8 @@ class Claim:
     ``opsd.launch.run.fellows.start_of``); ``launcher`` names the node and the process. ``alone`` is the launcher of a
     run on one node: what its earlier generations still save may be completed, since nothing else is left of them.
     ``keeps`` is the generation whose ranks run on under this claim, or may still save after the end; 0 if none do.
+    ``time`` is when it was made, seconds since 1970. A claim that was changed after it was made has no ``start`` and no
+    ``launcher``, and its number counts all the same.
     """
 
     number: int
@@ -70,81 +79,56 @@ class Claim:
     @property
     def end(self) -> End | None:
         """The run's last word, None while it goes on."""
-        end = self.plan.get("end")
-        return End(int(end["code"]), str(end["reason"])) if isinstance(end, Mapping) else None
+        match self.plan.get("end"):
+            case {"code": int(code), "reason": str(reason)}:
+                return End(code, reason)
+        return None
 
 
-def try_primitive(folder: Path) -> str:
+def try_primitive(folder: Path, link: Link = os.link) -> str:
     """How claims are made in ``folder``: "link", else "rename". Raises ClaimError if neither excludes a second."""
     claims = folder / FOLDER
     with _explained(claims, "claims cannot be made"):
-        claims.mkdir(parents=True, exist_ok=True)
-        target, drafts = _draft(claims), []
-        try:
-            for _ in range(2):
-                drafts.append(_draft(claims))
-                _write(drafts[-1], b"{}\n")
-            if _link(drafts[0], target):
-                if _link(drafts[1], target):
-                    raise ClaimError(errno.ENOTSUP, "two links to one name succeed")
-                return "link"
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                raise
-        finally:
-            for path in (*drafts, target):
-                path.unlink(missing_ok=True)
-        if _put_folder(b"{}\n", target) and not _put_folder(b"{}\n", target):
-            _remove(target)
-            return "rename"
+        _make(claims)
+        if primitive := exclusive.tried(draft_in(claims), link):
+            return primitive
     raise ClaimError(errno.ENOTSUP, f"{claims} is on a file system on which two can claim the same; choose --run-dir")
 
 
-def create(folder: Path, claim: Claim) -> bool:
-    """Make ``claim``; True if it is this one that holds, also if it was made before.
+def create(folder: Path, claim: Claim, link: Link = os.link) -> bool:
+    """Make ``claim``; True if it is this one that holds, also if it was made before with the same plan.
 
     False if somebody else has the number, or a later one. Raises ClaimError if that is not known: the claim may have
-    been made all the same, and is found by ``newest`` then.
+    been made all the same, and is found by ``newest`` then. ``link`` is what makes a hard link.
     """
     claims = folder / FOLDER
     with _explained(claims, f"generation {claim.number} cannot be claimed"):
-        claims.mkdir(parents=True, exist_ok=True)
-        target = claims / f"{claim.number:06d}.json"
+        _make(claims)
         content = _encode(claim)
-        draft = _draft(claims)
-        try:
-            _write(draft, content)
-            _link(draft, target)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                raise
-            _put_folder(content, target)
-        finally:
-            draft.unlink(missing_ok=True)
-        _sync(claims)
+        exclusive.put(content, claims / _name(claim.number), link)
         found = _claims(claims)
-        holder = _read(found[claim.number]) if claim.number in found else None
-        mine = max(found) == claim.number and holder is not None and holder.launcher == claim.launcher
+        if max(found, default=0) != claim.number:
+            return False
+        mine = _same(_read(found[claim.number]), _decode(content, claim.number))
     if mine:
         _forget(claims, claim.number)
     return mine
 
 
 def newest(folder: Path) -> Claim | None:
-    """The claim that holds, None without any. Raises ClaimError, also for one that cannot be understood."""
+    """The claim that holds, None without any. Raises ClaimError."""
     claims = folder / FOLDER
     with _explained(claims, "the generations of the run cannot be read"):
-        if not claims.is_dir():
-            return None
-        _see_anew(claims)
-        found = _claims(claims)
-        return _read(found[max(found)]) if found else None
+        while found := _look(claims):
+            with suppress(FileNotFoundError):  # so many have been claimed since that this one was removed
+                return _read(found[max(found)])
+        return None
 
 
 def newest_number(folder: Path) -> int:
     """The highest number that has been claimed, 0 without any. Raises ClaimError."""
     with _explained(folder / FOLDER, "the generations of the run cannot be read"):
-        return max(_claims(folder / FOLDER), default=0)
+        return max(_look(folder / FOLDER), default=0)
 
 
 def renew(folder: Path, number: int, beat: int) -> None:
@@ -154,7 +138,8 @@ def renew(folder: Path, number: int, beat: int) -> None:
     """
     path = folder / FOLDER / LEASE
     with _explained(path, "the lease cannot be renewed"):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o644)
         try:
             os.pwrite(descriptor, f'{{"number": {number:9d}, "beat": {beat:20d}}}\n'.encode(), 0)
         finally:
@@ -166,9 +151,9 @@ def lease(folder: Path) -> tuple[int, int]:
     path = folder / FOLDER / LEASE
     with _explained(path, "the lease cannot be read"):
         try:
-            raw = json.loads(path.read_bytes())
+            raw = parse(read_regular(path, 4096))
             return int(raw["number"]), int(raw["beat"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
             return 0, 0
 
 
@@ -185,14 +170,26 @@ class Fence:
         folder, number = environ.get("OPSD_RUN_DIR", ""), environ.get("OPSD_GENERATION", "")
         return cls(Path(folder), int(number)) if folder and number.isdecimal() else None
 
-    def check(self) -> None:
-        """Raises Fenced if a later generation has been claimed, ClaimError if that cannot be seen."""
+    def check(self, patience_s: float = 0.0) -> None:
+        """Raises Fenced if a later generation has been claimed, ClaimError if that cannot be seen for ``patience_s``.
+
+        A file server that restarts answers with errors for a while (ESTALE, EIO), and blocks or is away for longer.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._check()
+            except Fenced:
+                raise
+            except ClaimError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(min(_POLL_S, patience_s))
+
+    def _check(self) -> None:
         claims = self.folder / FOLDER
         with _explained(claims, f"whether generation {self.number} may write cannot be seen"):
-            if not claims.is_dir():
-                return
-            _see_anew(claims)
-            found = _claims(claims)
+            found = _look(claims, must_be_new=True)
             later = max(found, default=0)
             overtaken = later > self.number and not self._goes_on(found, later)
         if overtaken:
@@ -201,7 +198,7 @@ class Fence:
 
     def _goes_on(self, found: Mapping[int, Path], later: int) -> bool:
         """Whether the newest claim leaves this generation its right to write."""
-        return _read(found[later]).keeps == self.number or _by_one_launcher(found, self.number, later)
+        return _read(found[later]).keeps == self.number or _by_one_launcher(found, self.number)
 
     def shuts_out_saves(self) -> bool:
         """Whether what earlier generations still save cannot be completed. Raises ClaimError."""
@@ -226,93 +223,87 @@ def _encode(claim: Claim) -> bytes:
         "number": claim.number, "start": claim.start, "launcher": claim.launcher, "alone": claim.alone,
         "keeps": claim.keeps, "time": claim.time or time.time(), "plan": dict(claim.plan),
     }  # fmt: skip
-    return (json.dumps(raw) + "\n").encode()
+    return (json.dumps(seal(raw)) + "\n").encode()
+
+
+def _decode(content: bytes, number: int) -> Claim:
+    """Raises Damaged."""
+    raw = parse(content)
+    if "plan" in raw or CHECKSUM in raw:
+        raw = unseal(raw)
+    else:  # of a launcher that wrote no plans: it named itself in its claims if it had no fellows
+        raw = {"start": "", "launcher": "", "plan": {}} | raw | {"alone": bool(raw.get("launcher"))}
+    at, keeps = raw.get("time"), raw.get("keeps", 0)
+    match raw:
+        case {"number": int(found), "start": str(start), "launcher": str(launcher), "plan": dict(plan)} if (
+            found == number and isinstance(at, int | float) and math.isfinite(at) and isinstance(keeps, int)
+        ):
+            return Claim(number, start, launcher, raw.get("alone") is True, plan, float(at), keeps)
+    raise Damaged("is no claim")
 
 
 def _read(path: Path) -> Claim:
     """A claim, or what is left of one. Raises OSError."""
     number = int(path.stem)
-    inner = path / "claim.json"
-    with open(inner if path.is_dir() else path, "rb") as file:
-        text = file.read(MAX_BYTES)
     try:
-        raw = json.loads(text)
-        plan = raw.get("plan", {})
-        if not isinstance(plan, dict):
-            raise TypeError(plan)
-        return Claim(
-            number, str(raw.get("start", "")), str(raw.get("launcher", "")),
-            raw.get("alone") is True, plan, float(raw.get("time", 0.0)), int(raw.get("keeps", 0)),
-        )  # fmt: skip
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return _decode(_content(path), number)
+    except Damaged:
         # Claims are whole before they are in place: this one was changed since. Its number still counts.
         return Claim(number, "", "")
 
 
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _content(path: Path) -> bytes:
+    """Raises Damaged, OSError."""
     try:
-        with suppress(OSError):  # some file systems know no fsync of folders
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _link(draft: Path, target: Path) -> bool:
-    try:
-        os.link(draft, target)
-    except FileExistsError:
-        # Over NFS the answer to a link that was made may be lost; the number of links tells (open(2), O_EXCL).
-        return draft.stat().st_nlink == 2
-    except OSError:
-        if draft.stat().st_nlink != 2:
-            raise
-    return True
-
-
-def _put_folder(content: bytes, target: Path) -> bool:
-    """The same without links: a folder cannot be renamed to one that is not empty, nor to a file."""
-    draft = target.with_name(f"{_draft(target.parent).name}.d")
-    draft.mkdir()
-    try:
-        _write(draft / "claim.json", content)
-        _sync(draft)
-        draft.rename(target)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
-        return False
-    finally:
-        _remove(draft)
-    return True
-
-
-def _remove(folder: Path) -> None:
-    with suppress(FileNotFoundError):
-        (folder / "claim.json").unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def _see_anew(claims: Path) -> None:
-    """Have an NFS client fetch the folder's list again, which it may keep for a minute unless it changes it itself."""
-    draft = _draft(claims)
+        return read_regular(path, MAX_BYTES)
     try:
-        draft.touch()
+        return read_regular(CONTENT, MAX_BYTES, folder)
+    except FileNotFoundError:
+        raise Damaged("is an empty folder") from None
+    finally:
+        os.close(folder)
+
+
+def _same(one: Claim, other: Claim) -> bool:
+    """Whether both are the same claim; made twice, it has two times."""
+    return replace(one, time=0.0) == replace(other, time=0.0)
+
+
+def _make(claims: Path) -> None:
+    if not claims.is_dir():
+        claims.mkdir(parents=True, exist_ok=True)
+        sync(claims.parent)
+
+
+def _look(claims: Path, *, must_be_new: bool = False) -> dict[int, Path]:
+    """The claims as they are now. Raises OSError.
+
+    An NFS client may keep a folder's list, and that there is no such folder, for a minute, unless it changes them
+    itself. Who may not do that (a full disk, a folder of others) sees what an opened folder shows, which all mounts but
+    those with ``nocto`` fetch anew, unless it ``must_be_new``.
+    """
+    draft = draft_in(claims)
+    try:
+        try:
+            draft.touch()
+        except FileNotFoundError:
+            if not claims.parent.is_dir():
+                return {}
+            claims.mkdir(exist_ok=True)
+            draft.touch()
         draft.unlink()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):  # there claims cannot be made either
+        if must_be_new or error.errno not in _NO_WRITING:
             raise
+    return _claims(claims)
 
 
-def _draft(claims: Path) -> Path:
-    return claims / f".{os.uname().nodename}.{secrets.token_hex(8)}"
+def _name(number: int) -> str:
+    return f"{number:06d}.json"
 
 
 def _claims(claims: Path) -> dict[int, Path]:
@@ -320,16 +311,18 @@ def _claims(claims: Path) -> dict[int, Path]:
         found = list(claims.iterdir())
     except FileNotFoundError:
         return {}
-    return {int(path.stem): path for path in found if path.suffix == ".json" and path.stem.isdecimal()}
+    numbered = {int(path.stem): path for path in found if path.suffix == ".json" and path.stem.isdecimal()}
+    return {number: path for number, path in numbered.items() if number and path.name == _name(number)}
 
 
-def _by_one_launcher(claims: Mapping[int, Path], *numbers: int) -> bool:
-    """Whether a launcher without fellows has made all these claims."""
+def _by_one_launcher(claims: Mapping[int, Path], number: int) -> bool:
+    """Whether a launcher without fellows has made the claim ``number`` and all that came after it."""
     try:
-        made = [_read(claims[number]) for number in numbers]
+        first = _read(claims[number])
+        rest = [_read(path) for later, path in claims.items() if later > number]
     except (KeyError, FileNotFoundError):
         return False
-    return all(claim.alone and claim.launcher and claim.launcher == made[0].launcher for claim in made)
+    return first.alone and bool(first.launcher) and all(c.alone and c.launcher == first.launcher for c in rest)
 
 
 def _forget(claims: Path, number: int) -> None:
@@ -337,7 +330,8 @@ def _forget(claims: Path, number: int) -> None:
     with suppress(OSError):
         for old, path in _claims(claims).items():
             if old <= number - KEPT:
-                if path.is_dir():
-                    _remove(path)
-                else:
-                    path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    try:
+                        path.unlink()
+                    except (IsADirectoryError, PermissionError):  # unlink(2) of a folder says either
+                        remove_folder(path)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.checkpoints.audit import audit
-from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, read, verify
+from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, is_there, read, verify
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
 
@@ -94,7 +94,7 @@ def verify_command(path: Path) -> int:
             manifest = verify(entry.folder)
             click.echo(f"step {entry.step}: ok, {len(manifest.files)} files, {_bytes(entry.size)}")
         except CheckpointError as error:
-            gone = not any((entry.folder / name).exists() for name in (MANIFEST, REJECTED))
+            gone = not any(is_there(entry.folder, name) for name in (MANIFEST, REJECTED))
             damaged += not gone
             click.echo(f"step {entry.step}: {'removed meanwhile' if gone else f'DAMAGED: {error}'}")
     return exitcodes.FAILED if damaged else exitcodes.OK
@@ -203,20 +203,20 @@ def find(path: Path) -> list[Entry]:
 def _entry(step: int, folder: Path) -> Entry:
     size = _size(folder)
     for name, state in ((MANIFEST, "complete"), (REJECTED, "rejected"), (PRUNED, "removed")):
-        if (folder / name).exists():
+        if is_there(folder, name):
             try:
                 return Entry(step, folder, state, read(folder, name), size)
             except CheckpointError:
-                if (folder / name).exists():  # else renamed just now
+                if is_there(folder, name):  # else renamed just now
                     return Entry(step, folder, "damaged" if name == MANIFEST else state, None, size)
     return Entry(step, folder, "incomplete", None, size)
 
 
 def _size(folder: Path) -> int:
     size = 0
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # what cannot be seen counts as nothing
         for file in folder.iterdir():
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 size += file.lstat().st_size
     return size
 

@@ -4,6 +4,9 @@ A run's checkpoint folder holds one folder per step, ``step-000000000100/``, wit
 ranks wrote and, once all of them are durable, ``manifest.json``. The checkpoint exists from the moment that the
 manifest is renamed into place (file and folder synced), and not before. A checkpoint found damaged later is set
 aside by renaming its manifest to ``manifest.json.rejected``, so it no longer exists and nothing is deleted.
+
+A manifest carries a checksum of itself since format 2. One of format 1 has none: it is read as it is, so that a bit in
+it that has flipped may be taken for what was written.
 """
 
 from __future__ import annotations
@@ -12,18 +15,27 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
+from opsd.checkpoints.sealed import Damaged, parse, read_regular, seal, unseal
+
 MANIFEST = "manifest.json"
 REJECTED = "manifest.json.rejected"
-FORMAT = 1
+FORMAT = 2
+_UNSEALED = 1
+MAX_BYTES = 64 << 20
+"""A manifest of 100,000 ranks has about twenty million."""
+_MOST = (1 << 63) - 1
+_FIELDS = {"step", "sample", "layout", "config_digest", "files", "tier", "created", "run", "format"}
+_CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """What file systems without hard links answer (link(2))."""
-_FOLDER = re.compile(r"step-(\d{12})")
+_FOLDER = re.compile(r"step-([0-9]{12})")
 _BLOCK = 1 << 22
 
 
@@ -105,8 +117,8 @@ def commit(folder: Path, manifest: Manifest) -> None:
     """
     draft, target = folder / f".{MANIFEST}.{os.getpid()}", folder / MANIFEST
     try:
-        with open(draft, "w", encoding="utf-8") as file:
-            json.dump(asdict(manifest), file, indent=1)
+        with open(draft, "wb") as file:
+            file.write(encode(manifest))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)
@@ -139,6 +151,81 @@ def _rename_new(draft: Path, target: Path) -> None:
     draft.unlink()
 
 
+def encode(manifest: Manifest) -> bytes:
+    """What a manifest's file holds."""
+    return json.dumps(seal(asdict(replace(manifest, format=FORMAT))), indent=1).encode()
+
+
+def decode(content: bytes, place: str, step: int | None = None) -> Manifest:
+    """The manifest in ``content``, the file at ``place``, which is of ``step`` if that is given.
+
+    Raises CheckpointError if it makes no sense, Unreadable if a newer opsd wrote it.
+    """
+    try:
+        raw = parse(content)
+        form: Any = raw.get("format")
+        if not _is_count(form, 1):
+            raise Damaged(f"has the format {form!r:.40}")
+        if form != _UNSEALED:
+            raw = unseal(raw)
+        if form > FORMAT:
+            raise Unreadable(f"{place} has format {form}, this opsd reads formats 1 to {FORMAT}", MANIFEST)
+        manifest = _manifest(raw)
+        if step not in (None, manifest.step):
+            raise Damaged(f"is of step {manifest.step}, not {step}")
+    except Damaged as damage:
+        raise CheckpointError(f"{place} {damage}", MANIFEST) from damage
+    return manifest
+
+
+def _manifest(raw: Mapping[str, Any]) -> Manifest:
+    """Raises Damaged."""
+    if odd := (raw.keys() ^ _FIELDS) - {"run"}:
+        raise Damaged(f"{'lacks' if odd & _FIELDS else 'has the unknown'} field {min(odd)!r:.40}")
+    for name in ("config_digest", "tier", "run"):
+        if not isinstance(raw.get(name, ""), str):
+            raise Damaged(f"has a {name} that is no text")
+    for name in ("step", "sample"):
+        if not _is_count(raw[name]):
+            raise Damaged(f"has a {name} that is no number of {name}s")
+    layout, created = raw["layout"], raw["created"]
+    if not (isinstance(layout, dict) and all(_is_count(size, 1) for size in layout.values())):
+        raise Damaged("has a layout that is none")
+    if isinstance(created, bool) or not isinstance(created, int | float) or not 0 <= created <= _MOST:
+        raise Damaged("was created at no time")
+    return Manifest(**{**raw, "files": _files(raw["files"])})
+
+
+def _files(raw: Any) -> tuple[FileEntry, ...]:
+    """Raises Damaged."""
+    if not isinstance(raw, list) or not raw:
+        raise Damaged("names no files")
+    names = set()
+    for entry in raw:
+        if not isinstance(entry, dict) or entry.keys() != {"name", "size", "checksum"}:
+            raise Damaged("has a file that is not a name, a size and a checksum")
+        name, size, digest = entry["name"], entry["size"], entry["checksum"]
+        if not isinstance(name, str) or not _is_file_name(name):
+            raise Damaged(f"names the file {name!r:.80}, which none inside its folder can have")
+        if name in names:
+            raise Damaged(f"names the file {name} twice")
+        if not _is_count(size):
+            raise Damaged(f"has a size of {name} that is no number of bytes")
+        if not isinstance(digest, str) or not _CHECKSUM.fullmatch(digest):
+            raise Damaged(f"has a checksum of {name} that is none")
+        names.add(name)
+    return tuple(FileEntry(**entry) for entry in raw)
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+
+
+def _is_file_name(name: str) -> bool:
+    is_special = name in ("", ".", "..") or name.startswith(MANIFEST)
+    return not is_special and "/" not in name and name.isprintable() and len(name.encode()) <= 255
+
+
 def read(folder: Path, name: str = MANIFEST) -> Manifest:
     """The manifest of the checkpoint in ``folder``.
 
@@ -147,23 +234,14 @@ def read(folder: Path, name: str = MANIFEST) -> Manifest:
     """
     path = folder / name
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        content = read_regular(path, MAX_BYTES)
+    except Damaged as damage:
+        raise CheckpointError(f"{path} {damage}", MANIFEST) from damage
     except FileNotFoundError:
         raise Unreadable(f"{folder} has no {MANIFEST}: the checkpoint was never completed", MANIFEST) from None
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror}", MANIFEST) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", MANIFEST) from error
-    try:
-        if raw["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {raw['format']}, this opsd reads format {FORMAT}", MANIFEST)
-        files = tuple(FileEntry(str(f["name"]), int(f["size"]), str(f["checksum"])) for f in raw.pop("files"))
-        manifest = Manifest(files=files, **raw)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint manifest: {error!r}", MANIFEST) from error
-    if any(Path(entry.name).name != entry.name for entry in files):
-        raise CheckpointError(f"{path} names files outside its folder", MANIFEST)
-    return manifest
+    return decode(content, str(path), step_of(folder.name))
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
@@ -189,8 +267,35 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
 
 
 def steps(root: Path) -> list[int]:
-    """Steps of the checkpoints that exist under ``root``, oldest first. A missing folder has none."""
-    return sorted(step for step, folder in folders(root) if (folder / MANIFEST).exists())
+    """Steps of the checkpoints that exist under ``root``, oldest first. A missing folder has none. Raises OSError."""
+    return sorted(step for step, folder in folders(root) if is_there(folder))
+
+
+def newest(root: Path) -> int | None:
+    """The step of the newest checkpoint under ``root`` whose manifest makes sense, as far as it can be read.
+
+    One that the storage does not give counts: others may be able to read it. Raises OSError.
+    """
+    for step in reversed(steps(root)):
+        try:
+            read(folder_of(root, step))
+        except Unreadable:
+            return step
+        except CheckpointError:
+            continue
+        return step
+    return None
+
+
+def is_there(folder: Path, name: str = MANIFEST) -> bool:
+    """Whether ``folder`` has something of that ``name``, also if the storage only says that it cannot be seen."""
+    try:
+        os.lstat(folder / name)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def reject(folder: Path) -> None:
@@ -200,9 +305,19 @@ def reject(folder: Path) -> None:
 
 
 def folders(root: Path) -> Iterator[tuple[int, Path]]:
-    """Step and path of every checkpoint folder under ``root``, complete or not, in no order."""
-    if not root.is_dir():
+    """Step and path of every checkpoint folder under ``root``, complete or not, in no order. Raises OSError."""
+    try:
+        found = os.scandir(root)
+    except (FileNotFoundError, NotADirectoryError):
         return
-    for path in root.iterdir():
-        if (step := step_of(path.name)) is not None:
-            yield step, path
+    with found:
+        for entry in found:
+            if (step := step_of(entry.name)) is not None and _may_be_folder(entry):
+                yield step, root / entry.name
+
+
+def _may_be_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # it cannot be seen, which each use of it says for itself
+        return True

@@ -11,7 +11,6 @@ storage refused, failed or took too long.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,16 @@ import xxhash
 
 from opsd.checkpoints.manifest import (
     MANIFEST,
+    MAX_BYTES,
     CheckpointError,
     FileEntry,
     Manifest,
     checksum,
     commit,
+    decode,
+    encode,
     folder_of,
+    is_there,
     read,
     step_of,
     steps,
@@ -99,8 +102,7 @@ class Remote:
             self._files.put_file(str(folder / entry.name), f"{target}/{entry.name}")
             if self._checksum(f"{target}/{entry.name}") != entry.checksum:
                 raise CheckpointError(f"{target}/{entry.name} is not what was uploaded", entry.name)
-        content = json.dumps(asdict(replace(manifest, tier="remote")), indent=1).encode()
-        self._files.pipe_file(f"{target}/{MANIFEST}", content)
+        self._files.pipe_file(f"{target}/{MANIFEST}", encode(replace(manifest, tier="remote")))
 
     def fetch(self, step: int, root: Path) -> Manifest:
         """Copy the checkpoint of ``step`` to ``root``, where it exists once its files agree with their checksums.
@@ -111,10 +113,7 @@ class Remote:
         folder = folder_of(root, step)
         folder.mkdir(parents=True, exist_ok=True)
         source = f"{self._base}/{folder.name}"
-        draft = folder / f".{MANIFEST}.fetched"
-        self._files.get_file(f"{source}/{MANIFEST}", str(draft))
-        manifest = read(folder, draft.name)
-        draft.unlink()
+        manifest = self._manifest(f"{source}/{MANIFEST}", step)
         for entry in manifest.files:
             if not _is_whole(folder / entry.name, entry):
                 self._fetch_file(f"{source}/{entry.name}", folder / entry.name, entry)
@@ -122,9 +121,22 @@ class Remote:
         commit(folder, manifest)
         return manifest
 
+    def _manifest(self, place: str, step: int) -> Manifest:
+        try:
+            with self._files.open(place, "rb") as file:
+                content = file.read(MAX_BYTES + 1)
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise CheckpointError(f"{place} is missing", MANIFEST) from error
+        if len(content) > MAX_BYTES:
+            raise CheckpointError(f"{place} has more than {MAX_BYTES} bytes", MANIFEST)
+        return decode(content, place, step)
+
     def _fetch_file(self, source: str, path: Path, entry: FileEntry) -> None:
         draft = path.with_name(f".{path.name}.fetched")
-        self._files.get_file(source, str(draft))
+        try:
+            self._files.get_file(source, str(draft))
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise CheckpointError(f"{source} is missing", entry.name) from error
         if not _is_whole(draft, entry):
             draft.unlink()
             raise CheckpointError(f"{source} does not match its checksum", entry.name)
@@ -157,7 +169,7 @@ def upload_waiting(root: Path, remote: Remote) -> Iterator[int]:
     failure: Exception | None = None
     for step in steps(root):
         waiting = folder_of(root, step) / AWAITING
-        if waiting.exists():
+        if is_there(waiting.parent, AWAITING):
             try:
                 remote.upload(waiting.parent)
                 waiting.unlink(missing_ok=True)

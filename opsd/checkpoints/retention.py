@@ -6,7 +6,18 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from opsd.checkpoints.manifest import MANIFEST, CheckpointError, folder_of, read, steps, sync_folder
+from opsd.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Unreadable,
+    folder_of,
+    folders,
+    is_there,
+    read,
+    steps,
+    sync_folder,
+)
 
 PRUNED = "manifest.json.pruned"
 
@@ -16,26 +27,41 @@ AWAITED = ("awaiting-upload", "awaiting-evaluation")
 
 
 def reasons(root: Path, keep: int, every: int = 0) -> dict[int, str]:
-    """Why each checkpoint under ``root`` is kept, oldest first; "" if it may go.
+    """Why each checkpoint under ``root`` is kept, oldest first; "" if it may go. Raises OSError.
 
-    Kept are the newest ``keep`` (at least 1), those of every ``every``-th step (0: of none), and those that are still
-    awaited. Nothing goes while the newest is not there in full size, so that the last good one is never removed.
+    Kept are the newest ``keep`` (at least 1) that are there in full size and what is newer than those, those of every
+    ``every``-th step (0: of none), those that are still awaited, and those whose manifest does not say what is theirs.
     """
-    existing = steps(root)
-    if existing and not _is_whole(folder_of(root, existing[-1])):
-        return dict.fromkeys(existing, f"the newest, of step {existing[-1]}, is not whole")
-    newest = existing[-max(keep, 1) :]
-    return {step: "among the newest" if step in newest else _reason(folder_of(root, step), every) for step in existing}
+    found, left = {}, max(keep, 1)
+    for step in reversed(steps(root)):
+        folder = folder_of(root, step)
+        try:
+            flaw = _flaw(folder, read(folder))
+        except CheckpointError as error:
+            found[step] = "its manifest " + ("cannot be read" if isinstance(error, Unreadable) else "is damaged")
+            continue
+        found[step] = (flaw or "among the newest") if left else _reason(folder, step, every)
+        left -= bool(left and not flaw)
+    return dict(sorted(found.items()))
 
 
-def _reason(folder: Path, every: int) -> str:
-    try:
-        step = read(folder).step
-    except CheckpointError:
-        return "its manifest is damaged"
+def _flaw(folder: Path, manifest: Manifest) -> str:
+    """What keeps the checkpoint from being whole; "" if nothing does."""
+    for entry in manifest.files:
+        try:
+            if (folder / entry.name).stat().st_size != entry.size:
+                return f"{entry.name} has not its size"
+        except FileNotFoundError:
+            return f"{entry.name} is missing"
+        except OSError:
+            return f"{entry.name} cannot be seen"
+    return ""
+
+
+def _reason(folder: Path, step: int, every: int) -> str:
     if every and step % every == 0:
         return f"every {every} steps one is kept"
-    return ", ".join(name.replace("-", " ") for name in AWAITED if (folder / name).exists())
+    return ", ".join(name.replace("-", " ") for name in AWAITED if is_there(folder, name))
 
 
 def prune(root: Path, keep: int, every: int = 0) -> list[int]:
@@ -43,32 +69,38 @@ def prune(root: Path, keep: int, every: int = 0) -> list[int]:
 
     The manifest is renamed first, so that the checkpoint has ceased to exist before any of its files goes, then the
     files that it names are unlinked, then the folder if it is empty. Files that the manifest does not name stay.
-    A removal that was interrupted is completed by the next call. Raises OSError.
+    A removal that was interrupted is completed by the next call. One that fails does not keep the others from it: what
+    it met is raised at the end, of several the last. Raises OSError.
     """
-    removed = []
+    removed, failure = [], None
     for step in (step for step, reason in reasons(root, keep, every).items() if not reason):
         folder = folder_of(root, step)
-        with suppress(FileNotFoundError):  # removed by another process just now
+        try:
             os.rename(folder / MANIFEST, folder / PRUNED)
             removed.append(step)
-    for record in root.glob(f"step-*/{PRUNED}"):
-        _remove(record)
+        except FileNotFoundError:  # removed by another process just now
+            pass
+        except OSError as error:
+            failure = error
+    for _, folder in folders(root):
+        try:
+            _remove(folder)
+        except OSError as error:
+            failure = error
+    if failure is not None:
+        raise failure
     return removed
 
 
-def _is_whole(folder: Path) -> bool:
-    try:
-        return all((folder / entry.name).stat().st_size == entry.size for entry in read(folder).files)
-    except (CheckpointError, OSError):
-        return False
-
-
-def _remove(record: Path) -> None:
-    folder = record.parent
-    sync_folder(folder)
+def _remove(folder: Path) -> None:
+    """Complete the removal of the checkpoint in ``folder`` if one was begun."""
+    if not is_there(folder, PRUNED):
+        return
     with suppress(CheckpointError):
-        for entry in read(folder, record.name).files:
+        entries = read(folder, PRUNED).files
+        sync_folder(folder)
+        for entry in entries:
             (folder / entry.name).unlink(missing_ok=True)
-    record.unlink(missing_ok=True)
-    with suppress(OSError):  # something else lies in it
-        folder.rmdir()
+        (folder / PRUNED).unlink(missing_ok=True)
+        with suppress(OSError):  # something else lies in it
+            folder.rmdir()

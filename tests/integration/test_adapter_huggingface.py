@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from opsd import exitcodes
+from opsd.checkpoints.claims import Claim, Fence, create
 from opsd.client import Reporter, events_path, read_page, write_request
 
 transformers = pytest.importorskip("transformers")
@@ -71,3 +76,61 @@ def test_a_stop_is_a_save_and_an_orderly_end(tmp_path: Path) -> None:
     again = trainer(tmp_path, [RankPageCallback(Reporter(path))])
     again.train(resume_from_checkpoint=True)
     assert read_page(path).steps[-1].step == 6
+
+
+class OvertakenAt(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+    """The run goes on elsewhere while this trainer is at ``step``."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        if state.global_step == self.step:  # type: ignore[attr-defined]
+            assert create(self.folder, Claim(2, "a start", "n2 8"))
+
+
+def test_what_has_been_overtaken_saves_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first checkpoint is written; before the second the run has gone on elsewhere: exit code 76 and a sentence."""
+    assert create(tmp_path, Claim(1, "a start", "n1 7"))
+    page = RankPageCallback(Reporter(tmp_path / "rank-0000.page"), Fence(tmp_path, 1))
+    fenced = trainer(tmp_path, [OvertakenAt(tmp_path, 5), page])
+    with pytest.raises(SystemExit) as end:
+        fenced.train()
+    assert end.value.code == exitcodes.FENCED
+    assert "generation 2 of the run has begun elsewhere; generation 1 may not write" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-3"]
+    with pytest.raises(SystemExit):
+        fenced.save_model(str(tmp_path / "final"))
+    assert not (tmp_path / "final").exists()
+
+
+def test_a_trainer_without_the_callback_is_left_alone(tmp_path: Path) -> None:
+    """Another one in the same program, which is no part of the run, saves as ever."""
+    assert create(tmp_path, Claim(2, "a start", "n2 8"))
+    RankPageCallback(Reporter(tmp_path / "rank-0000.page"), Fence(tmp_path, 1))
+    trainer(tmp_path, []).save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final").exists()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from test_adapter_huggingface import trainer
+from opsd.adapters.huggingface import RankPageCallback
+trainer(Path(sys.argv[1]), [RankPageCallback()]).train()
+"""
+
+
+def test_a_rank_of_the_past_ends_with_its_code(tmp_path: Path) -> None:
+    """As a program: what the launcher told the rank is enough, and no traceback hides the reason."""
+    assert create(tmp_path, Claim(5, "a start", "n1 7"))
+    environ = {"OPSD_RUN_DIR": str(tmp_path), "OPSD_GENERATION": "4", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path], env={**os.environ, **environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == exitcodes.FENCED, done.stderr
+    assert "opsd: generation 5 of the run has begun elsewhere; generation 4 may not write any more\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "out").glob("checkpoint-*"))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from opsd import exitcodes
+from opsd.checkpoints.claims import Claim, Fence, create
 from opsd.client import Reporter, events_path, read_page, write_request
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
@@ -37,16 +39,28 @@ class Line(lightning.LightningModule):  # type: ignore[name-defined, misc]
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(tmp_path: Path, reporter: Reporter, folder: str | None = "saved", **settings: object) -> lightning.Trainer:
+def fit(
+    tmp_path: Path,
+    reporter: Reporter,
+    folder: str | None = "saved",
+    fence: Fence | None = None,
+    others: tuple[lightning.pytorch.Callback, ...] = (),
+    weights_only: bool = False,
+    **settings: object,
+) -> lightning.Trainer:
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64, 1)), batch_size=4)
     saver = lightning.pytorch.callbacks.ModelCheckpoint(
-        folder and tmp_path / folder, every_n_train_steps=3, save_top_k=-1
+        folder and tmp_path / folder,
+        every_n_train_steps=3,
+        save_top_k=-1,
+        save_weights_only=weights_only,
     )
     settings = {"logger": False, "max_steps": 6} | settings
     trainer = lightning.Trainer(
         accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path, num_sanity_val_steps=1,
-        callbacks=[saver, RankPageCallback(reporter, tokens=lambda batch: len(batch[0]))], **settings,
+        callbacks=[saver, *others, RankPageCallback(reporter, tokens=lambda batch: len(batch[0]), fence=fence)],
+        **settings,
     )  # fmt: skip
     trainer.fit(Line(), data, data, ckpt_path="last")
     return trainer
@@ -87,3 +101,40 @@ def test_checkpoints_that_the_next_start_will_not_find_are_warned_of(tmp_path: P
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     with pytest.warns(UserWarning, match="ModelCheckpoint has no folder"):
         fit(tmp_path, Reporter(tmp_path / "page"), None, logger=logger, max_steps=1)
+
+
+class OvertakenAt(lightning.pytorch.Callback):  # type: ignore[name-defined, misc]
+    """The run goes on elsewhere while this trainer is at ``step``."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *args: object) -> None:
+        if trainer.global_step == self.step:
+            assert create(self.folder, Claim(2, "a start", "n2 8"))
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_what_has_been_overtaken_saves_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights_only: bool
+) -> None:
+    """The first checkpoint is written; before the second the run has gone on elsewhere: exit code 76 and a sentence."""
+    assert create(tmp_path, Claim(1, "a start", "n1 7"))
+    with pytest.raises(SystemExit) as end:
+        fit(
+            tmp_path, Reporter(tmp_path / "rank-0000.page"), fence=Fence(tmp_path, 1), weights_only=weights_only,
+            others=(OvertakenAt(tmp_path, 4),),
+        )  # fmt: skip
+    assert end.value.code == exitcodes.FENCED
+    assert "generation 2 of the run has begun elsewhere; generation 1 may not write" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["epoch=0-step=3.ckpt"]
+    assert read_page(tmp_path / "rank-0000.page").committed_step in (3, None if weights_only else 3)
+
+
+def test_stages_after_one_another_look_once_each(tmp_path: Path) -> None:
+    """Fit and validate set the callback up twice; the trainer saves by hand as ever."""
+    trainer = fit(tmp_path, Reporter(tmp_path / "rank-0000.page"), fence=Fence(tmp_path, 1))
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 1)), batch_size=4)
+    trainer.validate(Line(), data)
+    trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
+    assert (tmp_path / "by_hand.ckpt").exists()

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from trainer_world import eventually
 
+from opsd import exitcodes
+from opsd.checkpoints.claims import Claim, create
 from opsd.client import RankPage, read_page, write_request
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +22,8 @@ pytestmark = [
 ]
 
 
-def start(folder: Path, page: Path, steps: int) -> subprocess.Popen[str]:
-    environ = os.environ | {"OPSD_RANK_PAGE": str(page), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def start(folder: Path, page: Path, steps: int, **more: str) -> subprocess.Popen[str]:
+    environ = os.environ | {"OPSD_RANK_PAGE": str(page), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
     command = [PYTHON, PROGRAM, str(folder), str(steps)]
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -57,3 +59,16 @@ def test_a_stop_is_a_save_and_an_orderly_end(tmp_path: Path) -> None:
     assert stopped.committed_step == stopped.steps[-1].step
     resumed = finish(start(tmp_path, path, stopped.committed_step + 2), path)
     assert [step.step for step in resumed.steps] == [stopped.committed_step + 1, stopped.committed_step + 2]
+
+
+def test_what_has_been_overtaken_saves_no_more(tmp_path: Path) -> None:
+    """The run goes on elsewhere after the first steps: nothing is saved any more, exit code 76 and a sentence."""
+    path = tmp_path / "rank-0000.page"
+    assert create(tmp_path, Claim(1, "a start", "n1 7"))
+    program = start(tmp_path, path, 100_000, OPSD_RUN_DIR=str(tmp_path), OPSD_GENERATION="1")
+    eventually(lambda: path.exists() and (read_page(path).committed_step or 0) >= 3)
+    assert create(tmp_path, Claim(2, "a start", "n2 8"))
+    output, _ = program.communicate(timeout=120)
+    assert program.returncode == exitcodes.FENCED, output[-3000:]
+    assert "generation 2 of the run has begun elsewhere; generation 1 may not write any more" in output
+    assert "Traceback" not in output

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from opsd import exitcodes
+from opsd.checkpoints.claims import Claim, Fence, create
 from opsd.client import Reporter, read_page, write_request
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -42,19 +44,19 @@ def model() -> transformers.LlamaForCausalLM:
     )  # fmt: skip
 
 
-def sft(folder: Path, reporter: Reporter) -> Any:
+def sft(folder: Path, reporter: Reporter, fence: Fence | None = None) -> Any:
     data = datasets.Dataset.from_list([{"text": "one two three"}, {"text": "two three four one"}] * 8)
     return trl.SFTTrainer(
         model(), args=trl.SFTConfig(output_dir=str(folder), **SETTINGS), train_dataset=data,
-        processing_class=tokenizer(), callbacks=[RankPageCallback(reporter)],
+        processing_class=tokenizer(), callbacks=[RankPageCallback(reporter, fence)],
     )  # fmt: skip
 
 
-def dpo(folder: Path, reporter: Reporter) -> Any:
+def dpo(folder: Path, reporter: Reporter, fence: Fence | None = None) -> Any:
     data = datasets.Dataset.from_list([{"prompt": "one two", "chosen": "three", "rejected": "four four"}] * 16)
     return trl.DPOTrainer(
         model(), ref_model=model(), args=trl.DPOConfig(output_dir=str(folder), **SETTINGS), train_dataset=data,
-        processing_class=tokenizer(), callbacks=[RankPageCallback(reporter)],
+        processing_class=tokenizer(), callbacks=[RankPageCallback(reporter, fence)],
     )  # fmt: skip
 
 
@@ -79,3 +81,13 @@ def test_a_stop_is_a_save_and_an_orderly_end(tmp_path: Path) -> None:
     assert (read_page(path).steps_reported, read_page(path).committed_step) == (1, 1)
     sft(tmp_path / "out", Reporter(path)).train(resume_from_checkpoint=True)
     assert [step.step for step in read_page(path).steps] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_what_has_been_overtaken_saves_nothing(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """TRL's trainers save in ways of their own, which come to those of Hugging Face's."""
+    assert create(tmp_path, Claim(2, "a start", "n2 8"))
+    with pytest.raises(SystemExit) as end:
+        make(tmp_path / "out", Reporter(tmp_path / "rank-0000.page"), Fence(tmp_path, 1)).train()
+    assert end.value.code == exitcodes.FENCED
+    assert not list((tmp_path / "out").glob("checkpoint-*/*.safetensors"))

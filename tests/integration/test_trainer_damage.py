@@ -52,11 +52,38 @@ def test_a_damaged_checkpoint_is_set_aside(stopped_at_20: Run, undisturbed: Run,
     assert run.curve() == undisturbed.curve()
 
 
-@pytest.mark.parametrize(("damage", "why"), [(Path.unlink, "never completed"), (flip, "")])
-def test_a_damaged_manifest_is_not_used(
-    stopped_at_20: Run, undisturbed: Run, damage: Callable[[Path], object], why: str
-) -> None:
+def change_digest(path: Path) -> None:
+    """Flip a bit of what the state belongs to, with which the whole run would be taken for another."""
+    content = path.read_bytes()
+    at = content.index(b'"config_digest": "') + len(b'"config_digest": "')
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_folder(path: Path) -> None:
+    path.unlink()
+    (path / "theirs").mkdir(parents=True)
+
+
+BAD_MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, "never completed"),
+    "flipped bit": (flip, ""),
+    "another digest": (change_digest, "does not match the checksum of itself"),
+    "nested deeply": (lambda path: path.write_bytes(b"[" * 100_000), "is nested too deeply"),
+    "a gigabyte": (lambda path: os.truncate(path, 1 << 30), "has 1073741824 bytes"),
+    "a pipe": (put_pipe, "is no regular file"),
+    "a folder": (put_folder, "is no regular file"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MANIFESTS)
+def test_a_damaged_manifest_is_not_used(stopped_at_20: Run, undisturbed: Run, bad: str) -> None:
     """Without a manifest, or with one that is damaged, a checkpoint is not loaded, and the event names the manifest."""
+    damage, why = BAD_MANIFESTS[bad]
     run = stopped_at_20
     damage(folder_of(run.checkpoints, 20) / MANIFEST)
     run.finish()

@@ -23,6 +23,7 @@ from opsd.checkpoints import manifest
 from opsd.checkpoints.cli import checkpoint
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, FileEntry, Manifest, Unreadable
 from opsd.checkpoints.retention import PRUNED, prune
+from opsd.checkpoints.sealed import seal
 
 
 def make(root: Path, step: int, *, files: int = 2) -> Path:
@@ -107,12 +108,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "gone": (lambda f: (f / "rank-0001.safetensors").unlink(), "rank-0001.safetensors", "is missing"),
     "folder": (lambda f: swap_for_folder(f / "rank-0000.safetensors"), "rank-0000.safetensors", ""),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), MANIFEST, "was never completed"),
-    "torn manifest": (lambda f: os.truncate(f / MANIFEST, 40), MANIFEST, "cannot be read"),
-    "not a manifest": (lambda f: (f / MANIFEST).write_text('{"format": 1}'), MANIFEST, "not a checkpoint manifest"),
-    "a list": (lambda f: (f / MANIFEST).write_text("[]"), MANIFEST, "not a checkpoint manifest"),
+    "torn manifest": (lambda f: os.truncate(f / MANIFEST, 40), MANIFEST, "is no JSON"),
+    "not a manifest": (lambda f: (f / MANIFEST).write_text('{"format": 1}'), MANIFEST, "lacks field"),
+    "a list": (lambda f: (f / MANIFEST).write_text("[]"), MANIFEST, "is a JSON list"),
     "newer format": (lambda f: edit(f, format=9), MANIFEST, "has format 9"),
     "points elsewhere": (
-        lambda f: edit(f, files=[{"name": "../x", "size": 1, "checksum": ""}]), MANIFEST, "outside its folder",
+        lambda f: edit(f, files=[{"name": "../x", "size": 1, "checksum": ""}]), MANIFEST, "names the file '../x'",
     ),
 }  # fmt: skip
 
@@ -130,7 +131,8 @@ def swap_for_folder(path: Path) -> None:
 
 def edit(folder: Path, **changes: object) -> None:
     raw = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(raw | changes))
+    del raw["checksum"]
+    (folder / MANIFEST).write_text(json.dumps(seal(raw | changes)))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -146,12 +148,12 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "rank-0001.safetensors"])
+@pytest.mark.parametrize("name", ["", "rank-0001.safetensors"])
 def test_a_failing_storage_is_no_damage(tmp_path: Path, name: str) -> None:
-    """What cannot be read is told apart from what is wrong."""
+    """What cannot be read is told apart from what is wrong, be it the whole folder or a file."""
     folder = make(tmp_path, 20)
-    (folder / name).unlink()
-    (folder / name).symlink_to(name)  # ELOOP, as good as any other error
+    (folder / name).rename(tmp_path / "away")
+    (folder / name).symlink_to((folder / name).name)  # ELOOP, as good as any other error
     with pytest.raises(Unreadable, match="cannot be read: Too many levels of symbolic links"):
         manifest.verify(folder)
 
@@ -297,14 +299,15 @@ def test_prune_by_hand_follows_the_rules_of_the_trainer(tmp_path: Path) -> None:
     assert "nothing to remove" in again.output
 
 
-def test_prune_by_hand_spares_all_while_the_newest_is_not_whole(tmp_path: Path) -> None:
-    """With a file of the newest missing nothing goes, and the reason is said."""
-    for step in (10, 20):
+def test_prune_by_hand_counts_those_that_are_whole(tmp_path: Path) -> None:
+    """With a file of the newest missing the one before is the last good one: it stays, and the reasons are said."""
+    for step in (10, 20, 30):
         make(tmp_path, step)
-    (manifest.folder_of(tmp_path, 20) / "rank-0001.safetensors").unlink()
+    (manifest.folder_of(tmp_path, 30) / "rank-0001.safetensors").unlink()
     result = run("prune", tmp_path, "--keep", 1)
-    assert "step 10: kept: the newest, of step 20, is not whole" in result.output
-    assert manifest.steps(tmp_path) == [10, 20]
+    assert "step 30: kept: rank-0001.safetensors is missing" in result.output
+    assert "step 20: kept: among the newest" in result.output
+    assert manifest.steps(tmp_path) == [20, 30]
 
 
 def test_upload_by_hand(tmp_path: Path) -> None:
@@ -421,15 +424,18 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_damaged(tmp_path: Path) -
         verified = run("verify", tmp_path)
     assert (verified.return_value, verified.output) == (exitcodes.OK, "step 10: removed meanwhile\n")
 
-    os.mkfifo(folder / MANIFEST)
 
-    def rename_while_listed() -> None:
-        with open(folder / MANIFEST, "w"):
-            (folder / MANIFEST).unlink()
+def test_a_checkpoint_that_goes_while_it_is_listed_is_not_damaged(tmp_path: Path) -> None:
+    """Each is there or being removed, whenever the list looks."""
+    folders = [make(tmp_path, step, files=1) for step in range(1, 200)]
 
-    with meanwhile(rename_while_listed):
-        listed = json.loads(run("list", tmp_path, "--json").output)["checkpoints"]
-    assert [(found["step"], found["state"]) for found in listed] == [(10, "removed")]
+    def remove_one_after_the_other() -> None:
+        for folder in folders:
+            os.rename(folder / MANIFEST, folder / PRUNED)
+
+    with meanwhile(remove_one_after_the_other):
+        listed = [json.loads(run("list", tmp_path, "--json").output)["checkpoints"] for _ in range(3)]
+    assert {entry["state"] for entries in listed for entry in entries} <= {"complete", "removed"}
 
 
 def test_a_list_goes_on_beside_a_trainer_that_writes(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from opsd.checkpoints.lease import claim
+from opsd.checkpoints.claims import Claim, create
 from opsd.checkpoints.manifest import (
     MANIFEST,
     CheckpointError,
@@ -366,14 +366,14 @@ def test_of_two_copies_of_a_run_only_the_later_writes(tmp_path: Path) -> None:
     """Once the other copy has claimed a generation, this one commits nothing more and takes its part away again."""
     root = tmp_path / "checkpoints"
     root.mkdir()
-    assert claim(tmp_path, 1, {"node": "n1"})
+    assert create(tmp_path, Claim(1, "a start", "n1 7"))
     cut_off, requeued = (
         Persister(root, 0, 1, b"state" * 999, f"0000000{generation}", generation) for generation in (1, 2)
     )
     try:
         cut_off.order(save=10, sample=0)
         assert cut_off.answer() == {"state": "committed"}
-        assert claim(tmp_path, 2, {"node": "n2"})
+        assert create(tmp_path, Claim(2, "a start", "n2 7"))
         cut_off.order(save=20, sample=0)
         answer = cut_off.answer()
         assert answer["state"] == "failed"

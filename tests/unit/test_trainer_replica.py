@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 import mmap
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from trainer import memory
 from trainer.exchange import Save, moves, newest_whole
 from trainer.memory import Record
-from trainer.replica import Sending, serve
+from trainer.replica import FROM_ONE, STRANGERS, Keeper, Sending
 
 KEY, STATE = b"k" * 32, os.urandom(9_000_001)
 
@@ -33,20 +36,23 @@ def record_of(content: bytes, rank: int = 3, attempt: str = "0000abcd") -> Recor
     return Record(rank, 20, 80, "d", attempt, {"dp": 2}, len(content), memory.checksum(memoryview(content)), "run", 0.0)
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Iterator[str]:
-    """Somebody who keeps the state of rank 3 in ``tmp_path``."""
+@contextmanager
+def keeping(folder: Path, **limits: float) -> Iterator[str]:
+    """Somebody who keeps the state of rank 3 in ``folder``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def run() -> None:
-            with suppress(OSError):  # the end of the test
-                serve(listener, KEY, tmp_path, 3, "0000abcd")
-
-        thread = threading.Thread(target=run, daemon=True)
+        keeper = Keeper(KEY, folder, 3, "0000abcd", **limits)
+        thread = threading.Thread(target=keeper.serve, args=(listener,), daemon=True)
         thread.start()
         yield f"127.0.0.1 {listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(10)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[str]:
+    """The same, with the limits that hold."""
+    with keeping(tmp_path) as target:
+        yield target
 
 
 def send(target: str, record: Record, key: bytes = KEY, content: bytes = STATE) -> str:
@@ -103,6 +109,106 @@ def test_a_partner_that_is_gone_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     assert send(f"127.0.0.1 {port}", record_of(STATE)) == "127.0.0.1: Connection refused"
+
+
+def connect(target: str) -> socket.socket:
+    host, port = target.split()
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def is_cut_off(stranger: socket.socket) -> bool:
+    """Waits for it."""
+    try:
+        while stranger.recv(1 << 10):
+            pass
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def first_bytes(content: bytes) -> bytes:
+    """The beginning of what a sender says, which promises a record."""
+    return (1000).to_bytes(4, "big") + content
+
+
+STRANGE = {
+    "silent": lambda stranger: None,
+    "half a greeting": lambda stranger: stranger.sendall(first_bytes(b"{")),
+    "half a length": lambda stranger: stranger.sendall(b"\0\0"),
+    "another protocol": lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("say", STRANGE.values(), ids=STRANGE.keys())
+def test_a_stranger_delays_nobody(tmp_path: Path, say: Callable[[socket.socket], None]) -> None:
+    """A connection that says nothing, or not enough, does not keep the partner waiting, however long it stays."""
+    with keeping(tmp_path, proof_s=9999.0) as target, connect(target) as stranger:
+        say(stranger)
+        assert send(target, record_of(STATE)) == ""
+        assert memory.read_record(tmp_path, 3) == record_of(STATE)
+
+
+@pytest.mark.parametrize("say", STRANGE.values(), ids=STRANGE.keys())
+def test_a_stranger_is_cut_off(target: str, say: Callable[[socket.socket], None]) -> None:
+    """It need not go by itself."""
+    with connect(target) as stranger:
+        say(stranger)
+        assert is_cut_off(stranger)
+
+
+def test_one_that_trickles_is_cut_off(target: str) -> None:
+    """Two seconds are for the whole proof, not for each byte of it."""
+    with connect(target) as stranger:
+        stranger.sendall(first_bytes(b""))
+        began = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() - began < 20:
+                stranger.sendall(b"x")
+                time.sleep(0.2)
+        assert time.monotonic() - began < 20
+
+
+def test_many_strangers_take_few_descriptors(tmp_path: Path, target: str) -> None:
+    """Three hundred idle connections of one address hold four descriptors, and the partner comes in between them."""
+    strangers = []
+    try:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(300):
+            strangers.append(connect(target))
+        assert send(target, record_of(STATE)) == ""
+        assert memory.read_record(tmp_path, 3) == record_of(STATE)
+        assert all(is_cut_off(stranger) for stranger in strangers)
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(strangers) + FROM_ONE
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_strangers_of_many_addresses_are_few_as_well(tmp_path: Path, target: str) -> None:
+    """The whole network may try: those that wait longest go first."""
+    host, port = target.split()
+    with ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection((host, int(port)), 20, (f"127.0.1.{number}", 0)))
+            for number in range(1, 4 * STRANGERS)
+        ]
+        assert send(target, record_of(STATE)) == ""
+        assert all(is_cut_off(stranger) for stranger in strangers)
+
+
+def test_a_partner_that_begins_anew_is_not_kept_waiting(tmp_path: Path) -> None:
+    """Its earlier connection, over which nothing comes any more, has been given up by it."""
+    record = record_of(STATE)
+    with keeping(tmp_path, timeout_s=9999.0) as target, connect(target) as stuck:
+        header = json.dumps(asdict(record)).encode()
+        nonce = stuck.recv(16, socket.MSG_WAITALL)
+        stuck.sendall(len(header).to_bytes(4, "big") + header + hmac.new(KEY, nonce + header, "sha256").digest())
+        assert stuck.recv(1) == b"\0"  # it may send the state now
+        assert send(target, record) == ""
+        assert memory.read_record(tmp_path, 3) == record
+        assert is_cut_off(stuck)
 
 
 SAVES = st.builds(Save, st.integers(1, 3), st.integers(1, 2))
