@@ -88,14 +88,18 @@ def spawn(
     output: int,
     keep: Sequence[int] = (),
     error_output: int = subprocess.STDOUT,
+    stdin: int | None = subprocess.DEVNULL,
 ) -> Child:
-    """Start ``command`` in its own session with ``output`` as its stdout and stderr. Raises OSError."""
+    """Start ``command`` in its own session with ``output`` as its stdout and stderr. Raises OSError.
+
+    ``stdin`` None is the launcher's own, as under torchrun.
+    """
     return Child(
         subprocess.Popen(
             command,
             env=dict(env),
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=error_output,
             start_new_session=True,

@@ -79,7 +79,6 @@ class Supervisor:
         self.set_state("waiting")
         self.loop.on_signals((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), self._on_signal)
         control.start_run()
-        self._standby.study()
         self._poll()
         self.loop.every(10.0, lambda: collect_orphans(self._is_own_child))
         self.loop.run()
@@ -157,6 +156,7 @@ class Supervisor:
     def stand_by(self, number: int) -> None:
         """Run no ranks in generation ``number``, but have interpreters warm for a later one."""
         self._stop.forget()
+        self._standby.stand_by()
         self.generation, self.done = Generation(number), False
         self.events.generation = number
         self.set_state("spare")
