@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from opsd.launch.ranks.membership import Assignment
+from opsd.launch.ranks.process import LAUNCHER, launcher_mark
 
 VARYING = frozenset(
     ["MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"]
@@ -33,6 +34,7 @@ def launch_environment(
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_size),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        LAUNCHER: launcher_mark(),
         "OPSD_RUN": run,
         "OPSD_RUN_DIR": str(run_dir),
         "OPSD_JOB": job,

@@ -21,7 +21,7 @@ from opsd.launch.ranks.gathering import Gathering
 from opsd.launch.ranks.membership import Assignment
 from opsd.launch.ranks.orderly_stop import OrderlyStop
 from opsd.launch.ranks.postmortem import failures
-from opsd.launch.ranks.process import collect_orphans
+from opsd.launch.ranks.process import Strangers, collect_orphans
 from opsd.launch.ranks.ranks import Generation, Rank, RankStarter
 from opsd.launch.ranks.rundir import RunFolders, RunState
 from opsd.launch.ranks.settings import Settings
@@ -67,6 +67,7 @@ class Supervisor:
         self.state: State = "waiting"
         self._gathering = Gathering(loop, self._settle)
         self._reported: set[int] = set()
+        self._strangers = Strangers()
         self._teardown: Teardown | None = None
         self._after: Callable[[], None] = loop.stop
         self._stop = OrderlyStop(loop, settings.stop_timeout_s, self._stop_too_slow)
@@ -139,6 +140,9 @@ class Supervisor:
     def _is_own_child(self, pid: int) -> bool:
         ranks = any(rank.child.pid == pid for rank in self.generation.ranks)
         return ranks or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
+
+    def _is_left_alone(self, pid: int) -> bool:
+        return self._is_own_child(pid) or pid in self._strangers
 
     def accept_hang(self, phase: str, score: int) -> None:
         """The run will be restarted for a hang in ``phase`` for which so much spoke."""
@@ -217,7 +221,7 @@ class Supervisor:
         if self._hangs is not None:
             self._hangs.relax()
         self._teardown = Teardown(
-            self.generation, self.loop, self._is_own_child, done=self._ended, stuck=self._unkillable, gently=gently
+            self.generation, self.loop, self._is_left_alone, done=self._ended, stuck=self._unkillable, gently=gently
         )
         self._teardown.advance()
 
