@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from tests.fakes.launched import TRAIN, Launched
+from tests.fakes.launched import TRAIN, Launched, alive
 
 CHILDREN = """
 import multiprocessing, os, signal, sys, threading, time
@@ -98,3 +98,110 @@ def test_a_handler_of_the_program_stays(tmp_path: Path, number: signal.Signals) 
         launched.until(lambda: "mine" in launched.log())
         launched.signal(signal.SIGTERM)
         assert launched.wait() == exitcodes.REQUEUE
+
+
+ORDERLY = """
+import atexit, os, sys, time
+rank = os.environ["RANK"]
+atexit.register(lambda: print("atexit", flush=True))
+try:
+    print("ready", flush=True)
+    time.sleep(1000)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    {then}
+finally:
+    print("finally", flush=True)
+"""
+
+
+def ready(launched: Launched, ranks: int = 1) -> bool:
+    """Whether the ranks have begun."""
+    return all("ready" in launched.log(rank) for rank in range(ranks))
+
+
+def test_sigint_ends_the_program_in_order(tmp_path: Path) -> None:
+    """Every rank gets a KeyboardInterrupt and the time to clean up; the launcher ends with its own exit code."""
+    with Launched(tmp_path, ORDERLY.format(then="time.sleep(0.5); raise"), "--nproc-per-node=2") as launched:
+        launched.until(lambda: ready(launched, 2))
+        launched.signal(signal.SIGINT)
+        assert launched.wait() == exitcodes.INTERRUPTED
+        assert len(launched.events("generation_started")) == 1
+        assert not launched.events("rank_exited")
+        for rank in range(2):
+            lines = launched.log(rank).splitlines()
+            assert lines[:3] == ["ready", "interrupted", "finally"]
+            assert lines[-1] == "atexit"
+            assert "KeyboardInterrupt" in lines
+            assert "opsd" not in launched.log(rank)
+
+
+def test_sigint_ends_what_the_program_runs(tmp_path: Path) -> None:
+    """As from a terminal, the processes in the rank's group get it, too; what is left after the rank is ended."""
+    source = """
+        import subprocess, sys, time
+        code = "import time\\nprint('begun', flush=True)\\ntry: time.sleep(1000)\\nfinally: print('child', flush=True)"
+        child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print("left", left.pid, flush=True)
+        child.wait()
+    """
+    with Launched(tmp_path, source) as launched:
+        launched.until(lambda: "begun" in launched.log() and "left" in launched.log())
+        launched.signal(signal.SIGINT)
+        assert launched.wait() == exitcodes.INTERRUPTED
+        assert "child" in launched.log()
+        (left,) = [line.split()[1] for line in launched.log().splitlines() if line.startswith("left")]
+        assert not alive(int(left))
+
+
+def test_third_sigint_kills(tmp_path: Path) -> None:
+    """The second one leaves 20 s and the third none."""
+    with Launched(tmp_path, ORDERLY.format(then="time.sleep(1000)")) as launched:
+        launched.until(lambda: ready(launched))
+        for _ in range(3):
+            launched.signal(signal.SIGINT)
+            launched.until(lambda: "interrupted" in launched.log())
+        assert launched.wait(15) == exitcodes.INTERRUPTED
+        assert "finally" not in launched.log()
+
+
+def test_sigint_that_is_ignored_ends_with_the_time_to_stop(tmp_path: Path) -> None:
+    """A rank that takes longer than --stop-timeout is killed."""
+    with Launched(tmp_path, ORDERLY.format(then="time.sleep(1000)"), "--stop-timeout=0.5") as launched:
+        launched.until(lambda: ready(launched))
+        launched.signal(signal.SIGINT)
+        assert launched.wait(15) == exitcodes.INTERRUPTED
+        assert "finally" not in launched.log()
+
+
+def test_sigint_in_the_background_of_a_shell(tmp_path: Path) -> None:
+    """A shell has its background ignore the signal; sent to the launcher it is meant."""
+    with Launched(
+        tmp_path, ORDERLY.format(then="raise"), within=("sh", "-c", '"$@" & echo $! > pid; wait', "sh")
+    ) as launched:
+        launched.until(lambda: ready(launched))
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGINT)
+        launched.wait()
+        assert launched.event("finished")["exit_code"] == exitcodes.INTERRUPTED
+        assert "interrupted" in launched.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_sighup_and_sigquit_stop_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    """Like SIGTERM: ranks with a page checkpoint at the next step boundary."""
+    with Launched(tmp_path, TRAIN + "train(10_000)\nprint('stopped in order')") as launched:
+        launched.until(lambda: (launched.memory / "rank-0000.page").exists())
+        launched.signal(number)
+        assert launched.wait() == exitcodes.REQUEUE
+        assert launched.log() == "stopped in order\n"
+        assert launched.event("requeued")["signal"] == number.name
+
+
+def test_nohup_outlives_the_terminal(tmp_path: Path) -> None:
+    """A SIGHUP that was ignored when the launcher began stays so."""
+    with Launched(tmp_path, ORDERLY.format(then="raise"), within=("nohup",)) as launched:
+        launched.until(lambda: ready(launched))
+        launched.signal(signal.SIGHUP)
+        launched.signal(signal.SIGINT)
+        assert launched.wait() == exitcodes.INTERRUPTED

@@ -170,8 +170,9 @@ class Solo:
         self._end_run(exitcodes.FAILED, reason)
 
     def interrupted(self) -> None:
-        """Kill all ranks and exit."""
-        self._end_run(exitcodes.INTERRUPTED, "interrupted by SIGINT")
+        """Let the ranks end of it, and exit."""
+        self._over = True
+        self._node.interrupt(lambda: self._node.finish(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
 
     def request(self, request: Request) -> Request:
         """Answer ``status`` (with nothing to add) and ``restart``."""
