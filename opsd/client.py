@@ -40,13 +40,16 @@ import json
 import math
 import mmap
 import os
+import signal
 import struct
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -215,9 +218,15 @@ class Reporter:
 
     @classmethod
     def from_env(cls) -> Reporter:
-        """A reporter configured by the variables that ``opsd launch`` (or torchrun) sets for the rank."""
+        """A reporter configured by the variables that ``opsd launch`` (or torchrun) sets for the rank.
+
+        Under ``opsd launch`` the rank then outlives SIGTERM and SIGUSR1, which Slurm sends to every process of a job:
+        the launcher asks it to stop through its page.
+        """
         env = os.environ
         gpu = env.get("OPSD_GPU", "")
+        if "OPSD_RANK_PAGE" in env:
+            _outlive_stop_signals()
         return cls(
             env.get("OPSD_RANK_PAGE"),
             rank=int(env.get("RANK", "0")),
@@ -357,6 +366,33 @@ def _create_page(path: Path | None, header: bytes) -> mmap.mmap:
     page = mmap.mmap(-1, PAGE_BYTES)
     page[: len(header)] = header
     return page
+
+
+def _outlive_stop_signals() -> None:
+    """Have the main thread ignore the signals to stop while there is a page; children get the default action back.
+
+    A handler of the program's own stays, or takes the place of this one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _unless_unobserved)
+    os.register_at_fork(after_in_child=_restore_stop_signals)
+
+
+def _unless_unobserved(number: int, frame: FrameType | None) -> None:
+    """Without a page nobody could ask this rank to stop: it then dies of the signal as any process does."""
+    page = os.environ.get("OPSD_RANK_PAGE")
+    if page is None or not os.path.exists(page):  # noqa: PTH110  # keep pathlib out of the signal handler
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _restore_stop_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is _unless_unobserved:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def append_event(page: Path, kind: str, **fields: object) -> None:

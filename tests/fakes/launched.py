@@ -51,6 +51,8 @@ class Launched:
         args: tuple[str, ...] = (),
         program: tuple[str, ...] | None = None,
         env: Mapping[str, str] | None = None,
+        within: tuple[str, ...] = (),
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         self.folder = folder
         self.run = folder / "run"
@@ -58,10 +60,10 @@ class Launched:
         script = folder / "prog.py"
         script.write_text(textwrap.dedent(source))
         options = ("--run-id", "r", "--run-dir", str(self.run), "--events", str(folder / "events.jsonl"), *flags)
-        command = [sys.executable, "-m", "opsd", "launch", *options, *(program or (str(script), *args))]
+        command = [*within, sys.executable, "-m", "opsd", "launch", *options, *(program or (str(script), *args))]
         environment = {**os.environ, "OPSD_SHM": str(folder / "shm"), **(env or {})}
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdin=stdin, stdout=out, stderr=err)
 
     def __enter__(self) -> Launched:
         return self

@@ -92,6 +92,7 @@ def test_a_standby_worker_that_was_killed_is_collected_by_the_loop(tmp_path: Pat
     loop = Loop()
     program = Program("script", str(python), (), str(python), tmp_path)
     pool = StandbyPool(program, lambda _: os.environ, size=1, log=tmp_path / "log", loop=loop)
+    pool.stand_by()
     pool.refill()
     (pid,) = pool.pids
     deadline = time.monotonic() + 30

@@ -6,12 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from opsd.launch.ranks.membership import Assignment
+from opsd.launch.ranks.process import LAUNCHER, launcher_mark
+
+VARYING = frozenset(
+    ["MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"]
+)
+"""What may differ at every restart of the same rank."""
+OF_A_GENERATION = VARYING | frozenset(
+    [
+        *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+        *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "OPSD_RANK_PAGE"),
+    ]
+)
+"""What a rank is told at its start: all of ``generation_environment``."""
 
 
 def launch_environment(
     base: Mapping[str, str], *, local_rank: int, local_size: int, run: str, run_dir: Path, job: str, node: str
 ) -> dict[str, str]:
-    """What stays the same over all generations of a rank, so that a warm standby can be given it early."""
+    """What stays the same over all generations of a rank, and whatever its place among the nodes."""
     gpu = gpu_of(base, local_rank)
     threads = {"OMP_NUM_THREADS": "1"} if local_size > 1 else {}
     return {
@@ -21,6 +34,7 @@ def launch_environment(
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_size),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        LAUNCHER: launcher_mark(),
         "OPSD_RUN": run,
         "OPSD_RUN_DIR": str(run_dir),
         "OPSD_JOB": job,
@@ -41,7 +55,7 @@ def generation_environment(
     error_file: Path,
     page: Path,
 ) -> dict[str, str]:
-    """What changes from one generation of a rank to the next."""
+    """What a rank is told at its start: its place, and what is of this generation alone."""
     rank = str(place.rank_offset + local_rank)
     world = str(place.world_size)
     return {

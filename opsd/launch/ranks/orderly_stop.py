@@ -13,6 +13,8 @@ from opsd.launch.ranks.ranks import Generation, Rank
 HASTENED_S = 20.0
 """How long a second SIGTERM still waits: Slurm sends SIGKILL 30 s after its own (KillWait)."""
 
+_TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
 
 class OrderlyStop:
     """The stop of a generation; ``late`` is called with a sentence if ranks do not stop in time."""
@@ -49,7 +51,7 @@ class OrderlyStop:
 
     def explains(self, rank: Rank) -> bool:
         """True for a rank without a page that died of the signal to stop, passed on by us or sent to the whole job."""
-        signalled = rank.exit is not None and rank.exit.signal in (signal.SIGTERM, signal.SIGUSR1)
+        signalled = rank.exit is not None and rank.exit.signal in _TO_STOP
         return bool(self.by) and signalled and rank.page() is None
 
     def forget(self) -> None:

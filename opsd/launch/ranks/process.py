@@ -9,8 +9,13 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from opsd.client import process_start
+
+LAUNCHER = "OPSD_LAUNCHER"
+"""The variable by which whatever a rank has started can be told to come from it."""
 GONE_S = 0.5
 """What a process that was killed gets to end where the loop waits for it."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -20,6 +25,37 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def become_subreaper() -> None:
     """Make orphans below this process its children, so that a daemon started by a rank can be found (prctl(2))."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@cache
+def launcher_mark() -> str:
+    """What ``LAUNCHER`` is below this process, and below no other of this boot."""
+    return f"{os.getpid()}-{process_start(os.getpid())}"
+
+
+class Strangers:
+    """Children of this process that no rank has started, and that are left alone for that; made before any rank.
+
+    A shell that has become the launcher by ``exec`` leaves it what it ran in the background, and these leave it their
+    orphans. In a container the launcher may be the process that gets all orphans. Anybody else's children it cannot
+    have; where it can, only what carries the launcher's mark in its environment is a rank's.
+    """
+
+    def __init__(self) -> None:
+        self._first = {(pid, process_start(pid)) for pid in _loop_children()}
+        self._possible = bool(self._first) or os.getpid() == 1
+
+    def __contains__(self, child: int) -> bool:
+        if not self._possible:
+            return False
+        return (child, process_start(child)) in self._first or not _carries_mark(child)
+
+
+def _carries_mark(pid: int) -> bool:
+    try:
+        return f"{LAUNCHER}={launcher_mark()}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +124,18 @@ def spawn(
     output: int,
     keep: Sequence[int] = (),
     error_output: int = subprocess.STDOUT,
+    stdin: int | None = subprocess.DEVNULL,
 ) -> Child:
-    """Start ``command`` in its own session with ``output`` as its stdout and stderr. Raises OSError."""
+    """Start ``command`` in its own session with ``output`` as its stdout and stderr. Raises OSError.
+
+    ``stdin`` None is the launcher's own, as under torchrun.
+    """
     return Child(
         subprocess.Popen(
             command,
             env=dict(env),
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=error_output,
             start_new_session=True,

@@ -16,13 +16,22 @@ class ProgramNotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Python script, a module as in ``python -m``, or any executable. ``python`` runs the former two."""
+    """A Python script, a module as in ``python -m``, or any executable. ``python`` runs the former two.
+
+    ``given`` is ``name`` as it was given: ``sys.argv[0]`` of a script.
+    """
 
     kind: Literal["script", "module", "executable"]
     name: str
     args: tuple[str, ...]
     python: str
     cwd: Path
+    given: str = ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What stands behind ``python`` where Python itself runs the program."""
+        return (*(("-m",) if self.kind == "module" else ()), self.given or self.name, *self.args)
 
     @property
     def path(self) -> str:
@@ -35,7 +44,7 @@ class Program:
 
         A module is looked for by the rank itself: only its interpreter knows all places.
         """
-        cwd = Path.cwd()
+        cwd, given = Path.cwd(), name
         if kind == "script":
             name = os.path.abspath(name)  # noqa: PTH100  # resolve() would follow links, Python's __file__ does not
             if not Path(name).is_file():
@@ -50,4 +59,4 @@ class Program:
         python = os.environ.get("PYTHON_EXEC") or sys.executable
         if shutil.which(python) is None:
             raise ProgramNotFound(f"the interpreter {python}, named by PYTHON_EXEC, cannot be executed")
-        return cls(kind, name, args, python, cwd)
+        return cls(kind, name, args, python, cwd, given)

@@ -110,9 +110,21 @@ class RankStarter:
     def _start_rank(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> Rank:
         rank = place.rank_offset + local_rank
         logs = self._folders.generation_logs(generation)
-        log, error_file = logs / f"rank-{rank:04d}.log", logs / f"rank-{rank:04d}.error.json"
-        page = self._folders.page(rank)
-        env = generation_environment(
+        log = logs / f"rank-{rank:04d}.log"
+        env = self._environment(generation, place, local_rank, restarts)
+        self._standby.stand_for(local_rank, self._environment(generation + 1, place, local_rank, restarts + 1))
+        output = open_log(log)
+        try:
+            worker, warm = self._worker(local_rank, env, output)
+        finally:
+            os.close(output)
+        error_file, page = Path(env["TORCHELASTIC_ERROR_FILE"]), Path(env["OPSD_RANK_PAGE"])
+        return Rank(rank, local_rank, worker.child, worker.channel, log, error_file, page, warm)
+
+    def _environment(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> dict[str, str]:
+        rank = place.rank_offset + local_rank
+        logs = self._folders.logs / f"gen-{generation:04d}"
+        return self._settings.environment(local_rank, self._folders.folder) | generation_environment(
             place,
             local_rank=local_rank,
             generation=generation,
@@ -120,19 +132,13 @@ class RankStarter:
             max_restarts=self._settings.max_restarts,
             run_id=self._settings.run_id,
             role=self._settings.role,
-            error_file=error_file,
-            page=page,
+            error_file=logs / f"rank-{rank:04d}.error.json",
+            page=self._folders.page(rank),
         )
-        output = open_log(log)
-        try:
-            worker, warm = self._worker(local_rank, env, output)
-        finally:
-            os.close(output)
-        return Rank(rank, local_rank, worker.child, worker.channel, log, error_file, page, warm)
 
     def _worker(self, local_rank: int, env: dict[str, str], output: int) -> tuple[Worker, bool]:
         program = self._settings.program
-        standby = self._standby.take(local_rank)
+        standby = self._standby.take(local_rank, env)
         if standby is not None:
             try:
                 order_run(standby.worker, program, env, output)
@@ -140,6 +146,6 @@ class RankStarter:
             except OSError as error:
                 say(f"a standby worker died when needed ({error}); starting cold")
                 standby.worker.discard()
-        cold = start_worker(program, self._settings.environment(local_rank, self._folders.folder), output)
+        cold = start_worker(program, env, output)
         order_run(cold, program, env, output)
         return cold, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from opsd.launch.io.loop import Loop
+from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.ranks.process import sweep
 from opsd.launch.ranks.ranks import Generation
 
@@ -19,7 +19,8 @@ class Teardown:
     """Ends ``generation``, then calls ``done``.
 
     Ranks are killed at once: one that is blocked in a collective could not do anything useful with a SIGTERM. With
-    ``gently``, for ranks that have all finished, what they have left running gets one SIGTERM first. ``protected``
+    ``gently``, for ranks that have all finished, what they have left running gets one SIGTERM first; with
+    ``interrupt_s`` the ranks get SIGINT, as from a terminal, and so many seconds to end of it. ``protected``
     says which processes below the launcher are none of the generation's. Those that are writing a staged checkpoint are
     left to finish. ``stuck`` is called with the culprits if something cannot be killed.
     """
@@ -33,6 +34,7 @@ class Teardown:
         done: Callable[[], None],
         stuck: Callable[[str], None],
         gently: bool = False,
+        interrupt_s: float | None = None,
     ) -> None:
         self._generation = generation
         self._loop = loop
@@ -40,20 +42,40 @@ class Teardown:
         self._protected = lambda pid: pid in saving or protected(pid)
         self._done = done
         self._stuck = stuck
-        self._told: set[int] | None = set() if gently else None
-        self._limit = loop.later(LEFTOVERS_S if gently else UNKILLABLE_S, self._too_slow)
         self._over = False
-        for rank in generation.running if gently else generation.ranks:
-            rank.child.kill_group(self._signal)
+        self.interrupting = interrupt_s is not None
+        """While the ranks have time to end of a SIGINT."""
+        self._told: set[int] | None = set() if gently or self.interrupting else None
+        self._limit = Timer(0.0, self.kill)
+        if interrupt_s is not None:
+            self.within(interrupt_s)
+            self._signal_ranks(signal.SIGINT)
+        elif gently:
+            self.within(LEFTOVERS_S)
+            self._signal_ranks(signal.SIGTERM)
+        else:
+            self.kill()
 
-    @property
-    def _signal(self) -> signal.Signals:
-        return signal.SIGKILL if self._told is None else signal.SIGTERM
+    def within(self, seconds: float) -> None:
+        """Kill what is left so many seconds from now."""
+        self._limit.cancel()
+        self._limit = self._loop.later(seconds, self.kill)
+
+    def kill(self) -> None:
+        """Wait no longer."""
+        self.interrupting, self._told = False, None
+        self._limit.cancel()
+        self._limit = self._loop.later(UNKILLABLE_S, self._cannot)
+        for rank in self._generation.ranks:
+            rank.child.kill_group()
 
     def advance(self) -> None:
         """Go on if all ranks have ended; to be called at the beginning and whenever one has."""
         if self._generation.running:
             return
+        if self.interrupting:
+            self.interrupting = False
+            self.within(LEFTOVERS_S)
         for rank in self._generation.ranks:
             if self._told is None:
                 rank.child.kill_group()
@@ -61,21 +83,21 @@ class Teardown:
         self._generation.ranks.clear()
         self._sweep()
 
+    def _signal_ranks(self, number: signal.Signals) -> None:
+        for rank in self._generation.running:
+            rank.child.kill_group(number)
+
     def _sweep(self) -> None:
         if self._over:
             return
-        if sweep(self._protected, self._signal, self._told):
+        if sweep(self._protected, signal.SIGKILL if self._told is None else signal.SIGTERM, self._told):
             self._loop.later(SWEEP_S, self._sweep)
             return
         self._over = True
         self._limit.cancel()
         self._done()
 
-    def _too_slow(self) -> None:
-        if self._told is not None:
-            self._told = None
-            self._limit = self._loop.later(UNKILLABLE_S, self._too_slow)
-            return
+    def _cannot(self) -> None:
         self._over = True
         ranks = ", ".join(f"rank {rank.rank} (pid {rank.child.pid})" for rank in self._generation.running)
         self._stuck(ranks or "a process that a rank has left")

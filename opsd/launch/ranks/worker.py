@@ -1,13 +1,17 @@
 """Runs in the rank's process: waits for its orders, then runs the user's program as the real ``__main__``.
 
-Started by path with the interpreter of the ranks (``python -u worker.py DESCRIPTOR``), so it needs nothing but the
-standard library, not even opsd. The descriptor is a socket; messages are JSON with a length in front:
+Started by path with the interpreter of the ranks (``python -u worker.py DESCRIPTOR PROGRAM …``), so it needs nothing
+but the standard library, not even opsd. It has the whole environment of its rank from the start, and the program's name
+and arguments for those who look at the list of processes. The descriptor is a socket; messages are JSON with a length
+in front. Each has the program: ``kind`` (script, module or executable), ``name``, ``argv0``, ``args``, ``path`` (its
+``sys.path[0]``), and
 
-``{"do": "import", "modules": {name: [names imported from it]}, "path": sys.path[0]}`` -> ``{"ready": bool}``
-    become a warm standby; if an import fails, begin anew as a cold one;
-``{"do": "run", "kind", "name", "args", "path", "env"}`` with the descriptor of the log attached
-    become the rank. ``kind`` is script, module or executable. A program that ends with an exception answers
-    ``{"failed": true}`` at once: the interpreter's own end may take seconds from there.
+``{"do": "import", "extra": [modules], "watch": [variables]}`` -> ``{"ready": bool, "read": [variables]}``
+    become a warm standby; ``read`` are those of the watched variables that an import has read. If an import fails,
+    begin anew as a cold one;
+``{"do": "run", "changes": {variable: value or null}}`` with the descriptor of the log attached
+    become the rank. If an import has read what changes now, or the program was edited, begin anew and run. A program
+    that ends with an exception answers ``{"failed": true}`` at once: the interpreter's own end may take seconds.
 """
 
 from __future__ import annotations
@@ -29,32 +33,140 @@ import sysconfig
 import time
 import traceback
 import types
+from pathlib import Path
 from typing import Any, NoReturn
 
 STACK_SIGNAL = signal.SIGRTMIN + 8
 NOT_FOUND = 127
 _PR_SET_PDEATHSIG, _PR_SET_PTRACER = 1, 0x59616D61
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_OF_THE_CHANNEL = 1
+Order = dict[str, Any]
 
 
 def main() -> None:
     """Serve the launcher until it says what to run, or is gone."""
-    launcher = os.getppid()
-    _tie_to(launcher)
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    _tie_to(os.getppid())
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell that runs the launcher in the background ignores it; the launcher passes it on all the same.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    descriptor, _, waiting = sys.argv[_OF_THE_CHANNEL].partition(":")
+    channel = socket.socket(fileno=int(descriptor))
+    channel.set_inheritable(False)
+    if waiting:
+        with open(int(waiting), encoding="utf-8") as file:
+            return _run(json.load(file), channel)
+    standby: _Standby | None = None
     while True:
         order, descriptors = _receive(channel)
         if order is None:
             return None
         if order["do"] == "import":
-            _warm_up(channel, order)
+            standby = _Standby(channel)
+            standby.warm_up(order)
             continue
-        for descriptor in descriptors:
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            os.close(descriptor)
-        os.environ.update(order["env"])
+        if standby is not None:
+            standby.become_rank(order, descriptors)
+        else:
+            _write_to(descriptors)
         return _run(order, channel)
+
+
+class _Standby:
+    """This process while it is none of the ranks yet."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._given = dict(os.environ)
+        self._prelude = _sibling("imports").Prelude()
+        self._reads: Any = None
+
+    def warm_up(self, order: Order) -> None:
+        """Import what the program's top level imports, in the state in which the program would.
+
+        The launcher may need this process as a rank before it is done, and has then sent the next order already.
+        """
+        _set_up(order)
+        script, module = (order["name"] if order["kind"] == kind else None for kind in ("script", "module"))
+        self._reads = _sibling("reads").Reads(order["watch"])
+        stdin = _without_stdin()
+        try:
+            with self._reads:
+                self._prelude.carry_out(script, module)
+                for name in order["extra"]:
+                    importlib.import_module(name)
+        except Exception:
+            traceback.print_exc()
+            _answer(self._channel, ready=False)
+            _take_stdin_back(stdin)
+            _begin_anew(self._channel, self._given)
+        _take_stdin_back(stdin)
+        # What has been imported stays: collections of garbage that looked at it would take a tenth of a second each.
+        gc.freeze()
+        _answer(self._channel, ready=True, read=self._reads.names)
+
+    def become_rank(self, order: Order, descriptors: list[int]) -> None:
+        """Be what a process would be that had been started for this rank, and say what it would have said."""
+        changes: dict[str, str | None] = order["changes"]
+        if self._prelude.edited or not changes.keys().isdisjoint(self._reads.names):
+            _write_to(descriptors)
+            new = {name: value for name, value in (self._given | changes).items() if value is not None}
+            _begin_anew(self._channel, new, order | {"changes": {}})
+        said = os.pread(1, os.fstat(1).st_size, 0)
+        _write_to(descriptors)
+        with contextlib.suppress(OSError):
+            os.write(2, said)
+        for name, value in changes.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _sibling(name: str) -> Any:
+    """A module that lies beside this file, loaded without a trace in ``sys.modules``."""
+    spec = importlib.util.spec_from_file_location(f"_opsd_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _without_stdin() -> int | None:
+    """Leave the input to the rank that is running; returns a descriptor of it, None if there is none."""
+    try:
+        stdin = os.dup(0)
+    except OSError:
+        return None
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return stdin
+
+
+def _take_stdin_back(stdin: int | None) -> None:
+    if stdin is not None:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
+def _write_to(descriptors: list[int]) -> None:
+    """Make the descriptors stdout and stderr; a single one is both."""
+    for number, descriptor in zip((1, 2), (descriptors * 2)[:2], strict=True):
+        os.dup2(descriptor, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _begin_anew(channel: socket.socket, env: dict[str, str], order: Order | None = None) -> NoReturn:
+    """Become a cold worker in the environment ``env``, which carries out ``order`` at once if there is one."""
+    descriptors = str(channel.fileno())
+    channel.set_inheritable(True)
+    if order is not None:
+        waiting = os.memfd_create("order", 0)
+        os.write(waiting, json.dumps(order).encode())
+        os.lseek(waiting, 0, os.SEEK_SET)
+        descriptors += f":{waiting}"
+    os.execve(sys.executable, [sys.executable, "-u", __file__, descriptors, *sys.argv[2:]], env)  # noqa: S606
 
 
 def _tie_to(launcher: int) -> None:
@@ -80,65 +192,59 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return json.loads(payload), descriptors
 
 
-def _warm_up(channel: socket.socket, order: dict[str, Any]) -> None:
-    """Import what the program will import; a module that is not there is the program's business, not ours.
-
-    The launcher may need this process as a rank before it is done, and has then sent the next order already.
-    """
-    _set_path(order)
-    try:
-        for name, names in order["modules"].items():
-            with contextlib.suppress(ModuleNotFoundError):
-                __import__(name, fromlist=names)
-    except Exception:
-        traceback.print_exc()
-        _answer(channel, ready=False)
-        os.set_inheritable(channel.fileno(), True)
-        os.execv(sys.executable, [sys.executable, "-u", __file__, str(channel.fileno())])  # noqa: S606
-    # What has been imported stays: collections of garbage that looked at it would take a tenth of a second each.
-    gc.freeze()
-    _answer(channel, ready=True)
-
-
-def _set_path(order: dict[str, Any]) -> None:
-    """Put the program's folder where Python put ours; with PYTHONSAFEPATH it puts none."""
+def _set_up(order: Order) -> None:
+    """Have ``sys`` and ``__main__`` say what they say when the program runs, its code excepted."""
     if not sys.flags.safe_path:
-        sys.path[0] = order["path"]
+        sys.path[0] = order["path"]  # where Python put our folder; with PYTHONSAFEPATH it puts none
+    sys.argv = [order["argv0"], *order["args"]]
+    what = ["-m", order["name"]] if order["kind"] == "module" else [order["argv0"]]
+    sys.orig_argv[:] = [sys.orig_argv[0], "-u", *what, *order["args"]]
+    if "_opsd_worker" not in sys.modules:
+        sys.modules["_opsd_worker"] = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+    if order["kind"] == "script":
+        _describe_main(order["name"], importlib.machinery.SourceFileLoader("__main__", order["name"]), None)
 
 
-def _answer(channel: socket.socket, **message: bool) -> None:
+def _answer(channel: socket.socket, **message: object) -> None:
     with contextlib.suppress(OSError):
         channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _run(order: dict[str, Any], channel: socket.socket) -> None:
+def _run(order: Order, channel: socket.socket) -> None:
     kind, name, args = order["kind"], order["name"], order["args"]
     if kind == "executable":
         _execute(name, args)
-    _guard_stop_signals()
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
-    _set_path(order)
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(STACK_SIGNAL))
+    _set_up(order)
     try:
-        module, code = _load_script(name) if kind == "script" else _load_module(name)
-        sys.argv = [str(module.__file__), *args]
-        sys.modules["_opsd_worker"] = sys.modules["__main__"]
-        sys.modules["__main__"] = module
-        exec(code, module.__dict__)  # noqa: S102  # running the user's program is what a launcher is for
-    except (SystemExit, KeyboardInterrupt):
+        code = _load_script(name) if kind == "script" else _load_module(name)
+        exec(code, sys.modules["__main__"].__dict__)  # noqa: S102  # running the user's program is what a launcher is for
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        _report(error)
+        sys.excepthook = lambda *_: None  # it has been reported; Python ends the process by SIGINT from here
         raise
     except BaseException as error:
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next
-        _write_error(error, frames)
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        _write_error(error, _report(error))
         _answer(channel, failed=True)
         sys.exit(1)
 
 
+def _report(error: BaseException) -> types.TracebackType | None:
+    """Print the error as Python would, without the frames of this file; returns those that are left."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    sys.excepthook(type(error), error.with_traceback(frames), frames)
+    return frames
+
+
 def _execute(name: str, args: list[str]) -> None:
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(name, [name, *args])  # noqa: S606  # no shell is what we want
@@ -146,33 +252,17 @@ def _execute(name: str, args: list[str]) -> None:
         _refuse(f"{name} cannot be executed: {error.strerror}")
 
 
-def _guard_stop_signals() -> None:
-    """Survive a SIGTERM or SIGUSR1 that was sent to the whole job, if this rank can be asked to stop through its page.
-
-    A rank without a page dies of it as usual. The program's own handlers replace this one.
-    """
-
-    def guard(number: int, frame: types.FrameType | None) -> None:
-        page = os.environ.get("OPSD_RANK_PAGE")
-        if page is None or not os.path.exists(page):  # noqa: PTH110  # keep pathlib out of the signal handler
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    for number in _STOP_SIGNALS:
-        signal.signal(number, guard)
-
-
-def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
+def _load_script(path: str) -> types.CodeType:
     loader = importlib.machinery.SourceFileLoader("__main__", path)
-    module = _main_module(path, loader, None)
+    _describe_main(path, loader, None)
     try:
         source = loader.get_data(path)
     except OSError as error:
         _refuse(f"{path} cannot be read: {error.strerror}")
-    return module, compile(source, path, "exec", dont_inherit=True)
+    return compile(source, path, "exec", dont_inherit=True)
 
 
-def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
+def _load_module(name: str) -> types.CodeType:
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -184,12 +274,14 @@ def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
     loader: Any = spec.loader if spec is not None else None
     if spec is None or spec.origin is None or not hasattr(loader, "get_code"):
         _refuse(f"there is no module {name} that can be run")
-    return _main_module(spec.origin, loader, spec), loader.get_code(spec.name)
+    _describe_main(spec.origin, loader, spec)
+    sys.argv[0] = spec.origin
+    code: types.CodeType = loader.get_code(spec.name)
+    return code
 
 
-def _main_module(path: str, loader: object, spec: importlib.machinery.ModuleSpec | None) -> types.ModuleType:
-    module = types.ModuleType("__main__")
-    vars(module).update(
+def _describe_main(path: str, loader: object, spec: importlib.machinery.ModuleSpec | None) -> None:
+    vars(sys.modules["__main__"]).update(
         __file__=path,
         __loader__=loader,
         __spec__=spec,
@@ -197,7 +289,6 @@ def _main_module(path: str, loader: object, spec: importlib.machinery.ModuleSpec
         __cached__=spec.cached if spec else None,
         __builtins__=builtins,
     )
-    return module
 
 
 def _refuse(message: str) -> NoReturn:

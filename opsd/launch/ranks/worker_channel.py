@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,11 @@ WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker process that waits for its orders on ``channel``."""
+    """A worker process that waits for its orders on ``channel``, in the environment ``env``."""
 
     child: Child
     channel: socket.socket
+    env: Mapping[str, str]
 
     def discard(self) -> None:
         """Kill the worker and collect it, unless the kernel holds it."""
@@ -37,14 +38,17 @@ def start_worker(program: Program, env: Mapping[str, str], output: int) -> Worke
     """Start a worker process that waits for its orders. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = (program.python, "-u", str(WORKER), str(theirs.fileno()))
-        child = spawn(command, env=env, cwd=program.cwd, output=output, keep=(theirs.fileno(),))
-    return Worker(child, ours)
+        command = (program.python, "-u", str(WORKER), str(theirs.fileno()), *program.words)
+        child = spawn(command, env=env, cwd=program.cwd, output=output, keep=(theirs.fileno(),), stdin=None)
+    return Worker(child, ours, env)
 
 
-def order_import(worker: Worker, program: Program, modules: Mapping[str, list[str]]) -> None:
-    """Make a waiting worker import ``modules``; it answers with one line once it has. Raises OSError if it is gone."""
-    _send(worker.channel, {"do": "import", "modules": modules, "path": program.path})
+def order_import(worker: Worker, program: Program, extra: Sequence[str], watch: Collection[str]) -> None:
+    """Make a waiting worker import what the program will, and ``extra``. Raises OSError if it is gone.
+
+    It answers with one line once it has, saying which of the variables ``watch`` the imports have read.
+    """
+    _send(worker.channel, {"do": "import", **_described(program), "extra": list(extra), "watch": sorted(watch)})
 
 
 def order_run(worker: Worker, program: Program, env: Mapping[str, str], output: int) -> None:
@@ -52,8 +56,18 @@ def order_run(worker: Worker, program: Program, env: Mapping[str, str], output: 
 
     The channel becomes readable when the program has failed, and at the latest when it has ended.
     """
-    order = {"do": "run", "kind": program.kind, "name": program.name, "args": program.args}
-    _send(worker.channel, {**order, "path": program.path, "env": dict(env)}, (output,))
+    order = {"do": "run", **_described(program), "changes": changes(worker.env, env)}
+    _send(worker.channel, order, (output,))
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables that differ, with their new values, None for those that are gone."""
+    return {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def _described(program: Program) -> dict[str, object]:
+    argv0 = program.given if program.kind == "script" and program.given else program.name
+    return {"kind": program.kind, "name": program.name, "argv0": argv0, "args": program.args, "path": program.path}
 
 
 def open_log(path: Path) -> int:

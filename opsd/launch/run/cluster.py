@@ -195,8 +195,13 @@ class ClusterRun:
         self._node.end(lambda: self._teller.tell(late))
 
     def interrupted(self) -> None:
-        """End this launcher; the others go on without it, or end by their own SIGINT."""
-        self._node.end(lambda: self._leave(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
+        """Let the ranks here end of it, then exit; the others go on without them, or end by their own SIGINT."""
+        if not self._finished and self._head is not None:
+            self._head.retire()
+            self._head = None
+        self._finished = True
+        self._group.leave()
+        self._node.interrupt(lambda: self._leave(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
 
     def request(self, request: Request) -> Request:
         """Answer ``status``, ``restart`` and ``swap``."""

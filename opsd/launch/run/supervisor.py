@@ -19,9 +19,9 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.messages import say
 from opsd.launch.ranks.gathering import Gathering
 from opsd.launch.ranks.membership import Assignment
-from opsd.launch.ranks.orderly_stop import OrderlyStop
+from opsd.launch.ranks.orderly_stop import HASTENED_S, OrderlyStop
 from opsd.launch.ranks.postmortem import failures
-from opsd.launch.ranks.process import collect_orphans
+from opsd.launch.ranks.process import Strangers, collect_orphans
 from opsd.launch.ranks.ranks import Generation, Rank, RankStarter
 from opsd.launch.ranks.rundir import RunFolders, RunState
 from opsd.launch.ranks.settings import Settings
@@ -67,6 +67,8 @@ class Supervisor:
         self.state: State = "waiting"
         self._gathering = Gathering(loop, self._settle)
         self._reported: set[int] = set()
+        self._strangers = Strangers()
+        self._interrupts = 0
         self._teardown: Teardown | None = None
         self._after: Callable[[], None] = loop.stop
         self._stop = OrderlyStop(loop, settings.stop_timeout_s, self._stop_too_slow)
@@ -77,9 +79,11 @@ class Supervisor:
         """Serve until the run is over."""
         self._control = control
         self.set_state("waiting")
-        self.loop.on_signals((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), self._on_signal)
+        # Under nohup the end of the terminal is none of the run's business.
+        hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGQUIT, *hangup)
+        self.loop.on_signals(numbers, self._on_signal)
         control.start_run()
-        self._standby.study()
         self._poll()
         self.loop.every(10.0, lambda: collect_orphans(self._is_own_child))
         self.loop.run()
@@ -141,6 +145,9 @@ class Supervisor:
         ranks = any(rank.child.pid == pid for rank in self.generation.ranks)
         return ranks or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
 
+    def _is_left_alone(self, pid: int) -> bool:
+        return self._is_own_child(pid) or pid in self._strangers
+
     def accept_hang(self, phase: str, score: int) -> None:
         """The run will be restarted for a hang in ``phase`` for which so much spoke."""
         if self._hangs is not None:
@@ -157,6 +164,7 @@ class Supervisor:
     def stand_by(self, number: int) -> None:
         """Run no ranks in generation ``number``, but have interpreters warm for a later one."""
         self._stop.forget()
+        self._standby.stand_by()
         self.generation, self.done = Generation(number), False
         self.events.generation = number
         self.set_state("spare")
@@ -211,13 +219,39 @@ class Supervisor:
     def end(self, then: Callable[[], None], *, gently: bool = False) -> None:
         """Kill every process of the generation, collect them, then go on with ``then``."""
         self._after = then
-        if self._teardown is not None:
-            return
+        if self._teardown is None:
+            self._tear_down(gently=gently)
+        elif self._teardown.interrupting:
+            self._teardown.kill()
+
+    def interrupt(self, then: Callable[[], None]) -> None:
+        """Let SIGINT end the ranks within the time for a stop, then go on with ``then``; again: in 20 s, at once."""
+        self._after = then
+        self._interrupts += 1
+        if self._teardown is None:
+            self._stop.forget()
+            self.set_state("stopping")
+            if self.generation.running:
+                seconds = f"{self.settings.stop_timeout_s:g} s"
+                say(f"SIGINT: the ranks have {seconds} to end; a second one leaves {HASTENED_S:g} s, a third none")
+            self._tear_down(interrupt_s=self.settings.stop_timeout_s)
+        elif self._teardown.interrupting and self._interrupts == 2:
+            self._teardown.within(min(HASTENED_S, self.settings.stop_timeout_s))
+        elif self._interrupts > 2:
+            self._teardown.kill()
+
+    def _tear_down(self, *, gently: bool = False, interrupt_s: float | None = None) -> None:
         self._gathering.forget()
         if self._hangs is not None:
             self._hangs.relax()
         self._teardown = Teardown(
-            self.generation, self.loop, self._is_own_child, done=self._ended, stuck=self._unkillable, gently=gently
+            self.generation,
+            self.loop,
+            self._is_left_alone,
+            done=self._ended,
+            stuck=self._unkillable,
+            gently=gently,
+            interrupt_s=interrupt_s,
         )
         self._teardown.advance()
 
