@@ -14,11 +14,13 @@ from opsd import exitcodes
 from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.hang import HangLimits
 from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.io.behind import flush_all
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
 from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member
+from opsd.launch.io.messages import say
 from opsd.launch.io.secret import SecretError, job_secret
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.program import Program, ProgramNotFound
@@ -34,6 +36,8 @@ from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.launch.run.together import control_of
 
+FLUSH_S = 5.0
+"""What files and readers are given to take the last of events and messages when the launcher ends."""
 _FILE = click.Path(path_type=Path)
 
 
@@ -310,3 +314,5 @@ def _supervise(
         control.close()
         standby.close()
         console.close()
+        for late in flush_all(FLUSH_S):
+            say(f"some {late} are missing: they could not be written in time")

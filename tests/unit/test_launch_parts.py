@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from opsd.client import process_start
+from opsd.launch.io import messages
 from opsd.launch.io.console import Console
-from opsd.launch.io.control import ControlServer
+from opsd.launch.io.control import MAX_CONNECTIONS, ControlServer
 from opsd.launch.io.events import EventLog, EventTail
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.environment import generation_environment, gpu_count, gpu_of, launch_environment
@@ -183,6 +185,7 @@ def test_events_reach_every_file(tmp_path: Path) -> None:
     log = EventLog("r", "n", targets)
     log.generation = 2
     log.emit("resumed", step=7)
+    log.flush()
     lines = [json.loads(path.read_text()) for path in targets]
     assert lines[0] == lines[1]
     assert lines[0] | {"t": 0} == {"t": 0, "event": "resumed", "generation": 2, "run": "r", "node": "n", "step": 7}
@@ -193,6 +196,8 @@ def test_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFi
     log = EventLog("r", "n", [Path("/dev/full"), tmp_path / "b"])
     for step in range(3):
         log.emit("checkpoint_committed", step=step)
+    log.flush()
+    messages.flush()
     assert len((tmp_path / "b").read_text().splitlines()) == 3
     assert capfd.readouterr().err.count("/dev/full") == 1
 
@@ -202,14 +207,17 @@ def test_line_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "events"
     log = EventLog("r", "n", [path])
     log.emit("a")
+    log.flush()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
     try:
         log.emit("b")
+        log.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     for name in "cd":
         log.emit(name)
+    log.flush()
     assert [record["event"] for record in EventTail(path).read()] == ["a", "c", "d"]
     assert len(path.read_bytes().splitlines()) == 4
 
@@ -260,6 +268,7 @@ def test_console_that_is_gone_is_given_up(tmp_path: Path, capfd: pytest.CaptureF
     console.follow(tmp_path / "log", "")
     console.close()
     os.close(writer)
+    messages.flush()
     assert "see the logs" in capfd.readouterr().err
 
 
@@ -338,9 +347,51 @@ def test_control_socket_survives_floods(tmp_path: Path, loop: Loop) -> None:
     until(lambda: not path.exists())
 
 
+def test_control_answers_one_line_of_a_client_in_one_turn(tmp_path: Path) -> None:
+    """Thousands of requests sent at once hold up nothing else that the loop has to do."""
+    loop, calls = Loop(), []
+    server = ControlServer(tmp_path / "control.sock", loop, lambda request: calls.append("answer") or {"ok": True})
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(tmp_path / "control.sock"))
+        client.sendall(b"{}\n" * 50)
+        loop.every(0.0, lambda: calls.append("other"))
+        loop.every(0.0, lambda: loop.stop() if calls.count("answer") == 50 else None)
+        loop.run()
+    server.close()
+    assert not any(calls[at : at + 3].count("answer") > 2 for at in range(len(calls)))
+
+
+def test_control_drops_a_client_that_does_not_read(tmp_path: Path, loop: Loop) -> None:
+    """Who asks on and on and never reads the answers is dropped instead of being waited for."""
+    path = tmp_path / "control.sock"
+    server = ControlServer(path, loop, lambda request: {"ok": True, "much": "x" * 10_000})
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(20)
+        client.connect(str(path))
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while True:
+                client.sendall(b"{}\n" * 100)
+    assert ask(path, b"{}")[0]["ok"] is True
+    loop.later(0.0, server.close)
+    until(lambda: not path.exists())
+
+
+def test_control_makes_room_for_one_more_client(tmp_path: Path, loop: Loop) -> None:
+    """Clients that connect and say nothing do not keep others out."""
+    path = tmp_path / "control.sock"
+    server = ControlServer(path, loop, lambda request: {"ok": True})
+    with contextlib.ExitStack() as idle:
+        for _ in range(MAX_CONNECTIONS + 5):
+            idle.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        assert ask(path, b"{}") == [{"ok": True}]
+    loop.later(0.0, server.close)
+    until(lambda: not path.exists())
+
+
 def test_control_socket_that_cannot_be_made_is_reported(
     tmp_path: Path, loop: Loop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without a control socket the run goes on, with a word."""
     ControlServer(tmp_path / "missing/control.sock", loop, lambda request: {}).close()
+    messages.flush()
     assert "no control socket" in capfd.readouterr().err
