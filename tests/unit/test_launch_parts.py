@@ -23,7 +23,7 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.environment import generation_environment, gpu_count, gpu_of, launch_environment
 from opsd.launch.ranks.error_file import read_error
 from opsd.launch.ranks.membership import SingleNode, free_port
-from opsd.launch.ranks.rundir import RunError, RunFolders, RunState, prune
+from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 from opsd.launch.run.options import shown_ranks
 
 
@@ -141,18 +141,55 @@ def test_run_of_a_dead_launcher_is_taken_over(tmp_path: Path) -> None:
     folders.page(0).write_bytes(b"old")
     (folders.memory / "mine.bin").write_bytes(b"keep")
     folders.generation_logs(4)
+    folders.release()
     again = folders_of("r", tmp_path)
     assert sorted(path.name for path in again.memory.iterdir()) == ["mine.bin"]
     assert again.last_generation() == 4
 
 
-def test_link_in_shared_memory_is_refused(tmp_path: Path) -> None:
-    """A link planted under the run's name is not followed."""
+def test_link_in_shared_memory_is_not_followed(tmp_path: Path) -> None:
+    """A link planted under the run's name leads nowhere: the run gets the user's number, or is refused."""
     (tmp_path / "shm").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "shm/r").symlink_to(tmp_path / "elsewhere")
+    assert folders_of("r", tmp_path).memory.name == f"r.{os.getuid()}"
+    assert not list((tmp_path / "elsewhere").iterdir())
+    (tmp_path / "shm/q").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"shm/q.{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match="another user"):
+        folders_of("q", tmp_path)
+
+
+def test_run_is_taken_before_its_launcher_has_said_so(tmp_path: Path) -> None:
+    """Of two launchers started at the same moment one gets the run; one that nobody looks for by name is renamed."""
+    first = folders_of("r", tmp_path)
+    with pytest.raises(RunError, match="being run by another process"):
         folders_of("r", tmp_path)
+    twin = RunFolders.create("r", folder=None, logs=tmp_path / "logs", shared=tmp_path / "shm", alone=True)
+    assert (twin.run, twin.memory, twin.logs) == ("r-2", tmp_path / "shm/r-2", tmp_path / "logs/r-2")
+    first.release()
+    again = RunFolders.create("r", folder=tmp_path / "r", logs=None, shared=tmp_path / "shm", alone=True)
+    assert again.run == "r"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("train.v2", "train.v2"),
+        ("my training", "my-training-"),
+        ("Büro größer", "Buro-groer-"),
+        ("训练", "run-"),
+        ("../../etc", "etc-"),
+        ("x" * 80, "x" * 54 + "-"),
+    ],
+)
+def test_any_text_makes_a_name(text: str, name: str) -> None:
+    """What is no valid name of a run becomes one, always the same; two texts never become one name."""
+    made = valid_name(text)
+    assert made.startswith(name)
+    assert RUN_NAME.fullmatch(made)
+    assert made == valid_name(text)
+    assert made == text or made != valid_name(text + " ")
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -171,6 +208,8 @@ def test_prune_removes_old_runs_only(tmp_path: Path) -> None:
     now = time.time()
     for folders, age in ((old, 9000), (alive, 9000), (recent, 10), (shared, 9000)):
         os.utime(folders.memory, (now - age, now - age))
+    for folders in (old, recent, shared):
+        folders.release()
     prune(tmp_path / "shm", now, keep_s=3600)
     assert sorted(path.name for path in (tmp_path / "shm").iterdir()) == ["b", "c", "d"]
     assert (shared.memory / "checkpoint.bin").exists()
