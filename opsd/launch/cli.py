@@ -27,11 +27,11 @@ from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.program import Program, ProgramNotFound
 from opsd.launch.ranks.ranks import RankStarter
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
-from opsd.launch.ranks.settings import Settings
+from opsd.launch.ranks.settings import PREFIX, Settings, Streams
 from opsd.launch.ranks.standby import StandbyPool
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
-from opsd.launch.run.options import Meeting, join_timeout, meeting, run_name, shown_ranks
+from opsd.launch.run.options import Meeting, join_timeout, meeting, run_name
 from opsd.launch.run.placement import Shape
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
@@ -40,6 +40,7 @@ from opsd.launch.run.together import control_of
 from opsd.launch.run.torchrun import full_name, torchrun_options
 
 LOOPBACK = "127.0.0.1"
+TRIM_S = 1.0
 FLUSH_S = 5.0
 """What files and readers are given to take the last of events and messages when the launcher ends."""
 _FILE = click.Path(path_type=Path)
@@ -122,6 +123,13 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart.")
 @click.option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters.")
+@click.option(
+    "--log-size",
+    type=click.IntRange(0),
+    default=64,
+    show_default=True,
+    help="MiB after which the log of a rank is begun anew; the two before are kept. 0: never.",
+)
 @click.option("--run-id", "run", callback=run_name, help="Name of the run; from the Slurm job or the time by default.")
 @click.option("--run-dir", type=_FILE, help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default.")
 @click.option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line.")
@@ -224,7 +232,12 @@ def _settings(program: Program, run: str, node: str, options: dict[str, Any]) ->
         standby=not options["no_standby"] and program.kind != "executable",
         standby_imports=options["standby_import"],
         stop_timeout_s=options["stop_timeout"],
-        shown=shown_ranks(options["local_size"], options["redirects"], options["tee"], options["chosen"]),
+        streams=Streams(
+            options["redirects"],
+            options["tee"],
+            options["chosen"],
+            os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or PREFIX,
+        ),
         virtual_local_rank=options["virtual_local_rank"],
     )
 
@@ -248,6 +261,7 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
             node, fellows, shape, secret, options["node_timeout"], options["master_port"], spare_readiness
         ),
         stacks_suffix=f"-{settings.node}" if several else "",
+        log_bytes=options["log_size"] << 20,
     )
 
 
@@ -288,9 +302,11 @@ def _supervise(
     new_control: Callable[[Supervisor], RunControl],
     *,
     stacks_suffix: str = "",
+    log_bytes: int,
 ) -> int:
     become_subreaper()
     loop = Loop()
+    console = Console(log_bytes=log_bytes)
     standby = StandbyPool(
         settings.program,
         lambda local_rank: settings.environment(local_rank, folders.folder),
@@ -300,13 +316,13 @@ def _supervise(
         loop=loop,
     )
     hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix) if limits is not None else None
-    console = Console()
+    loop.every(TRIM_S, console.trim)
     supervisor = Supervisor(
         settings,
         folders,
         events,
         loop,
-        starter=RankStarter(settings, folders, standby),
+        starter=RankStarter(settings, folders, standby, console),
         standby=standby,
         hangs=hangs,
         console=console,

@@ -1,4 +1,4 @@
-"""The small parts of the launcher: environment, folders, events, console, loop, control socket."""
+"""The small parts of the launcher: environment, folders, events, loop, control socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 
 from opsd.client import process_start
 from opsd.launch.io import messages
-from opsd.launch.io.console import Console
 from opsd.launch.io.control import MAX_CONNECTIONS, ControlServer
 from opsd.launch.io.events import EventLog, EventTail
 from opsd.launch.io.loop import Loop
@@ -24,7 +23,6 @@ from opsd.launch.ranks.environment import generation_environment, gpu_count, gpu
 from opsd.launch.ranks.error_file import read_error
 from opsd.launch.ranks.membership import SingleNode, free_port
 from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
-from opsd.launch.run.options import shown_ranks
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -92,23 +90,6 @@ def test_port_can_be_bound() -> None:
     assert port < 32_768
 
 
-@pytest.mark.parametrize(
-    ("redirects", "tee", "chosen", "shown"),
-    [
-        ({None: 0}, {None: 0}, None, {0, 1, 2}),
-        ({None: 3}, {None: 0}, None, set()),
-        ({None: 3}, {1: 3}, None, {1}),
-        ({0: 3}, {None: 0}, None, {1, 2}),
-        ({None: 0}, {None: 0}, frozenset({2}), {2}),
-    ],
-)
-def test_shown_ranks(
-    redirects: dict[int | None, int], tee: dict[int | None, int], chosen: frozenset[int] | None, shown: set[int]
-) -> None:
-    """Torchrun's flags decide whose output reaches the console."""
-    assert shown_ranks(3, redirects, tee, chosen) == shown
-
-
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +121,7 @@ def test_run_of_a_dead_launcher_is_taken_over(tmp_path: Path) -> None:
     folders.write_state(state(os.getppid(), 1))
     folders.page(0).write_bytes(b"old")
     (folders.memory / "mine.bin").write_bytes(b"keep")
-    folders.generation_logs(4)
+    folders.generation_logs(4).mkdir(parents=True)
     folders.release()
     again = folders_of("r", tmp_path)
     assert sorted(path.name for path in again.memory.iterdir()) == ["mine.bin"]
@@ -279,36 +260,6 @@ def test_nested_error_file_is_none(tmp_path: Path) -> None:
     """What a rank leaves cannot end its launcher."""
     (tmp_path / "error.json").write_text("[" * 100_000)
     assert read_error(tmp_path / "error.json") is None
-
-
-# -- console ---------------------------------------------------------------------------------------------------------
-
-
-def test_console_copies_lines_with_their_rank(tmp_path: Path) -> None:
-    """Lines of two ranks arrive whole, each with its prefix, the unfinished last one included."""
-    first, second = tmp_path / "0.log", tmp_path / "1.log"
-    first.write_text("a\nb\n")
-    second.write_text("c\nlast")
-    with (tmp_path / "out").open("wb") as out:
-        console = Console(out.fileno())
-        console.follow(first, "[rank0]: ")
-        console.follow(second, "[rank1]: ")
-        console.close()
-    lines = (tmp_path / "out").read_text().splitlines()
-    assert sorted(lines) == ["[rank0]: a", "[rank0]: b", "[rank1]: c", "[rank1]: last"]
-
-
-def test_console_that_is_gone_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A closed pipe ends the copying, with a word, and nothing else."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    (tmp_path / "log").write_text("text\n")
-    console = Console(writer)
-    console.follow(tmp_path / "log", "")
-    console.close()
-    os.close(writer)
-    messages.flush()
-    assert "see the logs" in capfd.readouterr().err
 
 
 # -- loop and control socket -----------------------------------------------------------------------------------------

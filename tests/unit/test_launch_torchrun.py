@@ -144,9 +144,7 @@ def test_endpoints(text: str, place: tuple[str, int]) -> None:
     assert parse_endpoint(text, 1) == place
 
 
-@pytest.mark.parametrize(
-    "text", ["n1:70000", "n1:0", "fe80::1:29500", "http://n1:80", "n:", "n 1", ":29500", "[n]:5"]
-)
+@pytest.mark.parametrize("text", ["n1:70000", "n1:0", "fe80::1:29500", "http://n1:80", "n:", "n 1", ":29500", "[n]:5"])
 def test_bad_endpoints_are_refused_in_a_sentence(text: str) -> None:
     """Ports that do not exist, addresses that can be read two ways, and what is no address."""
     with pytest.raises(click.UsageError, match="meet"):

@@ -22,7 +22,9 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 KEEP_FINISHED_S = 24 * 3600
 _MAX_NAME = 63
 _MAX_TWINS = 100
-_OWN_FILES = re.compile(r"run\.json|events\.jsonl|control\.sock|\.?rank-\d{4,}\.page(\..*)?|\.run\.json\.\d+")
+_OWN_FILES = re.compile(
+    r"run\.json|events\.jsonl|control\.sock|\.?rank-\d{4,}\.(page|error\.json)(\..*)?|\.run\.json\.\d+"
+)
 
 _STATES = re.compile(r"\.?rank-\d{4,}\.state(\..*)?")
 """Checkpoints that ranks keep in memory: they outlive a launcher, so that its successor finds them, but not the run."""
@@ -97,11 +99,13 @@ class RunFolders:
         """The rank page of ``rank``."""
         return self.memory / f"rank-{rank:04d}.page"
 
+    def error_file(self, rank: int) -> Path:
+        """Where ``rank`` leaves the exception that it ends with; in memory, as the disk may be full."""
+        return self.memory / f"rank-{rank:04d}.error.json"
+
     def generation_logs(self, generation: int) -> Path:
-        """The folder for the logs of one generation, made if needed. Raises OSError."""
-        path = self.logs / f"gen-{generation:04d}"
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        """The folder for the logs of one generation."""
+        return self.logs / f"gen-{generation:04d}"
 
     def last_generation(self) -> int:
         """The highest generation that an earlier launcher of this run has started, 0 if none."""
@@ -109,8 +113,8 @@ class RunFolders:
         return max(numbers, default=0)
 
     def forget_pages(self) -> None:
-        """Remove the rank pages of the generation before, so that none is taken for a new rank's."""
-        for path in self.memory.glob("rank-*.page"):
+        """Remove the rank pages and errors of the generation before, so that none is taken for a new rank's."""
+        for path in (*self.memory.glob("rank-*.page"), *self.memory.glob("rank-*.error.json")):
             path.unlink(missing_ok=True)
 
     def write_state(self, state: RunState) -> None:

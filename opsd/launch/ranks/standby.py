@@ -113,7 +113,7 @@ class StandbyPool:
     def _start(self, local_rank: int) -> None:
         output = open_log(self._log)
         try:
-            worker = start_worker(self._program, self._environment(local_rank), output)
+            worker = start_worker(self._program, self._environment(local_rank), output, output)
         finally:
             os.close(output)
         limit = self._loop.later(IMPORT_LIMIT_S, lambda: self._lost(local_rank, "takes too long to import"))

@@ -5,7 +5,7 @@ standard library, not even opsd. The descriptor is a socket; messages are JSON w
 
 ``{"do": "import", "modules": {name: [names imported from it]}, "path": sys.path[0]}`` -> ``{"ready": bool}``
     become a warm standby; if an import fails, begin anew as a cold one;
-``{"do": "run", "kind", "name", "args", "path", "env"}`` with the descriptor of the log attached
+``{"do": "run", "kind", "name", "args", "path", "env"}`` with the descriptors of stdout and stderr attached
     become the rank. ``kind`` is script, module or executable. A program that ends with an exception answers
     ``{"failed": true}`` at once: the interpreter's own end may take seconds from there.
 """
@@ -49,9 +49,8 @@ def main() -> None:
         if order["do"] == "import":
             _warm_up(channel, order)
             continue
-        for descriptor in descriptors:
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
+        for stream, descriptor in zip((1, 2), descriptors, strict=True):
+            os.dup2(descriptor, stream)
             os.close(descriptor)
         os.environ.update(order["env"])
         return _run(order, channel)
@@ -67,7 +66,7 @@ def _tie_to(launcher: int) -> None:
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    head, descriptors, _, _ = socket.recv_fds(channel, 4, 1)
+    head, descriptors, _, _ = socket.recv_fds(channel, 4, 2)
     if not head:
         return None, []
     payload = b""

@@ -33,12 +33,14 @@ class Worker:
         self.child.kill_group()
 
 
-def start_worker(program: Program, env: Mapping[str, str], output: int) -> Worker:
+def start_worker(program: Program, env: Mapping[str, str], output: int, error_output: int) -> Worker:
     """Start a worker process that waits for its orders. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = (program.python, "-u", str(WORKER), str(theirs.fileno()))
-        child = spawn(command, env=env, cwd=program.cwd, output=output, keep=(theirs.fileno(),))
+        child = spawn(
+            command, env=env, cwd=program.cwd, output=output, error_output=error_output, keep=(theirs.fileno(),)
+        )
     return Worker(child, ours)
 
 
@@ -47,13 +49,13 @@ def order_import(worker: Worker, program: Program, modules: Mapping[str, list[st
     _send(worker.channel, {"do": "import", "modules": modules, "path": program.path})
 
 
-def order_run(worker: Worker, program: Program, env: Mapping[str, str], output: int) -> None:
-    """Make a waiting worker the rank, with ``output`` as its stdout and stderr. Raises OSError if it is gone.
+def order_run(worker: Worker, program: Program, env: Mapping[str, str], outputs: tuple[int, int]) -> None:
+    """Make a waiting worker the rank, with ``outputs`` as its stdout and stderr. Raises OSError if it is gone.
 
     The channel becomes readable when the program has failed, and at the latest when it has ended.
     """
     order = {"do": "run", "kind": program.kind, "name": program.name, "args": program.args}
-    _send(worker.channel, {**order, "path": program.path, "env": dict(env)}, (output,))
+    _send(worker.channel, {**order, "path": program.path, "env": dict(env)}, outputs)
 
 
 def open_log(path: Path) -> int:

@@ -162,16 +162,3 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
 
 def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address and not address.startswith("[") else address
-
-
-def shown_ranks(
-    size: int, redirects: dict[int | None, int], tee: dict[int | None, int], chosen: frozenset[int] | None
-) -> frozenset[int]:
-    """The local ranks whose output goes to the console: those not redirected, or teed, and chosen if any are."""
-    shown = set()
-    for rank in range(size):
-        redirected = redirects.get(rank, redirects.get(None, 0)) == 3
-        teed = tee.get(rank, tee.get(None, 0)) != 0
-        if (teed or not redirected) and (chosen is None or rank in chosen):
-            shown.add(rank)
-    return frozenset(shown)
