@@ -6,41 +6,51 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from opsd import exitcodes
 from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.hang import HangLimits
 from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.io.behind import flush_all
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
 from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member
+from opsd.launch.io.messages import say
 from opsd.launch.io.secret import SecretError, job_secret
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.program import Program, ProgramNotFound
 from opsd.launch.ranks.ranks import RankStarter
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
-from opsd.launch.ranks.settings import Settings
+from opsd.launch.ranks.settings import PREFIX, Settings, Streams
 from opsd.launch.ranks.standby import StandbyPool
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows
-from opsd.launch.run.options import local_size, node_count, rank_list, run_name, shown_ranks, streams
+from opsd.launch.run.names import name_of_nodes, name_of_one_node
+from opsd.launch.run.options import Meeting, join_timeout, meeting, run_name
 from opsd.launch.run.placement import Shape
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.launch.run.together import control_of
+from opsd.launch.run.torchrun import full_name, torchrun_options
 
+LOOPBACK = "127.0.0.1"
+TRIM_S = 1.0
+FLUSH_S = 5.0
+"""What files and readers are given to take the last of events and messages when the launcher ends."""
 _FILE = click.Path(path_type=Path)
 
 
 @click.command(
     context_settings={
         "allow_interspersed_args": False,
-        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: full_name(token, _own_options()),
         "max_content_width": 110,
     },
     epilog="Exit codes: 0 all ranks finished; 1 failed, restarts used up; 2 wrong command line; 3 interrupted; "
@@ -48,26 +58,7 @@ _FILE = click.Path(path_type=Path)
     "76 another copy of the run has begun; "
     "127 the program does not exist.",
 )
-@click.option(
-    "--nproc-per-node",
-    "local_size",
-    default="1",
-    show_default=True,
-    callback=local_size,
-    envvar="PET_NPROC_PER_NODE",
-    metavar="N|cpu|gpu|auto",
-    help="Ranks on this node.",
-)
-@click.option(
-    "--nnodes",
-    "count",
-    default="1",
-    show_default=True,
-    callback=node_count,
-    envvar="PET_NNODES",
-    metavar="N|MIN:MAX",
-    help="Nodes that run ranks; one launcher on each. Further nodes are spares.",
-)
+@torchrun_options
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes that stand by.")
 @click.option("--nodes", default="", help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default.")
 @click.option("--node-name", default="", help="The name of this node among them; Slurm's or the host's by default.")
@@ -94,29 +85,6 @@ _FILE = click.Path(path_type=Path)
     default=0.0,
     show_default=True,
     help="Seconds to wait for a node to come back when too few are left, before the run is given back to Slurm.",
-)
-@click.option("--standalone", is_flag=True, help="Accepted for torchrun; launchers meet by themselves.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, envvar="PET_NODE_RANK", hidden=True)
-@click.option("--rdzv-backend", default="static", envvar="PET_RDZV_BACKEND", hidden=True)
-@click.option("--rdzv-endpoint", default="", envvar="PET_RDZV_ENDPOINT", hidden=True)
-@click.option("--rdzv-conf", default="", envvar="PET_RDZV_CONF", hidden=True)
-@click.option("--monitor-interval", type=float, default=0.0, envvar="PET_MONITOR_INTERVAL", hidden=True)
-@click.option("--rdzv-id", envvar="PET_RDZV_ID", help="The ranks' TORCHELASTIC_RUN_ID; the run's name by default.")
-@click.option("--master-addr", default="127.0.0.1", show_default=True, envvar="PET_MASTER_ADDR", help="MASTER_ADDR.")
-@click.option(
-    "--master-port",
-    type=click.IntRange(1, 65535),
-    envvar="PET_MASTER_PORT",
-    help="MASTER_PORT of every generation; a fresh one for each by default.",
-)
-@click.option("--role", default="default", envvar="PET_ROLE", help="The ranks' ROLE_NAME.")
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(0),
-    default=8,
-    show_default=True,
-    envvar="PET_MAX_RESTARTS",
-    help="Restarts within any --restart-window committed steps.",
 )
 @click.option(
     "--restart-window",
@@ -153,51 +121,105 @@ _FILE = click.Path(path_type=Path)
     show_default=True,
     help="Seconds without change allowed until the first three steps are done: loading, compiling.",
 )
-@click.option(
-    "--stop-timeout",
-    type=click.FloatRange(0),
-    default=120.0,
-    show_default=True,
-    help="Seconds to checkpoint and end after SIGTERM or SIGUSR1; a second signal leaves 20 s, a third none.",
-)
 @click.option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart.")
 @click.option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters.")
-@click.option("--log-dir", type=_FILE, envvar="PET_LOG_DIR", help="Where logs go; RUN_DIR/logs by default.")
 @click.option(
-    "-r",
-    "--redirects",
-    default="0",
-    callback=streams,
-    envvar="PET_REDIRECTS",
-    help="3: output to the log files only, not to the console; or by local rank, 0:3,1:0.",
+    "--log-size",
+    type=click.IntRange(0),
+    default=64,
+    show_default=True,
+    help="MiB after which the log of a rank is begun anew; the two before are kept. 0: never.",
 )
-@click.option("-t", "--tee", default="0", callback=streams, envvar="PET_TEE", help="Overrules --redirects; same form.")
-@click.option("--local-ranks-filter", "chosen", default="", callback=rank_list, help="Show only these local ranks.")
-@click.option("-m", "--module", is_flag=True, help="PROGRAM is a module, as in python -m.")
-@click.option("--no-python", is_flag=True, help="PROGRAM is any executable.")
 @click.option("--run-id", "run", callback=run_name, help="Name of the run; from the Slurm job or the time by default.")
 @click.option("--run-dir", type=_FILE, help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default.")
 @click.option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line.")
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, **options: Any) -> int:
+def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     """Start and supervise the ranks of a job, where torchrun is used today.
 
-    The flags and the environment of the ranks are torchrun's. All output of a rank goes to one log file, and from
-    there to the console. On several nodes start it once on each, with the same arguments; the folder of the run must
-    be one that all of them see.
+    The flags and the environment of the ranks are torchrun's. All output of a rank goes to one log file and to the
+    console. On several nodes start it once on each, with the same arguments; the folder of the run must be one that all
+    of them see.
     """
-    if module and no_python:
-        raise click.UsageError("--module and --no-python exclude each other; leave one out.")
+    kind = _kind(options)
     try:
-        found = Program.find("module" if module else "executable" if no_python else "script", program, args)
+        found = Program.find(kind, program, args)
     except ProgramNotFound as error:
         click.echo(f"opsd launch: {error}", err=True)
         return exitcodes.NOT_FOUND
+    _settle_meeting(options)
     node = options["node_name"] or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    run = options["run"]
-    settings = Settings(
-        program=found,
+    shared = memory_root()
+    prune(shared, time.time())
+    several, named = _several(options), options["run"]
+    run = named or _default_name(found, options)
+    try:
+        folders = RunFolders.create(
+            run,
+            folder=options["run_dir"],
+            logs=options["log_dir"],
+            shared=shared,
+            alone=not (named or several or options["run_dir"]),
+        )
+        targets = [folders.memory / "events.jsonl", *([] if several else [folders.folder / "events.jsonl"])]
+        events = EventLog(folders.run, node, targets + ([options["events"]] if options["events"] else []))
+    except RunError as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
+    settings = _settings(found, folders.run, node, options)
+    return _begin(settings, folders, events, options)
+
+
+def _own_options() -> list[str]:
+    options = [parameter for parameter in launch.params if isinstance(parameter, click.Option)]
+    return [name.lstrip("-") for option in options for name in option.opts]
+
+
+def _kind(options: dict[str, Any]) -> Literal["script", "module", "executable"]:
+    """How the program is run; torchrun's ``--run-path`` is what happens to any script here, and comes first there."""
+    if options["run_path"]:
+        return "script"
+    if options["module"] and options["no_python"]:
+        raise click.UsageError("--module and --no-python exclude each other; leave one out.")
+    return "module" if options["module"] else "executable" if options["no_python"] else "script"
+
+
+def _settle_meeting(options: dict[str, Any]) -> None:
+    """What torchrun's rendezvous flags come to. Raises click.UsageError."""
+    count: Count = options["count"]
+    if options["standalone"]:
+        if _several(options):
+            raise click.UsageError("--standalone is for one node, and --nnodes or --spares ask for more; leave one out")
+        options["rdzv_id"] = None
+    given = click.get_current_context().get_parameter_source("join_timeout") is not ParameterSource.DEFAULT
+    options["join_timeout"] = join_timeout(options["join_timeout"], given, options["rdzv_conf"])
+    options["meeting"] = meeting(
+        count,
+        options["spares"],
+        backend=options["rdzv_backend"],
+        endpoint=options["rdzv_endpoint"],
+        master=(options["master_addr"], options["master_port"]),
+        node_rank=options["node_rank"],
+        local_address=options["local_addr"],
+    )
+
+
+def _several(options: dict[str, Any]) -> bool:
+    return bool(options["count"].most + options["spares"] > 1)
+
+
+def _default_name(program: Program, options: dict[str, Any]) -> str:
+    found: Meeting | None = options["meeting"]
+    if _several(options):
+        return name_of_nodes(os.environ, options["rdzv_id"], (found.host, found.port) if found is not None else None)
+    return name_of_one_node(os.environ, options["rdzv_id"], program.cwd, (program.kind, program.name, *program.args))
+
+
+def _settings(program: Program, run: str, node: str, options: dict[str, Any]) -> Settings:
+    return Settings(
+        program=program,
         run=run,
         job=os.environ.get("SLURM_JOB_ID", ""),
         node=node,
@@ -207,24 +229,23 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
         max_restarts=options["max_restarts"],
         same_failures=options["same_failures"],
         refill_steps=options["restart_window"],
-        standby=not options["no_standby"] and not no_python,
+        standby=not options["no_standby"] and program.kind != "executable",
         standby_imports=options["standby_import"],
         stop_timeout_s=options["stop_timeout"],
-        shown=shown_ranks(options["local_size"], options["redirects"], options["tee"], options["chosen"]),
+        streams=Streams(
+            options["redirects"],
+            options["tee"],
+            options["chosen"],
+            os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or PREFIX,
+        ),
+        virtual_local_rank=options["virtual_local_rank"],
     )
-    shared = memory_root()
-    prune(shared, time.time())
-    several = options["count"].most + options["spares"] > 1
+
+
+def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
+    several = _several(options)
     try:
-        folders = RunFolders.create(run, folder=options["run_dir"], logs=options["log_dir"], shared=shared)
-        targets = [folders.memory / "events.jsonl", *([] if several else [folders.folder / "events.jsonl"])]
-        events = EventLog(run, node, targets + ([options["events"]] if options["events"] else []))
-    except RunError as error:
-        raise click.ClickException(str(error)) from error
-    except OSError as error:
-        raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
-    try:
-        fellows = _fellows(options, node, several=several)
+        fellows = _fellows(options, settings.node, several=several)
         secret = job_secret(folders.folder) if several else b""
     except (FellowsError, SecretError) as error:
         raise click.ClickException(str(error)) from error
@@ -240,13 +261,14 @@ def launch(program: str, args: tuple[str, ...], module: bool, no_python: bool, *
             node, fellows, shape, secret, options["node_timeout"], options["master_port"], spare_readiness
         ),
         stacks_suffix=f"-{settings.node}" if several else "",
+        log_bytes=options["log_size"] << 20,
     )
 
 
 def _fellows(options: dict[str, Any], node: str, *, several: bool) -> Fellows:
     if several:
         return find_fellows(options["nodes"], node, options["port"], os.environ)
-    own = Member(node, options["master_addr"], options["port"] or DEFAULT_PORT)
+    own = Member(node, options["master_addr"] or LOOPBACK, options["port"] or DEFAULT_PORT)
     return Fellows(own, (own,))
 
 
@@ -280,9 +302,11 @@ def _supervise(
     new_control: Callable[[Supervisor], RunControl],
     *,
     stacks_suffix: str = "",
+    log_bytes: int,
 ) -> int:
     become_subreaper()
     loop = Loop()
+    console = Console(log_bytes=log_bytes)
     standby = StandbyPool(
         settings.program,
         lambda local_rank: settings.environment(local_rank, folders.folder),
@@ -292,13 +316,13 @@ def _supervise(
         loop=loop,
     )
     hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix) if limits is not None else None
-    console = Console()
+    loop.every(TRIM_S, console.trim)
     supervisor = Supervisor(
         settings,
         folders,
         events,
         loop,
-        starter=RankStarter(settings, folders, standby),
+        starter=RankStarter(settings, folders, standby, console),
         standby=standby,
         hangs=hangs,
         console=console,
@@ -310,3 +334,5 @@ def _supervise(
         control.close()
         standby.close()
         console.close()
+        for late in flush_all(FLUSH_S):
+            say(f"some {late} are missing: they could not be written in time")

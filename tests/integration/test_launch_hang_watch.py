@@ -17,6 +17,7 @@ import pytest
 from opsd.client import RankPage, process_start
 from opsd.launch.hangs.hang import Hang, HangLimits
 from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import Child
 from opsd.launch.ranks.ranks import Generation, Rank
@@ -52,7 +53,8 @@ class Stalled:
         ours, theirs = socket.socketpair()
         cleanup.callback(ours.close)
         cleanup.callback(theirs.close)
-        return Rank(number, number, child, ours, folder / "log", folder / "error", folder / "page", warm=False)
+        files = (folder / "log", folder / "error", folder / "page")
+        return Rank(number, number, child, ours, RankOutput(number), *files, warm=False)
 
     @property
     def dumps(self) -> int:

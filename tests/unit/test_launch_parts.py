@@ -1,7 +1,8 @@
-"""The small parts of the launcher: environment, folders, events, console, loop, control socket."""
+"""The small parts of the launcher: environment, folders, events, loop, control socket."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -14,15 +15,14 @@ from pathlib import Path
 import pytest
 
 from opsd.client import process_start
-from opsd.launch.io.console import Console
-from opsd.launch.io.control import ControlServer
+from opsd.launch.io import messages
+from opsd.launch.io.control import MAX_CONNECTIONS, ControlServer
 from opsd.launch.io.events import EventLog, EventTail
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.environment import generation_environment, gpu_count, gpu_of, launch_environment
 from opsd.launch.ranks.error_file import read_error
 from opsd.launch.ranks.membership import SingleNode, free_port
-from opsd.launch.ranks.rundir import RunError, RunFolders, RunState, prune
-from opsd.launch.run.options import shown_ranks
+from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -90,23 +90,6 @@ def test_port_can_be_bound() -> None:
     assert port < 32_768
 
 
-@pytest.mark.parametrize(
-    ("redirects", "tee", "chosen", "shown"),
-    [
-        ({None: 0}, {None: 0}, None, {0, 1, 2}),
-        ({None: 3}, {None: 0}, None, set()),
-        ({None: 3}, {1: 3}, None, {1}),
-        ({0: 3}, {None: 0}, None, {1, 2}),
-        ({None: 0}, {None: 0}, frozenset({2}), {2}),
-    ],
-)
-def test_shown_ranks(
-    redirects: dict[int | None, int], tee: dict[int | None, int], chosen: frozenset[int] | None, shown: set[int]
-) -> None:
-    """Torchrun's flags decide whose output reaches the console."""
-    assert shown_ranks(3, redirects, tee, chosen) == shown
-
-
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
@@ -138,19 +121,56 @@ def test_run_of_a_dead_launcher_is_taken_over(tmp_path: Path) -> None:
     folders.write_state(state(os.getppid(), 1))
     folders.page(0).write_bytes(b"old")
     (folders.memory / "mine.bin").write_bytes(b"keep")
-    folders.generation_logs(4)
+    folders.generation_logs(4).mkdir(parents=True)
+    folders.release()
     again = folders_of("r", tmp_path)
     assert sorted(path.name for path in again.memory.iterdir()) == ["mine.bin"]
     assert again.last_generation() == 4
 
 
-def test_link_in_shared_memory_is_refused(tmp_path: Path) -> None:
-    """A link planted under the run's name is not followed."""
+def test_link_in_shared_memory_is_not_followed(tmp_path: Path) -> None:
+    """A link planted under the run's name leads nowhere: the run gets the user's number, or is refused."""
     (tmp_path / "shm").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "shm/r").symlink_to(tmp_path / "elsewhere")
+    assert folders_of("r", tmp_path).memory.name == f"r.{os.getuid()}"
+    assert not list((tmp_path / "elsewhere").iterdir())
+    (tmp_path / "shm/q").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"shm/q.{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match="another user"):
+        folders_of("q", tmp_path)
+
+
+def test_run_is_taken_before_its_launcher_has_said_so(tmp_path: Path) -> None:
+    """Of two launchers started at the same moment one gets the run; one that nobody looks for by name is renamed."""
+    first = folders_of("r", tmp_path)
+    with pytest.raises(RunError, match="being run by another process"):
         folders_of("r", tmp_path)
+    twin = RunFolders.create("r", folder=None, logs=tmp_path / "logs", shared=tmp_path / "shm", alone=True)
+    assert (twin.run, twin.memory, twin.logs) == ("r-2", tmp_path / "shm/r-2", tmp_path / "logs/r-2")
+    first.release()
+    again = RunFolders.create("r", folder=tmp_path / "r", logs=None, shared=tmp_path / "shm", alone=True)
+    assert again.run == "r"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("train.v2", "train.v2"),
+        ("my training", "my-training-"),
+        ("Büro größer", "Buro-groer-"),
+        ("训练", "run-"),
+        ("../../etc", "etc-"),
+        ("x" * 80, "x" * 54 + "-"),
+    ],
+)
+def test_any_text_makes_a_name(text: str, name: str) -> None:
+    """What is no valid name of a run becomes one, always the same; two texts never become one name."""
+    made = valid_name(text)
+    assert made.startswith(name)
+    assert RUN_NAME.fullmatch(made)
+    assert made == valid_name(text)
+    assert made == text or made != valid_name(text + " ")
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -169,6 +189,8 @@ def test_prune_removes_old_runs_only(tmp_path: Path) -> None:
     now = time.time()
     for folders, age in ((old, 9000), (alive, 9000), (recent, 10), (shared, 9000)):
         os.utime(folders.memory, (now - age, now - age))
+    for folders in (old, recent, shared):
+        folders.release()
     prune(tmp_path / "shm", now, keep_s=3600)
     assert sorted(path.name for path in (tmp_path / "shm").iterdir()) == ["b", "c", "d"]
     assert (shared.memory / "checkpoint.bin").exists()
@@ -183,6 +205,7 @@ def test_events_reach_every_file(tmp_path: Path) -> None:
     log = EventLog("r", "n", targets)
     log.generation = 2
     log.emit("resumed", step=7)
+    log.flush()
     lines = [json.loads(path.read_text()) for path in targets]
     assert lines[0] == lines[1]
     assert lines[0] | {"t": 0} == {"t": 0, "event": "resumed", "generation": 2, "run": "r", "node": "n", "step": 7}
@@ -193,6 +216,8 @@ def test_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFi
     log = EventLog("r", "n", [Path("/dev/full"), tmp_path / "b"])
     for step in range(3):
         log.emit("checkpoint_committed", step=step)
+    log.flush()
+    messages.flush()
     assert len((tmp_path / "b").read_text().splitlines()) == 3
     assert capfd.readouterr().err.count("/dev/full") == 1
 
@@ -202,14 +227,17 @@ def test_line_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "events"
     log = EventLog("r", "n", [path])
     log.emit("a")
+    log.flush()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
     try:
         log.emit("b")
+        log.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     for name in "cd":
         log.emit(name)
+    log.flush()
     assert [record["event"] for record in EventTail(path).read()] == ["a", "c", "d"]
     assert len(path.read_bytes().splitlines()) == 4
 
@@ -232,35 +260,6 @@ def test_nested_error_file_is_none(tmp_path: Path) -> None:
     """What a rank leaves cannot end its launcher."""
     (tmp_path / "error.json").write_text("[" * 100_000)
     assert read_error(tmp_path / "error.json") is None
-
-
-# -- console ---------------------------------------------------------------------------------------------------------
-
-
-def test_console_copies_lines_with_their_rank(tmp_path: Path) -> None:
-    """Lines of two ranks arrive whole, each with its prefix, the unfinished last one included."""
-    first, second = tmp_path / "0.log", tmp_path / "1.log"
-    first.write_text("a\nb\n")
-    second.write_text("c\nlast")
-    with (tmp_path / "out").open("wb") as out:
-        console = Console(out.fileno())
-        console.follow(first, "[rank0]: ")
-        console.follow(second, "[rank1]: ")
-        console.close()
-    lines = (tmp_path / "out").read_text().splitlines()
-    assert sorted(lines) == ["[rank0]: a", "[rank0]: b", "[rank1]: c", "[rank1]: last"]
-
-
-def test_console_that_is_gone_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A closed pipe ends the copying, with a word, and nothing else."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    (tmp_path / "log").write_text("text\n")
-    console = Console(writer)
-    console.follow(tmp_path / "log", "")
-    console.close()
-    os.close(writer)
-    assert "see the logs" in capfd.readouterr().err
 
 
 # -- loop and control socket -----------------------------------------------------------------------------------------
@@ -338,9 +337,51 @@ def test_control_socket_survives_floods(tmp_path: Path, loop: Loop) -> None:
     until(lambda: not path.exists())
 
 
+def test_control_answers_one_line_of_a_client_in_one_turn(tmp_path: Path) -> None:
+    """Thousands of requests sent at once hold up nothing else that the loop has to do."""
+    loop, calls = Loop(), []
+    server = ControlServer(tmp_path / "control.sock", loop, lambda request: calls.append("answer") or {"ok": True})
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(tmp_path / "control.sock"))
+        client.sendall(b"{}\n" * 50)
+        loop.every(0.0, lambda: calls.append("other"))
+        loop.every(0.0, lambda: loop.stop() if calls.count("answer") == 50 else None)
+        loop.run()
+    server.close()
+    assert not any(calls[at : at + 3].count("answer") > 2 for at in range(len(calls)))
+
+
+def test_control_drops_a_client_that_does_not_read(tmp_path: Path, loop: Loop) -> None:
+    """Who asks on and on and never reads the answers is dropped instead of being waited for."""
+    path = tmp_path / "control.sock"
+    server = ControlServer(path, loop, lambda request: {"ok": True, "much": "x" * 10_000})
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(20)
+        client.connect(str(path))
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while True:
+                client.sendall(b"{}\n" * 100)
+    assert ask(path, b"{}")[0]["ok"] is True
+    loop.later(0.0, server.close)
+    until(lambda: not path.exists())
+
+
+def test_control_makes_room_for_one_more_client(tmp_path: Path, loop: Loop) -> None:
+    """Clients that connect and say nothing do not keep others out."""
+    path = tmp_path / "control.sock"
+    server = ControlServer(path, loop, lambda request: {"ok": True})
+    with contextlib.ExitStack() as idle:
+        for _ in range(MAX_CONNECTIONS + 5):
+            idle.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        assert ask(path, b"{}") == [{"ok": True}]
+    loop.later(0.0, server.close)
+    until(lambda: not path.exists())
+
+
 def test_control_socket_that_cannot_be_made_is_reported(
     tmp_path: Path, loop: Loop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without a control socket the run goes on, with a word."""
     ControlServer(tmp_path / "missing/control.sock", loop, lambda request: {}).close()
+    messages.flush()
     assert "no control socket" in capfd.readouterr().err

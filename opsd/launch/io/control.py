@@ -6,8 +6,8 @@ import json
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +16,118 @@ from opsd.launch.io.messages import say
 
 MAX_CONNECTIONS = 32
 MAX_LINE = 64 * 1024
+PAUSE_S = 0.2
+"""How long nobody is let in after the process had no descriptor for one more."""
 
 Request = dict[str, Any]
+
+
+class _Client:
+    """One connection: what has come of a line that is not complete, and lines that wait for their answer."""
+
+    def __init__(self, socket: socket.socket) -> None:
+        self.socket = socket
+        self.partial = bytearray()
+        self.lines: deque[bytes] = deque()
+        self.watched = False
 
 
 class ControlServer:
     """Answers requests on a Unix socket at ``path`` with what ``handle`` returns for them.
 
-    A socket that cannot be made is reported and does not stop the run.
+    One request of a client is answered in one turn of the loop. A client that does not read its answers is dropped, and
+    so is the one that has been there longest when too many are. A socket that cannot be made is reported and does not
+    stop the run.
     """
 
     def __init__(self, path: Path, loop: Loop, handle: Callable[[Request], Request]) -> None:
         self._path = path
         self._loop = loop
         self._handle = handle
-        self._buffers: dict[socket.socket, bytes] = {}
+        self._clients: list[_Client] = []
         self._listener: socket.socket | None = None
         try:
             self._listener = _listen(path)
         except OSError as error:
             say(f"no control socket at {path}: {error.strerror or error}")
         else:
-            loop.watch(self._listener.fileno(), self._accept)
+            self._admit()
 
     def close(self) -> None:
         """Stop serving and remove the socket."""
-        for connection in list(self._buffers):
-            self._drop(connection)
+        for client in list(self._clients):
+            self._drop(client)
         if self._listener is not None:
-            self._loop.unwatch(self._listener.fileno())
+            if self._admitting:
+                self._loop.unwatch(self._listener.fileno())
             self._listener.close()
             self._listener = None
             self._path.unlink(missing_ok=True)
+
+    def _admit(self) -> None:
+        if self._listener is not None:
+            self._loop.watch(self._listener.fileno(), self._accept)
+            self._admitting = True
 
     def _accept(self) -> None:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
             return
-        if peer_uid(connection) not in (0, os.getuid()) or len(self._buffers) >= MAX_CONNECTIONS:
+        except OSError:
+            # No descriptor is left: whoever waits would wake the loop again and again.
+            self._loop.unwatch(self._listener.fileno())
+            self._admitting = False
+            self._loop.later(PAUSE_S, self._admit)
+            return
+        if peer_uid(connection) not in (0, os.getuid()):
             connection.close()
             return
+        if len(self._clients) >= MAX_CONNECTIONS:
+            self._drop(self._clients[0])
         connection.setblocking(False)
-        self._buffers[connection] = b""
-        self._loop.watch(connection.fileno(), lambda: self._read(connection))
+        client = _Client(connection)
+        self._clients.append(client)
+        self._watch(client)
 
-    def _read(self, connection: socket.socket) -> None:
+    def _read(self, client: _Client) -> None:
         try:
-            data = connection.recv(MAX_LINE)
+            data = client.socket.recv(MAX_LINE)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        buffer = self._buffers[connection] + data
-        *lines, self._buffers[connection] = buffer.split(b"\n")
-        for line in lines:
-            answer = self._answer(line)
-            # An answer fits the socket's buffer; a client that does not read its answers loses them.
-            with suppress(OSError):
-                connection.send(json.dumps(answer).encode() + b"\n")
-        if not data or len(self._buffers[connection]) > MAX_LINE:
-            self._drop(connection)
+        if not data:
+            self._drop(client)
+            return
+        *lines, rest = data.split(b"\n")
+        if lines:
+            client.lines.append(bytes(client.partial) + lines[0])
+            client.lines.extend(lines[1:])
+            client.partial.clear()
+        client.partial += rest
+        if len(client.partial) > MAX_LINE:
+            self._drop(client)
+        elif client.lines:
+            # Nothing more is read before these have their answers.
+            self._unwatch(client)
+            self._answer_next(client)
+
+    def _answer_next(self, client: _Client) -> None:
+        if client not in self._clients:
+            return
+        answer = json.dumps(self._answer(client.lines.popleft())).encode() + b"\n"
+        try:
+            whole = client.socket.send(answer) == len(answer)
+        except OSError:
+            whole = False
+        if not whole:
+            self._drop(client)
+        elif client.lines:
+            self._loop.later(0.0, lambda: self._answer_next(client))
+        else:
+            self._watch(client)
 
     def _answer(self, line: bytes) -> Request:
         try:
@@ -88,10 +138,19 @@ class ControlServer:
             return {"ok": False, "error": "the request is not a JSON object"}
         return self._handle(request)
 
-    def _drop(self, connection: socket.socket) -> None:
-        del self._buffers[connection]
-        self._loop.unwatch(connection.fileno())
-        connection.close()
+    def _drop(self, client: _Client) -> None:
+        self._clients.remove(client)
+        self._unwatch(client)
+        client.socket.close()
+
+    def _watch(self, client: _Client) -> None:
+        self._loop.watch(client.socket.fileno(), lambda: self._read(client))
+        client.watched = True
+
+    def _unwatch(self, client: _Client) -> None:
+        if client.watched:
+            self._loop.unwatch(client.socket.fileno())
+            client.watched = False
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -8,25 +8,66 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+from opsd.launch.io.behind import Behind
 from opsd.launch.io.messages import say
 
 _AT_ONCE = 1 << 20
 
 
-class EventLog:
-    """Writes events to several files. A file that cannot be written is reported once and does not stop the run.
+class EventFile:
+    """One file of events. If it cannot be written, that is reported once and does not stop the run.
 
     A disk that fills up may take a part of a line: the next one then begins anew.
+    """
 
-    ``relay`` is given every event as well, for somebody else to write down.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._failed = False
+        self._torn = False
+
+    def open(self) -> None:
+        """Make the file if it is not there. Raises OSError."""
+        if self._file is None:
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # for as long as the launcher lives
+
+    def append(self, line: bytes) -> None:
+        """Write one encoded event; waits for as long as the file system does."""
+        whole = b"\n" + line if self._torn else line
+        try:
+            self.open()
+            assert self._file is not None
+            self._torn = self._file.write(whole) != len(whole)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                say(f"events are not written to {self.path}: {error.strerror}")
+
+    def missed(self, count: int) -> None:
+        """Say that so many events were left out."""
+        say(f"{count} events are missing in {self.path}: it did not take them in time")
+
+
+def encoded(record: Mapping[str, object]) -> bytes:
+    """An event as a line of a file."""
+    return (json.dumps(record, default=str) + "\n").encode()
+
+
+class EventLog:
+    """Hands events to several files, each written in a thread of its own: a file system that hangs holds up nothing.
+
+    Raises OSError if a file cannot be made. ``relay`` is given every event as well, for somebody else to write down.
     """
 
     def __init__(self, run: str, node: str, targets: Sequence[Path]) -> None:
         self._common = {"run": run, "node": node}
-        self._files = [(path, open(path, "ab", buffering=0)) for path in targets]  # noqa: SIM115
-        self._failed: set[Path] = set()
-        self._torn: set[Path] = set()
+        self._files: list[tuple[EventFile, Behind]] = []
+        for path in targets:
+            file = EventFile(path)
+            file.open()
+            self._files.append((file, Behind(f"events for {path}", missed=file.missed)))
         self.generation = 0
         self.relay: Callable[[dict[str, object]], None] | None = None
 
@@ -38,24 +79,16 @@ class EventLog:
         """Append one event of the current generation; ``t`` in wall seconds, now if None."""
         own = {"t": time.time() if t is None else t, "event": event, "generation": self.generation}
         record = {**own, **self._common, **fields}
-        self.append(record)
+        line = encoded(record)
+        for file, behind in self._files:
+            behind.put(lambda file=file: file.append(line))  # type: ignore[misc]
         if relayed and self.relay is not None:
             self.relay(record)
 
-    def append(self, record: Mapping[str, object]) -> None:
-        """Append an event that is complete, for instance one from another node."""
-        line = (json.dumps(record, default=str) + "\n").encode()
-        for path, file in self._files:
-            whole = b"\n" + line if path in self._torn else line
-            try:
-                if file.write(whole) == len(whole):
-                    self._torn.discard(path)
-                else:
-                    self._torn.add(path)
-            except OSError as error:
-                if path not in self._failed:
-                    self._failed.add(path)
-                    say(f"events are not written to {path}: {error.strerror}")
+    def flush(self, timeout_s: float = 5.0) -> None:
+        """Wait until the files have all events, for at most ``timeout_s`` seconds each."""
+        for _, behind in self._files:
+            behind.flush(timeout_s)
 
 
 class EventTail:

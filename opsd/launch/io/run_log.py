@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from opsd.launch.io.events import EventLog
-from opsd.launch.io.messages import say
+from opsd.launch.io.behind import Behind, Work
+from opsd.launch.io.events import EventFile, EventLog, encoded
 
 OF_ONE_LAUNCHER = ("generation_started", "finished")
 """Each launcher has its own of these; the head's stand for the run."""
@@ -49,15 +49,18 @@ class OwnLog:
 
 
 class RunLog:
-    """``events.jsonl`` of the run folder. Opened when there is something to write, since only a head has anything."""
+    """``events.jsonl`` of the run folder. Opened when there is something to write, since only a head has anything.
 
-    def __init__(self, run: str, node: str, path: Path) -> None:
-        self._run, self._node, self._path = run, node, path
-        self._log: EventLog | None = None
+    It is read and written ``behind`` the caller's back, where there is such a thread: the folder is on a file server.
+    """
+
+    def __init__(self, run: str, node: str, path: Path, behind: Behind | None = None) -> None:
+        self._run, self._node = run, node
+        self._file = EventFile(path)
+        self._do: Callable[[Work], None] = behind.put if behind is not None else lambda work: work()
         self._once: set[tuple[object, ...]] = set()
         self.generation = 0
-        for record in _written(path):
-            self._note(record)
+        self._do(self._read)
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
         """See ``Log.emit``."""
@@ -70,8 +73,14 @@ class RunLog:
         What the ranks of several nodes notice at the same time is one event: a checkpoint that is durable, a
         generation that makes its first step.
         """
-        if record["event"] not in OF_ONE_LAUNCHER and self._note(record):
-            self._append({**record, "t": time.time() - age_s})
+        if record["event"] in OF_ONE_LAUNCHER:
+            return
+        dated = {**record, "t": time.time() - age_s}
+        self._do(lambda: self._write(dated) if self._note(dated) else None)
+
+    def _read(self) -> None:
+        for record in _written(self._file.path):
+            self._note(record)
 
     def _note(self, record: Mapping[str, Any]) -> bool:
         """False for an event that is known."""
@@ -86,13 +95,10 @@ class RunLog:
         return not known
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        try:
-            if self._log is None:
-                self._log = EventLog(self._run, self._node, [self._path])
-        except OSError as error:
-            say(f"events are not written to {self._path}: {error.strerror}")
-            self._log = EventLog(self._run, self._node, [])
-        self._log.append({"run": self._run, **record})
+        self._do(lambda: self._write(record))
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.append(encoded({"run": self._run, **record}))
 
 
 def _written(path: Path) -> Iterator[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from opsd.client import PERSIST, PageError, RankPage, read_page
+from opsd.launch.io.console import Console, RankOutput
 from opsd.launch.io.messages import say
 from opsd.launch.ranks.environment import generation_environment
 from opsd.launch.ranks.error_file import read_error
@@ -18,9 +18,7 @@ from opsd.launch.ranks.process import Child, Exit
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Settings
 from opsd.launch.ranks.standby import StandbyPool
-from opsd.launch.ranks.worker_channel import Worker, open_log, order_run, start_worker
-
-_TAIL_BYTES = 8192
+from opsd.launch.ranks.worker_channel import Worker, order_run, start_worker
 
 
 @dataclass(slots=True)
@@ -31,6 +29,7 @@ class Rank:
     local_rank: int
     child: Child
     channel: socket.socket
+    output: RankOutput
     log: Path
     error_file: Path
     page_path: Path
@@ -63,14 +62,8 @@ class Rank:
         return read_error(self.error_file)
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last ``lines`` lines of the rank's log."""
-        try:
-            with open(self.log, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
+        """The last ``lines`` lines that the rank has printed."""
+        return self.output.tail(lines)
 
 
 @dataclass(slots=True)
@@ -96,8 +89,9 @@ class Generation:
 class RankStarter:
     """Starts the ranks of a generation, from warm standby workers where there are any."""
 
-    def __init__(self, settings: Settings, folders: RunFolders, standby: StandbyPool) -> None:
+    def __init__(self, settings: Settings, folders: RunFolders, standby: StandbyPool, console: Console) -> None:
         self._settings = settings
+        self._console = console
         self._folders = folders
         self._standby = standby
 
@@ -109,21 +103,17 @@ class RankStarter:
 
     def _start_rank(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> Rank:
         rank = place.rank_offset + local_rank
-        logs = self._folders.generation_logs(generation)
-        log = logs / f"rank-{rank:04d}.log"
+        log = self._folders.generation_logs(generation) / f"rank-{rank:04d}.log"
         env = self._environment(generation, place, local_rank, restarts)
         self._standby.stand_for(local_rank, self._environment(generation + 1, place, local_rank, restarts + 1))
-        output = open_log(log)
-        try:
-            worker, warm = self._worker(local_rank, env, output)
-        finally:
-            os.close(output)
+        output = RankOutput(rank)
+        self._console.follow(output, log, self._settings.shows(rank, local_rank))
+        worker, warm = self._worker(local_rank, env, output.descriptors)
         error_file, page = Path(env["TORCHELASTIC_ERROR_FILE"]), Path(env["OPSD_RANK_PAGE"])
-        return Rank(rank, local_rank, worker.child, worker.channel, log, error_file, page, warm)
+        return Rank(rank, local_rank, worker.child, worker.channel, output, log, error_file, page, warm)
 
     def _environment(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> dict[str, str]:
         rank = place.rank_offset + local_rank
-        logs = self._folders.logs / f"gen-{generation:04d}"
         return self._settings.environment(local_rank, self._folders.folder) | generation_environment(
             place,
             local_rank=local_rank,
@@ -132,20 +122,20 @@ class RankStarter:
             max_restarts=self._settings.max_restarts,
             run_id=self._settings.run_id,
             role=self._settings.role,
-            error_file=logs / f"rank-{rank:04d}.error.json",
+            error_file=self._folders.error_file(rank),
             page=self._folders.page(rank),
         )
 
-    def _worker(self, local_rank: int, env: dict[str, str], output: int) -> tuple[Worker, bool]:
+    def _worker(self, local_rank: int, env: dict[str, str], outputs: tuple[int, int]) -> tuple[Worker, bool]:
         program = self._settings.program
         standby = self._standby.take(local_rank, env)
         if standby is not None:
             try:
-                order_run(standby.worker, program, env, output)
+                order_run(standby.worker, program, env, outputs)
                 return standby.worker, standby.warm
             except OSError as error:
                 say(f"a standby worker died when needed ({error}); starting cold")
                 standby.worker.discard()
-        cold = start_worker(program, env, output)
-        order_run(cold, program, env, output)
+        cold = start_worker(program, env, *outputs)
+        order_run(cold, program, env, outputs)
         return cold, False

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import json
 import os
 import re
 import stat
-import time
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,11 @@ from opsd.client import events_path, process_start
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 KEEP_FINISHED_S = 24 * 3600
-_OWN_FILES = re.compile(r"run\.json|events\.jsonl|control\.sock|\.?rank-\d{4,}\.page(\..*)?|\.run\.json\.\d+")
+_MAX_NAME = 63
+_MAX_TWINS = 100
+_OWN_FILES = re.compile(
+    r"run\.json|events\.jsonl|control\.sock|\.?rank-\d{4,}\.(page|error\.json)(\..*)?|\.run\.json\.\d+"
+)
 
 _STATES = re.compile(r"\.?rank-\d{4,}\.state(\..*)?")
 """Checkpoints that ranks keep in memory: they outlive a launcher, so that its successor finds them, but not the run."""
@@ -47,28 +54,36 @@ class RunState(TypedDict):
 class RunFolders:
     """Where the files of a run are: ``folder`` is kept, ``memory`` lies in shared memory."""
 
+    run: str
     folder: Path
     memory: Path
     logs: Path
+    hold: int
+    """A descriptor whose lock says that this launcher has the run; the kernel gives it up with the process."""
 
     @classmethod
-    def create(cls, run: str, *, folder: Path | None, logs: Path | None, shared: Path) -> RunFolders:
+    def create(
+        cls, run: str, *, folder: Path | None, logs: Path | None, shared: Path, alone: bool = False
+    ) -> RunFolders:
         """Make the folders of ``run``, in memory below ``shared``.
 
-        ``logs`` is a folder for the logs of many runs. Raises RunError if another launcher has the run or a folder
-        cannot be made.
+        ``logs`` is a folder for the logs of many runs. ``alone``: nobody else looks for the run by its name, so that it
+        may have the next free one, NAME-2. Raises RunError if another launcher has the run or a folder cannot be made.
         """
-        folder = (folder or default_root() / run).absolute()
-        memory = shared / run
-        folders = cls(folder, memory, (logs / run if logs else folder / "logs").absolute())
         try:
-            _make_shared_root(memory.parent)
-            _claim(memory)
+            _make_shared_root(shared)
+            name, memory, hold = _first_free(shared, run) if alone else (run, *_claim(shared, run))
+            folder = (folder or default_root() / name).absolute()
+            folders = cls(name, folder, memory, (logs / name if logs else folder / "logs").absolute(), hold)
             for path in (folder, folders.logs, folders.stacks):
                 path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"the run's folder {error.filename} cannot be made: {error.strerror}") from error
         return folders
+
+    def release(self) -> None:
+        """Let another launcher have the run; the end of the process does the same."""
+        os.close(self.hold)
 
     @property
     def stacks(self) -> Path:
@@ -84,11 +99,13 @@ class RunFolders:
         """The rank page of ``rank``."""
         return self.memory / f"rank-{rank:04d}.page"
 
+    def error_file(self, rank: int) -> Path:
+        """Where ``rank`` leaves the exception that it ends with; in memory, as the disk may be full."""
+        return self.memory / f"rank-{rank:04d}.error.json"
+
     def generation_logs(self, generation: int) -> Path:
-        """The folder for the logs of one generation, made if needed. Raises OSError."""
-        path = self.logs / f"gen-{generation:04d}"
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        """The folder for the logs of one generation."""
+        return self.logs / f"gen-{generation:04d}"
 
     def last_generation(self) -> int:
         """The highest generation that an earlier launcher of this run has started, 0 if none."""
@@ -96,8 +113,8 @@ class RunFolders:
         return max(numbers, default=0)
 
     def forget_pages(self) -> None:
-        """Remove the rank pages of the generation before, so that none is taken for a new rank's."""
-        for path in self.memory.glob("rank-*.page"):
+        """Remove the rank pages and errors of the generation before, so that none is taken for a new rank's."""
+        for path in (*self.memory.glob("rank-*.page"), *self.memory.glob("rank-*.error.json")):
             path.unlink(missing_ok=True)
 
     def write_state(self, state: RunState) -> None:
@@ -128,10 +145,11 @@ def prune(root: Path, now: float, keep_s: float = KEEP_FINISHED_S) -> None:
             with contextlib.suppress(OSError):
                 info = memory.lstat()
                 stale = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and info.st_mtime < now - keep_s
-                if stale and owner_pid(memory) is None:
+                if stale and owner_pid(memory) is None and (hold := _lock(memory)) is not None:
                     _clear(memory, _STATES)
                     _clear(memory)
                     memory.rmdir()
+                    os.close(hold)
 
 
 def owner_pid(memory: Path) -> int | None:
@@ -145,26 +163,73 @@ def owner_pid(memory: Path) -> int | None:
 
 
 def _make_shared_root(root: Path) -> None:
-    """Shared by all users of the node like /tmp, so sticky: nobody can take away another user's run."""
+    """Shared by all users of the node like /tmp, so sticky: nobody can take away another user's run.
+
+    The first user makes it. Root makes it its own before it writes below it, as its owner could redirect that.
+    """
     with contextlib.suppress(FileExistsError):
         root.mkdir(parents=True)
         root.chmod(0o1777)
-    if os.getuid() == 0 and root.stat().st_uid != 0:
-        raise RunError(
-            f"{root} belongs to another user, who could redirect what root writes; remove it, or set OPSD_SHM"
-        )
+    if os.getuid() == 0 and root.lstat().st_uid != 0:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fchown(descriptor, 0, 0)
+            os.fchmod(descriptor, 0o1777)
+        finally:
+            os.close(descriptor)
 
 
-def _claim(memory: Path) -> None:
+def _first_free(shared: Path, run: str) -> tuple[str, Path, int]:
+    for number in range(1, _MAX_TWINS):
+        name = run if number == 1 else f"{run}-{number}"
+        with contextlib.suppress(_Taken):
+            return (name, *_claim(shared, name))
+    raise RunError(f"{_MAX_TWINS} runs called {run} are being run here; give this one another name with --run-id")
+
+
+class _Taken(RunError):
+    """A living launcher has the run."""
+
+
+def _claim(shared: Path, run: str) -> tuple[Path, int]:
+    """The folder of ``run`` in shared memory, and its lock.
+
+    What another user's run of that name has left, or is using, stays: this user's then has the user's number added.
+    """
+    memory = shared / run
+    if not _made(memory):
+        memory = shared / valid_name(f"{run}.{os.getuid()}")
+        if not _made(memory):
+            raise RunError(f"{memory} belongs to another user; give this run another name with --run-id")
+    hold, pid = _lock(memory), owner_pid(memory)
+    if hold is None or pid is not None:
+        if hold is not None:
+            os.close(hold)
+        by = "another process" if pid is None else f"process {pid}"
+        raise _Taken(f"run {run} is being run by {by}; give this one another name with --run-id")
+    _clear(memory)
+    return memory, hold
+
+
+def _made(memory: Path) -> bool:
+    """Make a folder, or find it there; False if somebody else has it."""
     with contextlib.suppress(FileExistsError):
         memory.mkdir(mode=0o755)
     info = memory.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise RunError(f"{memory} belongs to another user; give this run another name with --run-id")
-    pid = owner_pid(memory)
-    if pid is not None:
-        raise RunError(f"run {memory.name} is being run by process {pid}; give this one another name with --run-id")
-    _clear(memory)
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+
+
+def _lock(memory: Path) -> int | None:
+    """A descriptor that locks the folder for as long as it is open, None if another process has the lock."""
+    descriptor = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno != errno.EWOULDBLOCK:
+            raise
+        return None
+    return descriptor
 
 
 def _clear(memory: Path, names: re.Pattern[str] = _OWN_FILES) -> None:
@@ -173,10 +238,14 @@ def _clear(memory: Path, names: re.Pattern[str] = _OWN_FILES) -> None:
             path.unlink(missing_ok=True)
 
 
-def new_run_name(env: Mapping[str, str] = os.environ) -> str:
-    """A name for a run that was given none: the Slurm job's, otherwise the time and this process."""
-    job = env.get("SLURM_JOB_ID", "")
-    return f"job-{job}" if job else time.strftime("run-%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+def valid_name(text: str) -> str:
+    """``text`` if it can name a run, else a name that is made from it, always the same and no other text's."""
+    if RUN_NAME.fullmatch(text):
+        return text
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    words = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("._-") or "run"
+    mark = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=4).hexdigest()
+    return f"{words[: _MAX_NAME - len(mark) - 1]}-{mark}"
 
 
 def rank_events(page: Path) -> Path:

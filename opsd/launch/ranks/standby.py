@@ -131,7 +131,7 @@ class StandbyPool:
         varying = OF_A_GENERATION if env is None else VARYING
         output = _fresh_log(self._log_of(local_rank))
         try:
-            worker = start_worker(self._program, env or self._environment(local_rank), output)
+            worker = start_worker(self._program, env or self._environment(local_rank), output, output)
         finally:
             os.close(output)
         limit = self._loop.later(IMPORT_LIMIT_S, lambda: self._lost(local_rank, "takes too long to import"))

@@ -9,7 +9,7 @@ in front. Each has the program: ``kind`` (script, module or executable), ``name`
 ``{"do": "import", "extra": [modules], "watch": [variables]}`` -> ``{"ready": bool, "read": [variables]}``
     become a warm standby; ``read`` are those of the watched variables that an import has read. If an import fails,
     begin anew as a cold one;
-``{"do": "run", "changes": {variable: value or null}}`` with the descriptor of the log attached
+``{"do": "run", "changes": {variable: value or null}}`` with the descriptors of stdout and stderr attached
     become the rank. If an import has read what changes now, or the program was edited, begin anew and run. A program
     that ends with an exception answers ``{"failed": true}`` at once: the interpreter's own end may take seconds.
 """
@@ -179,7 +179,7 @@ def _tie_to(launcher: int) -> None:
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    head, descriptors, _, _ = socket.recv_fds(channel, 4, 1)
+    head, descriptors, _, _ = socket.recv_fds(channel, 4, 2)
     if not head:
         return None, []
     payload = b""

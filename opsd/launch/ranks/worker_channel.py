@@ -34,12 +34,15 @@ class Worker:
         self.child.kill_group()
 
 
-def start_worker(program: Program, env: Mapping[str, str], output: int) -> Worker:
+def start_worker(program: Program, env: Mapping[str, str], output: int, error_output: int) -> Worker:
     """Start a worker process that waits for its orders. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = (program.python, "-u", str(WORKER), str(theirs.fileno()), *program.words)
-        child = spawn(command, env=env, cwd=program.cwd, output=output, keep=(theirs.fileno(),), stdin=None)
+        child = spawn(
+            command, env=env, cwd=program.cwd, output=output, error_output=error_output, keep=(theirs.fileno(),),
+            stdin=None,
+        )  # fmt: skip
     return Worker(child, ours, env)
 
 
@@ -51,13 +54,13 @@ def order_import(worker: Worker, program: Program, extra: Sequence[str], watch: 
     _send(worker.channel, {"do": "import", **_described(program), "extra": list(extra), "watch": sorted(watch)})
 
 
-def order_run(worker: Worker, program: Program, env: Mapping[str, str], output: int) -> None:
-    """Make a waiting worker the rank, with ``output`` as its stdout and stderr. Raises OSError if it is gone.
+def order_run(worker: Worker, program: Program, env: Mapping[str, str], outputs: tuple[int, int]) -> None:
+    """Make a waiting worker the rank, with ``outputs`` as its stdout and stderr. Raises OSError if it is gone.
 
     The channel becomes readable when the program has failed, and at the latest when it has ended.
     """
     order = {"do": "run", **_described(program), "changes": changes(worker.env, env)}
-    _send(worker.channel, order, (output,))
+    _send(worker.channel, order, outputs)
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:

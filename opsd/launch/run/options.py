@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import click
 
 from opsd.launch.ranks.environment import gpu_count
-from opsd.launch.ranks.rundir import RUN_NAME, new_run_name
+from opsd.launch.ranks.rundir import valid_name
 from opsd.launch.run.fellows import Count
+
+C10D_PORT, MASTER_PORT = 29_400, 29_500
+"""Torchrun's ports for those who name none."""
+_ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<host>[\w.-]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
 def local_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -21,7 +29,10 @@ def local_size(context: click.Context, parameter: click.Parameter, value: str) -
     if value in counts:
         return counts[value]
     if not value.isdigit() or not 0 < int(value) <= 1024:
-        raise click.BadParameter(f"{value!r} is not a number of ranks from 1 to 1024, nor cpu, gpu or auto")
+        raise click.BadParameter(
+            f"{value!r} is not a number of ranks from 1 to 1024, nor cpu, gpu or auto, which counts NVIDIA's GPUs; for "
+            "other devices give the number"
+        )
     return int(value)
 
 
@@ -33,12 +44,9 @@ def node_count(context: click.Context, parameter: click.Parameter, value: str) -
         raise click.BadParameter(f"{value!r} is neither a number of nodes nor MIN:MAX") from None
 
 
-def run_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """``--run-id``, or a name made from the job or the time."""
-    name = value or new_run_name()
-    if not RUN_NAME.fullmatch(name):
-        raise click.BadParameter(f"{name!r} may have letters, digits, dot, dash and underscore only, 63 at most")
-    return name
+def run_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """``--run-id``: any text, as the name of a Slurm job is; None if there is none."""
+    return valid_name(value) if value else None
 
 
 def streams(context: click.Context, parameter: click.Parameter, value: str) -> dict[int | None, int]:
@@ -63,14 +71,94 @@ def rank_list(context: click.Context, parameter: click.Parameter, value: str) ->
         raise click.BadParameter(f"{value!r} is not a list of local ranks such as 0,1") from None
 
 
-def shown_ranks(
-    size: int, redirects: dict[int | None, int], tee: dict[int | None, int], chosen: frozenset[int] | None
-) -> frozenset[int]:
-    """The local ranks whose output goes to the console: those not redirected, or teed, and chosen if any are."""
-    shown = set()
-    for rank in range(size):
-        redirected = redirects.get(rank, redirects.get(None, 0)) == 3
-        teed = tee.get(rank, tee.get(None, 0)) != 0
-        if (teed or not redirected) and (chosen is None or rank in chosen):
-            shown.add(rank)
-    return frozenset(shown)
+def rdzv_settings(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, str]:
+    """``--rdzv-conf``: pairs as torchrun takes them."""
+    pairs = [item.partition("=") for item in value.split(",")] if value.strip() else []
+    if not all(key.strip() and text.strip() for key, _, text in pairs):
+        raise click.BadParameter(f"{value!r} is not a list of pairs such as join_timeout=600,timeout=900")
+    return {key.strip(): text.strip() for key, _, text in pairs}
+
+
+def join_timeout(own: float, given: bool, conf: Mapping[str, str]) -> float:
+    """Seconds within which the nodes must have come: ``--join-timeout`` if given, else as ``--rdzv-conf`` says.
+
+    Raises click.BadParameter.
+    """
+    text = conf.get("join_timeout") or conf.get("timeout")
+    if given or text is None:
+        return own
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds < math.inf:
+        raise click.BadParameter(f"--rdzv-conf: {text!r} is not a number of seconds from 1 on")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the launchers of several nodes meet when no Slurm and no ``--nodes`` says who they are.
+
+    ``host`` is a name or an address of the first node, which listens at ``port``; ``least`` nodes must come and
+    ``most`` are of use, spares included. ``node_rank``: the place that the user has given this node, None if any is
+    fine.
+    ``local_address`` is what the others should call this node, "" if it is to be found out.
+    """
+
+    host: str
+    port: int
+    least: int
+    most: int
+    node_rank: int | None
+    local_address: str
+
+
+def meeting(
+    count: Count,
+    spares: int,
+    *,
+    backend: str,
+    endpoint: str,
+    master: tuple[str | None, int | None],
+    node_rank: int | None,
+    local_address: str,
+) -> Meeting | None:
+    """The meeting that torchrun's flags describe, None for one node or without any. Raises click.UsageError.
+
+    For ``static``, torchrun's default, nodes have ranks, and the endpoint may also be given as ``--master-addr`` and
+    ``--master-port``; for ``c10d`` ranks do not count.
+    """
+    least, most = count.least + spares, count.most + spares
+    address, port = master
+    static = backend == "static"
+    if most == 1 or not (endpoint.strip() or (static and address)):
+        return None
+    if endpoint.strip():
+        host, at = parse_endpoint(endpoint, MASTER_PORT if static else C10D_PORT)
+    else:
+        assert address is not None
+        host, at = parse_endpoint(_bracketed(address), MASTER_PORT)
+        at = port or at
+    if static and node_rank is not None and node_rank >= most:
+        raise click.UsageError(f"--node-rank {node_rank} does not exist: --nnodes {count.most} counts from 0")
+    return Meeting(host, at, least, most, node_rank if static else None, local_address)
+
+
+def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
+    """``HOST[:PORT]``, an IPv6 address in brackets where a port follows. Raises click.UsageError."""
+    match = _ENDPOINT.fullmatch(text.strip())
+    if match is None:
+        raise click.UsageError(
+            f"{text!r} is no place to meet: give HOST:PORT, and [ADDRESS]:PORT where the address has colons"
+        )
+    port = int(match["port"]) if match["port"] else default_port
+    if not 0 < port < 65536:
+        raise click.UsageError(
+            f"the launchers cannot meet at port {port}: all nodes must know it; give one from 1 to 65535"
+        )
+    return match["v6"] or match["host"], port
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address and not address.startswith("[") else address

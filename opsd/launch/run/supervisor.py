@@ -121,8 +121,6 @@ class Supervisor:
         for rank in self.generation.ranks:
             self.loop.watch(rank.child.pidfd, lambda rank=rank: self._exited(rank))  # type: ignore[misc]
             self.loop.watch(rank.channel.fileno(), lambda rank=rank: self._failing(rank))  # type: ignore[misc]
-            if rank.local_rank in self.settings.shown:
-                self._console.follow(rank.log, f"[rank{rank.rank}]: " if self._world_size > 1 else "")
 
     def _poll(self) -> None:
         if self._teardown is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from opsd import exitcodes
 from opsd.launch.claims.node import TcpGroup
+from opsd.launch.io.behind import Behind
 from opsd.launch.io.messages import say
 from opsd.launch.io.run_log import Log, OwnLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
@@ -78,12 +79,16 @@ def control_of(
         timeout_s=timeout_s,
     )
 
+    behind = Behind("events of the run")
+
     def new_head(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Head:
         policy = RestartPolicy(
             settings.max_restarts, same_limit=settings.same_failures, refill_steps=settings.refill_steps
         )
         alone = len(fellows.members) == 1
-        log: Log = OwnLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl")
+        log: Log = (
+            OwnLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", behind)
+        )
         return Head(shape, group, node.loop, policy, log, over)
 
     job = SlurmJob(os.environ, folder / "requeue.log")
