@@ -274,7 +274,7 @@ class Launcher:
     def _propose(self) -> None:
         slots = place(self.shape, self.known_slots, self.core.alive.keys(), ())
         self.needy = slots is None
-        self.core.propose(slots or (), {"restarts": 1})
+        self.core.propose(slots or (), {"restarts": 1, "keep": 0})
 
     def prepare(self, plan: Plan) -> None:
         self.known_slots = plan.slots or self.known_slots

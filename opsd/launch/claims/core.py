@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from opsd.checkpoints.claims import Claim, End
-from opsd.launch.claims.leading import REPEAT_S, Leading
+from opsd.launch.claims.claiming import Claiming
+from opsd.launch.claims.following import Following
+from opsd.launch.claims.leading import Leading
 from opsd.launch.claims.looks import Look, Looks
-from opsd.launch.claims.mail import Inbox, Outbox
 from opsd.launch.claims.messages import (
     Beat,
     Begun,
@@ -31,7 +32,6 @@ from opsd.launch.claims.messages import (
     Tell,
     Told,
 )
-from opsd.launch.claims.peers import Peer
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Folder, Listener
 from opsd.launch.claims.seeking import TURN_S, Seeking, Situation
@@ -40,10 +40,8 @@ from opsd.launch.io.member import Member
 TIMEOUT_S = 2.0
 STALL_S = 0.5
 """Not called for so long, the launcher itself was held up: the others are given that time, and it looks at once."""
-JOIN_S = 0.3
 CLAIM_S = 5.0
 """Who is to claim and has nothing to claim leaves it to another after this."""
-CLAIM_AGAIN_S = 1.0
 LEASE_S = 1.0
 CUT_OFF_S = 5.0
 """Without a head and without an answer of the folder for so long, what runs here may have been passed over."""
@@ -90,23 +88,17 @@ class Core:
         self._gone: set[str] = set()
         self._looks = Looks(folder, now)
         self._seeking = Seeking(now)
-        self._head_peer: Peer | None = None
-        self._joined_at = -1e9
+        self._following = Following(size, launcher, send, timeout_s, now)
+        self._claiming = Claiming(folder, self._new_claim)
         self._fresh = True
         self._ours = 0
         """The newest claim that this process has made."""
-        self._ready: Ready | None = None
         self._begun: Begun | None = None
         self._cut_off = False
-        self._headless_since = self._head_heard = now
-        self._wanted: dict[str, Any] | None = None
-        self._claim: Claim | None = None
-        self._claim_at = 0.0
+        self._headless_since = now
+        self._chosen_at = 0.0
         self._lease_at = now
         self._beats = 0
-        self._roster_version = 0
-        self._to_head = Outbox()
-        self._of_head = Inbox()
         self._listener: Listener | None = None
         self._calls: deque[Callable[[Listener], None]] = deque()
         self._flushing = False
@@ -140,7 +132,7 @@ class Core:
     @property
     def headless_s(self) -> float:
         """For how long nothing is heard of the last head."""
-        return self._now - self._head_heard
+        return self._now - self._following.heard
 
     @property
     def looked_at(self) -> float:
@@ -152,11 +144,13 @@ class Core:
         alive = self.leading.alive
         members = tuple(alive[name] for name in sorted(alive))
         plan = Plan(self.number + 1, self.own.name, slots, members, self.leading.sizes, payload)
-        self._submit(plan.to_json())
+        self._claiming.want(plan.to_json())
+        self._claiming.tick(self._now)
 
     def end(self, code: int, reason: str) -> None:
         """See ``Group.end``."""
-        self._submit({"end": {"code": code, "reason": reason}})
+        self._claiming.want({"end": {"code": code, "reason": reason}})
+        self._claiming.tick(self._now)
 
     def ready(self, number: int, answer: Ready) -> None:
         """See ``Group.ready``: said once a look has shown that the plan still holds."""
@@ -164,11 +158,11 @@ class Core:
         def hold() -> None:
             if self.number != number:
                 return
-            self._ready = answer
+            self._following.ready = answer
             if self.phase == "leading":
                 self.leading.own_ready(answer)
-            elif self._head_peer is not None:
-                self._answer(self._head_peer.member)
+            elif self._following.head is not None:
+                self._following.answer(self._following.head, number)
 
         self._looks.want(self._now, hold)
 
@@ -177,9 +171,7 @@ class Core:
         if self.phase == "leading":
             self._call(lambda listener: listener.received(self.own.name, body))
             return
-        parcel = self._to_head.add(body)
-        if self.head is not None and self._head_peer is not None:
-            self._send(self._head_peer.member, Tell(*parcel))
+        self._following.tell(body, now_heard=self.head is not None)
 
     def tell_all(self, body: Body) -> None:
         """See ``Group.tell_all``."""
@@ -210,8 +202,7 @@ class Core:
             self._renew()
         elif self.phase == "claiming":
             self._keep_claiming()
-        if self._wanted is not None and self._claim is None and now >= self._claim_at:
-            self._fly()
+        self._claiming.tick(now)
         self._note_cut_off()
         self._looks.tick(now, len(self._body))
         self.flush()
@@ -219,8 +210,7 @@ class Core:
     def _forgive(self, stall_s: float) -> None:
         self.leading.forgive(stall_s)
         self._seeking.forgive(stall_s)
-        if self._head_peer is not None:
-            self._head_peer.heard += stall_s
+        self._following.forgive(stall_s)
         self._looks.want(self._now)
 
     def _note_cut_off(self) -> None:
@@ -295,10 +285,12 @@ class Core:
 
     def _overtaken(self) -> None:
         self.phase = "over"
+        self._claiming.forget()
         self._call(lambda listener: listener.overtaken())
 
     def _over(self, end: End) -> None:
         self.phase = "over"
+        self._claiming.forget()
         self._call(lambda listener: listener.over(end))
 
     def _obey(self, plan: Plan) -> None:
@@ -309,16 +301,16 @@ class Core:
             self._body = {member.name: member for member in plan.members}
             self._known |= self._body
         self.plan = plan
-        self._ready = self._begun = self._wanted = None
-        self._roster_version = 0
+        self._following.ready = self._begun = None
+        self._following.roster = 0
+        self._claiming.forget()
         self._call(lambda listener: listener.prepare(plan))
         member = plan.member(plan.head)
         if member is None or plan.head == self.own.name:
             self._seek_anew()
         elif self.head is None:
             self.phase = "following"
-            self._head_peer, self._of_head = Peer(member, self._now), Inbox()
-            self._join()
+            self._following.begin(member, self._now, self.number)
 
     def _part(self, head: str | None) -> None:
         """``head`` leads from now on, None if nobody does."""
@@ -328,37 +320,20 @@ class Core:
 
     # -- claiming ------------------------------------------------------------------------------------------------
 
-    def _submit(self, plan: dict[str, Any]) -> None:
-        self._wanted = plan
-        if self._claim is None:
-            self._fly()
-
-    def _fly(self) -> None:
-        if self.phase not in ("claiming", "leading"):
-            self._wanted = None
-            return
-        plan, self._wanted = self._wanted, None
-        assert plan is not None
+    def _new_claim(self, plan: dict[str, Any]) -> Claim:
         keeps = plan["payload"]["keep"] if "payload" in plan else self.plan.generation if self.plan else 0
-        self._claim = Claim(self.number + 1, self._start, self._launcher, len(self._known) == 1, plan, keeps=keeps)
-        self._folder.claim(self._claim)
+        return Claim(self.number + 1, self._start, self._launcher, len(self._known) == 1, plan, keeps=keeps)
 
     def claimed(self, now: float, mine: bool | None) -> None:
         """The claim under way is made, or somebody else's is; None if that is not known."""
         self._now = now
-        claim, self._claim = self._claim, None
-        assert claim is not None
+        claim = self._claiming.settled(now, mine)
         if mine and claim.number > self.number:
             self.number = claim.number
             self._won(claim)
         else:
             # Who has not got it will see whose it is; who does not know whether it has will see that, too.
             self._looks.want(now)
-            if mine is not None:
-                self._wanted = None
-            elif self._wanted is None:
-                self._wanted = dict(claim.plan)
-            self._claim_at = now + CLAIM_AGAIN_S
         self.flush()
 
     def _won(self, claim: Claim) -> None:
@@ -373,16 +348,14 @@ class Core:
         if self.phase not in ("claiming", "leading"):
             self._take_lead()
         self.phase = "leading"
-        self._ready = self._begun = None
+        self._following.ready = self._begun = None
         self._lease_at = self._now
         self._body = {member.name: member for member in plan.members}
         self._call(lambda listener: listener.prepare(plan))
         self.leading.claimed(plan, self._now)
-        for body in self._to_head.waiting:
+        for body in self._following.take_tells():
             self._call(lambda listener, body=body: listener.received(self.own.name, body))  # type: ignore[misc]
-        self._to_head.confirm(self._to_head.last)
-        if self._wanted is not None:
-            self._fly()
+        self._claiming.tick(self._now)
 
     def _renew(self) -> None:
         """Renew the lease, as the head, and as one that hopes to be it again."""
@@ -393,7 +366,7 @@ class Core:
             self._folder.renew(self.number, self._beats)
 
     def _keep_claiming(self) -> None:
-        if self._claim is None and self._wanted is None and self._now >= self._claim_at + CLAIM_S:
+        if not self._claiming.busy and self._now >= self._chosen_at + CLAIM_S:
             self._part(None)
             self._seek_anew()
 
@@ -401,8 +374,8 @@ class Core:
 
     def _seek_anew(self) -> None:
         self.phase = "seeking"
-        self._wanted = None
-        self._head_peer = None
+        self._claiming.forget()
+        self._following.end()
         self._seeking = Seeking(self._now)
 
     def _situation(self) -> Situation:
@@ -438,14 +411,14 @@ class Core:
         self.leading.claimed(plan, self._now)
         if self._begun is not None:
             self.leading.begun(self._begun, self._now)
-        elif self._ready is not None:
-            self.leading.own_ready(self._ready)
+        elif self._following.ready is not None:
+            self.leading.own_ready(self._following.ready)
 
     def _take_lead(self) -> None:
         near = self._seeking.near(self._now)
         self.phase = "claiming"
-        self._claim_at = self._now
-        self._head_peer = None
+        self._chosen_at = self._now
+        self._following.end()
         self.leading.begin(((one.member, one.size) for one in near.values()), self._now)
         self._part(self.own.name)
 
@@ -454,35 +427,21 @@ class Core:
         head: Member | None = None
         if self.phase == "leading":
             head = self.own
-        elif (peer := self._head_peer) is not None and self.head and self._now - peer.heard < self._timeout:
-            head = peer.member
+        elif self.head is not None and self._following.hears(self._now):
+            head = self._following.head
         return {"number": self.number, "size": self._size, "head": head, "fresh": self._fresh}
 
     # -- following -----------------------------------------------------------------------------------------------
 
     def _watch_head(self) -> None:
-        peer = self._head_peer
-        assert peer is not None
-        if peer.silence(self._now, self._timeout) is not None:
+        if self._following.silent(self._now):
             self._lose_head()
-        elif self.head is None and self._now - self._joined_at >= JOIN_S:
-            self._join()
-
-    def _join(self) -> None:
-        if self._head_peer is not None:
-            self._joined_at = self._now
-            self._send(self._head_peer.member, Join(self.number))
+        elif self.head is None:
+            self._following.join(self._now, self.number)
 
     def _lose_head(self) -> None:
         self._part(None)
         self._seek_anew()
-
-    def _answer(self, head: Member) -> None:
-        ready = self._ready if self.plan is not None and self.plan.number == self.number else None
-        self._send(
-            head,
-            Here(self.number, self._size, self._launcher, ready, self._of_head.heard, self._roster_version),
-        )
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -503,13 +462,13 @@ class Core:
             case Roster() if self.head == sender.name and message.number == self.number:
                 self._body = {member.name: member for member in message.members}
                 self._known |= self._body
-                self._roster_version = message.version
+                self._following.roster = message.version
             case Order() if self.head == sender.name:
-                body = self._of_head.take(message.number, message.oldest, message.body)
+                body = self._following.take(message)
                 if body is not None:
                     self._call(lambda listener: listener.received(sender.name, body))
             case Told() if self.head == sender.name:
-                self._to_head.confirm(message.number)
+                self._following.confirmed(message.number)
             case Join() | Here() | Tell() if self.phase == "leading":
                 self._hear(sender, message)
             case Join() | Here():
@@ -538,28 +497,19 @@ class Core:
             self._send(head, Join(self.number))
 
     def _heed(self, sender: Member, beat: Beat) -> None:
-        plan = self.plan
         self._compare(beat.number)
-        if plan is None or sender.name != plan.head or beat.number != plan.number or self.number != plan.number:
-            if self.phase in ("following", "seeking") and beat.number > 0:
-                self._answer(sender)
-            return
         if self.phase not in ("following", "seeking"):
             return
-        if self._head_peer is None or self._head_peer.member.name != sender.name:
-            self._head_peer, self._of_head = Peer(sender, self._now), Inbox()
-        peer = self._head_peer
-        peer.hear(self._now, self.leading.interval_s)
-        self._head_heard = self._now
-        self.phase = "following"
-        if self.head != sender.name:
+        plan = self.plan
+        if plan is not None and sender.name == plan.head and beat.number == plan.number == self.number:
+            self.phase = "following"
+            self._following.begin(sender, self._now, self.number)
+            self._following.hear(self._now, self.leading.interval_s, new=self.head is None)
             self._part(sender.name)
-            self._repeat_tells(sender)
-        elif peer.due(self._now, REPEAT_S):
-            self._repeat_tells(sender)
-        if beat.begun is not None and self._begun is None:
-            self._hold(plan, beat.begun)
-        self._answer(sender)
+            if beat.begun is not None and self._begun is None:
+                self._hold(plan, beat.begun)
+        if beat.number > 0:
+            self._following.answer(sender, self.number)
 
     def _hold(self, plan: Plan, begun: Begun) -> None:
         """All are ready: begin, once a look has shown that the plan still holds.
@@ -567,7 +517,7 @@ class Core:
         If this node has not been ready, it was another process of its name that was: this one has no place in it.
         """
         self._begun = begun
-        missed = self.own.name in plan.slots and self._ready is None
+        missed = self.own.name in plan.slots and self._following.ready is None
 
         def begin() -> None:
             if self.number == plan.number:
@@ -575,10 +525,6 @@ class Core:
                 self._call(lambda listener: listener.begin(plan, None if missed else begun))
 
         self._looks.want(self._now, begin)
-
-    def _repeat_tells(self, head: Member) -> None:
-        for parcel in self._to_head.again():
-            self._send(head, Tell(*parcel))
 
     def _hear(self, sender: Member, message: Join | Here | Tell) -> None:
         if isinstance(message, Tell):
@@ -597,7 +543,7 @@ class Core:
         self._seeking.drop(name)
         if self.phase in ("leading", "claiming"):
             self.leading.lose(name, now)
-        elif self._head_peer is not None and name == self._head_peer.member.name:
+        elif self._following.head is not None and name == self._following.head.name:
             self._lose_head()
         self.flush()
 

@@ -25,6 +25,8 @@ STAGGER_S = 0.5
 TURN_S = 3.0
 LEASE_S = 4.0
 """A side with half of the launchers or fewer waits so long, and until the lease was not renewed for so long."""
+LAST_S = 30.0
+"""The same for a few that could not even run a generation: nobody else will, and the run ends, to be started again."""
 ALL_AT_ONCE = 64
 """Of more launchers than this a few are asked first, those whose turn comes first."""
 
@@ -126,9 +128,11 @@ class Seeking:
         part = share(here, body)
         if part is Share.MAJORITY or (part is Share.HALF and situation.head == situation.own):
             return situation.settled or situation.enough()
-        waited = now - self.since >= TURN_S and situation.lease_idle_s >= LEASE_S
-        own_lease = situation.head == situation.own and now - self.since >= TURN_S
-        return situation.settled and (waited or own_lease) and situation.enough()
+        if not situation.settled:
+            return False
+        limit_s, idle_s = (TURN_S, LEASE_S) if part is Share.HALF or situation.enough() else (LAST_S, LAST_S)
+        own = situation.head == situation.own
+        return now - self.since >= limit_s and (own or situation.lease_idle_s >= idle_s)
 
     def _pause_s(self, here: Collection[str], situation: Situation, near: Mapping[str, Neighbour]) -> float:
         expected = set(situation.body) - set(situation.gone)

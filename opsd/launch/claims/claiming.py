@@ -1,0 +1,54 @@
+"""One launcher's claims: at most one is under way, the newest wish replaces those before it, errors are tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opsd.checkpoints.claims import Claim
+from opsd.launch.claims.port import Folder
+
+AGAIN_S = 1.0
+
+
+class Claiming:
+    """``new`` makes the claim with the next number of a plan."""
+
+    def __init__(self, folder: Folder, new: Callable[[dict[str, Any]], Claim]) -> None:
+        self._folder = folder
+        self._new = new
+        self._wanted: dict[str, Any] | None = None
+        self._flying: Claim | None = None
+        self._due = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is wanted or under way."""
+        return self._wanted is not None or self._flying is not None
+
+    def want(self, plan: dict[str, Any]) -> None:
+        """Claim ``plan``, once the claim under way is settled."""
+        self._wanted = plan
+        self._due = 0.0
+
+    def forget(self) -> None:
+        """Nothing is wanted any more; what is under way may be made all the same."""
+        self._wanted = None
+
+    def tick(self, now: float) -> None:
+        """Claim what is wanted, if it is time."""
+        if self._wanted is not None and self._flying is None and now >= self._due:
+            plan, self._wanted = self._wanted, None
+            self._flying = self._new(plan)
+            self._folder.claim(self._flying)
+
+    def settled(self, now: float, mine: bool | None) -> Claim:
+        """The claim that was under way. If it is not known whether it was made, it is tried again."""
+        claim, self._flying = self._flying, None
+        assert claim is not None
+        if mine is False:
+            self._wanted = None
+        elif mine is None:
+            self._wanted = dict(claim.plan) if self._wanted is None else self._wanted
+            self._due = now + AGAIN_S
+        return claim
