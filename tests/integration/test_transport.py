@@ -20,6 +20,7 @@ from opsd.launch.io.connection import Connection
 from opsd.launch.io.handshake import VERSION, Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import ProtocolError
 from opsd.launch.io.transport import Transport
 from opsd.launch.ranks.membership import free_port
 from tests.fakes import strangers
@@ -41,12 +42,17 @@ class Launcher:
         self.own = Identity(member, **{"run": "run", "secret": SECRET, **identity})
         self.transport = Transport(
             self.own, loop,
-            received=lambda sender, message: self.heard.append((sender.name, message["n"])),
+            received=self._receive,
             unreachable=self.gone.append,
             say=self.said.append,
             opened=lambda other, incarnation: self.opened.append((other.name, incarnation)),
         )  # fmt: skip
         self.transport.listen()
+
+    def _receive(self, sender: Member, message: dict[str, Any]) -> None:
+        if message["n"] < 0:
+            raise ProtocolError("a message of an unknown kind")
+        self.heard.append((sender.name, message["n"]))
 
     def send(self, other: Launcher, number: int = 1, **more: Any) -> None:
         self.transport.send(other.member, {"n": number, **more})
@@ -218,6 +224,15 @@ def test_one_that_floods_is_cut_with_a_sentence(launchers: Launchers, pair: tupl
     launchers.until(lambda: ("n3", 99) in one.heard)
 
 
+def test_what_is_not_understood_is_said_once(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
+    """A newer neighbour may say it twenty times a second; what else it says is heard."""
+    one, two = pair
+    for number in (-1, -1, 7):
+        one.send(two, number)
+    launchers.until(lambda: ("n1", 7) in two.heard)
+    assert two.said == ["n1 sends a message of an unknown kind; it is ignored"]
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [({"secret": b"t" * 32}, "does not know the secret of this run"), ({"run": "other"}, "belongs to the run")],
@@ -383,7 +398,10 @@ def test_the_last_descriptors_are_kept_for_the_launcher(launchers: Launchers, pa
     """Those who call then are turned away with a sentence; those who are connected notice nothing."""
     one, two = pair
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (launchers.descriptors() + 4, limits[1]))
+    free = [os.dup(0) for _ in range(3)]  # for the stranger, for its other end, and one more
+    for descriptor in free:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[2] + 1, limits[1]))
     try:
         assert answer(launchers, two, b"hello") == b""
         assert two.said == ["no connections of other launchers: too few descriptors; raise `ulimit -n`"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -13,18 +12,18 @@ from opsd.launch.claims.folder import RunFolder
 from opsd.launch.claims.messages import MESSAGES, Message, Ready
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Listener
-from opsd.launch.io.connection import Identity
+from opsd.launch.io import descriptors
+from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member
 from opsd.launch.io.messages import say as say_to_user
-from opsd.launch.io.protocol import Codec, ProtocolError
+from opsd.launch.io.protocol import Codec
 from opsd.launch.io.transport import Transport
 
 TICK_S = 0.05
 ALONE_TICK_S = 0.25
 FEW = 64
 """With more launchers than this, ticks are twice as long."""
-OTHER_FILES = 512
 _CODEC = Codec(MESSAGES)
 
 
@@ -55,7 +54,6 @@ class TcpGroup:
         self._transport = Transport(
             Identity(own, start, secret), loop, received=self._receive, unreachable=self._lose, say=say
         )
-        self._say = say
         self._sent: tuple[Message | None, dict[str, Any]] = (None, {})
         self._folder = RunFolder(
             folder, loop,
@@ -121,7 +119,7 @@ class TcpGroup:
         """Listen and look for the others. Raises OSError if the port cannot be had."""
         self._core.start(listener)
         if not self._alone:
-            self._allow_connections()
+            descriptors.ask_for(len(self._core.roster))
             self._transport.listen()
         self._loop.every(self._tick_s, self._tick)
         self._tick()
@@ -169,14 +167,6 @@ class TcpGroup:
             self._sent = (message, _CODEC.encode(message))
         self._transport.send(member, self._sent[1])
 
-    def _allow_connections(self) -> None:
-        """Raise the soft limit of open files to what a head needs: two connections to each launcher, and its ranks'."""
-        needed = 2 * len(self._core.roster) + OTHER_FILES
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY and soft < needed:
-            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
     def _flush_soon(self) -> None:
         self._loop.later(0.0, self._core.flush)
 
@@ -191,9 +181,5 @@ class TcpGroup:
         self._unless_left(lambda now: self._core.unreachable(now, name))
 
     def _receive(self, sender: Member, raw: dict[str, Any]) -> None:
-        try:
-            message = _CODEC.decode(raw)
-        except ProtocolError as error:
-            self._say(f"{sender.name} sends {error}; it is ignored")
-            return
+        message = _CODEC.decode(raw)
         self._unless_left(lambda now: self._core.receive(now, sender, message))

@@ -8,8 +8,7 @@ import socket
 from collections.abc import Callable
 
 from opsd.launch.io.allowance import Allowance
-from opsd.launch.io.handshake import Handshake, Refusal
-from opsd.launch.io.handshake import Identity as Identity
+from opsd.launch.io.handshake import Handshake, Identity, Refusal
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member, Message
 from opsd.launch.io.wire import MAX_GREETING, Frames, WireError, encode

@@ -15,6 +15,7 @@ from opsd.launch.io.connection import GREETING_S, Connection
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member, Message
+from opsd.launch.io.protocol import ProtocolError
 from opsd.launch.io.strangers import Strangers
 from opsd.launch.io.wire import WireError, encode
 
@@ -53,10 +54,10 @@ class Transport:
     """Sends messages to launchers by name. What cannot be delivered soon is dropped; who must know asks again.
 
     ``received`` is called with every message of a proven launcher, in the order in which it sent them as long as a
-    connection lasts. ``opened`` is called for each connection that is proven, before its first message, with the
-    incarnation: another one is another process of that name, and what the one before had said is no longer heard. Of
-    two that are there at once, the one that was started later stays. ``unreachable`` is called when a launcher is known
-    to have ended, because its machine refuses connections.
+    connection lasts; a ProtocolError that it raises is said, once a minute. ``opened`` is called for each connection
+    that is proven, before its first message, with the incarnation: another one is another process of that name, and
+    what the one before had said is no longer heard. Of two that are there at once, the one that was started later
+    stays. ``unreachable`` is called when a launcher is known to have ended, because its machine refuses connections.
     """
 
     def __init__(
@@ -218,7 +219,11 @@ class Transport:
 
     def _heard(self, connection: Connection, message: Message) -> None:
         assert connection.peer is not None
-        self._received(connection.peer, message)
+        name = connection.peer.name
+        try:
+            self._received(connection.peer, message)
+        except ProtocolError as error:
+            self._tell(f"{name}: {error}", f"{name} sends {error}; it is ignored")
 
     def _closed(self, connection: Connection, why: Exception | None) -> None:
         self._strangers.discard(connection)
