@@ -14,6 +14,7 @@ from opsd.checkpoints.claims import EXIT_FENCED, ClaimError, Fence, Fenced
 from opsd.checkpoints.manifest import CheckpointError
 from trainer.config import ConfigError, load
 from trainer.data.shards import DataError
+from trainer.persist import CLAIMS_S
 from trainer.restore import RestoreError
 from trainer.train import TrainingError, train
 
@@ -32,7 +33,7 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
     """
     try:
         if fence := Fence.of(os.environ):
-            fence.check()
+            fence.check(CLAIMS_S)
         saved = _train(config, overrides, fresh)
     except (ConfigError, DataError) as error:
         click.echo(f"trainer: {error}", err=True)

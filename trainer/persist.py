@@ -46,6 +46,8 @@ from trainer.replica import KEY, Keeper, Sending
 
 LIMIT_S = 600
 """A process whose rank has gone ends after this, come what may; after ``remote.LIMIT_S`` if it only uploads."""
+CLAIMS_S = 60.0
+"""A file server that restarts answers with errors for a while (ESTALE, EIO on a soft mount)."""
 _BLOCK = 1 << 24
 _PAGE = mmap.PAGESIZE
 _PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
@@ -61,6 +63,7 @@ class Plan:
     with its password is in OPSD_REMOTE) or ``evaluated``. Without ``writers`` every rank writes a file; who does not
     has nothing that the others have not.
     A copy of what is staged goes to ``target``, that of rank ``source`` comes to ``listener`` (``trainer.replica``).
+    Claims that cannot be read are tried again for ``patience_s``; then the save has failed and the training goes on.
     """
 
     root: str
@@ -81,6 +84,7 @@ class Plan:
     target: str = ""
     source: int = -1
     listener: int = -1
+    patience_s: float = CLAIMS_S
 
     @property
     def parts(self) -> Sequence[int]:
@@ -187,7 +191,7 @@ def _save(plan: Plan, memory: mmap.mmap, record: Record, orders: Orders) -> dict
             )
             _await(folder, plan)
             if fence := Fence.of(os.environ):
-                fence.check()
+                fence.check(plan.patience_s)
             commit(folder, manifest)
         else:
             _await_commit(folder, part.name if part else f".{plan.attempt}.", orders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -13,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
 
-from opsd.checkpoints.claims import Fence
+from opsd.checkpoints.claims import ClaimError, Fence
 from opsd.checkpoints.manifest import (
     MANIFEST,
     REJECTED,
@@ -39,11 +41,14 @@ from trainer.checkpoint import State, StateFile, file_layout
 from trainer.config import ConfigError
 from trainer.exchange import carry_out, moves, newest_whole, survey
 from trainer.locks import wait_for_saves
+from trainer.persist import CLAIMS_S
 from trainer.regions import Region
 from trainer.world import World
 
+Found = TypeVar("Found")
 _BLOCK = 1 << 22
 WAIT_FOR_SAVES_S = 60.0
+LOOK_S = 1.0
 WAIT_FOR_FENCED_S = 2.0
 """A fenced generation commits only what it was about to commit. Its locks say little: those of a dead node stay for a
 minute and more on a server (NFSv4 lease)."""
@@ -66,7 +71,22 @@ class _Damaged:
 
 def _patience_s() -> float:
     fence = Fence.of(os.environ)
-    return WAIT_FOR_FENCED_S if fence and fence.shuts_out_saves() else WAIT_FOR_SAVES_S
+    with suppress(ClaimError):  # not to know is to wait for what may still be saved
+        if fence and fence.shuts_out_saves():
+            return WAIT_FOR_FENCED_S
+    return WAIT_FOR_SAVES_S
+
+
+def patiently(look: Callable[[], Found]) -> Found:
+    """What ``look`` finds on the shared storage, which is tried again for CLAIMS_S while it fails. Raises OSError."""
+    deadline = time.monotonic() + CLAIMS_S
+    while True:
+        try:
+            return look()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT) or time.monotonic() > deadline:
+                raise
+        time.sleep(LOOK_S)
 
 
 def restore(
@@ -89,7 +109,7 @@ def restore(
     began = time.monotonic()
     if world.rank == 0:
         wait_for_saves(root, _patience_s())
-    found = newest_step(root) if world.rank == 0 else None
+    found = patiently(lambda: newest_step(root)) if world.rank == 0 else None
     newest = world.from_first(-1 if found is None else found)
     kept = _from_memory(state, world, digest, newest, reporter)
     if isinstance(kept, Manifest):
@@ -260,7 +280,7 @@ def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
     """
     passed_over: set[int] = set()
     while True:
-        found = set(steps(root)) if world.rank == 0 else set()
+        found = set(patiently(lambda: steps(root))) if world.rank == 0 else set()
         step = world.from_first(max(found - passed_over, default=-2 if found else -1))
         if step == -2:
             raise RestoreError(f"not every rank can read the checkpoints in {root}; see the events checkpoint_rejected")

@@ -17,6 +17,7 @@ from trainer.exchange import pair, tidy
 from trainer.interval import Interval
 from trainer.model import Decoder
 from trainer.persist import LIMIT_S, Plan
+from trainer.restore import patiently
 from trainer.world import World
 
 SETTLE_POLL_S = 0.01
@@ -43,7 +44,7 @@ class Saving:
             persist_plan(config, world, state),
             kept(state, model, world),
             reporter,
-            committed=newest(Path(config.run.folder) / CHECKPOINTS) or 0,
+            committed=patiently(lambda: newest(Path(config.run.folder) / CHECKPOINTS)) or 0,
             pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
         )
         self._interval = Interval(config.checkpoint, time.monotonic())

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from opsd.checkpoints.claims import Claim, create
+from opsd.checkpoints.claims import FOLDER, Claim, create
 from opsd.checkpoints.manifest import (
     MANIFEST,
     CheckpointError,
@@ -199,13 +199,17 @@ class Persister:
         attempt: str = "0000abcd",
         generation: int = 0,
         remote: str = "",
+        patience_s: float = 60.0,
     ) -> None:
         memory = os.memfd_create("test")
         os.ftruncate(memory, len(content))
         mmap.mmap(memory, len(content))[:] = content
         self.locks = hold_lock(root, rank)
         layout = {"dp": world}
-        plan = Plan(str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks, remote=remote)
+        plan = Plan(
+            str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks, remote=remote,
+            patience_s=patience_s,
+        )  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
             env=os.environ
@@ -385,6 +389,32 @@ def test_of_two_copies_of_a_run_only_the_later_writes(tmp_path: Path) -> None:
     finally:
         cut_off.end()
         requeued.end()
+
+
+def test_claims_that_cannot_be_read_for_a_while_delay_a_commit(tmp_path: Path) -> None:
+    """Nothing is committed until they can be; after the limit the save has failed, and the next one is tried anew."""
+    root, claims = tmp_path / "checkpoints", tmp_path / FOLDER
+    root.mkdir()
+    claims.write_text("in the way")
+    patient, hasty = (
+        Persister(root, rank, 1, b"state" * 999, f"0000000{rank}", 1, patience_s=patience_s)
+        for rank, patience_s in ((0, 600.0), (0, 0.0))
+    )
+    try:
+        hasty.order(save=10, sample=0)
+        answer = hasty.answer()
+        assert answer["state"] == "failed"
+        assert "whether generation 1 may write cannot be seen" in answer["why"]
+        patient.order(save=20, sample=0)
+        eventually(lambda: list(root.glob("step-*/rank-*.safetensors")))
+        assert steps(root) == []
+        claims.unlink()
+        assert patient.answer() == {"state": "committed"}
+        hasty.order(save=30, sample=0)
+        assert hasty.answer() == {"state": "committed"}
+    finally:
+        patient.end()
+        hasty.end()
 
 
 def test_a_step_is_committed_once(tmp_path: Path, start: Start) -> None:
