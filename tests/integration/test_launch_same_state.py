@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from opsd import exitcodes
-from tests.fakes.launched import Launched
+from tests.fakes.launched import TRAIN, Launched
+from tests.fakes.nodes import Nodes
 
 TWO = "--nproc-per-node=2"
 SEEN = """
@@ -165,7 +166,7 @@ from transformers import Trainer, TrainingArguments
 arguments = TrainingArguments("out", use_cpu=True, report_to="none")
 show([arguments.process_index, arguments.world_size, arguments.should_log, arguments.should_save,
       str(arguments.parallel_mode), transformers.logging.get_verbosity(), torch.get_num_threads(),
-      torch.initial_seed(), torch.rand(2).tolist(), torch.is_grad_enabled(), str(torch.get_default_dtype())])
+      torch.is_grad_enabled(), str(torch.get_default_dtype())])
 """
 
 
@@ -188,3 +189,40 @@ def test_libraries(tmp_path: Path, package: str, source: str, expected: list[Any
     if expected is not None:
         assert [state for _, state in warm] == expected
     assert [state[0] for _, state in warm] == [0, 1]
+
+
+READER = "import os\nSEEN = [os.environ.get('RANK'), os.environ.get('WORLD_SIZE')]\n"
+TELLS = (
+    "import reader\n"
+    + TRAIN
+    + "print('seen', reader.SEEN == [os.environ['RANK'], os.environ['WORLD_SIZE']], *reader.SEEN, flush=True)\n"
+    + "train(100_000, step_s=0.02)\n"
+)
+
+
+def reader_in(folder: Path) -> dict[str, str]:
+    """A module that reads its place when imported, and the environment in which it is found."""
+    (folder / "site-packages").mkdir()
+    (folder / "site-packages/reader.py").write_text(READER)
+    return {"PYTHONPATH": str(folder / "site-packages")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "count", "expected"),
+    [(("--nnodes=1:2",), 2, "seen True 0 1"), (("--nnodes=2", "--spares=1"), 3, "seen True 0 2")],
+)
+def test_a_place_that_changes(tmp_path: Path, flags: tuple[str, ...], count: int, expected: str) -> None:
+    """A rank that moves up when a node is lost, and one on a spare, find their new place, standby or not."""
+    env = reader_in(tmp_path)
+    with Nodes(
+        tmp_path, TELLS, *flags, count=count, environ={f"n{number + 1}": env for number in range(count)}
+    ) as nodes:
+        nodes.until(lambda: len(nodes.events("generation_started")) == 1)
+        first = nodes.events("generation_started")[0]["nodes"][0]
+        others = [name for name in nodes.names if name != first]
+        nodes.until(lambda: all(nodes.ask(name, cmd="status")["standby"] == 1 for name in others))
+        nodes.kill(first)
+        nodes.until(lambda: len(nodes.events("resumed")) == 1)
+        logs = sorted((tmp_path / "run/logs").glob("**/rank-0000.log"), key=lambda path: path.parts)
+        assert logs[-1].read_text().splitlines()[0] == expected
