@@ -46,8 +46,12 @@ def checkout(name: str, *, into: Path, files: str) -> Path:
 def survives_a_kill(folder: Path, *words: str, after: str, env: dict[str, str], end: str = "") -> str:
     """Kill rank 1 once a rank has said ``after``; the run goes on, ends well and says ``end``. Returns what it said."""
     flags, program = (["-m"], words[1:]) if words[0] == "-m" else ([], words)
+    watched = folder.parent / f"{folder.name}-watched"
+    watched.mkdir()
     environment = {**OFFLINE, "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1", **env}
-    with Launched(folder, "", "--nproc-per-node=2", *flags, program=tuple(program), env=environment) as launched:
+    with Launched(
+        watched, "", "--nproc-per-node=2", *flags, program=tuple(program), env=environment, cwd=folder
+    ) as launched:
 
         def begun() -> bool:
             assert launched.process.poll() is None, launched.log(0)[-3000:] + launched.log(1)[-3000:]

@@ -16,7 +16,7 @@ from typing import Any
 
 
 def _on_the_cpu(place: Any) -> Any:
-    return "cpu" if isinstance(place, int) or str(place).startswith("cuda") else place
+    return "cpu" if type(place) is int or str(place).startswith("cuda") else place
 
 
 def _moves(move: Any) -> Any:
