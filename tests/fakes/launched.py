@@ -53,6 +53,7 @@ class Launched:
         env: Mapping[str, str] | None = None,
         within: tuple[str, ...] = (),
         stdin: int = subprocess.DEVNULL,
+        cwd: Path | None = None,
     ) -> None:
         self.folder = folder
         self.run = folder / "run"
@@ -63,7 +64,9 @@ class Launched:
         command = [*within, sys.executable, "-m", "opsd", "launch", *options, *(program or (str(script), *args))]
         environment = {**os.environ, "OPSD_SHM": str(folder / "shm"), **(env or {})}
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdin=stdin, stdout=out, stderr=err)
+            self.process = subprocess.Popen(
+                command, cwd=cwd or folder, env=environment, stdin=stdin, stdout=out, stderr=err
+            )
 
     def __enter__(self) -> Launched:
         return self

@@ -130,6 +130,7 @@ def test_first_cause_is_blamed_not_the_victim(tmp_path: Path) -> None:
     source = TRAIN + textwrap.dedent(
         """
         if generation == 1 and rank == 0:
+            reporter.step()
             time.sleep(0.3)
             raise ValueError("mine")
         if generation == 1 and rank == 1:

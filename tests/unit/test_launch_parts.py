@@ -19,9 +19,17 @@ from opsd.launch.io import messages
 from opsd.launch.io.control import MAX_CONNECTIONS, ControlServer
 from opsd.launch.io.events import EventLog, EventTail
 from opsd.launch.io.loop import Loop
-from opsd.launch.ranks.environment import generation_environment, gpu_count, gpu_of, launch_environment
+from opsd.launch.ranks.environment import (
+    OF_A_GENERATION,
+    VARYING,
+    generation_environment,
+    gpu_count,
+    gpu_of,
+    launch_environment,
+)
 from opsd.launch.ranks.error_file import read_error
 from opsd.launch.ranks.membership import SingleNode, free_port
+from opsd.launch.ranks.process import launcher_mark
 from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 
 
@@ -53,8 +61,18 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "8", "TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "OPSD_RANK_PAGE": str(tmp_path / "page"),
         "OPSD_GENERATION": "3", "OPSD_RUN": "r", "OPSD_RUN_DIR": str(tmp_path), "OPSD_JOB": "77", "OPSD_NODE": "n1",
-        "OPSD_GPU": "6",
+        "OPSD_GPU": "6", "OPSD_LAUNCHER": launcher_mark(),
     }  # fmt: skip
+
+
+def test_what_a_generation_tells_is_known(tmp_path: Path) -> None:
+    """A standby on a spare node is told which variables it has yet to be told."""
+    place = SingleNode(1, "127.0.0.1", 29_501).assign()
+    env = generation_environment(
+        place, local_rank=0, generation=1, restarts=0, max_restarts=8, run_id="id", role="default",
+        error_file=tmp_path / "error.json", page=tmp_path / "page",
+    )  # fmt: skip
+    assert env.keys() == OF_A_GENERATION > VARYING
 
 
 def test_user_settings_win(tmp_path: Path) -> None:

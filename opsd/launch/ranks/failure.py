@@ -45,6 +45,7 @@ class Failure:
 
     ``exit`` is its exit in words ("signal SIGKILL", "exit code 1", "hung in backward"), ``step`` the last completed
     step, ``t`` the second (any clock, the same for all) of its error or exit. ``detail`` explains it to people.
+    ``at_once``: the run has only just begun.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Failure:
     phase: str | None = None
     error: RankError | None = None
     detail: str = ""
+    at_once: bool = False
 
     @property
     def signature(self) -> tuple[str, ...]:
@@ -109,8 +111,9 @@ class Stop:
 
 
 class RestartPolicy:
-    """Decides after each failure whether to restart. Three rules stop a run, so that it never loops:
+    """Decides after each failure whether to restart. Four rules stop a run, so that it never loops:
 
+    - an error of the program itself as soon as the run has begun: a wrong argument or a missing module stays so;
     - an error of the program itself at the same step twice, or twice before a first step without the run getting any
       further in between;
     - the same failure ``same_limit`` times without the run getting any further;
@@ -155,6 +158,8 @@ class RestartPolicy:
             self._user_errors = {place for place in self._user_errors if place[0] is not None}
         self._same[failure.signature] += 1
         at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
+        if failure.kind == "user" and failure.at_once and failure.step is None and self._max_restarts > 0:
+            return Stop(exitcodes.FAILED, "the program failed as soon as it was started")
         if failure.kind == "user":
             place = (failure.step, failure.signature)
             if place in self._user_errors and self._max_restarts > 0:

@@ -8,6 +8,8 @@ from opsd.launch.io.events import EventLog
 from opsd.launch.ranks.failure import Failure, RankError, Stop, classify
 from opsd.launch.ranks.ranks import Generation, Rank
 
+AT_ONCE_S = 60.0
+"""A failure so soon after the first start of a run was no accident on the way."""
 PROGRAM_NOT_FOUND = "ProgramNotFound"
 """The error type with which ``worker.py`` says that there is nothing to run."""
 
@@ -21,11 +23,12 @@ def failures(generation: Generation) -> list[tuple[Failure, Rank]]:
         left = rank.error()
         if rank.exit is None and left is None:
             continue
-        found.append((_failure(rank, left), rank))
+        at_once = generation.number == 1 and (rank.ended or time.monotonic()) - generation.started < AT_ONCE_S
+        found.append((_failure(rank, left, at_once), rank))
     return found
 
 
-def _failure(rank: Rank, left: tuple[RankError, float] | None) -> Failure:
+def _failure(rank: Rank, left: tuple[RankError, float] | None, at_once: bool) -> Failure:
     page = rank.page()
     error, t = left if left is not None else (None, _wall(rank.ended or time.monotonic()))
     exit = str(rank.exit) if rank.exit is not None else "exit code 1"
@@ -37,6 +40,7 @@ def _failure(rank: Rank, left: tuple[RankError, float] | None) -> Failure:
         page.last_step.step if page is not None and page.last_step is not None else None,
         page.phase if page is not None else None,
         error,
+        at_once=at_once,
     )
 
 

@@ -46,7 +46,7 @@ class Program:
         """
         cwd, given = Path.cwd(), name
         if kind == "script":
-            name = os.path.abspath(name)  # noqa: PTH100  # resolve() would follow links, Python's __file__ does not
+            name = os.path.join(cwd, name)  # noqa: PTH118  # Python's __file__ keeps what a Path would tidy up
             if not Path(name).is_file():
                 raise ProgramNotFound(f"there is no file {name}")
             if not os.access(name, os.R_OK):

@@ -1,0 +1,69 @@
+"""Lets a rank's program that asks for CUDA and NCCL run unchanged on a machine without: on the CPU, over gloo.
+
+On the PYTHONPATH of a test's ranks; Python imports it when it starts. What the program sees is patched once it has
+imported torch.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def _on_the_cpu(place: Any) -> Any:
+    return "cpu" if type(place) is int or str(place).startswith("cuda") else place
+
+
+def _moves(move: Any) -> Any:
+    def to(self: Any, *places: Any, **options: Any) -> Any:
+        if "device" in options:
+            options["device"] = _on_the_cpu(options["device"])
+        return move(self, *(_on_the_cpu(place) for place in places), **options)
+
+    return to
+
+
+def _pretend(torch: Any) -> None:
+    torch.cuda.set_device = lambda *_: None
+    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.Tensor.to, torch.nn.Module.to = _moves(torch.Tensor.to), _moves(torch.nn.Module.to)
+    begin, load = torch.distributed.init_process_group, torch.load
+    torch.distributed.init_process_group = lambda *_, **options: begin("gloo")
+    torch.load = lambda *args, **options: load(*args, **{**options, "map_location": "cpu"})
+    parallel = torch.nn.parallel.DistributedDataParallel
+    build = parallel.__init__
+
+    def on_the_cpu(self: Any, module: Any, device_ids: Any = None, **options: Any) -> None:
+        build(self, module, **options)
+
+    parallel.__init__ = on_the_cpu
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds torch as the others do, and has it patched after its import."""
+
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_patch(module: ModuleType) -> None:
+                execute(module)
+                _pretend(module)
+
+            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        return spec
+
+
+if "RANK" in os.environ:
+    sys.meta_path.insert(0, _Finder())
