@@ -279,6 +279,27 @@ def test_non_blocking_console_is_waited_for(tmp_path: Path) -> None:
     os.close(writer)
 
 
+def test_slow_reader_gets_everything_at_the_end(tmp_path: Path) -> None:
+    """Who goes on reading is waited for when the run is over, longer than who stands still."""
+    reader, writer = os.pipe()
+    console, output, got = Console(writer, writer), RankOutput(0), bytearray()
+    console.follow(output, tmp_path / "0.log", PLAIN)
+    os.write(output.descriptors[0], b"x" * 4_000_000)
+
+    def read() -> None:
+        while data := os.read(reader, 65_536):
+            got.extend(data)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    console.close(0.8)
+    os.close(writer)
+    thread.join(20)
+    assert len(got) == 4_000_000
+    os.close(reader)
+
+
 def test_tail_is_there_before_it_is_in_the_log() -> None:
     """A post-mortem has the last lines although nothing has been written anywhere yet."""
     output = RankOutput(0)
