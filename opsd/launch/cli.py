@@ -142,6 +142,7 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     console. On several nodes start it once on each, with the same arguments; the folder of the run must be one that all
     of them see.
     """
+    _keep_standard_descriptors()
     kind = _kind(options)
     try:
         found = Program.find(kind, program, args)
@@ -170,6 +171,15 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
         raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
     settings = _settings(found, folders.run, node, options)
     return _begin(settings, folders, events, options)
+
+
+def _keep_standard_descriptors() -> None:
+    """Put /dev/null where stdin, stdout or stderr is closed, before another file gets its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _own_options() -> list[str]:
@@ -213,7 +223,8 @@ def _several(options: dict[str, Any]) -> bool:
 def _default_name(program: Program, options: dict[str, Any]) -> str:
     found: Meeting | None = options["meeting"]
     if _several(options):
-        return name_of_nodes(os.environ, options["rdzv_id"], (found.host, found.port) if found is not None else None)
+        common = f"{found.host}-{found.port}" if found is not None else options["nodes"]
+        return name_of_nodes(os.environ, options["rdzv_id"], common)
     return name_of_one_node(os.environ, options["rdzv_id"], program.cwd, (program.kind, program.name, *program.args))
 
 

@@ -88,6 +88,17 @@ def test_progress_bar_moves_on_a_terminal(tmp_path: Path) -> None:
     os.close(ours)
 
 
+def test_closed_descriptors(tmp_path: Path) -> None:
+    """Started without stdout and stderr, as by some daemons, the launcher prints into none of its own files."""
+    (tmp_path / "prog.py").write_text(BOTH)
+    launcher = f"{sys.executable} -m opsd launch --run-dir {tmp_path}/run --run-id r {tmp_path}/prog.py"
+    environment = {**os.environ, "OPSD_SHM": str(tmp_path / "shm")}
+    assert subprocess.run(f"{launcher} >&- 2>&-", shell=True, env=environment, timeout=60).returncode == exitcodes.OK
+    events = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in events][-1] == "finished"
+    assert (tmp_path / "run/logs/gen-0001/rank-0000.log").read_text() == "out 0\nerr 0\n"
+
+
 @as_root
 def test_full_disk_costs_logs_and_not_the_run(tmp_path: Path, small_disk: Path) -> None:
     """With no byte left below the run folder ranks print on, are started again, and why they failed is known."""

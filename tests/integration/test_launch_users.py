@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.ranks.rundir import RunFolders
+from opsd.launch.ranks.rundir import RunError, RunFolders
 from tests.fakes.launched import TRAIN, Launched
 
 FIRST, SECOND = 54_321, 54_322
@@ -75,13 +75,24 @@ def test_root_takes_over_the_folder_of_all_runs(node: Path) -> None:
 
 
 @as_root
+def test_root_leaves_a_users_own_folder_alone(node: Path) -> None:
+    """What OPSD_SHM names in a place that is not for all users stays its owner's; root is told to go elsewhere."""
+    (node / "home/shm").mkdir(parents=True)
+    for path in (node / "home", node / "home/shm"):
+        os.chown(path, FIRST, FIRST)
+    with pytest.raises(RunError, match="OPSD_SHM"):
+        RunFolders.create("train", folder=node / "runs-0/train", logs=None, shared=node / "home/shm")
+    assert (node / "home/shm").stat().st_uid == FIRST
+
+
+@as_root
 def test_root_does_not_follow_a_link_to_the_folder_of_all_runs(node: Path) -> None:
     """A user who plants a link there does not get root to change another folder."""
     (node / "victim").mkdir(mode=0o700)
     os.chown(node / "victim", FIRST, FIRST)
     (node / "shm/opsd").symlink_to(node / "victim")
     os.lchown(node / "shm/opsd", FIRST, FIRST)
-    with pytest.raises(Exception, match="cannot be made"):
+    with pytest.raises(RunError, match="cannot be made"):
         RunFolders.create("train", folder=node / "runs-0/train", logs=None, shared=node / "shm/opsd")
     assert (node / "victim").stat().st_uid == FIRST
 

@@ -14,27 +14,26 @@ TRAIN = ("script", "train.py", "--lr", "1e-3")
 
 
 @pytest.mark.parametrize(
-    ("env", "rdzv_id", "endpoint", "name"),
+    ("env", "rdzv_id", "common", "name"),
     [
-        (JOB, None, None, "job-77"),
-        (JOB, "77", ("n1", 29500), "job-77"),
-        (JOB, "my exp", None, "job-77-my-exp-"),
-        (JOB, None, ("n1", 29500), "job-77"),
-        ({**JOB, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "2"}, None, None, "job-77-step-3"),
-        ({**JOB, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "4"}, None, None, "job-77"),
-        ({**JOB, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "1"}, None, None, "job-77"),
-        ({**JOB, "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "6"}, None, None, "job-70_6"),
-        ({}, "456", ("n1", 29500), "456"),
-        ({}, None, ("n1.cluster", 29500), "n1.cluster-29500"),
-        ({}, None, ("fe80::1", 29500), "fe80-1-29500-"),
-        ({}, None, None, "run-"),
+        (JOB, None, "", "job-77"),
+        (JOB, "77", "n1-29500", "job-77"),
+        (JOB, "my exp", "", "job-77-my-exp-"),
+        (JOB, None, "n1-29500", "job-77"),
+        ({**JOB, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "2"}, None, "", "job-77-step-3"),
+        ({**JOB, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "4"}, None, "", "job-77"),
+        ({**JOB, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "1"}, None, "", "job-77"),
+        ({**JOB, "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "6"}, None, "", "job-70_6"),
+        ({}, "456", "n1-29500", "456"),
+        ({}, None, "n1.cluster-29500", "n1.cluster-29500"),
+        ({}, None, "fe80::1-29500", "fe80-1-29500-"),
+        ({}, None, "n1=10.0.0.1,n2", "n1-10.0.0.1-n2-"),
+        ({}, None, "", "run-"),
     ],
 )
-def test_nodes_of_a_run_come_to_the_same_name(
-    env: dict[str, str], rdzv_id: str | None, endpoint: tuple[str, int] | None, name: str
-) -> None:
+def test_nodes_of_a_run_come_to_the_same_name(env: dict[str, str], rdzv_id: str | None, common: str, name: str) -> None:
     """The job's, a part of it where a step has a part of its nodes, or what torchrun's nodes have in common."""
-    found = name_of_nodes(env, rdzv_id, endpoint)
+    found = name_of_nodes(env, rdzv_id, common)
     assert found.startswith(name) if name.endswith("-") else found == name
 
 

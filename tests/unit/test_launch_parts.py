@@ -28,7 +28,7 @@ from opsd.launch.ranks.environment import (
     launch_environment,
 )
 from opsd.launch.ranks.error_file import read_error
-from opsd.launch.ranks.membership import SingleNode, free_port
+from opsd.launch.ranks.membership import Assignment, free_port
 from opsd.launch.ranks.process import launcher_mark
 from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 
@@ -46,7 +46,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def test_environment_is_torchruns(tmp_path: Path) -> None:
     """A rank finds every variable that torchrun sets, and opsd's own."""
-    place = SingleNode(4, "127.0.0.1", 29_501).assign()
+    place = Assignment(0, 1, 0, 4, 4, "127.0.0.1", 29_501)
     env = launch_environment(
         {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, local_rank=2, local_size=4, run="r", run_dir=tmp_path, job="77", node="n1"
     ) | generation_environment(

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 Work = Callable[[], None]
 LIMIT = 4096
@@ -38,13 +39,10 @@ class Behind:
     def put(self, work: Work) -> None:
         """Have ``work`` done after what was put before it; never waits."""
         with self._lock:
-            if self._queue.qsize() >= self._limit:
+            if self._queue.qsize() >= self._limit or not self._served():
                 self._missed += 1
-                return
-            self._queue.put(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+            else:
+                self._queue.put(work)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was put is done, for at most ``timeout_s`` seconds; False if some is left."""
@@ -53,6 +51,15 @@ class Behind:
         done = threading.Event()
         self._queue.put(done.set)
         return done.wait(timeout_s)
+
+    def _served(self) -> bool:
+        """Whether there is a thread; the limit of processes may keep it from being started for now."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            with suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+        return self._thread is not None
 
     def _run(self) -> None:
         while True:

@@ -109,6 +109,9 @@ class _ToFiles:
                 self._log.write(self._mixer.quiet(stream))
         return busy
 
+    def insists(self) -> bool:
+        return False
+
     def _write_to_all(self, data: bytes) -> None:
         for file in (self._log, *self._own.values()):
             file.write(data)
@@ -147,19 +150,22 @@ class _ToScreen:
     screen: _Screen
     stream: Stream
     fed: float = 0.0
+    in_a_row: int = 0
 
     def pull(self) -> bool:
-        mixer, copied = self.screen.mixer, 0
-        while data := self.reader.read(_CHUNK):
-            if lost := self.reader.take_lost():
-                self.screen.write(missing(lost))
-            copied, self.fed = copied + len(data), time.monotonic()
+        mixer, data = self.screen.mixer, self.reader.read(_CHUNK)
+        if lost := self.reader.take_lost():
+            self.screen.write(missing(lost))
+        if data:
+            self.fed = time.monotonic()
             self.screen.write(mixer.feed(self.stream, data))
-            if not mixer.amid_line(self.stream) or copied > _IN_ONE_GO:
-                break
-        if not data and self.stream.pending and time.monotonic() - self.fed > QUIET_S:
+            self.in_a_row = self.in_a_row + len(data) if mixer.amid_line(self.stream) else 0
+        elif self.stream.pending and time.monotonic() - self.fed > QUIET_S:
             self.screen.write(mixer.quiet(self.stream))
-        return copied > 0
+        return bool(data)
+
+    def insists(self) -> bool:
+        return 0 < self.in_a_row < _IN_ONE_GO
 
     def finish(self) -> None:
         self.screen.write(self.screen.mixer.quiet(self.stream))
@@ -212,11 +218,12 @@ class Console:
         self._to_screen.end_generation()
         self._to_files.end_generation()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Copy what is left, for at most ``timeout_s`` seconds each."""
-        if not self._to_files.close(timeout_s):
+    def close(self, patience_s: float = 5.0) -> None:
+        """Copy what is left, to files and console as long as they take something every ``patience_s`` seconds."""
+        if not self._to_files.close(patience_s):
             say("some output is missing in the logs: they could not be written in time")
-        self._to_screen.close(timeout_s)
+        if not self._to_screen.close(patience_s):
+            say("some output is not shown here: it was not read in time, see the logs")
 
 
 def _same_place(first: int, second: int) -> bool:

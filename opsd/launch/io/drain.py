@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol
 
 INTERVAL_S = 0.05
+CLOSE_S = 60.0
+"""What a reader that is slow but goes on is given at the end."""
 LINGER_S = 60.0
 """How long processes that outlive their rank, to finish a checkpoint, are still listened to."""
 
@@ -17,6 +20,9 @@ class Follower(Protocol):
 
     def pull(self) -> bool:
         """Pass on what is new; False if nothing is."""
+
+    def insists(self) -> bool:
+        """Whether it should be pulled again before the others, as it is in the middle of a line."""
 
     def finish(self) -> None:
         """Nothing more will be asked for."""
@@ -37,14 +43,19 @@ class Drain:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
+        self._moved = time.monotonic()
 
     def follow(self, follower: Follower) -> None:
-        """Pull ``follower`` from now on."""
+        """Pull ``follower`` from now on. Raises OSError if there can be no thread for it."""
         with self._lock:
             self._followed.append(_Followed(follower))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise OSError(errno.EAGAIN, "no thread can be started; see `ulimit -u`") from error
+            self._thread = thread
 
     def end_generation(self, linger_s: float = LINGER_S) -> None:
         """The ranks followed so far have ended: finish with each after ``linger_s`` seconds, once it is quiet."""
@@ -53,14 +64,25 @@ class Drain:
             for followed in self._followed:
                 followed.until = until if followed.until is None else min(until, followed.until)
 
-    def close(self, timeout_s: float) -> bool:
-        """Pass on what is left, for at most ``timeout_s`` seconds; False if some is still left then."""
+    def close(self, patience_s: float) -> bool:
+        """Pass on what is left, until nothing has gone on for ``patience_s`` seconds; False if some is left then."""
         self.end_generation(0.0)
         self._wake.set()
-        deadline = time.monotonic() + timeout_s
-        while self._followed and time.monotonic() < deadline:
+        began = self._moved = time.monotonic()
+        while self._followed:
+            now = time.monotonic()
+            if now - self._moved > patience_s or now - began > CLOSE_S:
+                return False
             time.sleep(INTERVAL_S / 10)
-        return not self._followed
+        return True
+
+    def _pull(self, follower: Follower) -> bool:
+        new = False
+        while follower.pull():
+            new, self._moved = True, time.monotonic()
+            if not follower.insists():
+                break
+        return new
 
     def _run(self) -> None:
         while True:
@@ -69,7 +91,7 @@ class Drain:
             busy = False
             for each in followed:
                 over = each.until is not None and time.monotonic() >= each.until
-                if each.follower.pull():
+                if self._pull(each.follower):
                     busy = True
                 elif over:
                     each.follower.finish()

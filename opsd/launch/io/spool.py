@@ -82,7 +82,8 @@ class Spool:
 
     def _trim(self, size: int) -> None:
         read = min((reader.position for reader in self._readers if not reader.done), default=size)
-        free = max(read, size - self._kept)
+        # Who is too late loses much at once and not a little again and again.
+        free = read if size - read <= self._kept else size - self._kept // 2
         if free - self._freed >= _STEP:
             _libc.fallocate(self.descriptor, _PUNCH_HOLE | _KEEP_SIZE, self._freed, free - self._freed)
             self._freed = free

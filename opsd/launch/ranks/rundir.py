@@ -165,12 +165,16 @@ def owner_pid(memory: Path) -> int | None:
 def _make_shared_root(root: Path) -> None:
     """Shared by all users of the node like /tmp, so sticky: nobody can take away another user's run.
 
-    The first user makes it. Root makes it its own before it writes below it, as its owner could redirect that.
+    The first user makes it. Root makes it its own before it writes below it, as its owner could redirect that; but not
+    a folder that lies anywhere else than in one for all users.
     """
     with contextlib.suppress(FileExistsError):
         root.mkdir(parents=True)
         root.chmod(0o1777)
     if os.getuid() == 0 and root.lstat().st_uid != 0:
+        above = root.parent.stat()
+        if above.st_uid != 0 or not above.st_mode & stat.S_ISVTX:
+            raise RunError(f"{root} belongs to another user, who could redirect what root writes; set OPSD_SHM anew")
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             os.fchown(descriptor, 0, 0)

@@ -19,8 +19,8 @@ _SPECIAL_STEPS = 4_294_967_290
 """Numbers from here on are Slurm's for the batch script and the like (slurm.h)."""
 
 
-def name_of_nodes(env: Mapping[str, str], rdzv_id: str | None, endpoint: tuple[str, int] | None) -> str:
-    """The name of a run of several nodes: of the job, or of what torchrun's nodes have in common."""
+def name_of_nodes(env: Mapping[str, str], rdzv_id: str | None, common: str) -> str:
+    """The name of a run of several nodes: the job's, or made of what the nodes have in ``common`` without Slurm."""
     job = _job(env)
     if rdzv_id and rdzv_id != env.get("SLURM_JOB_ID"):
         return valid_name(f"{job}-{rdzv_id}" if job else rdzv_id)
@@ -28,10 +28,7 @@ def name_of_nodes(env: Mapping[str, str], rdzv_id: str | None, endpoint: tuple[s
         step = _step(env)
         inside = _number(env, "SLURM_STEP_NUM_NODES"), _number(env, "SLURM_JOB_NUM_NODES")
         return f"{job}-step-{step}" if step is not None and 1 < inside[0] < inside[1] else job
-    if endpoint is not None:
-        host, port = endpoint
-        return valid_name(f"{host}-{port}")
-    return _moment()
+    return valid_name(common) if common else _moment()
 
 
 def name_of_one_node(env: Mapping[str, str], rdzv_id: str | None, cwd: Path, program: Sequence[str]) -> str:
