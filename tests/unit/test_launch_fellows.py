@@ -133,3 +133,12 @@ def test_secrets_that_are_none(tmp_path: Path) -> None:
         job_secret(tmp_path, {})
     with pytest.raises(SecretError, match="cannot be had"):
         job_secret(tmp_path / "absent", {})
+
+
+def test_a_step_smaller_than_its_job_has_the_steps_nodes() -> None:
+    """``srun -N2`` in a job of six: the other four have no launcher. A step of one node is one of several alike."""
+    job = {"SLURM_JOB_NODELIST": "127.0.0.[1-6]", "SLURM_JOB_ID": "17"}
+    step = {**job, "SLURM_STEP_NODELIST": "127.0.0.[3-4]", "SLURM_STEP_NUM_NODES": "2"}
+    assert [member.name for member in find_fellows("", "127.0.0.3", None, step).members] == ["127.0.0.3", "127.0.0.4"]
+    alone = {**job, "SLURM_STEP_NODELIST": "127.0.0.3", "SLURM_STEP_NUM_NODES": "1"}
+    assert len(find_fellows("", "127.0.0.3", None, alone).members) == 6

@@ -63,7 +63,7 @@ def find_fellows(
 
     Raises FellowsError.
     """
-    given = nodes or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    given = nodes or _of_slurm(environ)
     if not given:
         raise FellowsError("more than one node, and no Slurm job that says which: name them with --nodes n1,n2,…")
     port = port or _job_port(environ)
@@ -78,6 +78,13 @@ def find_fellows(
     job = environ.get("SLURM_JOB_NODELIST", "")
     guest = bool(nodes and job) and own_name not in _pairs(job)
     return Fellows(members[own_name], tuple(members.values()), guest)
+
+
+def _of_slurm(environ: Mapping[str, str]) -> str:
+    """The nodes of the step where it has several, ``srun -N2`` in a job of six; those of the job for a step of one."""
+    if environ.get("SLURM_STEP_NUM_NODES", "1") != "1" and environ.get("SLURM_STEP_NODELIST"):
+        return environ["SLURM_STEP_NODELIST"]
+    return environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
 
 
 def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: str) -> str:
