@@ -54,7 +54,7 @@ class Look:
 
 def told_end(claim: Claim | None, start: str) -> Ending | None:
     """The last word of the run in this ``start`` of it, None without one."""
-    if claim is None or claim.start != start or (end := claim.end) is None:
+    if claim is None or not _belongs(claim, start) or (end := claim.end) is None:
         return None
     more = claim.plan["end"]
     lost, unfit = (tuple(map(str, more.get(key, ()))) for key in ("lost", "unfit"))
@@ -71,11 +71,16 @@ def ending(look: Look, start: str) -> Ending | None:
     for code in _HOPELESS:
         if code in codes:
             return Ending(code, f"the launchers ended with {code}", told=False)
-    begun = look.claim is not None and look.claim.start == start
+    begun = look.claim is not None and _belongs(look.claim, start)
     if not begun and len(codes) == 1 and 0 not in codes and min(codes) > 0:
         return Ending(codes.pop(), "no launcher came to begin the run; what they said is above", told=False)
     seen = ", ".join(f"{node} {code}" for node, code in sorted(look.codes.items()))
     return Ending(exitcodes.REQUEUE, f"all launchers are gone and none has said why ({seen})", told=False)
+
+
+def _belongs(claim: Claim, start: str) -> bool:
+    """Whether the claim is of this start of the job; a launcher without fellows adds its own name to that."""
+    return claim.start == start or claim.start.startswith(f"{start}, ")
 
 
 class Wordless:

@@ -15,13 +15,12 @@ import click
 
 from opsd import exitcodes
 from opsd.launch.io.job_output import BATCH_HOST, JOB_OUTPUT
-from opsd.launch.ranks.rundir import RUN_NAME, default_root
-from opsd.launch.run.fellows import Count, start_of
+from opsd.launch.ranks.rundir import RUN_NAME, default_root, valid_name
+from opsd.launch.run.fellows import Count, start_of_job
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.attend import attend_command
 from opsd.slurm.batch import Batch
 from opsd.slurm.connect import choose
-from opsd.slurm.run_name import run_name
 from opsd.slurm.steps import Steps, cpus_of, srun
 
 WAIT_FOR_POOL_S = 300.0
@@ -40,6 +39,12 @@ def _run_id(_context: click.Context, _parameter: click.Parameter, value: str | N
     if not RUN_NAME.fullmatch(name):
         raise click.BadParameter(f"{name!r} may have letters, digits, dot, dash and underscore only, 63 at most")
     return name
+
+
+def run_name(environ: Mapping[str, str]) -> str:
+    """One name for all starts of the job: its own, with the task's number in an array."""
+    job, task = environ.get("SLURM_JOB_NAME", "job"), environ.get("SLURM_ARRAY_TASK_ID", "")
+    return valid_name(f"{job}-{task}" if task else job)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "max_content_width": 110})
@@ -132,7 +137,7 @@ def _start(job: Allocation, plan: Plan, commands: Mapping[str, list[str]], envir
         raise click.UsageError(f"the run's folder {plan.folder} cannot be made: {error.strerror}") from error
     own = environ.get("SLURMD_NODENAME", "")
     told = {**environ, BATCH_HOST: own, JOB_OUTPUT: _output(1)}
-    batch = Batch(plan.folder, start_of(plan.run, environ), job, lambda: choose().slurm, say=_say)
+    batch = Batch(plan.folder, start_of_job(plan.run, environ), job, lambda: choose().slurm, say=_say)
     batch.listen()
     try:
         return batch.run(Steps(commands, told))

@@ -12,7 +12,7 @@ from opsd.checkpoints.claims import Claim
 from opsd.launch.ranks.rundir import RUN_NAME
 from opsd.slurm.ending import LONG_S, SILENT_S, Ending, Look, Wordless, ending
 from opsd.slurm.run_events import RunEvents
-from opsd.slurm.run_name import run_name
+from opsd.slurm.run_cli import run_name
 from opsd.slurm.steps import cpus_of, srun
 
 START = "train, job 7.0"
@@ -51,10 +51,10 @@ def test_names_that_differ_in_what_is_replaced_stay_apart() -> None:
 
 
 def test_each_task_of_an_array_has_a_run_of_its_own() -> None:
-    """The tasks of an array have the same name; the number stays, however long the name is."""
-    tasks = [run_name({"SLURM_JOB_NAME": "x" * 80, "SLURM_ARRAY_TASK_ID": str(task)}) for task in (1, 12345)]
-    assert [name.rpartition("-")[2] for name in tasks] == ["1", "12345"]
-    assert all(RUN_NAME.fullmatch(name) for name in tasks)
+    """The tasks of an array have the same name, which may be too long for a number behind it."""
+    assert run_name({"SLURM_JOB_NAME": "sweep", "SLURM_ARRAY_TASK_ID": "7"}) == "sweep-7"
+    tasks = {run_name({"SLURM_JOB_NAME": "x" * 80, "SLURM_ARRAY_TASK_ID": str(task)}) for task in range(100)}
+    assert len(tasks) == 100
 
 
 def test_a_step_is_one_task_on_one_node_and_outlives_the_others() -> None:
@@ -80,6 +80,14 @@ def test_the_run_ends_as_it_says_whatever_srun_says() -> None:
 def test_what_an_earlier_start_has_said_is_not_the_end_of_this_one() -> None:
     """The job was requeued after that."""
     assert ending(Look(ended(75, "train, job 7.1"), NODES, {}), "train, job 7.2") is None
+
+
+def test_the_start_of_a_run_on_one_node_names_its_launcher_too() -> None:
+    """Another start of the job is still another one."""
+    claim = ended(0, "train, job 7.1, n1-4711-ab")
+    assert ending(Look(claim, NODES, {}), "train, job 7.1") is not None
+    assert ending(Look(claim, NODES, {}), "train, job 7.10") is None
+    assert ending(Look(ended(0, "train, job 7.10, n1-4711-ab"), NODES, {}), "train, job 7.1") is None
 
 
 def test_a_step_that_ends_with_zero_is_no_end() -> None:

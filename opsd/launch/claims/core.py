@@ -154,9 +154,9 @@ class Core:
         plan = Plan(self.number + 1, self.own.name, slots, members, self.leading.sizes, payload)
         self._submit(plan.to_json())
 
-    def end(self, code: int, reason: str) -> None:
+    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
         """See ``Group.end``."""
-        self._submit({"end": {"code": code, "reason": reason}})
+        self._submit({"end": {"code": code, "reason": reason, "lost": list(lost), "unfit": list(unfit)}})
 
     def ready(self, number: int, answer: Ready) -> None:
         """See ``Group.ready``: said once a look has shown that the plan still holds."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
-from opsd.launch.run.fellows import start_of
+from opsd.launch.run.fellows import start_of_job
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
     job = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")}
     Path(f"job-{node}").write_text(json.dumps(job))
     value = dict(zip(sys.argv, sys.argv[1:], strict=False))
-    folder, start = Path(value["--run-dir"]), start_of(value["--run-id"], os.environ)
+    folder, start = Path(value["--run-dir"]), start_of_job(value["--run-id"], os.environ)
     if not begun(folder, start):
         claims.create(folder, Claim(claims.newest_number(folder) + 1, start, f"{node}.{os.getpid()}"))
     answer = Path(f"answer-{node}")
