@@ -11,8 +11,8 @@ from opsd import exitcodes
 from opsd.checkpoints.claims import Claim
 from opsd.launch.ranks.rundir import RUN_NAME
 from opsd.slurm.ending import LONG_S, SILENT_S, Ending, Look, Wordless, ending
-from opsd.slurm.run_events import RunEvents
 from opsd.slurm.run_cli import run_name
+from opsd.slurm.run_events import RunEvents
 from opsd.slurm.steps import cpus_of, srun
 
 START = "train, job 7.0"

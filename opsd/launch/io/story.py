@@ -76,6 +76,10 @@ def _resumed(event: Event) -> str:
     return f"it goes on with step {event['step']} after {_number(event['recovered_s']):.1f} s; {again}"
 
 
+def _loaded(event: Event) -> str:
+    return "" if event.get("rank") else f"the state of step {event['step']} is loaded from {event['tier']}"
+
+
 def _node_lost(event: Event) -> str:
     what = " with its ranks" if event.get("ranks") else ", which stood by"
     return f"{event['lost']} is lost{what}: silent for {_number(event['silent_s']):.1f} s"
@@ -100,6 +104,7 @@ _TOLD: Mapping[str, Callable[[Event], str]] = {
     "swap_refused": lambda event: f"{event['swap']} cannot be replaced: {event['reason']}",
     "spare_refused": lambda event: f"{event['refused']} must not be used as a spare: {event['reason']}",
     "spare_wanted": lambda event: f"a spare is wanted in the place of {event['swap']}: {event['reason']}",
+    "checkpoint_loaded": _loaded,
     "checkpoint_rejected": lambda event: f"the checkpoint of step {event['step']} is not used: {event['why']}",
     "checkpoint_failed": lambda event: f"the checkpoint of step {event['step']} was not made: {event['why']}",
     "update_skipped": lambda event: f"the update of step {event['step']} was left out: {event['why']}",
