@@ -40,7 +40,7 @@ COMMANDS = {
     ),
     "requeue": ("opsd.slurm.requeue_cli:requeue", "Put a job back into the queue, to start at once elsewhere."),
     "runbook": ("opsd.runbook_cli:runbook", "List the runbooks or show one."),
-    "slurm": ("opsd.slurm.cli:slurm", "What opsd may do with Slurm on this machine."),
+    "slurm": ("opsd.slurm.cli:slurm", "A run as a Slurm job; what opsd may do with Slurm here."),
     "spare": ("opsd.spares.cli:spare", "Spares: list the pool, stage data, verify, release."),
     "stack": ("opsd.stack.cli:stack", "Show the whole monitoring stack on this machine, and an alert."),
     "status": ("opsd.agent.status_cli:status", "What the agent of this node sees right now."),

@@ -62,12 +62,14 @@ def swap(
 def _launcher(root: Path, run_name: str | None, node: str) -> tuple[Path, dict[str, Any]]:
     """Control socket and status of the run that is meant. Raises SwapError."""
     found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    silent: list[str] = []
     for control in sorted(root.glob("*/control.sock")):
         try:
             found[control.parent.name] = (control, ask_launcher(control, {"cmd": "status"}))
         except ActionError as error:
             if control.parent.name == run_name:
                 raise SwapError(str(error)) from error
+            silent.append(f"; {control.parent.name}: {error}")
     if run_name is not None and run_name not in found:
         raise SwapError(f"run {run_name} has no launcher on this node; there is {', '.join(found) or 'none at all'}")
     wanted = [run_name] if run_name else [name for name, (_, status) in found.items() if _has(status, node)]
@@ -75,7 +77,7 @@ def _launcher(root: Path, run_name: str | None, node: str) -> tuple[Path, dict[s
         return found[wanted[0]]
     if not wanted:
         where = f"these run here: {', '.join(found)}" if found else "call it on a node of the run"
-        raise SwapError(f"no run with a launcher on this node has ranks on {node}; {where}")
+        raise SwapError(f"no run with a launcher on this node has ranks on {node}; {where}{''.join(silent)}")
     raise SwapError(f"{', '.join(wanted)} have ranks on {node}; name one with --run")
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
-from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
-from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, Requeued, Without, requeue_now
+from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
+from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, Requeued, Without, is_stopping, requeue_now
 
 LEAD_S = 30.0
 """How long the attendant leaves the requeue itself to the job that asked for it, while that has steps."""
@@ -50,13 +50,15 @@ def requeue_from_inside(
     restarts = allocation.restarts if restarts is None else restarts
     script = _attendant(allocation, without, restarts, limit_s, command, log)
     try:
-        attendant = _submitted(slurm, script, limit_s, clock, sleep, say)
+        attendant = _submitted(slurm, script, allocation.job, restarts, limit_s, clock, sleep, say)
         say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
         attended = True
         if _batch_host_lost(slurm, allocation, without) and _runs(slurm, attendant, clock, sleep):
             return Requeued(allocation.job, "running", allocation.restarts, left=True)
     except SlurmUnavailable:
         say("Slurm does not answer; the requeue waits for it")
+    except Cancelled:
+        raise
     except SlurmError as error:
         say(f"job {allocation.job} may start up to three minutes late: {error}")
     return requeue_now(
@@ -72,22 +74,36 @@ def requeue_from_inside(
     )
 
 
+class Cancelled(SlurmRejected):
+    """Somebody ends the job for good; it is not to run again, and nobody is to attend to that."""
+
+
+def _refuse_if_cancelled(slurm: Slurm, job: int, restarts: int) -> None:
+    """Slurm counts a restart as soon as it is asked for one, so a job that stops without one has been cancelled."""
+    for found in slurm.jobs([job]):
+        if is_stopping(found) and found.restarts <= restarts:
+            raise Cancelled(f"job {job} is being ended and is not put back into the queue")
+
+
 def _submitted(
     slurm: Slurm,
-    job: tuple[str, tuple[str, ...]],
+    attendant: tuple[str, tuple[str, ...]],
+    job: int,
+    restarts: int,
     limit_s: float,
     clock: Callable[[], float],
     sleep: Callable[[float], object],
     say: Callable[[str], object],
 ) -> int:
-    """Submit ``job``, once the controller is back if it is away: without it nothing else can be done either.
+    """Submit ``attendant`` to ``job``, once the controller is back if it is away: nothing can be done without it.
 
     A second one, where the first request was carried out unheard, finds nothing left to do.
     """
     limit, told = clock() + limit_s, False
     while True:
         try:
-            return slurm.submit(*job)
+            _refuse_if_cancelled(slurm, job, restarts)
+            return slurm.submit(*attendant)
         except SlurmUnavailable as error:
             if clock() > limit:
                 raise

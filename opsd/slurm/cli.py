@@ -1,4 +1,4 @@
-"""``opsd slurm``: what opsd may do with Slurm on this machine."""
+"""``opsd slurm``: a run as a Slurm job, and what opsd may do with Slurm on this machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from dataclasses import asdict
 import click
 
 from opsd import exitcodes
+from opsd.slurm.attend import attend
 from opsd.slurm.check import Report
 from opsd.slurm.check import check as find_out
 from opsd.slurm.connect import choose
+from opsd.slurm.run_cli import run
 
 MARKS = {True: "ok ", False: "no ", None: "   "}
 
 
 @click.group()
 def slurm() -> None:
-    """What opsd may do with Slurm on this machine."""
+    """A run as a Slurm job, and what opsd may do with Slurm on this machine."""
+
+
+slurm.add_command(run)
+slurm.add_command(attend)
 
 
 @slurm.command()

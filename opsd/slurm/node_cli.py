@@ -24,6 +24,7 @@ from opsd.preflight.history import History, HistoryError
 from opsd.preflight.proof import newest
 from opsd.preflight.report import Report, ReportError
 from opsd.slurm import ownership, record
+from opsd.slurm.check import may_update_nodes
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import HostlistError, expand
 from opsd.slurm.orders import Order, Orders
@@ -62,26 +63,39 @@ class Desk:
     say: Callable[[str], None]
     now: float
 
-    def carry_out(self, order: Order, dry_run: bool) -> int:
-        """Carry out ``order``, or say what it would do; the exit code. Unanswered, it is kept for an agent that may."""
+    def carry_out(self, order: Order, dry_run: bool, evidence: str = "") -> int:
+        """Carry out ``order``, or say what it would do; the exit code. Unanswered, it is kept for an agent that may.
+
+        The file ``evidence`` is removed if nothing comes of the order.
+        """
+        kept = False
         try:
             if against := self._against(order):
                 self.say("; ".join(against))
-                return exitcodes.FAILED
-            if dry_run:
-                told = f" with the reason {order.told}" if order.told else ""
-                self.say(f"would {order.verb} {', '.join(order.names)}{told}")
+            elif dry_run:
+                return self._say_what_would_be_done(order)
+            else:
+                self._do(order)
+                kept = True
                 return exitcodes.OK
-            self._do(order)
         except SlurmUnavailable as error:
             self.say(f"Slurm does not answer: {error}")
-            if not dry_run:
-                self._keep(order)
-            return exitcodes.FAILED
+            kept = not dry_run and self._keep(order)
         except (SlurmError, ValueError) as error:
             self.say(str(error))
-            return exitcodes.FAILED
-        return exitcodes.OK
+        finally:
+            if evidence and not kept:
+                Path(evidence).unlink(missing_ok=True)
+        return exitcodes.FAILED
+
+    def _say_what_would_be_done(self, order: Order) -> int:
+        told = f" with the reason {order.told}" if order.told else ""
+        would = f"would {order.verb} {', '.join(order.names)}{told}"
+        if may_update_nodes(self.slurm):
+            self.say(would)
+            return exitcodes.OK
+        self.say(f"{would}, but this user may not: that needs root, SlurmUser or an operator (sacctmgr)")
+        return exitcodes.FAILED
 
     def _against(self, order: Order) -> list[str]:
         if order.force:
@@ -112,16 +126,17 @@ class Desk:
             already = "drained by opsd already" if order.verb == "drain" else "in service already"
             self.say(f"{', '.join(rest)}: {already}")
 
-    def _keep(self, order: Order) -> None:
+    def _keep(self, order: Order) -> bool:
         if not self.orders.invited:
             self.say("no agent here may carry the order out later; give it again once Slurm answers")
-            return
+            return False
         try:
             path = self.orders.put(order)
         except OSError as error:
             self.say(f"the order was not kept either ({error.strerror}); give it again once Slurm answers")
-        else:
-            self.say(f"kept as {path}; the agent of this node carries it out, once, when Slurm answers again")
+            return False
+        self.say(f"kept as {path}; the agent of this node carries it out, once, when Slurm answers again")
+        return True
 
 
 @click.command()
@@ -151,7 +166,7 @@ def drain(
     desk = open_desk(settings)
     evidence = "" if dry_run else _write_evidence(settings, file, nodes, text, incident, desk)
     told = ownership.reason(kind, text, incident=incident or ownership.MANUAL, evidence=evidence)
-    return desk.carry_out(Order("drain", nodes, desk.now, told, force), dry_run)
+    return desk.carry_out(Order("drain", nodes, desk.now, told, force), dry_run, evidence)
 
 
 @click.command("return")
@@ -181,9 +196,9 @@ def give_back(
     settings = load(file, overrides)
     desk = open_desk(settings)
     proved = proofs(settings, nodes, [_read_report(path) for path in reports])
-    if force and not dry_run:
-        _write_evidence(settings, file, nodes, f"given back by force: {text}", None, desk)
-    return desk.carry_out(Order("return", nodes, desk.now, "", force, proved), dry_run)
+    by_force = force and not dry_run
+    evidence = _write_evidence(settings, file, nodes, f"given back by force: {text}", None, desk) if by_force else ""
+    return desk.carry_out(Order("return", nodes, desk.now, "", force, proved), dry_run, evidence)
 
 
 def open_desk(settings: Settings) -> Desk:

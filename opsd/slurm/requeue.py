@@ -90,6 +90,16 @@ def next_move(job: Job, restarts: int) -> Move:
     raise SlurmRejected(f"job {job.id} has ended ({job.state}) and cannot be put back into the queue; submit it again")
 
 
+def is_alive(job: Job) -> bool:
+    """Whether the job runs, or is about to, and nobody ends it."""
+    return job.state in _ALIVE
+
+
+def is_stopping(job: Job) -> bool:
+    """Whether Slurm is ending the job, for good or to run it again."""
+    return job.state in _STOPPING
+
+
 def requeue_now(
     slurm: Slurm,
     job: int,

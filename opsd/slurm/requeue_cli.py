@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 
 import click
@@ -11,6 +12,7 @@ from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
+from opsd.slurm.foresight import foresee
 from opsd.slurm.port import SlurmError
 from opsd.slurm.requeue import LIMIT_S, REASON, Requeued, Without, requeue_now
 
@@ -32,6 +34,7 @@ def _reason(context: click.Context, parameter: click.Parameter, value: str) -> s
     "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
 )
 @click.option("--lead", default=0.0, type=click.FloatRange(0), hidden=True)
+@click.option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
 @click.option("--limit", default=LIMIT_S, show_default=True, type=click.FloatRange(1), help="Seconds to keep trying.")
 def requeue(
     job: int,
@@ -40,6 +43,7 @@ def requeue(
     reason: str,
     restarts: int | None,
     lead: float,
+    dry_run: bool,
     limit: float,
 ) -> int:
     """Put JOB (default: the one this runs in) back into the queue and have it start as soon as it can.
@@ -49,6 +53,10 @@ def requeue(
     """
     slurm, without = choose().slurm, Without(lost, unfit, reason)
     try:
+        if dry_run:
+            would = foresee(slurm, job, without, getpass.getuser())
+            click.echo(would.text)
+            return exitcodes.OK if would.possible else exitcodes.FAILED
         if os.environ.get("SLURM_JOB_ID") == str(job):
             done = requeue_from_inside(
                 slurm, allocation(os.environ), without, restarts=restarts, limit_s=limit, say=click.echo

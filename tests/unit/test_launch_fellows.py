@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from opsd.launch.io.secret import NAME, VARIABLE, SecretError, job_secret
-from opsd.launch.run.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows, start_of, way_to
+from opsd.launch.run.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows, start_of_job, way_to
 
 
 @pytest.mark.parametrize(("text", "least", "most"), [("1", 1, 1), ("48", 48, 48), ("30:32", 30, 32)])
@@ -99,9 +99,9 @@ def test_what_is_missing_is_said(nodes: str, own: str, text: str) -> None:
 def test_a_start_is_not_the_one_before() -> None:
     """Launchers of an earlier start of the job, or of another job, are told apart; outside of Slurm a run is a run."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
-    starts = {start_of("r", env) for env in ({}, job, {**job, "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"})}
+    starts = {start_of_job("r", env) for env in ({}, job, {**job, "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"})}
     assert len(starts) == 4
-    assert start_of("r", job) == start_of("r", {**job, "SLURM_RESTART_COUNT": "0", "SLURMD_NODENAME": "n2"})
+    assert start_of_job("r", job) == start_of_job("r", {**job, "SLURM_RESTART_COUNT": "0", "SLURMD_NODENAME": "n2"})
 
 
 def test_launchers_that_start_together_have_one_secret(tmp_path: Path) -> None:
@@ -133,3 +133,12 @@ def test_secrets_that_are_none(tmp_path: Path) -> None:
         job_secret(tmp_path, {})
     with pytest.raises(SecretError, match="cannot be had"):
         job_secret(tmp_path / "absent", {})
+
+
+def test_a_step_smaller_than_its_job_has_the_steps_nodes() -> None:
+    """``srun -N2`` in a job of six: the other four have no launcher. A step of one node is one of several alike."""
+    job = {"SLURM_JOB_NODELIST": "127.0.0.[1-6]", "SLURM_JOB_ID": "17"}
+    step = {**job, "SLURM_STEP_NODELIST": "127.0.0.[3-4]", "SLURM_STEP_NUM_NODES": "2"}
+    assert [member.name for member in find_fellows("", "127.0.0.3", None, step).members] == ["127.0.0.3", "127.0.0.4"]
+    alone = {**job, "SLURM_STEP_NODELIST": "127.0.0.3", "SLURM_STEP_NUM_NODES": "1"}
+    assert len(find_fellows("", "127.0.0.3", None, alone).members) == 6

@@ -67,7 +67,7 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
 
 def test_what_a_generation_tells_is_known(tmp_path: Path) -> None:
     """A standby on a spare node is told which variables it has yet to be told."""
-    place = SingleNode(1, "127.0.0.1", 29_501).assign()
+    place = Assignment(0, 1, 0, 1, 1, "127.0.0.1", 29_501)
     env = generation_environment(
         place, local_rank=0, generation=1, restarts=0, max_restarts=8, run_id="id", role="default",
         error_file=tmp_path / "error.json", page=tmp_path / "page",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from opsd.launch.io.member import Member
 from opsd.launch.quorum.codec import Answers, plan_from_json, plan_to_json
 from opsd.launch.quorum.peers import MOST_PATIENCE, Peer
 from opsd.launch.quorum.port import Plan
+
+from opsd.launch.io.member import Member
 
 MEMBERS = st.dictionaries(
     st.sampled_from([f"n{number}" for number in range(12)]), st.integers(1, 3), min_size=1, max_size=12

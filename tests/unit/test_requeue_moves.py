@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from opsd.slurm.allocation import allocation
 from opsd.slurm.attendant import requeue_from_inside
+from opsd.slurm.foresight import foresee
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import Requeued, Without, next_move, requeue_now
 from tests.fakes.clock import FakeClock
@@ -247,3 +248,31 @@ def test_a_launcher_waits_for_the_controller_before_it_ends_its_job() -> None:
     assert done.left
     assert (len(slurm.submitted), slurm.calls) == (1, ["drain n2", "down n2", "requeue"])
     assert sum("will be asked again" in sentence for sentence in said) == 1
+
+
+def test_a_job_that_its_user_has_cancelled_is_left_alone() -> None:
+    """It stops without a restart being counted: nobody is submitted to see to the next one."""
+    slurm = queue(restarts=2)
+    slurm.job = replace(slurm.job, state="completing")
+    with pytest.raises(SlurmRejected, match="is being ended and is not put back into the queue"):
+        requeue_from_inside(slurm, OWN, Without(("n2",)))
+    assert (slurm.submitted, slurm.calls) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("operator", "lost", "user", "possible", "text"),
+    [
+        (True, ("n2",), "bob", True, "would take n2 down, requeue job 7 and have it start at once"),
+        (False, ("n2",), "alice", True, "would shrink the job to its other nodes, since taking n2 down needs root"),
+        (False, ("n1",), "alice", True, "wait until Slurm notices that n1, the node of the batch script, is dead"),
+        (False, (), "bob", False, "job 7 is alice's: bob may not requeue it, that needs root"),
+    ],
+)
+def test_a_dry_run_says_what_a_requeue_takes(
+    operator: bool, lost: tuple[str, ...], user: str, possible: bool, text: str
+) -> None:
+    """Nothing is changed."""
+    slurm = queue(operator=operator)
+    would = foresee(slurm, 7, Without(lost), user)
+    assert (would.possible, text in would.text) == (possible, True), would.text
+    assert slurm.calls == []

@@ -315,3 +315,25 @@ def test_without_permission_nothing_is_kept(tmp_path: Path) -> None:
     assert (said, Orders(tmp_path).waiting()) == (["scontrol update: Invalid user id"], [])
     with pytest.raises(SlurmDenied):
         ownership.drain(slurm, ["n01"], "opsd:manual x", RULES, now=NOW)
+
+
+def test_a_dry_run_says_which_right_is_missing(tmp_path: Path) -> None:
+    """What a rule allows may still need a right that this user has not."""
+    said: list[str] = []
+    slurm = FakeSlurm([Node("n1", "idle"), Node("n2", "idle")], operator=False)
+    order = Order("drain", ("n1",), NOW, ownership.reason("maintenance", "dust"))
+    assert desk(slurm, tmp_path, said).carry_out(order, dry_run=True) == exitcodes.FAILED
+    assert "but this user may not: that needs root, SlurmUser or an operator" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("operator", "names", "stays"), [(True, ("n1",), True), (False, ("n1",), False), (True, ("n9",), False)]
+)
+def test_evidence_is_of_what_was_done(tmp_path: Path, operator: bool, names: tuple[str, ...], stays: bool) -> None:
+    """A refused order leaves none."""
+    evidence = tmp_path / "node-1.json"
+    evidence.touch()
+    slurm = FakeSlurm([Node("n1", "idle"), Node("n2", "idle")], operator=operator)
+    order = Order("drain", names, NOW, ownership.reason("maintenance", "dust"))
+    desk(slurm, tmp_path, []).carry_out(order, dry_run=False, evidence=str(evidence))
+    assert evidence.exists() == stays

@@ -147,9 +147,9 @@ class Core:
         self._claiming.want(plan.to_json())
         self._claiming.tick(self._now)
 
-    def end(self, code: int, reason: str) -> None:
+    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
         """See ``Group.end``."""
-        self._claiming.want({"end": {"code": code, "reason": reason}})
+        self._claiming.want({"end": {"code": code, "reason": reason, "lost": list(lost), "unfit": list(unfit)}})
         self._claiming.tick(self._now)
 
     def ready(self, number: int, answer: Ready) -> None:

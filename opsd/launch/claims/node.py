@@ -134,9 +134,9 @@ class TcpGroup:
         self._core.propose(slots, payload)
         self._flush_soon()
 
-    def end(self, code: int, reason: str) -> None:
+    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
         """See ``Group.end``."""
-        self._core.end(code, reason)
+        self._core.end(code, reason, lost, unfit)
         self._flush_soon()
 
     def ready(self, number: int, answer: Ready) -> None:

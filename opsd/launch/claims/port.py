@@ -7,7 +7,7 @@ launcher's loop.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from opsd.checkpoints.claims import Claim, End
@@ -134,8 +134,11 @@ class Group(Protocol):
         """
         ...
 
-    def end(self, code: int, reason: str) -> None:
-        """(Head only.) Claim the end of the run; ``Listener.over`` follows, on all launchers."""
+    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
+        """(Head only.) Claim the end of the run; ``Listener.over`` follows, on all launchers.
+
+        Nodes that were ``lost``, or are ``unfit``, stand in the claim for whoever runs the job again.
+        """
         ...
 
     def ready(self, number: int, answer: Ready) -> None:

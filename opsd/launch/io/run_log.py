@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from opsd.launch.io.behind import Behind, Work
 from opsd.launch.io.events import EventFile, EventLog, encoded
+from opsd.launch.io.job_output import StoryLog
 
 OF_ONE_LAUNCHER = ("generation_started", "finished")
 """Each launcher has its own of these; the head's stand for the run."""
@@ -57,6 +58,7 @@ class RunLog:
     def __init__(self, run: str, node: str, path: Path, behind: Behind | None = None) -> None:
         self._run, self._node = run, node
         self._file = EventFile(path)
+        self._story = StoryLog(path.parent)
         self._do: Callable[[Work], None] = behind.put if behind is not None else lambda work: work()
         self._once: set[tuple[object, ...]] = set()
         self.generation = 0
@@ -81,6 +83,7 @@ class RunLog:
     def _read(self) -> None:
         for record in _written(self._file.path):
             self._note(record)
+            self._story.remember(record)
 
     def _note(self, record: Mapping[str, Any]) -> bool:
         """False for an event that is known."""
@@ -99,6 +102,7 @@ class RunLog:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._file.append(encoded({"run": self._run, **record}))
+        self._story.tell(record)
 
 
 def _written(path: Path) -> Iterator[dict[str, Any]]:

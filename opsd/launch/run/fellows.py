@@ -63,7 +63,7 @@ def find_fellows(
 
     Raises FellowsError.
     """
-    given = nodes or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    given = nodes or _of_slurm(environ)
     if not given:
         raise FellowsError("more than one node, and no Slurm job that says which: name them with --nodes n1,n2,…")
     port = port or _job_port(environ)
@@ -80,6 +80,13 @@ def find_fellows(
     return Fellows(members[own_name], tuple(members.values()), guest)
 
 
+def _of_slurm(environ: Mapping[str, str]) -> str:
+    """The nodes of the step where it has several, ``srun -N2`` in a job of six; those of the job for a step of one."""
+    if environ.get("SLURM_STEP_NUM_NODES", "1") != "1" and environ.get("SLURM_STEP_NODELIST"):
+        return environ["SLURM_STEP_NODELIST"]
+    return environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+
+
 def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: str) -> str:
     """What the launchers of one start of ``run`` have in common, and no other copy of it.
 
@@ -87,12 +94,16 @@ def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: s
     not join once it is back: it may be the next to be told to stop. A launcher that has no fellows is a start of its
     own, and so is a group outside Slurm that begins with another launcher.
     """
-    job = environ.get("SLURM_JOB_ID", "")
-    name = f"{run}, job {job}.{environ.get('SLURM_RESTART_COUNT') or '0'}" if job else run
-    first = fellows.members[0]
+    name, first = start_of_job(run, environ), fellows.members[0]
     if len(fellows.members) == 1:
         return f"{name}, {launcher}"
-    return name if job else f"{name}, {first.name} at {first.address}:{first.port}"
+    return name if "SLURM_JOB_ID" in environ else f"{name}, {first.name} at {first.address}:{first.port}"
+
+
+def start_of_job(run: str, environ: Mapping[str, str]) -> str:
+    """What the starts of all launchers of this start of the Slurm job are, or begin with; ``run`` outside of Slurm."""
+    job = environ.get("SLURM_JOB_ID", "")
+    return f"{run}, job {job}.{environ.get('SLURM_RESTART_COUNT') or '0'}" if job else run
 
 
 def _pairs(given: str) -> dict[str, str]:

@@ -300,8 +300,9 @@ class Head:
         self._finished = True
         self.retire()
         self._log.emit("finished", exit_code=code, reason=reason)
-        self._over(code, reason, tuple(sorted(self._roster.gone)), tuple(sorted(self._roster.retired)))
-        self._group.end(code, reason)
+        lost, unfit = tuple(sorted(self._roster.gone)), tuple(sorted(self._roster.retired))
+        self._over(code, reason, lost, unfit)
+        self._group.end(code, reason, lost, unfit)
 
     def retire(self) -> None:
         """Decide nothing more: another launcher is head now, or the run is over."""

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
-from opsd import exitcodes
 from opsd.launch.claims.node import TcpGroup
 from opsd.launch.io.behind import Behind
-from opsd.launch.io.messages import say
 from opsd.launch.io.run_log import Log, OwnLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
@@ -19,41 +15,7 @@ from opsd.launch.run.fellows import Fellows, start_of
 from opsd.launch.run.head import Head
 from opsd.launch.run.placement import Shape
 from opsd.launch.run.supervisor import Supervisor
-from opsd.slurm.allocation import AllocationError, allocation, in_job
-from opsd.slurm.attendant import requeue_from_inside
-from opsd.slurm.connect import choose
-from opsd.slurm.port import Slurm, SlurmError
-from opsd.slurm.requeue import Without
-
-
-@dataclass(frozen=True, slots=True)
-class SlurmJob:
-    """Ends the Slurm job that this launcher is part of, if it is, where nobody else does."""
-
-    environ: Mapping[str, str]
-    log: Path
-    connect: Callable[[], Slurm] = lambda: choose().slurm
-
-    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """Put the job back into the queue without what it has lost; end it if its batch script has died.
-
-        Otherwise the batch script sees to the end. Guests that are gone are no loss of the job.
-        """
-        if not lost or not in_job(self.environ):
-            return
-        try:
-            job = allocation(self.environ)
-            lost = tuple(name for name in lost if name in job.nodes)
-            if not lost:
-                return
-            slurm = self.connect()
-            if code == exitcodes.REQUEUE:
-                requeue_from_inside(slurm, job, Without(lost, unfit), log=str(self.log), say=say)
-            elif any(found.batch_host in lost for found in slurm.jobs([job.job])):
-                say(f"the batch script of job {job.job} died with its node; cancelling the job, which is done")
-                slurm.cancel(job.job)
-        except (SlurmError, AllocationError) as error:
-            say(f"Slurm: {error}")
+from opsd.slurm.job_end import SlurmJob as SlurmJob
 
 
 def control_of(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from opsd.checkout import ROOT
 from opsd.slurm.port import Version
 from opsd.slurm.runner import Output, Runner, run_command
 from tests.integration.slurm.host import USUAL_DEADLINE_S, Host, Network
@@ -202,6 +204,7 @@ class Cluster:
         settings = "\n".join(f"{key}={value}" for key, value in self._settings.items())
         text = _CONFIGURATION.format(folder=self.folder, settings=settings, nodes=nodes)
         (self.folder / "etc/slurm.conf").write_text(text)
+        (self.folder / "open.sh").write_text("\n".join(_opened(self.folder / "open")) + "\n")
         (self.folder / "etc/cgroup.conf").write_text(f"CgroupPlugin={_cgroup_plugin()}\n")
 
     def _start_munge(self) -> None:
@@ -219,6 +222,26 @@ class Cluster:
             capture_output=True,
             timeout=USUAL_DEADLINE_S,
         )
+
+
+def _opened(aside: Path) -> Iterator[str]:
+    """Shell commands that let ordinary users run this Python and this checkout where a folder above is root's alone.
+
+    Such a folder is covered by one that has nothing but these in it, for the cluster's hosts only.
+    """
+    needed = dict.fromkeys(Path(path).resolve() for path in (sys.base_prefix, sys.prefix, ROOT))
+    closed: dict[Path, list[Path]] = {}
+    for path in needed:
+        above = next((one for one in reversed(path.parents) if one.stat().st_mode & 0o5 != 0o5), None)
+        if above is not None:
+            closed.setdefault(above, []).append(path)
+    for number, (above, paths) in enumerate(closed.items()):
+        kept = [(aside / f"{number}-{index}", path) for index, path in enumerate(paths)]
+        for held, path in kept:
+            yield f"mkdir -p {held}; mount --bind '{path}' {held}"
+        yield f"mount -t tmpfs -o mode=755 tmpfs '{above}'"
+        for held, path in kept:
+            yield f"mkdir -p '{path}'; mount --bind {held} '{path}'"
 
 
 def _cgroup_plugin() -> str:

@@ -5,14 +5,12 @@ Or it has a spare fetched from the partition.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from opsd.checkout import ROOT
 from tests.integration.slurm.cluster import FAST, Cluster, wait_until
 from tests.integration.slurm.training import Training, make_data
 from tests.integration.slurm.trials import Scenario, Trial, failure, since
@@ -62,7 +60,7 @@ def fetched(cause: Callable[[Training], None], trials: int, note: Callable[[Tria
     """The same by the template with a pool: a job of one node in the same partition brings the run a spare."""
     with _cluster(DEFAULTS) as (cluster, data):
         for number in range(trials):
-            training = FromPool(cluster, data, f"fetched-{number}", ACTIVE, 0, STEPS)
+            training = Training(cluster, data, f"fetched-{number}", ACTIVE, 0, STEPS, pool="train")
             training.submit()
             note(_again(training, cause))
             cluster.restore()
@@ -84,7 +82,7 @@ def preempted(trials: int, note: Callable[[Trial], None]) -> None:
     """A job of higher priority takes all nodes for a moment."""
     with _cluster(FAST, nodes=ACTIVE) as (cluster, data):
         for number in range(trials):
-            training = FromTemplate(cluster, data, f"preempted-{number}", ACTIVE, 0, STEPS, options=["--partition=dev"])
+            training = Training(cluster, data, f"preempted-{number}", ACTIVE, 0, STEPS, options=["--partition=dev"])
             training.submit()
             note(_again(training, _preempt))
             cluster.restore()
@@ -99,7 +97,7 @@ def time_limit(trials: int, note: Callable[[Trial], None]) -> None:
     """The job comes to its time limit, of which Slurm tells the launchers 75 seconds before."""
     with _cluster(FAST, nodes=ACTIVE) as (cluster, data):
         for number in range(trials):
-            training = FromTemplate(cluster, data, f"limited-{number}", ACTIVE, 0, STEPS, options=LIMIT)
+            training = Training(cluster, data, f"limited-{number}", ACTIVE, 0, STEPS, options=LIMIT)
             training.submit()
             note(_again(training, lambda _: None))
             cluster.restore()
@@ -162,39 +160,6 @@ def _without_controller(training: Training) -> Iterator[None]:
         yield
     finally:
         training.cluster.start_controller()
-
-
-class FromTemplate(Training):
-    """A run by a template of deploy/slurm, with the lines adapted that it says are to be."""
-
-    template = "train-requeue.sbatch"
-
-    def script(self, program: Sequence[str]) -> str:
-        """See ``Training.script``."""
-        opsd = self.folder / "opsd"
-        opsd.write_text(f'#!/bin/sh\nexec {sys.executable} -m opsd "$@"\n')
-        opsd.chmod(0o755)
-        adapted = {
-            "--nodes=4 ": f"--nodes={self.active} ",
-            "#SBATCH --gpus-per-node=8": "#",
-            "RANKS=8 ": "RANKS=1 ",
-            "RUN=$SLURM_JOB_NAME ": "RUN=run ",
-            "POOL=--partition=spares ": "POOL=--partition=train ",
-            "SHARED=/shared/runs ": f"SHARED={self.folder} ",
-            "(train.py) ": f"({' '.join(program)}) ",
-            "OPSD=${OPSD:-/opt/opsd/bin/opsd}": f"OPSD={opsd}\nexport {self.exports}",
-            "%x-%j.log": str(self.folder / "job.out"),
-        }
-        text = (ROOT / "deploy/slurm" / self.template).read_text()
-        for line, own in adapted.items():
-            text = text.replace(line, own)
-        return text
-
-
-class FromPool(FromTemplate):
-    """With spares that are fetched when one is needed."""
-
-    template = "train-pool.sbatch"
 
 
 SCENARIOS: dict[str, Scenario] = {

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from opsd.slurm.commands import CommandSlurm
 from opsd.spares.state import FILE, SpareState
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
+from tests.integration.slurm.templates import adapted
 from tests.integration.slurm.training import Training, make_data
 
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.long, pytest.mark.timeout(300)]
 
-DEPLOY = Path(__file__).parents[3] / "deploy/slurm"
-OPSD = """#!/bin/sh
-[ ! -e /run/opsd.toml ] || export OPSD_CONFIG=/run/opsd.toml
-export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HOME={home} PYTHONUNBUFFERED=1
-exec {python} -m opsd "$@"
-"""
-"""opsd as it is installed on each node, with the settings of that node."""
+SETTINGS = {"data.batch": 4, "checkpoint.every": 5}
 
 
 @pytest.fixture
@@ -36,15 +29,6 @@ def own_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def adapted(template: str, **lines: str) -> str:
-    """The template as its user adapts it: these variables and options have these values; there is no GPU."""
-    text = "".join(line for line in (DEPLOY / template).open() if "--gpus" not in line)
-    for name, value in lines.items():
-        (old,) = [line for line in text.splitlines() if line.removeprefix("#SBATCH --").startswith(f"{name}=")]
-        text = text.replace(old, f"{old.partition('=')[0]}={value}")
-    return text
-
-
 def have_as_spare(cluster: Cluster, name: str, state: SpareState) -> None:
     """Settings on a node by which it is a spare, and what is known of it as one."""
     settings = f'agent.node = "{name}"\nagent.state_dir = "/run"\nspare = {{source = "/fsx", folder = "/scratch"}}\n'
@@ -52,32 +36,19 @@ def have_as_spare(cluster: Cluster, name: str, state: SpareState) -> None:
     cluster.nodes[name].run("sh", "-c", f"cat > /run/{FILE}", stdin=json.dumps(asdict(state)))
 
 
-def submit(training: Training) -> int:
-    """Start ``training`` with the template, its spares in the partition of the higher tier."""
-    opsd = training.folder / "opsd"
-    training.folder.mkdir()
-    opsd.write_text(OPSD.format(home=training.folder, python=sys.executable))
-    opsd.chmod(0o755)
-    values = {"data.shards": training.data, "data.batch": 4, "run.steps": 1000, "checkpoint.every": 5}
-    script = adapted(
-        "train-pool.sbatch", nodes=str(training.active), SHARED=str(training.folder), RUN="run", OPSD=str(opsd),
-        POOL="--partition=train", RANKS="1",
-        PROGRAM=f"(-m trainer tiny {' '.join(f'--set={key}={value}' for key, value in values.items())})",
-    )  # fmt: skip
-    return CommandSlurm(runner_on(training.cluster.controller)).submit(script, [f"--chdir={training.folder}"])
-
-
 def test_a_spare_of_the_pool_joins_the_run(own_cluster: Cluster) -> None:
     """The first one has damaged data and says so; an evaluation gives way on the second, and training goes on there."""
     cluster, slurm = own_cluster, CommandSlurm(runner_on(own_cluster.controller))
-    training = Training(cluster, make_data(cluster.shared, 400_000), "pool", active=2, spares=0)
+    training = Training(
+        cluster, make_data(cluster.shared, 400_000), "pool", 2, 0, 1000, settings=SETTINGS, pool="train"
+    )
     have_as_spare(cluster, "n3", SpareState(lacks={"data": "shard-00000.tokens was damaged"}))
     have_as_spare(cluster, "n4", SpareState(ready=True, expires_at=time.time() + 3600))
-    evaluate = adapted("evaluate.sbatch", partition="dev")
+    evaluate = adapted("evaluate.sbatch", partition="dev", gpus="", time="")
     (cluster.shared / "evaluate.sbatch").write_text(evaluate)
     asked = ("sbatch", "--parsable", "--nodelist=n4", "--exclusive", "evaluate.sbatch", "sleep", "1000")
     evaluation = int(cluster.controller.run(*asked).stdout)
-    submit(training)
+    training.submit()
     training.until(lambda: training.events("checkpoint_committed"), "a checkpoint")
     assert slurm.jobs([evaluation])[0].state == "running"
 

@@ -1,162 +1,255 @@
-"""The sbatch templates on a real Slurm: one launcher a node, and the right end for whatever the launchers answer."""
+"""The templates on a real Slurm, as an ordinary user: one launcher a node, and the job ends as the run says."""
 
 from __future__ import annotations
 
-import shutil
+import json
 import subprocess
+import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import Job
 from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
+from tests.integration.slurm.templates import FOLDER, USER, adapted
 
-pytestmark = pytest.mark.xdist_group("slurm")
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow]
 
-FOLDER = Path(__file__).parents[3] / "deploy/slurm"
-TEMPLATES = sorted(FOLDER.glob("train-*.sbatch"), key=lambda path: path.name)
+TEMPLATES = sorted(path.name for path in FOLDER.glob("train-*.sbatch"))
 OPSD = """#!/bin/sh
-# Stands for opsd: says how it was called, and ends with what the test writes down for its node.
-echo "$SLURMD_NODENAME $*" >> calls
-echo "$SLURM_JOB_ID $SLURM_JOB_NODELIST $SLURM_RESTART_COUNT" > "job-$SLURMD_NODENAME"
-[ "$1" = launch ] || exec scontrol requeue "$SLURM_JOB_ID"
-until [ -e "answer-$SLURMD_NODENAME" ]; do sleep 0.05; done
-exit "$(cat "answer-$SLURMD_NODENAME")"
+# opsd with another launcher, one that does what the test says.
+export PYTHONPATH={path} HOME={folder}
+[ "$1" = launch ] && shift && exec {python} -m tests.integration.slurm.stand_in "$@"
+exec {python} -m opsd "$@"
 """
+VALUES = {
+    "train-requeue.sbatch": {},
+    "train-spares.sbatch": {"SPARES": "1"},
+    "train-pool.sbatch": {"POOL": "dev", "WAIT": "60"},
+}
 
 
 class Submitted:
     """A template as its user has adapted it, running on three nodes."""
 
-    def __init__(self, cluster: Cluster, template: Path) -> None:
-        self.folder = cluster.shared / template.stem
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def __init__(self, cluster: Cluster, template: str, *options: str, name: str = "train") -> None:
+        self.cluster = cluster
+        self.folder = cluster.shared / f"{template.partition('.')[0]}-{len(list(cluster.shared.iterdir()))}"
         self.folder.mkdir()
+        self.folder.chmod(0o777)
         opsd = self.folder / "opsd"
-        opsd.write_text(OPSD)
+        opsd.write_text(OPSD.format(path=":".join(sys.path), folder=self.folder, python=sys.executable))
         opsd.chmod(0o755)
-        self.slurm = CommandSlurm(runner_on(cluster.controller))
-        self.id = self.slurm.submit(_adapted(template.read_text(), opsd, self.folder), [f"--chdir={self.folder}"])
-        wait_until(lambda: len(self.calls()) == 3, "a launcher runs on each node")
+        script = adapted(
+            template, nodes="3", gpus_per_node="", time="1:00:00", RANKS="1", RUNS=str(self.folder / "runs"),
+            OPSD=str(opsd), PROGRAM="(train.py)", job_name=f"'{name}'", **VALUES[template],
+        )  # fmt: skip
+        self.slurm = CommandSlurm(runner_on(cluster.controller, USER))
+        self.id = self.slurm.submit(script, [f"--chdir={self.folder}", "--output=job.out", *options])
 
-    def calls(self) -> list[str]:
-        """How opsd was called so far."""
+    @property
+    def run(self) -> Path:
+        """The folder of the run; there is one."""
+        (found,) = (self.folder / "runs").iterdir()
+        return found
+
+    def began(self, launchers: int = 3) -> None:
+        """Wait for the launchers."""
+        self.until(lambda: len(self.calls()) == launchers, f"{launchers} launchers run")
+
+    def until(self, condition: Callable[[], object], what: str, timeout: float = 30.0) -> None:
+        """Wait for something; what the job has said is told if it does not come."""
+        try:
+            wait_until(condition, what, timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; the job is {self.job()} and has said: {self.said()}") from error
+
+    def calls(self) -> list[tuple[str, list[str]]]:
+        """On which nodes launchers were started, and with which arguments."""
         path = self.folder / "calls"
-        return sorted(path.read_text().splitlines()) if path.exists() else []
+        lines = sorted(path.read_text().splitlines()) if path.exists() else []
+        return [(node, json.loads(told)) for node, _, told in (line.partition(" ") for line in lines)]
 
-    def answer(self, **codes: int) -> None:
-        """Let the launchers of these nodes end."""
-        for node, code in codes.items():
-            (self.folder / f"answer-{node}").write_text(str(code))
+    def answer(self, *nodes: str, **told: Any) -> None:
+        """Let the launchers of these nodes leave."""
+        for node in nodes:
+            draft = self.folder / f".answer-{node}"
+            draft.write_text(json.dumps(told))
+            draft.rename(self.folder / f"answer-{node}")
 
-    def steps(self, cluster: Cluster) -> int:
+    def steps(self) -> int:
         """How many launchers run."""
-        shown = cluster.controller.run("squeue", "--steps", "--noheader", f"--jobs={self.id}").stdout
+        shown = self.cluster.controller.run("squeue", "--steps", "--noheader", f"--jobs={self.id}").stdout
         return len([line for line in shown.splitlines() if ".batch" not in line and ".extern" not in line])
 
     def job(self) -> Job | None:
         """The job while it waits or runs."""
         return next(iter(self.slurm.jobs([self.id])), None)
 
-    def outcome(self, cluster: Cluster) -> str:
+    def signal(self, *options: str) -> None:
+        """What scancel does with these options."""
+        self.cluster.controller.run("scancel", *options, str(self.id), user=USER)
+
+    def said(self) -> str:
+        """The job's log."""
+        return "".join(
+            path.read_text() for path in [self.folder / "job.out", *self.folder.rglob("*.log")] if path.exists()
+        )
+
+    def outcome(self, timeout: float = 30.0) -> str:
         """How the job has ended: its state and exit code."""
-        wait_until(lambda: self.job() is None, "the job has ended")
-        shown = cluster.controller.run("scontrol", "show", "job", str(self.id), "--oneliner").stdout
+        self.until(lambda: self.job() is None, "the job has ended", timeout)
+        shown = self.cluster.controller.run("scontrol", "show", "job", str(self.id), "--oneliner").stdout
         values = dict(word.partition("=")[::2] for word in shown.split())
         return f"{values['JobState']} {values['ExitCode']}"
 
+    def requeued(self) -> bool:
+        """True once the job runs again."""
+        job = self.job()
+        return job is not None and job.state == "running" and job.restarts == 1
 
-def _adapted(template: str, opsd: Path, folder: Path) -> str:
-    lines = [line for line in template.splitlines() if not line.startswith("#SBATCH --gpus-per-node")]
-    text = "\n".join(["#SBATCH --nodes=3" if line.startswith("#SBATCH --nodes") else line for line in lines]) + "\n"
-    replaced = {
-        "TRAINING=4 ": "TRAINING=2 ", "SHARED=/shared/runs": f"SHARED={folder}", "read -r -t 30": "read -r -t 1",
-        "POOL=--partition=spares": "POOL=--partition=dev", "OPSD=${OPSD:-/opt/opsd/bin/opsd}": f"OPSD={opsd}",
-    }  # fmt: skip
-    for old, new in replaced.items():
-        text = text.replace(old, new)
-    return text
+
+Submit = Callable[..., Submitted]
 
 
 @pytest.fixture
-def submit(cluster: Cluster) -> Callable[[Path], Submitted]:
+def submit(cluster: Cluster) -> Submit:
     """Start a template."""
-    return lambda template: Submitted(cluster, template)
+    return lambda template, *options, **more: Submitted(cluster, template, *options, **more)
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_a_template_is_sound(template: Path) -> None:
-    """Bash can read it, and it asks for all that a run needs to outlive its nodes."""
-    subprocess.run(["bash", "-n", template], check=True)
-    text = template.read_text()
-    asked = {line.split()[1].partition("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")}
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_is_settings_and_one_command(template: str) -> None:
+    """Bash can read it, it asks for all that a run needs to outlive its nodes, and has no logic of its own."""
+    subprocess.run(["bash", "-n", FOLDER / template], check=True)
+    lines = (FOLDER / template).read_text().splitlines()
+    asked = {line.split()[1].partition("=")[0] for line in lines if line.startswith("#SBATCH")}
     assert {"--no-kill", "--requeue", "--signal", "--open-mode", "--nodes", "--output"} <= asked
-    assert "srun --no-kill --wait=0 --kill-on-bad-exit=0" in text
-    assert "--nodes=1 --ntasks=1 --nodelist=" in text
+    *settings, command = [line for line in lines if line and not line.startswith("#")]
+    assert command.startswith('exec "$OPSD" slurm run ')
+    assert all("=" in line.split("#")[0] for line in settings)
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_one_launcher_a_node_and_a_good_end(
-    submit: Callable[[Path], Submitted], cluster: Cluster, template: Path
-) -> None:
-    """All get the same arguments; the first that calls the run done ends the job, whatever a dead one's step does."""
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_one_launcher_a_node_and_a_good_end(submit: Submit, template: str) -> None:
+    """All get the same arguments; the job ends when the run says that it is done, whatever steps are left."""
     run = submit(template)
-    assert [call.split()[:3] for call in run.calls()] == [[f"n{i}", "launch", "--nnodes"] for i in (1, 2, 3)]
-    assert len({call.partition(" ")[2] for call in run.calls()}) == 1
-    assert f"--run-dir {run.folder}/train" in run.calls()[0]
-    run.answer(n2=0)
-    assert run.outcome(cluster) == "COMPLETED 0:0"
+    run.began()
+    assert [node for node, _ in run.calls()] == ["n1", "n2", "n3"]
+    ((told),) = {tuple(told) for _, told in run.calls()}
+    assert told[:2] == ("--nodes", "n[1-3]")
+    assert told[told.index("--nnodes") + 1] == ("2" if template == "train-spares.sbatch" else "3")
+    assert told[-3:] == ("--nproc-per-node", "1", "train.py")
+    run.answer("n2", "n3", exit=0)
+    run.answer("n1", exit=0, end=0)
+    assert run.outcome() == "COMPLETED 0:0"
 
 
-def test_saved_and_stopped_is_requeued(submit: Callable[[Path], Submitted], cluster: Cluster) -> None:
-    """75 from more than half of the launchers puts the job back into the queue; one alone does not."""
-    run = submit(FOLDER / "train-spares.sbatch")
-    run.answer(n1=75)
-    wait_until(lambda: run.steps(cluster) == 2, "one launcher has left")
+def test_a_step_that_is_over_is_not_the_end(submit: Submit, cluster: Cluster) -> None:
+    """Up to Slurm 22.05 srun says 0 of a step whose node has died: two of three, and the run goes on."""
+    run = submit("train-requeue.sbatch")
+    run.began()
+    try:
+        cluster.nodes["n3"].power_off()
+        CommandSlurm(runner_on(cluster.controller)).update_nodes(["n3"], "down", "opsd:test")
+        run.answer("n2", exit=0)
+        run.until(lambda: run.job() is not None and run.steps() < 3, "one launcher has left")
+        run.answer("n1", exit=0, end=0, lost=["n3"])
+        assert run.outcome() == "COMPLETED 0:0"
+    finally:
+        cluster.restore()
+
+
+def test_without_a_last_word_the_job_runs_again_and_not_for_ever(submit: Submit) -> None:
+    """All launchers are gone and none has said why: twice more, and the job's log says so."""
+    run = submit("train-requeue.sbatch")
+    run.began()
+    run.answer("n1", "n2", "n3", "n4", exit=0)
+    assert run.outcome(120) == "FAILED 1:0"
+    assert len(run.calls()) == 9
+    assert run.said().count("all launchers are gone and none has said why (n") == 3
+    assert "start 3 in a row without a word and without progress; it is the last" in run.said()
+
+
+def test_saved_and_stopped_is_requeued(submit: Submit) -> None:
+    """75 as the last word puts the job back into the queue, where it starts at once; one launcher's exit does not."""
+    run = submit("train-spares.sbatch")
+    run.began()
+    run.answer("n1", exit=75)
+    wait_until(lambda: run.steps() == 2, "one launcher has left")
     assert len(run.calls()) == 3
-    run.answer(n3=75)
-    wait_until(lambda: (job := run.job()) is not None and job.state == "pending", "the job is in the queue again")
-    assert sum(" requeue" in call for call in run.calls()) == 1
+    run.answer("n2", exit=75)
+    run.answer("n3", exit=75, end=75)
+    run.until(lambda: (job := run.job()) is not None and job.restarts == 1, "the job was put back")
+    for node in ("n1", "n2", "n3"):
+        (run.folder / f"answer-{node}").unlink()
+    run.until(run.requeued, "the job runs again", 60)
 
 
-def test_a_spare_is_fetched_for_a_lost_node(submit: Callable[[Path], Submitted], cluster: Cluster) -> None:
+def test_a_failure_ends_the_job(submit: Submit) -> None:
+    """It is not run again, and Slurm knows the run's exit code; it is no hold either."""
+    run = submit("train-requeue.sbatch")
+    run.began()
+    run.answer("n1", "n2", "n3", exit=70, end=70)
+    assert run.outcome() == "FAILED 70:0"
+
+
+def test_a_job_name_with_blanks_and_umlauts(submit: Submit) -> None:
+    """The run gets a name that it may have."""
+    run = submit("train-requeue.sbatch", name="mein großer Lauf")
+    run.began()
+    assert run.run.name.startswith("mein-groer-Lauf-")
+    run.answer("n1", "n2", "n3", exit=0, end=0)
+    assert run.outcome() == "COMPLETED 0:0"
+
+
+def test_a_spare_is_fetched_for_a_lost_node(submit: Submit, cluster: Cluster) -> None:
     """All nodes read of the loss and one asks; the launcher on the spare is given the run, its nodes and its job."""
-    run = submit(FOLDER / "train-pool.sbatch")
-    events = run.folder / "train/events.jsonl"
-    events.parent.mkdir()
-    events.write_text("")
-    watch = ["pgrep", "--full", "tail -n 0"]
-    wait_until(
-        lambda: all(cluster.nodes[node].run(*watch, check=False).returncode == 0 for node in ("n1", "n2", "n3")),
-        "all watch",
-    )
-    with events.open("a") as file:
-        file.write('{"run": "train", "event": "node_lost", "lost": "n4", "ranks": false}\n')
-        file.write('{"run": "train", "event": "node_lost", "lost": "n2", "ranks": true}\n')
-    wait_until(lambda: len(run.calls()) == 4, "a spare has been fetched")
-    assert [call.partition(" ")[0] for call in run.calls()] == ["n1", "n2", "n3", "n4"]
-    first, spare = run.calls()[0], run.calls()[3]
-    assert spare == first.replace("n1 launch", "n4 launch --nodes n[1-3],n4")
-    assert (run.folder / "job-n4").read_text() == f"{run.id} n[1-3] 0\n"
-    assert len(list(events.parent.glob(".spare-*"))) == 1
-    run.answer(n1=0, n2=0, n3=0, n4=0)
-    assert run.outcome(cluster) == "COMPLETED 0:0"
+    run = submit("train-pool.sbatch")
+    run.began()
+    with (run.run / "events.jsonl").open("a") as file:
+        file.write('{"run": "train", "node": "n1", "event": "node_lost", "lost": "n4", "ranks": false}\n')
+        file.write('{"run": "train", "node": "n1", "event": "node_lost", "lost": "n2", "ranks": true}\n')
+    run.began(4)
+    assert [node for node, _ in run.calls()] == ["n1", "n2", "n3", "n4"]
+    first, spare = run.calls()[0][1], run.calls()[3][1]
+    assert spare == [first[0], "n1,n2,n3,n4", *first[2:]]
+    job = json.loads((run.folder / "job-n4").read_text())
+    assert job == {"SLURM_JOB_ID": str(run.id), "SLURM_JOB_NODELIST": "n1,n2,n3", "SLURM_RESTART_COUNT": "0"}
+    assert len(list((run.run / "spares").iterdir())) == 1
+    run.answer("n1", "n2", "n3", "n4", exit=0, end=0)
+    assert run.outcome() == "COMPLETED 0:0"
+    wait_until(lambda: not run.slurm.jobs(), "the spare's job has ended")
 
 
-def test_a_failure_ends_the_job(submit: Callable[[Path], Submitted], cluster: Cluster) -> None:
-    """It is not run again, and Slurm knows the launchers' exit code; it is no hold either."""
-    run = submit(FOLDER / "train-requeue.sbatch")
-    run.answer(n1=70, n2=70, n3=70)
-    assert run.outcome(cluster) == "FAILED 70:0"
+@pytest.mark.parametrize(
+    "options",
+    [*product(("--full", "--batch"), ("--signal=USR1", "--signal=TERM")), ("--signal=USR1",)],
+    ids=" ".join,
+)
+def test_a_signal_stops_the_run_and_has_it_run_again(submit: Submit, options: tuple[str, ...]) -> None:
+    """To whom it may be sent: each launcher gets one, since a second would have it wait less long."""
+    run = submit("train-requeue.sbatch")
+    run.began()
+    run.signal(*options)
+    run.until(lambda: (job := run.job()) is not None and job.restarts == 1, "the job was put back")
+    caught = {(run.folder / f"caught-{node}").read_text() for node in ("n1", "n2", "n3")}
+    assert caught == {"SIGUSR1"}
+    run.until(run.requeued, "the job runs again", 60)
 
 
-def test_signals_leave_time_to_save(submit: Callable[[Path], Submitted], cluster: Cluster) -> None:
-    """The script itself outlives a SIGTERM, so that the launchers can save what they have."""
-    run = submit(FOLDER / "train-spares.sbatch")
-    for signal in ("TERM", "USR1"):
-        cluster.controller.run("scancel", "--batch", f"--signal={signal}", str(run.id))
-    assert run.steps(cluster) == 3
-    run.answer(n1=0, n2=0, n3=0)
-    assert run.outcome(cluster) == "COMPLETED 0:0"
+def test_a_cancelled_job_ends_and_nobody_is_submitted(submit: Submit) -> None:
+    """The launchers save what they have; no helper puts the job back, none fetches a spare."""
+    run = submit("train-pool.sbatch")
+    run.began()
+    run.signal()
+    assert run.outcome().startswith("CANCELLED")
+    assert {(run.folder / f"caught-{node}").read_text() for node in ("n1", "n2", "n3")} == {"SIGTERM"}
+    assert not run.slurm.jobs()
+    shown = run.cluster.controller.run("scontrol", "show", "jobs", "--oneliner").stdout
+    newest = max(int(line.split()[0].partition("=")[2]) for line in shown.splitlines())
+    assert newest == run.id

@@ -1,8 +1,9 @@
-"""The trainer as a Slurm job on the test cluster: a launcher on every node of the job, a step of its own each."""
+"""The trainer as a Slurm job of an ordinary user on the test cluster, by the templates of deploy/slurm."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +13,14 @@ from typing import Any
 
 from opsd.demo.text import copy_text
 from tests.integration.slurm.cluster import Cluster, wait_until
+from tests.integration.slurm.templates import USER, adapted
 
-SCRIPT = """\
-#!/bin/bash
-#SBATCH --job-name={name} --nodes={nodes} --ntasks-per-node=1 --no-kill --requeue --open-mode=append
-#SBATCH --output={folder}/job.out
+OPSD = """#!/bin/sh
+[ ! -e /run/opsd.toml ] || export OPSD_CONFIG=/run/opsd.toml
 export {exports}
-for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-    srun --no-kill --wait=0 --kill-on-bad-exit=0 --nodes=1 --ntasks=1 --nodelist="$node" \\
-        --output={folder}/launcher-"$node".log --open-mode=append \\
-        {python} -m opsd launch {flags} --run-id={name} --run-dir={folder}/run {program} &
-done
-wait
+exec {python} -m opsd "$@"
 """
+"""opsd as it is installed on each node, with the settings of that node and what its environment is."""
 
 
 def make_data(folder: Path, text_bytes: int = 1_000_000) -> Path:
@@ -56,6 +52,8 @@ class Training:
     settings: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[str] = ()
+    pool: str = ""
+    """A partition from which spares are fetched."""
 
     @property
     def folder(self) -> Path:
@@ -81,6 +79,9 @@ class Training:
     def submit(self) -> int:
         """Submit the job; returns its number."""
         self.folder.mkdir(exist_ok=True)
+        self.folder.chmod(0o777)
+        if not (self.folder / "run").is_symlink():
+            (self.folder / "run").symlink_to(self.name)
         values = {
             "data.shards": self.data,
             "data.batch": 2 * self.active,
@@ -92,19 +93,23 @@ class Training:
         program = ["-m", "trainer", "tiny", *(f"--set={key}={value}" for key, value in values.items())]
         (self.folder / "job.sbatch").write_text(self.script(program))
         given = [*self.options, "--parsable", str(self.folder / "job.sbatch")]
-        return int(self.cluster.controller.run("sbatch", *given).stdout.strip())
+        return int(self.cluster.controller.run("sbatch", *given, user=USER).stdout.strip())
 
     def script(self, program: Sequence[str]) -> str:
-        """The batch script that has ``program`` run on all nodes of the job."""
-        return SCRIPT.format(
-            name=self.name,
-            nodes=self.active + self.spares,
-            folder=self.folder,
-            exports=self.exports,
-            python=sys.executable,
-            flags=" ".join([f"--nnodes={self.active}", f"--spares={self.spares}", *self.flags]),
-            program=" ".join(program),
-        )
+        """The batch script that has ``program`` run on all nodes of the job: a template, as a user adapts it."""
+        opsd = self.folder / "opsd"
+        opsd.write_text(OPSD.format(exports=self.exports, python=sys.executable))
+        opsd.chmod(0o755)
+        template, more = "train-requeue.sbatch", dict[str, str]()
+        if self.pool:
+            template, more = "train-pool.sbatch", {"POOL": self.pool}
+        elif self.spares:
+            template, more = "train-spares.sbatch", {"SPARES": str(self.spares)}
+        return adapted(
+            template, job_name=self.name, nodes=str(self.active + self.spares), gpus_per_node="", time="",
+            output=str(self.folder / "job.out"), RANKS="1", RUNS=str(self.folder), OPSD=str(opsd),
+            PROGRAM=f"({shlex.join([*self.flags, *program])})", **more,
+        )  # fmt: skip
 
     @property
     def exports(self) -> str:

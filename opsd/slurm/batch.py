@@ -1,0 +1,200 @@
+"""The batch script of a run: starts a launcher on each node of the job, passes signals on, and sees to the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from opsd import exitcodes
+from opsd.checkpoints import claims
+from opsd.checkpoints.claims import Claim, ClaimError
+from opsd.slurm.allocation import Allocation
+from opsd.slurm.attendant import requeue_from_inside
+from opsd.slurm.ending import WORDLESS_MOST, Ending, Look, Wordless, ending
+from opsd.slurm.fetch import dismiss
+from opsd.slurm.port import Slurm, SlurmError
+from opsd.slurm.requeue import Without, is_stopping
+from opsd.slurm.run_events import RunEvents
+
+POLL_S = 0.2
+CLAIM_S = 1.0
+"""How often the newest claim is read while all steps go on."""
+FAREWELL_S = {exitcodes.REQUEUE: 3.0}
+USUAL_FAREWELL_S = 20.0
+"""How long launchers may take to leave once the run is over; the step of a dead node is not waited for."""
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+
+
+class RunningSteps(Protocol):
+    """The launchers' steps, see ``opsd.slurm.steps.Steps``."""
+
+    @property
+    def codes(self) -> Mapping[str, int]:
+        """What the steps that are over ended with."""
+        ...
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The nodes whose step goes on."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Pass a signal on."""
+        ...
+
+
+@dataclass
+class Batch:
+    """One start of the run in ``folder``. ``start`` is its name in claims, ``signals`` are those that have come."""
+
+    folder: Path
+    start: str
+    job: Allocation
+    slurm: Callable[[], Slurm]
+    log: int = 1
+    """The descriptor to which the story of the run is copied."""
+    signals: deque[signal.Signals] = field(default_factory=deque)
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    say: Callable[[str], object] = print
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+        self._claim: Claim | None = None
+        self._looked = -CLAIM_S
+        self._beat: tuple[int, int] | None = None
+        self._beat_at = float("-inf")
+        self._gone_at: float | None = None
+        self._asked = 0
+        self._interrupted = False
+        self._told = ""
+        self._events = RunEvents(self.folder)
+        self._wordless = Wordless(self.folder / "wordless.json")
+
+    def listen(self) -> None:
+        """Take the signals that ask for a stop. Children do not inherit this."""
+        for number in STOPPING:
+            signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
+
+    def run(self, steps: RunningSteps) -> int:
+        """Return once the run is over and Slurm knows what to do; the exit code of the batch script."""
+        self.steps = steps
+        while (end := self._look()) is None:
+            self._pass_on()
+            self.sleep(POLL_S)
+        self._wait_for_farewell(end)
+        self._follow()
+        return self._finish(end)
+
+    # -- while it runs -------------------------------------------------------------------------------------------
+
+    def _look(self) -> Ending | None:
+        now, left = self.clock(), self.steps.left
+        self._follow()
+        if left and now - self._looked < CLAIM_S:
+            return None
+        if not left and self._gone_at is None:
+            self._gone_at = now
+        self._looked = now
+        try:
+            self._claim, beat = claims.newest(self.folder), claims.lease(self.folder)
+        except ClaimError as error:
+            self._tell(f"the run's folder cannot be read and will be looked into again: {error.strerror}")
+            return None
+        if self._gone_at is not None:
+            if self._beat is not None and beat != self._beat:
+                self._beat_at = now
+                self._tell("no launcher is left on the job's nodes; the run goes on elsewhere, and this job waits")
+            self._beat = beat
+        gone_s = now - self._gone_at if self._gone_at is not None else 0.0
+        return ending(Look(self._claim, left, self.steps.codes, gone_s, now - self._beat_at), self.start)
+
+    def _follow(self) -> None:
+        """Copy what has been added to the story of the run."""
+        with suppress(OSError):
+            os.write(self.log, self._events.story())
+
+    def _tell(self, sentence: str) -> None:
+        if sentence != self._told:
+            self._told = sentence
+            self.say(sentence)
+
+    # -- signals -------------------------------------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        """Have the launchers stop, unless Slurm has told them itself: asked twice they wait less long."""
+        if not self.signals:
+            return
+        came = set(self.signals)
+        self.signals.clear()
+        self._interrupted = self._interrupted or signal.SIGINT in came
+        name = min(came).name
+        if came == {signal.SIGTERM} and self._ending_by_slurm():
+            self._tell("Slurm ends the job; the launchers were told as well")
+            return
+        self._asked += 1
+        if signal.SIGINT in came and self._asked > 1:
+            self._tell("ending the launchers at once")
+            self.steps.signal(signal.SIGTERM)
+            return
+        self._tell(f"{name} came; the launchers are asked to save and stop")
+        self.steps.signal(signal.SIGUSR1)
+
+    def _ending_by_slurm(self) -> bool:
+        try:
+            found = self.slurm().jobs([self.job.job])
+        except SlurmError:
+            return False
+        return not found or is_stopping(found[0])
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _wait_for_farewell(self, end: Ending) -> None:
+        limit = self.clock() + FAREWELL_S.get(end.code, USUAL_FAREWELL_S)
+        lost = frozenset(end.lost) | self._events.lost
+        while self.steps.left - lost and self.clock() < limit:
+            self._follow()
+            self.sleep(POLL_S)
+
+    def _finish(self, end: Ending) -> int:
+        if end.told:
+            self._wordless.forget()
+        self._tell(f"the run is over ({end.code}): {end.reason}")
+        if end.code != exitcodes.REQUEUE:
+            self._dismiss()
+            return end.code
+        if self._interrupted:
+            self._dismiss()
+            return exitcodes.INTERRUPTED
+        count = 0 if end.told else self._wordless.note(self._events.step, self.clock() - self._began)
+        if count >= WORDLESS_MOST:
+            self._tell(f"that was start {count} in a row without a word and without progress; it is the last")
+            self._dismiss()
+            return exitcodes.FAILED
+        return self._requeue(end)
+
+    def _requeue(self, end: Ending) -> int:
+        lost = tuple(sorted((set(end.lost) | self._events.lost) & set(self.job.nodes)))
+        try:
+            slurm = self.slurm()
+            dismiss(slurm, self.folder, self.job, self.say)
+            requeue_from_inside(
+                slurm, self.job, Without(lost, end.unfit), log=str(self.folder / "requeue.log"), say=self._tell
+            )
+        except SlurmError as error:
+            self._tell(f"the job is not put back into the queue: {error}")
+            return end.code
+        return exitcodes.OK
+
+    def _dismiss(self) -> None:
+        try:
+            dismiss(self.slurm(), self.folder, self.job, self.say)
+        except SlurmError as error:
+            self._tell(f"spares that were asked for may still wait in the queue: {error}")

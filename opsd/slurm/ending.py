@@ -1,0 +1,110 @@
+"""When a run is over, and what becomes of its job then. Pure but for the file that counts starts without a last word.
+
+The end of a run is what the run says of itself: its last claim. What srun ends with says little: up to Slurm 22.05 it
+is 0 after a node has failed, and a launcher that was cut off leaves while the others train.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from opsd import exitcodes
+from opsd.checkpoints.claims import Claim
+
+BEAT_S = 5.0
+"""A run that is led renews its lease every second; so long is waited for that once no step is left."""
+SILENT_S = 30.0
+"""A run that has renewed it after that is given up when it has not for so long."""
+WORDLESS_MOST = 3
+"""So many starts in a row may end without a word and without progress."""
+LONG_S = 1800.0
+"""A start that lasted this long has made progress, also where a program tells of none."""
+_HOPELESS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcodes.INTERRUPTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The run is over with ``code``. ``told`` if it has said so itself; nodes are those to be avoided then."""
+
+    code: int
+    reason: str
+    told: bool = True
+    lost: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is known of a run: its newest claim, the steps that are ``left``, and what srun said of the others.
+
+    ``gone_s`` seconds ago the last step ended, and ``silent_s`` ago the lease was last seen to be renewed, infinity if
+    it was not since.
+    """
+
+    claim: Claim | None
+    left: frozenset[str]
+    codes: Mapping[str, int]
+    gone_s: float = 0.0
+    silent_s: float = float("inf")
+
+
+def told_end(claim: Claim | None, start: str) -> Ending | None:
+    """The last word of the run in this ``start`` of it, None without one."""
+    if claim is None or not _belongs(claim, start) or (end := claim.end) is None:
+        return None
+    more = claim.plan["end"]
+    lost, unfit = (tuple(map(str, more.get(key, ()))) for key in ("lost", "unfit"))
+    return Ending(end.code, end.reason, True, lost, unfit)
+
+
+def ending(look: Look, start: str) -> Ending | None:
+    """How the run has ended, None while it goes on: a step is left, or guests renew the lease."""
+    if (told := told_end(look.claim, start)) is not None:
+        return told
+    if look.left or look.gone_s < BEAT_S or look.silent_s < SILENT_S:
+        return None
+    codes = set(look.codes.values())
+    for code in _HOPELESS:
+        if code in codes:
+            return Ending(code, f"the launchers ended with {code}", told=False)
+    begun = look.claim is not None and _belongs(look.claim, start)
+    if not begun and len(codes) == 1 and 0 not in codes and min(codes) > 0:
+        return Ending(codes.pop(), "no launcher came to begin the run; what they said is above", told=False)
+    seen = ", ".join(f"{node} {code}" for node, code in sorted(look.codes.items()))
+    return Ending(exitcodes.REQUEUE, f"all launchers are gone and none has said why ({seen})", told=False)
+
+
+def _belongs(claim: Claim, start: str) -> bool:
+    """Whether the claim is of this start of the job; a launcher without fellows adds its own name to that."""
+    return claim.start == start or claim.start.startswith(f"{start}, ")
+
+
+class Wordless:
+    """Counts in ``path`` the starts of a run in a row that ended without a word and without progress."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def note(self, step: int, lasted_s: float) -> int:
+        """One more, which came as far as ``step``; the number of them since the run has last made progress."""
+        count, before = self._read()
+        count = 1 if step > before or lasted_s >= LONG_S else count + 1
+        with suppress(OSError):
+            self._path.write_text(json.dumps({"count": count, "step": max(step, before)}) + "\n", encoding="utf-8")
+        return count
+
+    def forget(self) -> None:
+        """A start has ended with a word."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _read(self) -> tuple[int, int]:
+        try:
+            raw = json.loads(self._path.read_bytes())
+            return int(raw["count"]), int(raw["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0, 0

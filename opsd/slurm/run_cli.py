@@ -1,0 +1,160 @@
+"""``opsd slurm run``: the batch script of a run, in one line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from opsd import exitcodes
+from opsd.launch.io.job_output import BATCH_HOST, JOB_OUTPUT
+from opsd.launch.ranks.rundir import RUN_NAME, default_root, valid_name
+from opsd.launch.run.fellows import Count, start_of_job
+from opsd.slurm.allocation import Allocation, AllocationError, allocation
+from opsd.slurm.attend import attend_command
+from opsd.slurm.batch import Batch
+from opsd.slurm.connect import choose
+from opsd.slurm.steps import Steps, cpus_of, srun
+
+WAIT_FOR_POOL_S = 300.0
+_PATH = click.Path(path_type=Path)
+
+
+def _count(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Count | None:
+    try:
+        return Count.parse(value) if value else None
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number of nodes nor MIN:MAX") from None
+
+
+def _run_id(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str:
+    name = value or run_name(os.environ)
+    if not RUN_NAME.fullmatch(name):
+        raise click.BadParameter(f"{name!r} may have letters, digits, dot, dash and underscore only, 63 at most")
+    return name
+
+
+def run_name(environ: Mapping[str, str]) -> str:
+    """One name for all starts of the job: its own, with the task's number in an array."""
+    job, task = environ.get("SLURM_JOB_NAME", "job"), environ.get("SLURM_ARRAY_TASK_ID", "")
+    return valid_name(f"{job}-{task}" if task else job)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "max_content_width": 110})
+@click.option(
+    "--nnodes",
+    "count",
+    callback=_count,
+    metavar="N|MIN:MAX",
+    help="Nodes that run ranks; all but the spares by default.",
+)
+@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes of the job that stand by.")
+@click.option("--pool", metavar="PARTITION|reservation:NAME|same",
+              help="Fetch a spare from there when a node is lost; same: from the job's own partition.")  # fmt: skip
+@click.option("--wait", type=click.FloatRange(0), metavar="S",
+              help="Seconds to wait for a node when too few are left, before the job goes back into the queue. "
+              f"[default: {WAIT_FOR_POOL_S:g} with a pool, else 0]")  # fmt: skip
+@click.option("--run-id", "run", callback=_run_id, help="Name of the run; made from the job's name by default.")
+@click.option("--runs", type=_PATH, metavar="DIR", help="The folder of the run is DIR/RUN; all nodes must see it.")
+@click.option("--run-dir", type=_PATH, metavar="DIR", help="The folder of the run itself.")
+@click.option("--opsd", "command", envvar="OPSD", help="What is started on each node; this opsd by default.")
+@click.option("--dry-run", is_flag=True, help="Say what would be started on each node, and do nothing.")
+@click.argument(
+    "launch", nargs=-1, type=click.UNPROCESSED, required=True, metavar="[LAUNCH OPTIONS] -- PROGRAM [ARGS]..."
+)
+@click.pass_context
+def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options: Any) -> None:
+    """Run PROGRAM on all nodes of this Slurm job, and have the job live and end as the run does.
+
+    It stands in a batch script, as its last line, with exec: `exec opsd slurm run --spares 1 -- train.py`. The script
+    needs --no-kill, --requeue, --open-mode=append and --signal=USR1@300, as in the templates of deploy/slurm. Options
+    that are not listed here are those of opsd launch, for instance --nproc-per-node 8.
+
+    Exits with what the run says of itself: 0 done, 1 failed or three starts in a row that told nothing, 2 wrong command
+    line, 3 interrupted, 70 the same failure came back, 75 it should run again and the job cannot be requeued, 76
+    another copy of the run has begun; 0 as well once the job is on its way back into the queue.
+    """
+    try:
+        job = allocation(os.environ)
+    except AllocationError as error:
+        raise click.UsageError(str(error)) from error
+    if "SLURM_STEP_ID" in os.environ and int(os.environ["SLURM_STEP_ID"]) < 1 << 31:
+        raise click.UsageError("start it once in the job, in its batch script; srun would start it on every node")
+    plan = Plan.of(job, run, launch, options)
+    commands = {node: srun(node, plan.cpus.get(node), plan.command) for node in job.nodes}
+    if options["dry_run"]:
+        for command in commands.values():
+            click.echo(shlex.join(command))
+        return
+    context.exit(_start(job, plan, commands, os.environ))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is started on each node: ``command``, for the run in ``folder``."""
+
+    run: str
+    folder: Path
+    command: tuple[str, ...]
+    cpus: Mapping[str, int]
+
+    @classmethod
+    def of(cls, job: Allocation, run: str, launch: tuple[str, ...], options: Mapping[str, Any]) -> Plan:
+        """Raises click.UsageError if the job has too few nodes."""
+        if options["runs"] and options["run_dir"]:
+            raise click.UsageError("--runs and --run-dir exclude each other: the first is the folder of all runs")
+        folder = options["run_dir"] or (options["runs"] or default_root()) / run
+        have, spares = len(job.nodes), options["spares"]
+        count = options["count"] or Count(have - spares, have - spares)
+        if count.least < 1 or count.least + spares > have:
+            asked = f"--nnodes {count.least} and --spares {spares} ask for {max(count.least, 1) + spares}"
+            raise click.UsageError(f"the job has {have} nodes, and {asked}; see #SBATCH --nodes")
+        wait = options["wait"] if options["wait"] is not None else WAIT_FOR_POOL_S if options["pool"] else 0.0
+        opsd = tuple(shlex.split(options["command"])) if options["command"] else (sys.executable, "-m", "opsd")
+        told = (
+            "--nnodes", str(count.least) if count.least == count.most else f"{count.least}:{count.most}",
+            "--spares", str(spares), "--wait-for-node", f"{wait:g}", "--run-id", run,
+            "--run-dir", str(folder.absolute()), *launch,
+        )  # fmt: skip
+        hostlist = os.environ.get("SLURM_JOB_NODELIST") or ",".join(job.nodes)
+        command = (*opsd, "launch", "--nodes", hostlist, *told)
+        if options["pool"]:
+            command = attend_command(opsd, options["pool"], folder.absolute(), told, command)
+        return cls(run, folder.absolute(), command, cpus_of(job.nodes, os.environ))
+
+
+def _start(job: Allocation, plan: Plan, commands: Mapping[str, list[str]], environ: Mapping[str, str]) -> int:
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"the run's folder {plan.folder} cannot be made: {error.strerror}") from error
+    own = environ.get("SLURMD_NODENAME", "")
+    told = {**environ, BATCH_HOST: own, JOB_OUTPUT: _output(1)}
+    batch = Batch(plan.folder, start_of_job(plan.run, environ), job, lambda: choose().slurm, say=_say)
+    batch.listen()
+    try:
+        return batch.run(Steps(commands, told))
+    except FileNotFoundError as error:
+        _say(f"{error.filename} cannot be run: {error.strerror}")
+        return exitcodes.USAGE
+
+
+def _say(sentence: str) -> None:
+    print(f"opsd slurm run: {sentence}", file=sys.stderr, flush=True)
+
+
+def _output(descriptor: int) -> str:
+    """The inode and the path of the file to which the job's output goes, "" if that is no file."""
+    try:
+        found = os.fstat(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+    except OSError:
+        return ""
+    return f"{found.st_ino}:{path}" if stat.S_ISREG(found.st_mode) else ""

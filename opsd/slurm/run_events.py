@@ -1,0 +1,85 @@
+"""What the batch script needs of the run's files: its story, which nodes were lost, and how far it came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+EVENTS, STORY = "events.jsonl", "job.log"
+
+
+class Appended:
+    """What is appended to a file from now on; all of it if there is none yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = _size(path)
+
+    def read(self) -> bytes:
+        """The complete lines since the last call."""
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return b""
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read(1 << 20)
+        except OSError:
+            return b""
+        whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == 1 << 20 else b"")
+        self._offset += len(whole)
+        return whole
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The same as JSON objects; other lines are passed over."""
+        for line in self.read().splitlines():
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record
+
+
+class RunEvents:
+    """The run in ``folder``, from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._events = Appended(folder / EVENTS)
+        self._story = Appended(folder / STORY)
+        self._lost: set[str] = set()
+        self._step = 0
+
+    def story(self) -> bytes:
+        """What has been added to the story."""
+        return self._story.read()
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """The nodes that were lost and have not come back."""
+        self._take()
+        return frozenset(self._lost)
+
+    @property
+    def step(self) -> int:
+        """The highest step of which a checkpoint is durable, 0 without any."""
+        self._take()
+        return self._step
+
+    def _take(self) -> None:
+        while records := list(self._events.records()):
+            for record in records:
+                event = record.get("event")
+                if event == "node_lost":
+                    self._lost.add(str(record.get("lost")))
+                elif event in ("launcher_joined", "spare_joined"):
+                    self._lost.discard(str(record.get("joined")))
+                elif event == "checkpoint_committed" and isinstance(record.get("step"), int):
+                    self._step = max(self._step, record["step"])
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,60 @@
+"""The steps of a run: one srun a node, so that the loss of a node ends one step and no other."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+_CPUS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def srun(node: str, cpus: int | None, command: Sequence[str]) -> list[str]:
+    """The command that runs ``command`` once on ``node``, with so many ``cpus``.
+
+    A step of several nodes would end with the first of them, and one without --no-kill when Slurm notices a death.
+    """
+    bound = [f"--cpus-per-task={cpus}"] if cpus else []
+    return [
+        "srun", "--no-kill", "--wait=0", "--kill-on-bad-exit=0", "--overlap", "--nodes=1", "--ntasks=1",
+        f"--nodelist={node}", *bound, *command,
+    ]  # fmt: skip
+
+
+def cpus_of(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
+    """How many processors the job has on each of its ``nodes``, from ``8(x3),4``; empty where Slurm does not tell."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):
+        if (match := _CPUS.fullmatch(part)) is not None:
+            counts += [int(match[1])] * int(match[2] or 1)
+    return dict(zip(nodes, counts, strict=True)) if len(counts) == len(nodes) else {}
+
+
+class Steps:
+    """One process of srun for each node. It has a session of its own: srun answers SIGTERM by killing its task."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
+        """Start them all. Raises OSError where there is no srun."""
+        self._running = {
+            node: subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environ), start_new_session=True)
+            for node, command in commands.items()
+        }
+
+    @property
+    def codes(self) -> dict[str, int]:
+        """What srun ended with, by node, for the steps that are gone."""
+        found = {node: process.poll() for node, process in self._running.items()}
+        return {node: code for node, code in found.items() if code is not None}
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The nodes whose step is not over, as far as srun knows: that of a dead node may seem to go on for minutes."""
+        return frozenset(self._running) - self.codes.keys()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send SIGUSR1 on to the tasks, which srun does for us without the controller; SIGTERM kills them."""
+        for node in self.left:
+            with suppress(ProcessLookupError):
+                self._running[node].send_signal(number)

@@ -1,0 +1,84 @@
+"""What ordinary users do with the real launcher on a real Slurm: several of them, arrays, steps within allocations."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from opsd.checkpoints import claims
+from opsd.slurm.commands import CommandSlurm
+from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
+from tests.integration.slurm.templates import SECOND_USER, USER, adapted
+
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow, pytest.mark.timeout(300)]
+
+OPSD = """#!/bin/sh
+export PYTHONPATH={path} HOME={folder}
+exec {python} -m opsd "$@"
+"""
+
+
+def folder_of(cluster: Cluster, name: str) -> Path:
+    """A folder in which everybody may write, with opsd in it."""
+    folder = cluster.shared / name
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "opsd").write_text(OPSD.format(path=":".join(sys.path), folder=folder, python=sys.executable))
+    (folder / "opsd").chmod(0o755)
+    return folder
+
+
+def submit(cluster: Cluster, folder: Path, *options: str, user: str = USER, nodes: int = 2) -> int:
+    """A job by the template whose ranks say who they are."""
+    script = adapted(
+        "train-requeue.sbatch", nodes=str(nodes), gpus_per_node="", time="", output="job-%j.out", RANKS="1",
+        RUNS=str(folder), OPSD=str(folder / "opsd"), PROGRAM="(--no-python sh -c 'sleep 1; echo rank $RANK')",
+    )  # fmt: skip
+    return CommandSlurm(runner_on(cluster.controller, user)).submit(script, [f"--chdir={folder}", *options])
+
+
+def ended(cluster: Cluster, job: str | int, folder: Path) -> str:
+    """How the job has ended, once it has."""
+    shown = ""
+
+    def over() -> bool:
+        nonlocal shown
+        shown = cluster.controller.run("scontrol", "show", "job", str(job), "--oneliner").stdout
+        return not any(f"JobState={state}" in shown for state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"))
+
+    try:
+        wait_until(over, "the job has ended", 120)
+    except TimeoutError as error:
+        said = "".join(path.read_text() for path in folder.glob("*.out"))
+        raise TimeoutError(f"{error}: {shown}; {said}") from error
+    return shown
+
+
+def test_the_next_user_of_a_node_can_run_too(cluster: Cluster) -> None:
+    """What a finished run leaves in shared memory keeps nobody out: an ordinary user, another one, root."""
+    for user in (USER, SECOND_USER, "root"):
+        folder = folder_of(cluster, f"of-{user}")
+        job = submit(cluster, folder, "--nodelist=n1,n2", user=user)
+        assert "JobState=COMPLETED" in ended(cluster, job, folder), (folder / f"job-{job}.out").read_text()
+
+
+def test_each_task_of_an_array_is_a_run(cluster: Cluster) -> None:
+    """At the same time, on one node each."""
+    folder = folder_of(cluster, "array")
+    job = submit(cluster, folder, "--array=3-4", nodes=1)
+    assert ended(cluster, job, folder).count("JobState=COMPLETED") == 2
+    ends = {path.name: claims.newest(path) for path in folder.iterdir() if path.is_dir()}
+    assert {name: claim.end.code for name, claim in ends.items() if claim and claim.end} == {"train-3": 0, "train-4": 0}
+
+
+def test_a_step_smaller_than_its_allocation(cluster: Cluster) -> None:
+    """It waits for nobody outside of it."""
+    folder = folder_of(cluster, "step")
+    step = f"srun -N2 -n2 ./opsd launch --nnodes 2 --run-dir {folder}/run --no-python sh -c 'echo rank $RANK'"
+    done = cluster.controller.run(
+        "salloc", "-N3", f"--chdir={folder}", "sh", "-c", step, user=USER, check=False, timeout=90
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {"rank 0", "rank 1"} <= {line.partition("]: ")[2] or line for line in done.stdout.splitlines()}

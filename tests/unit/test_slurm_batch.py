@@ -1,0 +1,165 @@
+"""The batch script of a run: which signals it passes on, and what it does at the end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from opsd.checkpoints import claims
+from opsd.checkpoints.claims import Claim
+from opsd.slurm.allocation import allocation
+from opsd.slurm.batch import Batch
+from opsd.slurm.ending import BEAT_S, SILENT_S
+from opsd.slurm.port import Node
+from tests.fakes.clock import FakeClock
+from tests.fakes.requeue import FakeQueue, running
+
+JOB = allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"})
+START = "train, job 7.0"
+
+
+class FakeSteps:
+    """Launchers that leave when they are told to: ``codes`` are those that have."""
+
+    def __init__(self) -> None:
+        self.codes: dict[str, int] = {}
+        self.signals: list[signal.Signals] = []
+
+    @property
+    def left(self) -> frozenset[str]:
+        return frozenset(JOB.nodes) - self.codes.keys()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+
+class Scene:
+    """A batch script at work; ``then`` are what happens, one thing each time that it sleeps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.clock, self.steps, self.said = folder, FakeClock(), FakeSteps(), list[str]()
+        self.slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n3", "n4")], running(*JOB.nodes))
+        self.then: list[Callable[[], object]] = []
+        self.batch = Batch(
+            folder, START, JOB, lambda: self.slurm, clock=self.clock.monotonic, sleep=self._sleep, say=self.said.append
+        )  # fmt: skip
+
+    def _sleep(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        assert self.clock.monotonic() < 3600, "it does not end"
+        if self.then:
+            self.then.pop(0)()
+
+    def ends(self, code: int, **more: object) -> None:
+        """The run says how it has ended, and its launchers leave."""
+        plan = {"end": {"code": code, "reason": "all is said", **more}}
+        claims.create(self.folder, Claim(claims.newest_number(self.folder) + 1, START, "n1.1", plan=plan))
+        self.steps.codes = dict.fromkeys(JOB.nodes, code)
+
+    def run(self, *then: Callable[[], object]) -> int:
+        """The exit code of the batch script."""
+        self.then = list(then)
+        return self.batch.run(self.steps)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    """A run that goes on."""
+    return Scene(tmp_path)
+
+
+@pytest.mark.parametrize("code", [exitcodes.OK, exitcodes.FAILED, exitcodes.REPEATED, exitcodes.FENCED])
+def test_the_jobs_end_is_the_runs(scene: Scene, code: int) -> None:
+    """Nothing is asked of Slurm."""
+    assert scene.run(lambda: scene.ends(code)) == code
+    assert scene.slurm.calls == []
+
+
+def test_a_run_that_is_to_go_on_is_requeued_without_what_it_lost(scene: Scene) -> None:
+    """The script ends with 0: what ends with another code is held by some releases of Slurm."""
+    assert scene.run(lambda: scene.ends(exitcodes.REQUEUE, lost=["n2", "n9"], unfit=["n3"])) == exitcodes.OK
+    assert scene.slurm.calls == ["drain n2", "down n2", "requeue"]
+    assert "--exclude=n[2-3]" in scene.slurm.submitted[0][1]
+
+
+def test_a_job_that_is_cancelled_is_not_requeued(scene: Scene) -> None:
+    """Its launchers have saved and said 75."""
+
+    def cancel() -> None:
+        scene.slurm.job = replace(scene.slurm.job, state="completing")
+        scene.ends(exitcodes.REQUEUE)
+
+    assert scene.run(cancel) == exitcodes.REQUEUE
+    assert (scene.slurm.calls, scene.slurm.submitted) == ([], [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])
+def test_a_signal_that_reached_the_script_alone_is_passed_on(scene: Scene, number: signal.Signals) -> None:
+    """As SIGUSR1, once: SIGTERM has srun kill its task."""
+    scene.run(lambda: scene.batch.signals.append(number), lambda: None, lambda: scene.ends(exitcodes.REQUEUE))
+    assert scene.steps.signals == [signal.SIGUSR1]
+
+
+def test_what_slurm_tells_everybody_is_not_passed_on(scene: Scene) -> None:
+    """Asked twice, launchers wait less long for their ranks to save."""
+
+    def cancel() -> None:
+        scene.slurm.job = replace(scene.slurm.job, state="completing")
+        scene.batch.signals.append(signal.SIGTERM)
+
+    scene.run(cancel, lambda: None, lambda: scene.ends(exitcodes.REQUEUE))
+    assert scene.steps.signals == []
+
+
+def test_the_users_interrupt_saves_and_does_not_run_again(scene: Scene) -> None:
+    """Twice, and it does not wait for that."""
+    interrupt = [lambda: scene.batch.signals.append(signal.SIGINT)] * 2
+    assert scene.run(*interrupt, lambda: None, lambda: scene.ends(exitcodes.REQUEUE)) == exitcodes.INTERRUPTED
+    assert scene.steps.signals == [signal.SIGUSR1, signal.SIGTERM]
+    assert scene.slurm.submitted == []
+
+
+def test_the_job_lives_as_long_as_guests_carry_the_run(scene: Scene) -> None:
+    """All launchers on the job's own nodes are gone; somebody renews the lease for a minute, then says the end."""
+    claims.create(scene.folder, Claim(1, START, "n8.1"))
+
+    def leave() -> None:
+        scene.steps.codes = {"n1": 0, "n2": 1, "n3": 1}
+
+    beats = [lambda beat=beat: claims.renew(scene.folder, 1, beat) for beat in range(1, 300)]
+    assert scene.run(leave, *beats, lambda: scene.ends(exitcodes.OK)) == exitcodes.OK
+    assert scene.clock.monotonic() > SILENT_S + BEAT_S
+
+
+def test_guests_that_fall_silent_are_given_up(scene: Scene) -> None:
+    """Nobody has said how the run has ended: it runs again."""
+    claims.create(scene.folder, Claim(1, START, "n8.1"))
+    began = scene.clock.monotonic()
+
+    def leave() -> None:
+        scene.steps.codes = {"n1": 0, "n2": 1, "n3": 1}
+
+    beats = [lambda beat=beat: claims.renew(scene.folder, 1, beat) for beat in range(1, 5)]
+    assert scene.run(leave, *beats) == exitcodes.OK
+    assert scene.slurm.calls == ["requeue"]
+    assert SILENT_S <= scene.clock.monotonic() - began < SILENT_S + BEAT_S
+
+
+def test_the_story_of_the_run_is_copied(tmp_path: Path) -> None:
+    """From now on; what earlier starts have told stands in the job's log already."""
+    (tmp_path / "job.log").write_text("before\n")
+    scene = Scene(tmp_path)
+    with (tmp_path / "copy").open("wb") as copy:
+        scene.batch.log = copy.fileno()
+
+        def tell() -> None:
+            with (tmp_path / "job.log").open("a") as file:
+                file.write("n2 is lost\nhalf a li")
+
+        scene.run(tell, lambda: scene.ends(exitcodes.OK))
+    assert (tmp_path / "copy").read_text() == "n2 is lost\n"

@@ -1,0 +1,151 @@
+"""The parts of ``opsd slurm run``: names, steps, and when a run is over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opsd import exitcodes
+from opsd.checkpoints.claims import Claim
+from opsd.launch.ranks.rundir import RUN_NAME
+from opsd.slurm.ending import LONG_S, SILENT_S, Ending, Look, Wordless, ending
+from opsd.slurm.run_cli import run_name
+from opsd.slurm.run_events import RunEvents
+from opsd.slurm.steps import cpus_of, srun
+
+START = "train, job 7.0"
+NODES = frozenset({"n1", "n2", "n3"})
+
+
+def ended(code: int, start: str = START, **more: object) -> Claim:
+    """The last claim of a run."""
+    return Claim(4, start, "n1.1", plan={"end": {"code": code, "reason": "said so", **more}})
+
+
+RUNS = Claim(3, START, "n1.1")
+
+
+def gone(claim: Claim | None, gone_s: float = 60.0, silent_s: float = float("inf"), **codes: int) -> Look:
+    """No step is left, and srun said this of them."""
+    return Look(claim, frozenset(), codes, gone_s, silent_s)
+
+
+@pytest.mark.parametrize("name", ["train", "llama-70b_v2.1", "job.sbatch"])
+def test_a_job_name_that_may_name_a_run_does(name: str) -> None:
+    """Nothing is added to it."""
+    assert run_name({"SLURM_JOB_NAME": name}) == name
+
+
+@pytest.mark.parametrize("name", ["mein großer Lauf", "über", "日本語", "-x", "", "a/b", "x" * 200, "a b\n"])
+def test_any_job_name_becomes_one_that_may(name: str) -> None:
+    """Blanks, umlauts, and names that are too long are replaced."""
+    assert RUN_NAME.fullmatch(run_name({"SLURM_JOB_NAME": name}))
+
+
+def test_names_that_differ_in_what_is_replaced_stay_apart() -> None:
+    """Two jobs never share a run by accident."""
+    names = ["a b", "a-b", "a_b", "ä b", "a/b", "x" * 200, "x" * 201]
+    assert len({run_name({"SLURM_JOB_NAME": name}) for name in names}) == len(names)
+
+
+def test_each_task_of_an_array_has_a_run_of_its_own() -> None:
+    """The tasks of an array have the same name, which may be too long for a number behind it."""
+    assert run_name({"SLURM_JOB_NAME": "sweep", "SLURM_ARRAY_TASK_ID": "7"}) == "sweep-7"
+    tasks = {run_name({"SLURM_JOB_NAME": "x" * 80, "SLURM_ARRAY_TASK_ID": str(task)}) for task in range(100)}
+    assert len(tasks) == 100
+
+
+def test_a_step_is_one_task_on_one_node_and_outlives_the_others() -> None:
+    """With --no-kill, which the step needs as well as the job."""
+    argv = srun("n2", 64, ["opsd", "launch"])
+    assert argv[-2:] == ["opsd", "launch"]
+    assert {"--no-kill", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap", "--cpus-per-task=64"} <= set(argv)
+
+
+def test_processors_are_those_of_each_node() -> None:
+    """Slurm writes equal numbers once; what does not fit the nodes is left out."""
+    told = {"SLURM_JOB_CPUS_PER_NODE": "8(x2),4"}
+    assert cpus_of(["n1", "n2", "n3"], told) == {"n1": 8, "n2": 8, "n3": 4}
+    assert cpus_of(["n1"], told) == cpus_of(["n1"], {}) == {}
+
+
+def test_the_run_ends_as_it_says_whatever_srun_says() -> None:
+    """Also while steps are left: that of a dead node may seem to go on for minutes."""
+    look = Look(ended(70, lost=["n2"], unfit=["n3"]), NODES, {})
+    assert ending(look, START) == Ending(70, "said so", True, ("n2",), ("n3",))
+
+
+def test_what_an_earlier_start_has_said_is_not_the_end_of_this_one() -> None:
+    """The job was requeued after that."""
+    assert ending(Look(ended(75, "train, job 7.1"), NODES, {}), "train, job 7.2") is None
+
+
+def test_the_start_of_a_run_on_one_node_names_its_launcher_too() -> None:
+    """Another start of the job is still another one."""
+    claim = ended(0, "train, job 7.1, n1-4711-ab")
+    assert ending(Look(claim, NODES, {}), "train, job 7.1") is not None
+    assert ending(Look(claim, NODES, {}), "train, job 7.10") is None
+    assert ending(Look(ended(0, "train, job 7.10, n1-4711-ab"), NODES, {}), "train, job 7.1") is None
+
+
+def test_a_step_that_ends_with_zero_is_no_end() -> None:
+    """Slurm up to 22.05 says 0 of a step whose node has died."""
+    assert ending(Look(RUNS, frozenset({"n1"}), {"n2": 0, "n3": 0}), START) is None
+    found = ending(gone(RUNS, n1=0, n2=0, n3=0), START)
+    assert found is not None
+    assert (found.code, found.told) == (exitcodes.REQUEUE, False)
+
+
+def test_guests_keep_the_job_alive() -> None:
+    """All of the job's own nodes were replaced; somebody renews the lease."""
+    assert ending(gone(RUNS, silent_s=1.0, n1=0, n2=1), START) is None
+    assert ending(gone(RUNS, gone_s=1.0, n1=0, n2=1), START) is None
+    assert ending(gone(RUNS, silent_s=SILENT_S, n1=0, n2=1), START) is not None
+
+
+@pytest.mark.parametrize("code", [exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED])
+def test_what_another_start_would_not_mend_ends_the_job(code: int) -> None:
+    """A wrong command line, no such program, another copy of the run."""
+    found = ending(gone(None, n1=code, n2=1), START)
+    assert found is not None
+    assert found.code == code
+
+
+def test_launchers_that_all_fail_before_anything_began_end_the_job() -> None:
+    """No claim of this start: they could not make the folder, or reach each other."""
+    found = ending(gone(Claim(2, "train, job 6.0", "n1.1"), n1=1, n2=1), START)
+    assert found is not None
+    assert found.code == 1
+
+
+def test_a_run_that_began_and_ended_without_a_word_is_run_again() -> None:
+    """Its launchers were killed, by the kernel for memory for instance."""
+    found = ending(gone(RUNS, n1=137, n2=137), START)
+    assert found is not None
+    assert (found.code, "n1 137" in found.reason) == (exitcodes.REQUEUE, True)
+
+
+def test_starts_without_a_word_are_counted_while_nothing_is_gained(tmp_path: Path) -> None:
+    """A step further, or a long time, and the count begins anew."""
+    counted = Wordless(tmp_path / "wordless.json")
+    assert [counted.note(step, 60.0) for step in (0, 0, 20, 20)] == [1, 2, 1, 2]
+    assert counted.note(20, LONG_S) == 1
+    counted.forget()
+    assert counted.note(20, 60.0) == 1
+
+
+def test_the_files_of_the_run_tell_who_is_lost_and_how_far_it_came(tmp_path: Path) -> None:
+    """From now on: what an earlier start has lost is nothing to this one."""
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "node_lost", "lost": "n9"}\n')
+    events = RunEvents(tmp_path)
+    lines = [
+        {"event": "node_lost", "lost": "n2"}, {"event": "node_lost", "lost": "n3"},
+        {"event": "launcher_joined", "joined": "n3"}, {"event": "checkpoint_committed", "step": 40},
+    ]  # fmt: skip
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.write("no JSON\n")
+    assert (events.lost, events.step) == (frozenset({"n2"}), 40)
