@@ -29,7 +29,8 @@ from opsd.launch.ranks.ranks import RankStarter
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import PREFIX, Settings, Streams
 from opsd.launch.ranks.standby import StandbyPool
-from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows
+from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm
+from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.options import Meeting, join_timeout, meeting, run_name
 from opsd.launch.run.placement import Shape
@@ -256,7 +257,7 @@ def _settings(program: Program, run: str, node: str, options: dict[str, Any]) ->
 def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
     several = _several(options)
     try:
-        fellows = _fellows(options, settings.node, several=several)
+        fellows = _fellows(options, settings, folders.folder, several=several)
         secret = job_secret(folders.folder) if several else b""
     except (FellowsError, SecretError) as error:
         raise click.ClickException(str(error)) from error
@@ -276,10 +277,15 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
     )
 
 
-def _fellows(options: dict[str, Any], node: str, *, several: bool) -> Fellows:
-    if several:
-        return find_fellows(options["nodes"], node, options["port"], os.environ)
-    own = Member(node, options["master_addr"] or LOOPBACK, options["port"] or DEFAULT_PORT)
+def _fellows(options: dict[str, Any], settings: Settings, folder: Path, *, several: bool) -> Fellows:
+    """The launchers of the run: as named, as Slurm says, or who comes to the run's folder. Raises FellowsError."""
+    place: Meeting | None = options["meeting"]
+    if several and (place is None or options["nodes"] or of_slurm(os.environ)):
+        return find_fellows(options["nodes"], settings.node, options["port"], os.environ)
+    if several and place is not None:
+        start = f"{settings.run}, at {place.host}:{place.port}"
+        return meet(place, folder, settings.node, options["port"], options["join_timeout"], start=start)
+    own = Member(settings.node, options["master_addr"] or LOOPBACK, options["port"] or DEFAULT_PORT)
     return Fellows(own, (own,))
 
 

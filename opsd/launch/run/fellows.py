@@ -41,12 +41,14 @@ class Count:
 class Fellows:
     """All launchers of the run in the order in which they get work, and the own one among them.
 
-    A ``guest`` runs on a node that is not the Slurm job's: it was fetched from a pool.
+    A ``guest`` runs on a node that is not the Slurm job's: it was fetched from a pool. ``meeting`` is the start of the
+    run, see ``start_of``, if they have met at a place that was given.
     """
 
     own: Member
     members: tuple[Member, ...]
     guest: bool = False
+    meeting: str = ""
 
 
 def way_to(address: str) -> str:
@@ -63,14 +65,17 @@ def find_fellows(
 
     Raises FellowsError.
     """
-    given = nodes or _of_slurm(environ)
+    given = nodes or of_slurm(environ)
     if not given:
-        raise FellowsError("more than one node, and no Slurm job that says which: name them with --nodes n1,n2,…")
+        raise FellowsError(
+            "more than one node, and no Slurm job that says which: name them with --nodes n1,n2,…, or give all of them "
+            "the same --rdzv-endpoint HOST:PORT"
+        )
     port = port or _job_port(environ)
     told = cloud_addresses(environ)
     members: dict[str, Member] = {}
     for name, address in _pairs(given).items():
-        members[name] = Member(name, _resolve(told.get(address, address)), port)
+        members[name] = Member(name, resolve(told.get(address, address)), port)
     if own_name not in members:
         shown = ", ".join(list(members)[:8])
         raise FellowsError(f"this node, {own_name}, is not among the nodes of the run ({shown}); see --node-name")
@@ -80,7 +85,7 @@ def find_fellows(
     return Fellows(members[own_name], tuple(members.values()), guest)
 
 
-def _of_slurm(environ: Mapping[str, str]) -> str:
+def of_slurm(environ: Mapping[str, str]) -> str:
     """The nodes of the step where it has several, ``srun -N2`` in a job of six; those of the job for a step of one."""
     if environ.get("SLURM_STEP_NUM_NODES", "1") != "1" and environ.get("SLURM_STEP_NODELIST"):
         return environ["SLURM_STEP_NODELIST"]
@@ -94,6 +99,8 @@ def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: s
     not join once it is back: it may be the next to be told to stop. A launcher that has no fellows is a start of its
     own, and so is a group outside Slurm that begins with another launcher.
     """
+    if fellows.meeting:
+        return fellows.meeting
     name, first = start_of_job(run, environ), fellows.members[0]
     if len(fellows.members) == 1:
         return f"{name}, {launcher}"
@@ -131,7 +138,8 @@ def _within_reach(members: Mapping[str, Member], own_name: str, way_to: Callable
         ) from error
 
 
-def _resolve(host: str) -> str:
+def resolve(host: str) -> str:
+    """The address of ``host``. Raises FellowsError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
