@@ -198,7 +198,7 @@ class Fence:
 
     def _goes_on(self, found: Mapping[int, Path], later: int) -> bool:
         """Whether the newest claim leaves this generation its right to write."""
-        return _read(found[later]).keeps == self.number or _by_one_launcher(found, self.number)
+        return 0 < _read(found[later]).keeps == self.number or _by_one_launcher(found, self.number)
 
     def shuts_out_saves(self) -> bool:
         """Whether what earlier generations still save cannot be completed. Raises ClaimError."""
