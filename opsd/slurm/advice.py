@@ -32,7 +32,7 @@ def advise(config: Mapping[str, str], version: Version, partitions: Sequence[Par
 
 
 def _detection(config: Mapping[str, str]) -> Iterator[Advice]:
-    timeout = _seconds(config.get("SlurmdTimeout", ""))
+    timeout = seconds(config.get("SlurmdTimeout", ""))
     if timeout is not None and not 0 < timeout <= 60:
         yield Advice(
             "SlurmdTimeout", config["SlurmdTimeout"], "SlurmdTimeout=30",
@@ -49,7 +49,7 @@ def _detection(config: Mapping[str, str]) -> Iterator[Advice]:
 def _requeue(config: Mapping[str, str], version: Version) -> Iterator[Advice]:
     expire = _option(config, "AuthInfo", "cred_expire", "120")
     delay = _option(config, "SchedulerParameters", "requeue_delay", expire) if _has_requeue_delay(version) else expire
-    if (_seconds(delay) or 0) <= 10:
+    if (seconds(delay) or 0) <= 10:
         return
     why = "a requeued job may not start for this many seconds unless somebody sets its start time"
     if _has_requeue_delay(version):
@@ -69,17 +69,17 @@ def _scheduling(config: Mapping[str, str]) -> Iterator[Advice]:
         ("sched_interval", "60", 10, 5, "the main scheduler looks at the whole queue this often"),
     ):
         now = _option(config, "SchedulerParameters", option, default)
-        if (_seconds(now) or 0) > most:
+        if (seconds(now) or 0) > most:
             yield Advice(option, now, f"add {option}={recommended} to SchedulerParameters", why)
 
 
 def _stopping(config: Mapping[str, str]) -> Iterator[Advice]:
-    if (_seconds(config.get("TCPTimeout", "2")) or 0) > 1:
+    if (seconds(config.get("TCPTimeout", "2")) or 0) > 1:
         yield Advice(
             "TCPTimeout", config["TCPTimeout"], "TCPTimeout=1",
             "after the loss of the batch host step daemons try six times to reach it: 17 s to the restart, 11 s with 1",
         )  # fmt: skip
-    if (_seconds(config.get("KillWait", "30")) or 0) > 10:
+    if (seconds(config.get("KillWait", "30")) or 0) > 10:
         yield Advice(
             "KillWait", config["KillWait"], "KillWait=5",
             "tasks that ignore SIGTERM hold up a requeue this long: 33 s instead of 6 s",
@@ -127,7 +127,7 @@ def _option(config: Mapping[str, str], setting: str, option: str, default: str) 
     return options.get(option, default)
 
 
-def _seconds(text: str) -> int | None:
+def seconds(text: str) -> int | None:
     """The number at the beginning of "300 sec", None if there is none."""
     match = re.match(r"\d+", text)
     return int(match[0]) if match else None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from opsd.slurm.advice import Advice, advise
+from opsd.slurm.advice import Advice, advise, seconds
 from opsd.slurm.port import Slurm, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 
 PROBE = "opsd-permission-probe"
 """A node that does not exist: Slurm checks the permission first, so its answer tells without touching a node."""
+
+
+LONG_S = 60.0
+"""A requeue that waits longer than this is worth a word to an administrator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ def check(slurm: Slurm, node: str, *, no_bindings: str = "", clock: Callable[[],
             Fact(True, f"Slurm {version}, the controller answers in {1000 * (clock() - began):.0f} ms"),
             Fact(None, f"through Slurm's commands: {no_bindings}" if no_bindings else "through pyslurm"),
             *_node(slurm, node),
-            *_permissions(slurm, config.get("PrivateData", "")),
+            *_permissions(slurm, config),
         )
         return Report(True, facts, advise(config, version, slurm.partitions()))
     except (SlurmMissing, SlurmUnavailable) as error:
@@ -62,15 +66,28 @@ def _node(slurm: Slurm, name: str) -> Iterator[Fact]:
     )
 
 
-def _permissions(slurm: Slurm, private: str) -> Iterator[Fact]:
+def _permissions(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Fact]:
     may = may_update_nodes(slurm)
     if may:
         yield Fact(True, "may drain, resume and down nodes, requeue any job and keep reservations")
         return
     yield Fact(False, "may not drain, resume or down nodes: that needs root, SlurmUser or an operator (sacctmgr)")
     yield Fact(True, "may submit jobs and requeue, reschedule and cancel its own")
-    if "jobs" in private.lower():
+    if (noticed_s := longest_until_noticed(config)) is not None and noticed_s > LONG_S:
+        yield Fact(
+            False,
+            f"where the node of a batch script dies, a requeue waits until Slurm notices, up to {noticed_s:.0f} s: an "
+            "administrator shortens that by SlurmdTimeout=30, or to nothing by sacctmgr modify user NAME set "
+            "adminlevel=operator; opsd slurm run --pool same needs no requeue while a node is free",
+        )
+    if "jobs" in config.get("PrivateData", "").lower():
         yield Fact(False, "sees only its own jobs (PrivateData=jobs)")
+
+
+def longest_until_noticed(config: Mapping[str, str]) -> float | None:
+    """Seconds until Slurm takes a dead node down by itself: its timeout and up to a third; None if it never does."""
+    timeout_s = seconds(config.get("SlurmdTimeout", ""))
+    return timeout_s * 4 / 3 if timeout_s else None
 
 
 def may_update_nodes(slurm: Slurm) -> bool:

@@ -158,3 +158,15 @@ def test_the_command_on_a_machine_without_slurm(tmp_path: Path) -> None:
     assert json.loads(as_json.stdout)["usable"] is False
     assert wrong.returncode == exitcodes.USAGE
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("timeout", "operator", "told"),
+    [("300 sec", False, "400 s"), ("300 sec", True, ""), ("30 sec", False, ""), ("0 sec", False, "")],
+)
+def test_an_ordinary_user_hears_what_the_loss_of_a_batch_host_costs(timeout: str, operator: bool, told: str) -> None:
+    """And what an administrator could do about it, or the user."""
+    slurm = FakeSlurm([Node("n1", "idle")], operator=operator, config={**DEFAULTS, "SlurmdTimeout": timeout})
+    facts = [fact.text for fact in check(slurm, "n1").facts if "until Slurm notices" in fact.text]
+    assert len(facts) == bool(told)
+    assert all(told in fact and "adminlevel=operator" in fact for fact in facts)

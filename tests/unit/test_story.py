@@ -86,3 +86,14 @@ def test_an_output_that_is_not_shared_is_left_alone(tmp_path: Path, told: str) -
     log.tell({"t": 0.0, **LOST})
     assert output.read_text() == ""
     assert (tmp_path / STORY).exists()
+
+
+def test_a_batch_host_that_an_earlier_start_has_lost_is_not_lost(tmp_path: Path) -> None:
+    """It runs the batch script of this start, which copies the story itself."""
+    output = tmp_path / "train-7.log"
+    output.touch()
+    log = StoryLog(tmp_path, {"OPSD_BATCH_HOST": "n2", "OPSD_JOB_OUTPUT": f"{output.stat().st_ino}:{output}"})
+    log.remember(LOST)
+    for event in (STARTED, RESUMED):
+        log.tell({"t": 0.0, **event})
+    assert output.read_text() == ""

@@ -49,12 +49,18 @@ class StoryLog:
 
     def remember(self, event: Mapping[str, Any]) -> str:
         """Take ``event`` into account, which an earlier leader may have told already; its line."""
-        self._orphaned = self._orphaned or _loses(event, self._batch_host)
+        if self._batch_host and event.get("event") == "node_lost" and event.get("lost") == self._batch_host:
+            self._orphaned = True
+        elif self._batch_host in _present(event):
+            self._orphaned = False  # it was lost in an earlier start, or came back: the job's output is its own again
         return self._story.line(event)
 
 
-def _loses(event: Mapping[str, Any], batch_host: str) -> bool:
-    return bool(batch_host) and event.get("event") == "node_lost" and event.get("lost") == batch_host
+def _present(event: Mapping[str, Any]) -> tuple[object, ...]:
+    """The nodes that have a launcher, as far as ``event`` says so."""
+    if event.get("event") == "generation_started":
+        return (*(event.get("nodes") or ()), *(event.get("spares") or ()))
+    return (event.get("joined"),)
 
 
 def _append(path: Path, line: str, *, create: bool = True) -> None:
