@@ -60,9 +60,10 @@ def two_generations(folder: Path, source: str, *flags: str, env: dict[str, str] 
 
 
 def seen_in(log: str) -> Any:
-    """What was shown, and what was printed before that."""
-    before, _, state = log.rpartition("seen ")
-    return [before, json.loads(state)]
+    """What was printed besides, and what was shown."""
+    lines = log.splitlines()
+    (state,) = [line for line in lines if line.startswith("seen ")]
+    return ["\n".join(sorted({*lines} - {state})), json.loads(state.removeprefix("seen "))]
 
 
 def test_the_state_of_the_process(tmp_path: Path) -> None:

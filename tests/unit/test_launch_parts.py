@@ -28,7 +28,7 @@ from opsd.launch.ranks.environment import (
     launch_environment,
 )
 from opsd.launch.ranks.error_file import read_error
-from opsd.launch.ranks.membership import SingleNode, free_port
+from opsd.launch.ranks.membership import Assignment, free_port
 from opsd.launch.ranks.process import launcher_mark
 from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 
@@ -46,7 +46,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def test_environment_is_torchruns(tmp_path: Path) -> None:
     """A rank finds every variable that torchrun sets, and opsd's own."""
-    place = SingleNode(4, "127.0.0.1", 29_501).assign()
+    place = Assignment(0, 1, 0, 4, 4, "127.0.0.1", 29_501)
     env = launch_environment(
         {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, local_rank=2, local_size=4, run="r", run_dir=tmp_path, job="77", node="n1"
     ) | generation_environment(
@@ -67,7 +67,7 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
 
 def test_what_a_generation_tells_is_known(tmp_path: Path) -> None:
     """A standby on a spare node is told which variables it has yet to be told."""
-    place = SingleNode(1, "127.0.0.1", 29_501).assign()
+    place = Assignment(0, 1, 0, 1, 1, "127.0.0.1", 29_501)
     env = generation_environment(
         place, local_rank=0, generation=1, restarts=0, max_restarts=8, run_id="id", role="default",
         error_file=tmp_path / "error.json", page=tmp_path / "page",
