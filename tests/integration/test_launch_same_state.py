@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from opsd import exitcodes
+from opsd.client import read_page
 from tests.fakes.launched import TRAIN, Launched
 from tests.fakes.nodes import Nodes
 
@@ -60,9 +61,10 @@ def two_generations(folder: Path, source: str, *flags: str, env: dict[str, str] 
 
 
 def seen_in(log: str) -> Any:
-    """What was shown, and what was printed before that."""
-    before, _, state = log.rpartition("seen ")
-    return [before, json.loads(state)]
+    """What was printed besides, and what was shown."""
+    lines = log.splitlines()
+    (state,) = [line for line in lines if line.startswith("seen ")]
+    return ["\n".join(sorted({*lines} - {state})), json.loads(state.removeprefix("seen "))]
 
 
 def test_the_state_of_the_process(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_a_module_that_reads_the_environment_when_imported(tmp_path: Path) -> No
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/reader.py").write_text(
         "import os, random, sys, warnings\n"
-        "NAMES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK', 'OPSD_RANK_PAGE', 'ROLE_NAME',\n"
+        "NAMES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK', 'ROLE_NAME',\n"
         "         'TORCHELASTIC_RUN_ID', 'OPSD_RUN')\n"
         "STATE = {name: os.environ[name] for name in NAMES} | {'argv': sys.argv, 'path': sys.path[0]}\n"
         "STATE['main'] = sys.modules['__main__'].__file__\n"
@@ -118,6 +120,23 @@ def test_a_module_that_reads_what_will_differ(tmp_path: Path, read: str) -> None
         os.kill(launched.event("generation_started")["ranks"][0]["pid"], signal.SIGKILL)
         assert launched.wait() == exitcodes.OK
         assert (launched.log(0, 1), launched.log(0, 2)) == ("True\n", "True\n")
+        assert [event["standby"] for event in launched.events("generation_started")] == [0, 0]
+
+
+def test_a_module_that_makes_its_page_when_imported(tmp_path: Path) -> None:
+    """The page of the living rank is not touched by the standby, which the next start does without."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages/paged.py").write_text(
+        "from opsd.client import Reporter\nREPORTER = Reporter.from_env()\n"
+    )
+    source = "import paged, time\nfor _ in range(100_000):\n    paged.REPORTER.step()\n    time.sleep(0.02)\n"
+    env = {"PYTHONPATH": str(tmp_path / "site-packages")}
+    with Launched(tmp_path, source, env=env) as launched:
+        launched.until(lambda: launched.event("generation_started") and launched.ask(cmd="status")["standby"] == 1)
+        pid = launched.event("generation_started")["ranks"][0]["pid"]
+        assert read_page(launched.memory / "rank-0000.page").pid == pid
+        os.kill(pid, signal.SIGKILL)
+        assert launched.event("resumed")["generation"] == 2
         assert [event["standby"] for event in launched.events("generation_started")] == [0, 0]
 
 

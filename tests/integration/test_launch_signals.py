@@ -130,8 +130,8 @@ def test_sigint_ends_the_program_in_order(tmp_path: Path) -> None:
         assert not launched.events("rank_exited")
         for rank in range(2):
             lines = launched.log(rank).splitlines()
-            assert lines[:3] == ["ready", "interrupted", "finally"]
-            assert lines[-1] == "atexit"
+            ours = ("ready", "interrupted", "finally", "atexit")
+            assert [line for line in lines if line in ours] == [*ours]
             assert "KeyboardInterrupt" in lines
             assert "opsd" not in launched.log(rank)
 

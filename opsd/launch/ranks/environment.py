@@ -9,13 +9,16 @@ from opsd.launch.ranks.membership import Assignment
 from opsd.launch.ranks.process import LAUNCHER, launcher_mark
 
 VARYING = frozenset(
-    ["MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"]
+    [
+        *("MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "OPSD_RANK_PAGE", "TORCHELASTIC_ERROR_FILE"),
+        "TORCHELASTIC_RESTART_COUNT",
+    ]
 )
-"""What may differ at every restart of the same rank."""
+"""What may differ at every restart of the same rank. The page is the living rank's: a standby is told of another."""
 OF_A_GENERATION = VARYING | frozenset(
     [
         *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-        *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "OPSD_RANK_PAGE"),
+        *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
     ]
 )
 """What a rank is told at its start: all of ``generation_environment``."""

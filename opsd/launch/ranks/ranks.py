@@ -105,7 +105,9 @@ class RankStarter:
         rank = place.rank_offset + local_rank
         log = self._folders.generation_logs(generation) / f"rank-{rank:04d}.log"
         env = self._environment(generation, place, local_rank, restarts)
-        self._standby.stand_for(local_rank, self._environment(generation + 1, place, local_rank, restarts + 1))
+        expected = self._environment(generation + 1, place, local_rank, restarts + 1)
+        not_the_living = {"OPSD_RANK_PAGE": f"{expected['OPSD_RANK_PAGE']}.standby"}
+        self._standby.stand_for(local_rank, expected | not_the_living)
         output = RankOutput(rank)
         self._console.follow(output, log, self._settings.shows(rank, local_rank))
         worker, warm = self._worker(local_rank, env, output.descriptors)
