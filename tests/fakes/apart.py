@@ -50,6 +50,16 @@ class Wires(Namespaces):
         super().__init__(count, mbit=1000.0, prefix="opsdmx")
         self._beyond = f"{self._prefix}b"
 
+    def give_ipv6(self) -> None:
+        """Let every node have such an address as well, see ``address6``."""
+        for node in range(self.count):
+            own = f"{self.address6(node)}/64"
+            _run(*self.command(node), "ip", "-6", "address", "add", own, "dev", "eth0", "nodad")
+
+    def address6(self, node: int) -> str:
+        """The IPv6 address of a node on the bridge."""
+        return f"fd13::{node + 1}"
+
     def part(self, nodes: Iterable[int]) -> None:
         """Let these reach each other and nobody else, and nobody else them."""
         for node in nodes:
@@ -100,10 +110,13 @@ class Trace:
 class Apart(Nodes):
     """Launchers n1, n2, … of one run, each with a rank that steps, on the ``wires``; from 1 to all of them may run."""
 
-    def __init__(self, folder: Path, wires: Wires, *flags: str) -> None:
+    def __init__(self, folder: Path, wires: Wires, *flags: str, ipv6: bool = False) -> None:
         self.steps = folder / "steps"
         self.steps.mkdir()
         self.wires = wires
+        self._ipv6 = ipv6
+        if ipv6:
+            wires.give_ipv6()
         least_and_most = f"--nnodes=1:{wires.count}"
         super().__init__(folder, STEPPER, least_and_most, *flags, count=wires.count)
         self._program = [*self._program, str(self.steps)]
@@ -115,7 +128,8 @@ class Apart(Nodes):
 
     def address(self, name: str) -> str:
         """Its address on the bridge."""
-        return self.wires.address(self._index(name))
+        node = self._index(name)
+        return self.wires.address6(node) if self._ipv6 else self.wires.address(node)
 
     def __exit__(self, *error: object) -> None:
         for process in self._launchers():

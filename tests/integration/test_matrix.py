@@ -91,19 +91,19 @@ def cells() -> Iterator[object]:
 
 
 @pytest.fixture
-def apart(tmp_path: Path) -> Iterator[Callable[[int], Apart]]:
+def apart(tmp_path: Path) -> Iterator[Callable[..., Apart]]:
     """Starts a run of so many launchers, which are ended whatever happens; a bystander is left alone by all of it."""
     with ExitStack() as stack:
         bystander = subprocess.Popen(["sleep", "600"])
         stack.callback(bystander.wait)
         stack.callback(bystander.kill)
 
-        def start(size: int) -> Apart:
+        def start(size: int, ipv6: bool = False) -> Apart:
             try:
                 wires = stack.enter_context(Wires(size))
             except NoNamespacesError as error:
                 pytest.skip(str(error))
-            return stack.enter_context(Apart(tmp_path, wires))
+            return stack.enter_context(Apart(tmp_path, wires, ipv6=ipv6))
 
         yield start
         assert bystander.poll() is None
@@ -142,7 +142,7 @@ def settles(run: Apart, healed_at: float) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "who", "fault"), list(cells()))
 def test_one_generation_goes_on(
-    apart: Callable[[int], Apart], size: int, who: str, fault: Callable[[Apart, list[str]], None]
+    apart: Callable[..., Apart], size: int, who: str, fault: Callable[[Apart, list[str]], None]
 ) -> None:
     """All launchers live on, no rank of another generation is left, and none committed that had been passed over."""
     run = apart(size)
@@ -157,11 +157,21 @@ def test_one_generation_goes_on(
     settles(run, healed_at=time.time())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_over_ipv6(apart: Callable[..., Apart]) -> None:
+    """Launchers and ranks meet there as well, and after a loss."""
+    run = apart(2, ipv6=True)
+    begins(run, 2)
+    kill(run, [run.leader])
+    settles(run, healed_at=time.time())
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("with_ranks", [False, True])
 def test_a_tie_whose_loser_wakes_beside_a_launcher_that_has_forgotten(
-    apart: Callable[[int], Apart], with_ranks: bool
+    apart: Callable[..., Apart], with_ranks: bool
 ) -> None:
     """Of three, one is frozen and then one killed, so that the last goes on alone; it is frozen, and they return.
 
