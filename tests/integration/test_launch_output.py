@@ -104,8 +104,8 @@ def test_full_disk_costs_logs_and_not_the_run(tmp_path: Path, small_disk: Path) 
     """With no byte left below the run folder ranks print on, are started again, and why they failed is known."""
     source = TRAIN + (
         "for n in range(3000):\n    print('x' * 1000)\n"
-        "if generation == 1:\n    raise RuntimeError('on purpose')\n"
-        "train(5)"
+        "def fail():\n    if restarts == 0:\n        raise RuntimeError('on purpose')\n"
+        "train(30, at=20, do=fail)"
     )
     with Launched(tmp_path, source, f"--run-dir={small_disk / 'run'}") as launched:
         assert launched.wait() == exitcodes.OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -173,6 +174,23 @@ def test_log_without_limit(tmp_path: Path) -> None:
     for _ in range(10):
         log.write(b"x" * 1000)
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [10_000]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_logs_leave_room_on_their_disk(tmp_path: Path) -> None:
+    """What a run cannot go on without, as the claim of its next generation, finds room when logs find none."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        logs = [LogFile(tmp_path / f"{rank}.log", 0) for rank in range(4)]
+        for _ in range(100):
+            for log in logs:
+                log.write(b"x" * 20_000)
+        (tmp_path / "claim").write_bytes(b"x" * 50_000)
+        assert sum(path.stat().st_size for path in tmp_path.glob("*.log")) > 3 << 20
+        for log in logs:
+            log.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_disk_that_is_full_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
-"""A log file that never grows too large and whose disk may fill up."""
+"""A log file that never grows too large, does not fill its disk, and whose disk may be full."""
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,8 @@ from opsd.launch.io.messages import say
 
 FILES = 3
 """How many files a log has at most: NAME, NAME.1 and NAME.2, the newest first."""
+RESERVE, RESERVE_SHARE = 64 << 20, 0.05
+"""What logs leave free on a disk for what a run cannot go on without: bytes, and a share where that is less."""
 
 
 def missing(count: int) -> bytes:
@@ -27,6 +30,7 @@ class LogFile:
         self._size = 0
         self._missing = 0
         self._said = False
+        self._until_look = 0
 
     def write(self, data: bytes) -> None:
         """Append ``data``, where possible; with nothing, make the file."""
@@ -36,6 +40,7 @@ class LogFile:
                 self._open()
             if self._limit and self._size and self._size + len(data) > self._limit:
                 self._rotate()
+            self._leave_room(len(data))
             if self._missing:
                 self._append(missing(self._missing))
                 self._missing = 0
@@ -63,6 +68,17 @@ class LogFile:
         written = os.write(self._file, data)
         self._size += written
         return written
+
+    def _leave_room(self, size: int) -> None:
+        """Look now and then how full the disk is; on a file server each look is a question to it. Raises OSError."""
+        self._until_look -= size
+        if self._until_look < 0:
+            disk = os.fstatvfs(self._file)
+            reserve = min(RESERVE, int(disk.f_blocks * disk.f_frsize * RESERVE_SHARE))
+            free = disk.f_bavail * disk.f_frsize
+            if disk.f_blocks and free - size < reserve:
+                raise OSError(errno.ENOSPC, "No space left on device that logs may take")
+            self._until_look = max(0, free - reserve) // 16
 
     def _rotate(self) -> None:
         self.close()
