@@ -49,6 +49,10 @@ class RunningSteps(Protocol):
         """Pass a signal on."""
         ...
 
+    def abandon(self) -> None:
+        """Wait no longer for the steps that are left."""
+        ...
+
 
 @dataclass
 class Batch:
@@ -91,6 +95,7 @@ class Batch:
             self.sleep(POLL_S)
         self._wait_for_farewell(end)
         self._follow()
+        self.steps.abandon()
         return self._finish(end)
 
     # -- while it runs -------------------------------------------------------------------------------------------

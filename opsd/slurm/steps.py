@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 _CPUS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -33,12 +36,22 @@ def cpus_of(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
 
 
 class Steps:
-    """One process of srun for each node. It has a session of its own: srun answers SIGTERM by killing its task."""
+    """One process of srun for each node. It has a session of its own: srun answers SIGTERM by killing its task.
+
+    None of them outlives this process, in whatever way that ends. The srun of a dead node gives up after a while and
+    has its step cancelled by number; the job may have been started again by then, with steps of the same numbers.
+    """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
         """Start them all. Raises OSError where there is no srun."""
         self._running = {
-            node: subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environ), start_new_session=True)
+            node: subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env=dict(environ),
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509  # there are no threads here
+            )
             for node, command in commands.items()
         }
 
@@ -53,8 +66,18 @@ class Steps:
         """The nodes whose step is not over, as far as srun knows: that of a dead node may seem to go on for minutes."""
         return frozenset(self._running) - self.codes.keys()
 
+    def abandon(self) -> None:
+        """End what is left of srun, without a word to its step; Slurm ends that with the job."""
+        for node in self.left:
+            self._running[node].kill()
+            self._running[node].wait()
+
     def signal(self, number: signal.Signals) -> None:
         """Send SIGUSR1 on to the tasks, which srun does for us without the controller; SIGTERM kills them."""
         for node in self.left:
             with suppress(ProcessLookupError):
                 self._running[node].send_signal(number)
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -29,6 +29,7 @@ class FakeSteps:
     def __init__(self) -> None:
         self.codes: dict[str, int] = {}
         self.signals: list[signal.Signals] = []
+        self.abandoned: frozenset[str] = frozenset()
 
     @property
     def left(self) -> frozenset[str]:
@@ -36,6 +37,9 @@ class FakeSteps:
 
     def signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
+
+    def abandon(self) -> None:
+        self.abandoned = self.left
 
 
 class Scene:
@@ -85,6 +89,17 @@ def test_a_run_that_is_to_go_on_is_requeued_without_what_it_lost(scene: Scene) -
     assert scene.run(lambda: scene.ends(exitcodes.REQUEUE, lost=["n2", "n9"], unfit=["n3"])) == exitcodes.OK
     assert scene.slurm.calls == ["drain n2", "down n2", "requeue"]
     assert "--exclude=n[2-3]" in scene.slurm.submitted[0][1]
+
+
+def test_nobody_waits_for_the_step_of_a_dead_node(scene: Scene) -> None:
+    """Its srun would cancel a step of that number later, which may then be one of the next start."""
+
+    def end() -> None:
+        scene.ends(exitcodes.REQUEUE, lost=["n2"])
+        del scene.steps.codes["n2"]
+
+    assert scene.run(end) == exitcodes.OK
+    assert scene.steps.abandoned == {"n2"}
 
 
 def test_a_job_that_is_cancelled_is_not_requeued(scene: Scene) -> None:

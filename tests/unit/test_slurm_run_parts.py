@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,7 @@ from opsd.launch.ranks.rundir import RUN_NAME
 from opsd.slurm.ending import LONG_S, SILENT_S, Ending, Look, Wordless, ending
 from opsd.slurm.run_cli import run_name
 from opsd.slurm.run_events import RunEvents
-from opsd.slurm.steps import cpus_of, srun
+from opsd.slurm.steps import Steps, cpus_of, srun
 
 START = "train, job 7.0"
 NODES = frozenset({"n1", "n2", "n3"})
@@ -149,3 +154,29 @@ def test_the_files_of_the_run_tell_who_is_lost_and_how_far_it_came(tmp_path: Pat
         file.writelines(json.dumps(line) + "\n" for line in lines)
         file.write("no JSON\n")
     assert (events.lost, events.step) == (frozenset({"n2"}), 40)
+
+
+def test_no_step_outlives_the_batch_script(tmp_path: Path) -> None:
+    """Also where that is killed."""
+    program = (
+        "import sys, time; from opsd.slurm.steps import Steps; "
+        "steps = Steps({'n1': ['sleep', '600']}, {'PATH': '/usr/bin:/bin'}); "
+        "print(steps._running['n1'].pid, flush=True); time.sleep(600)"
+    )
+    batch = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert batch.stdout is not None
+    pid = int(batch.stdout.readline())
+    watched = os.pidfd_open(pid)
+    batch.kill()
+    batch.wait()
+    assert select.select([watched], [], [], 10.0)[0], "srun lives on"
+    os.close(watched)
+    batch.stdout.close()
+
+
+def test_steps_are_ended_without_a_word(tmp_path: Path) -> None:
+    """SIGTERM would have srun end its task."""
+    steps = Steps({"n1": ["sleep", "600"], "n2": ["true"]}, {"PATH": "/usr/bin:/bin"})
+    steps.abandon()
+    assert steps.codes["n1"] == -signal.SIGKILL
+    assert steps.left == frozenset()
