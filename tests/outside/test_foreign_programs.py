@@ -190,7 +190,7 @@ def test_accelerate(tmp_path: Path) -> None:
     need("accelerate")
     survives_a_kill(
         tmp_path, "-m", "accelerate.test_utils.scripts.test_script", after="**Initialization**",
-        env={"ACCELERATE_USE_CPU": "true"}, end="**Test `split_between_processes` functionality**",
+        env={"ACCELERATE_USE_CPU": "true"}, end="**Test reinstantiated state**",
     )  # fmt: skip
 
 
