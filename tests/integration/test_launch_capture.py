@@ -80,8 +80,7 @@ def test_running_and_stopped_processes(start: Callable[..., tuple[int, Path]], t
     assert any(frame.name == "deep_inside" for frame in capture.stacks[0].main)
     assert any("sleep" in frame.name for frame in capture.stacks[0].main)
     assert any(frame.name == "deep_inside" for frame in capture.stacks[1].main)
-    capture.write(tmp_path / "stacks.txt")
-    text = (tmp_path / "stacks.txt").read_text()
+    text = capture.text()
     assert f"rank 1 (pid {stopped}, stopped)" in text
     assert "rank 2" in text
     assert str(log) in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,13 +17,19 @@ LASTING = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTSUP, errno.ENOENT, errno.EISDIR, errno.EEXIST}
 )
 """Errors that do not go away by themselves."""
+SAY_S = 60.0
 
 
 class RunFolder:
     """The ``Folder`` in ``path``. ``looked`` and ``claimed`` are the state machine's."""
 
     def __init__(
-        self, path: Path, loop: Loop, looked: Callable[[Look | None], None], claimed: Callable[[bool | None], None]
+        self,
+        path: Path,
+        loop: Loop,
+        looked: Callable[[Look | None], None],
+        claimed: Callable[[bool | None], None],
+        say: Callable[[str], None],
     ) -> None:
         self.error: OSError | None = None
         """Why the newest request has failed, None while all is well."""
@@ -30,6 +37,8 @@ class RunFolder:
         self._loop = loop
         self._looked = looked
         self._claimed = claimed
+        self._say = say
+        self._said_at = -SAY_S
         self._known = 0
         self._tried = False
 
@@ -49,17 +58,25 @@ class RunFolder:
         return Look(lease, claim, True)
 
     def _answer(self, found: Look | OSError) -> None:
-        self.error = found if isinstance(found, OSError) else None
+        self._note(found)
         self._looked(None if isinstance(found, OSError) else found)
 
     def claim(self, claim: Claim) -> None:
         """See ``Folder.claim``."""
 
         def answered(mine: bool | OSError) -> None:
-            self.error = mine if isinstance(mine, OSError) else None
+            self._note(mine)
             self._claimed(None if isinstance(mine, OSError) else mine)
 
         aside(self._loop, lambda: claims.create(self._path, claim), answered)
+
+    def _note(self, outcome: object) -> None:
+        """Say now and then why a recovery has to wait."""
+        self.error = outcome if isinstance(outcome, OSError) else None
+        now = time.monotonic()
+        if self.error is not None and now - self._said_at >= SAY_S:
+            self._said_at = now
+            self._say(f"{self.error.strerror or self.error}; trying again")
 
     def renew(self, number: int, beat: int) -> None:
         """See ``Folder.renew``; left out while the one before is still under way."""

@@ -59,6 +59,7 @@ class TcpGroup:
             folder, loop,
             lambda found: self._unless_left(lambda now: self._core.looked(now, found)),
             lambda mine: self._unless_left(lambda now: self._core.claimed(now, mine)),
+            say,
         )  # fmt: skip
         self._core = Core(
             own, expected, self._send, self._folder, size=size, start=start, launcher=launcher, timeout_s=timeout_s,

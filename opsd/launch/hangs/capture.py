@@ -82,14 +82,14 @@ class Capture:
         if able:
             time.sleep(_HANDLER_S)
 
-    def write(self, path: Path) -> None:
-        """Write all stacks to ``path`` for people to read. Raises OSError."""
+    def text(self) -> str:
+        """All stacks, for people to read."""
         parts = []
         for target in self.targets:
             stack = self.stacks.get(target.rank)
             text = str(stack) if stack is not None else f"  not readable; what the rank itself wrote: {target.fallback}"
             parts.append(f"rank {target.rank} (pid {target.pid}{', stopped' if target.stopped else ''})\n{text}\n")
-        path.write_text("\n".join(parts), encoding="utf-8")
+        return "\n".join(parts)
 
     def _look_closer(self, target: Target) -> None:
         if not target.stopped:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from opsd.client import RankPage, process_state
 from opsd.launch.hangs.capture import Capture, Target
 from opsd.launch.hangs.hang import Hang, HangJudge, HangLimits, Stall, Standing
+from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Loop
+from opsd.launch.io.messages import say
 from opsd.launch.ranks.ranks import Generation
 from opsd.launch.ranks.rundir import RunFolders
 
@@ -107,14 +110,17 @@ class HangWatch:
         capture.start()
         return capture
 
-    def _write(self, generation: int, capture: Capture) -> str | None:
+    def _write(self, generation: int, capture: Capture) -> str:
+        """Where the stacks will be: a file server that hangs does not hold up the launcher."""
         capture.ask_ranks()
-        path = self._folders.stacks / f"gen-{generation:04d}{self._suffix}.txt"
-        try:
-            capture.write(path)
-        except OSError:
-            return None
+        path, text = self._folders.stacks / f"gen-{generation:04d}{self._suffix}.txt", capture.text()
+        aside(self._loop, lambda: path.write_text(text, encoding="utf-8"), lambda written: _unwritten(path, written))
         return str(path)
+
+
+def _unwritten(path: Path, written: int | OSError) -> None:
+    if isinstance(written, OSError):
+        say(f"the stacks of a hang are not written to {path}: {written.strerror}")
 
 
 def hang_fields(hang: Hang) -> dict[str, object]:
