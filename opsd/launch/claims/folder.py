@@ -71,10 +71,10 @@ class RunFolder:
         aside(self._loop, lambda: claims.create(self._path, claim), answered)
 
     def _note(self, outcome: object) -> None:
-        """Say now and then why a recovery has to wait."""
+        """Say now and then why a recovery has to wait; what will not go away ends the launcher, which says it then."""
         self.error = outcome if isinstance(outcome, OSError) else None
         now = time.monotonic()
-        if self.error is not None and now - self._said_at >= SAY_S:
+        if self.error is not None and self.error.errno not in LASTING and now - self._said_at >= SAY_S:
             self._said_at = now
             self._say(f"{self.error.strerror or self.error}; trying again")
 
