@@ -17,7 +17,7 @@ from trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, of_no
 
 
 def test_an_evaluation_is_no_rank() -> None:
-    """Nothing of what the launcher gives to its ranks alone is left, everything else is."""
+    """Nothing of what the launcher gives to its ranks alone is left but its mark, by which it finds what they began."""
     base = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "OPSD_CONFIG": "/etc/opsd.toml", "HOME": "/home/a"}
     kept = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": "1"}
     fixed = launch_environment(base, local_rank=0, local_size=2, run="r", run_dir=Path("/r"), job="1", node="n1")
@@ -25,7 +25,7 @@ def test_an_evaluation_is_no_rank() -> None:
         Assignment(0, 2, 0, 2, 4, "n1", 29500), local_rank=0, generation=3, restarts=2, max_restarts=8, run_id="r",
         role="default", error_file=Path("/e"), page=Path("/p"),
     )  # fmt: skip
-    assert of_no_rank({**fixed, **changing}) == base | kept
+    assert of_no_rank({**fixed, **changing}) == base | kept | {"OPSD_LAUNCHER": fixed["OPSD_LAUNCHER"]}
 
 
 @pytest.fixture
