@@ -85,6 +85,11 @@ def _node_lost(event: Event) -> str:
     return f"{event['lost']} is lost{what}: silent for {_number(event['silent_s']):.1f} s"
 
 
+def _requeued(event: Event) -> str:
+    step = event.get("step")
+    return f"{f'saved at step {step} and ' if step is not None else ''}stopped after {event['signal']}"
+
+
 def _finished(event: Event) -> str:
     return f"the run ends with {event['exit_code']}: {event['reason']}"
 
@@ -94,7 +99,7 @@ _TOLD: Mapping[str, Callable[[Event], str]] = {
     "hang_detected": _hang,
     "resumed": _resumed,
     "restart_requested": lambda event: f"a restart is asked for: {event['reason']}",
-    "requeued": lambda event: f"saved at step {event.get('step')} and stopped after {event['signal']}",
+    "requeued": _requeued,
     "finished": _finished,
     "node_lost": _node_lost,
     "ranks_gone": lambda event: f"the ranks of {event['gone']} ended while no launcher led the run",

@@ -22,7 +22,7 @@ AGAIN_S = 240.0
 DEFAULTS: Mapping[str, str] = {}
 """Slurm's own timeouts, periods and delays."""
 DOWN_S = 120.0
-LIMIT = ("--time=2", "--signal=USR1@75")
+LIMIT = ("--time=3", "--signal=USR1@75")
 SAVED_S = 10.0
 """Within 5 s of a change slurmctld has saved its state."""
 OUTAGE_TRIALS = 2
