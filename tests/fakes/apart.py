@@ -194,10 +194,10 @@ class Apart(Nodes):
     def ranks_alive(self) -> list[str]:
         """The files that ranks have open, on all nodes, whoever has started them."""
         found = []
-        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-            with suppress(OSError):
-                if (target := descriptor.readlink()).parent == self.steps:
-                    found.append(target.name)
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                targets = [descriptor.readlink() for descriptor in (process / "fd").iterdir()]
+                found += [target.name for target in targets if target.parent == self.steps]
         return found
 
     def claimed_at(self) -> dict[int, float]:
