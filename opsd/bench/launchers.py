@@ -1,4 +1,4 @@
-"""Launchers that agree and run no ranks, many of them in one process: ``python -m opsd.bench.launchers JSON``.
+"""Launchers that claim and run no ranks, many of them in one process: ``python -m opsd.bench.launchers JSON``.
 
 To a line on standard input it answers with the oldest of the newest plans of its launchers, its number of slots, when
 the last of them began, and whether the head is one of them.
@@ -11,18 +11,24 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from opsd.checkpoints.claims import End
+from opsd.launch.claims.messages import Begun, Ready
+from opsd.launch.claims.node import TcpGroup
+from opsd.launch.claims.plan import Plan
+from opsd.launch.claims.port import Body
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.member import Member, Message
-from opsd.launch.quorum.node import TcpQuorum
-from opsd.launch.quorum.port import Plan
+from opsd.launch.io.member import Member
 
 GATHER_S = 0.02
 """Changes that come so shortly after each other make one plan."""
-ANSWER = {"port": 29500, "local_size": 8, "furthest": 1_234_567, "committed": 1_234_500}
+RANKS = 8
+ANSWER = Ready(29_500, 1_234_567, 1_234_500)
 """As long as what a launcher answers."""
+PAYLOAD = {"first": False, "restarts": 0, "noticed_s": 0.0, "keep": 0}
 
 
 def member(number: int, port: int) -> Member:
@@ -39,8 +45,14 @@ class Simulated:
         """Number and slots of the newest plan, and when it began."""
         self._expected = len(members)
         self._pending: Timer | None = None
-        self.quorum = TcpQuorum(own, members, run="bench", secret=bytes.fromhex(settings["secret"]), loop=loop)
-        self.quorum.start(self)
+        self.group = TcpGroup(
+            own, members, Path(settings["folder"]), loop,
+            start="bench", launcher=own.name, secret=bytes.fromhex(settings["secret"]), size=RANKS,
+        )  # fmt: skip
+        self.group.start(self)
+
+    def enough(self, near: Collection[str]) -> bool:
+        return len(near) >= self._expected
 
     def head_changed(self, head: str | None) -> None:
         self._propose_soon()
@@ -58,28 +70,31 @@ class Simulated:
 
     def _propose(self) -> None:
         self._pending = None
-        alive = self.quorum.alive if self.quorum.head == self.quorum.own.name else {}
+        alive = self.group.alive if self.group.head == self.group.own.name else {}
         if len(alive) >= max(self._expected, 1) and len(alive) != self.begun[1]:
-            self.quorum.propose(tuple(sorted(alive)), {"first": False, "restarts": 0, "noticed_s": 0.0})
+            self.group.propose(tuple(sorted(alive)), PAYLOAD)
 
     def prepare(self, plan: Plan) -> None:
-        self.quorum.ready(plan.number, ANSWER)
+        self.group.ready(plan.number, ANSWER)
 
-    def begin(self, plan: Plan, answers: Mapping[str, Message]) -> None:
+    def begin(self, plan: Plan, begun: Begun | None) -> None:
         self._expected = 0
         self.begun = (plan.number, len(plan.slots), time.monotonic())
 
-    def isolated(self) -> None:
+    def cut_off(self) -> None:
         """Nothing runs here that would have to end."""
 
-    def tied(self, absent: tuple[str, ...]) -> None:
-        self.quorum.decide_tie(False)
+    def overtaken(self) -> None:
+        raise SystemExit("another copy of the benchmark has claimed its folder")
 
-    def received(self, sender: str, message: Message) -> None:
+    def over(self, end: End) -> None:
+        """Nobody ends this run."""
+
+    def received(self, sender: str, body: Body) -> None:
         """Nothing is said in this benchmark."""
 
 
-class Group:
+class Launchers:
     """The launchers of this process."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -95,7 +110,7 @@ class Group:
             return
         begun = [launcher.begun for launcher in self._launchers]
         number, slots, _ = min(begun)
-        head = any(launcher.quorum.head == launcher.quorum.own.name for launcher in self._launchers)
+        head = any(launcher.group.head == launcher.group.own.name for launcher in self._launchers)
         print(json.dumps([number, slots, max(at for _, _, at in begun), head]), flush=True)
 
 
@@ -103,9 +118,9 @@ def main() -> None:
     """Serve until standard input ends."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    group = Group(json.loads(sys.argv[1]))
+    launchers = Launchers(json.loads(sys.argv[1]))
     print(json.dumps(time.monotonic()), flush=True)
-    group.loop.run()
+    launchers.loop.run()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How soon launchers agree on a new generation, and what it costs the head to hear of them all.
+"""How soon launchers begin a new generation, and what it costs the head to hear of them all.
 
-All launchers are on this machine, over TCP on the loopback network. The first few, which are head in turn, and the last
-few, which are lost, have a process each; the others share one. A launcher is lost by SIGSTOP, which is as silent as a
-power loss, or by SIGKILL, which its machine tells the others.
+All launchers are on this machine, over TCP on the loopback network, and claim in a folder in its memory. The first few,
+which are head in turn, and the last few, which are lost, have a process each; the others share one. A launcher is lost
+by SIGSTOP, which is as silent as a power loss, or by SIGKILL, which its machine tells the others.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 import psutil
@@ -37,8 +39,8 @@ class MembershipError(click.ClickException):
 class Launchers:
     """A process that runs the launchers ``first`` to ``last``."""
 
-    def __init__(self, nodes: int, first: int, last: int, port: int, secret: str) -> None:
-        settings = {"nodes": nodes, "numbers": [first, last], "port": port, "secret": secret}
+    def __init__(self, first: int, last: int, run: dict[str, Any]) -> None:
+        settings = {**run, "numbers": [first, last]}
         command = [sys.executable, "-m", "opsd.bench.launchers", json.dumps(settings)]
         self.first, self.size = first, last - first + 1
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -73,20 +75,21 @@ class Launchers:
 @contextmanager
 def _running(nodes: int, trials: int) -> Iterator[list[Launchers]]:
     """The heads of the trials, the many, those that are lost; the many start last."""
-    port, secret = free_port(), secrets.token_hex(32)
     single, alone = 2 * trials, trials + 1
     bounds = [(number, number) for number in range(1, alone + 1)]
     bounds.append((alone + 1, nodes - single))
     bounds += [(number, number) for number in range(nodes - single + 1, nodes + 1)]
     groups: list[Launchers] = []
-    try:
-        for first, last in sorted(bounds, key=lambda bound: bound[1] - bound[0]):
-            groups.append(Launchers(nodes, first, last, port, secret))
-        groups.sort(key=lambda group: group.first)
-        yield groups
-    finally:
-        for group in groups:
-            group.end()
+    with TemporaryDirectory(prefix="opsd-bench-", dir="/dev/shm") as folder:
+        run = {"nodes": nodes, "port": free_port(), "secret": secrets.token_hex(32), "folder": folder}
+        try:
+            for first, last in sorted(bounds, key=lambda bound: bound[1] - bound[0]):
+                groups.append(Launchers(first, last, run))
+            groups.sort(key=lambda group: group.first)
+            yield groups
+        finally:
+            for group in groups:
+                group.end()
 
 
 def _agreed(groups: Sequence[Launchers], after: int) -> tuple[int, float]:
@@ -100,7 +103,7 @@ def _agreed(groups: Sequence[Launchers], after: int) -> tuple[int, float]:
             if len({state[:2] for state in states}) == 1:
                 return states[0][0], max(at for _, _, at, _ in states)
         time.sleep(0.1)
-    raise MembershipError(f"no agreement within {DEADLINE_S:g} s")
+    raise MembershipError(f"no generation of them all within {DEADLINE_S:g} s")
 
 
 def _head(groups: Sequence[Launchers]) -> int:

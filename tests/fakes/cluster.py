@@ -1,4 +1,4 @@
-"""A launcher with fellows, one of three; its node, the agreement and the time are played."""
+"""A launcher with fellows, one of three; its node, the group and the time are played."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from opsd.launch.io.member import Message
-from opsd.launch.quorum.port import Plan
+from opsd.launch.claims.messages import Begun
+from opsd.launch.claims.plan import Plan
 from opsd.launch.run.cluster import ClusterRun
-from tests.fakes.head import NODES, PlayedLoop, PlayedQuorum, member
+from opsd.launch.run.messages import Progress, Told
+from opsd.launch.run.placement import Shape
+from tests.fakes.head import NODES, PlayedGroup, PlayedLoop, member
 
 OWN, HEAD = "n2", "n1"
 
@@ -20,17 +22,19 @@ class PlayedNode:
     def __init__(self, loop: PlayedLoop) -> None:
         self.loop = loop
         self.settings = SimpleNamespace(stop_timeout_s=120.0, local_size=2)
+        self.folders = SimpleNamespace(folder="/runs/r")
+        self.events = SimpleNamespace(relay=None)
         self.progress = SimpleNamespace(furthest=7, committed=5, recovery=None)
-        self.generation = SimpleNamespace(number=0, running=[])
-        self.state, self.stopping, self.done = "waiting", "", False
+        self.generation = SimpleNamespace(number=0, running=[], ranks=[])
+        self.state, self.stopping, self.done, self.ending = "waiting", "", False, False
         self.left: tuple[int, str] | None = None
 
     def start(self, number: int, place: object, restarts: int) -> None:
-        self.generation = SimpleNamespace(number=number, running=["rank"])
+        self.generation = SimpleNamespace(number=number, running=["rank"], ranks=["rank"])
         self.state, self.stopping, self.done = "running", "", False
 
     def stand_by(self, number: int) -> None:
-        self.generation = SimpleNamespace(number=number, running=[])
+        self.generation = SimpleNamespace(number=number, running=[], ranks=[])
         self.state, self.stopping, self.done = "spare", "", False
 
     def end(self, then: Callable[[], None], *, gently: bool = False) -> None:
@@ -50,32 +54,44 @@ class PlayedNode:
 class Fellow:
     """The launcher of n2; n1 is the head. ``told`` is what the head has heard of it."""
 
-    def __init__(self, *, guest: bool = False, waits: bool = False) -> None:
+    def __init__(self, *, guest: bool = False, waits: bool = False, least: int = 3) -> None:
         self.loop = PlayedLoop()
         self.node = PlayedNode(self.loop)
-        self.told: list[Message] = []
-        self.quorum = PlayedQuorum(*NODES)
-        self.quorum.own, self.quorum.head = member(OWN), HEAD
-        self.quorum.tell_head = self.told.append  # type: ignore[method-assign]
+        self.group = PlayedGroup(*NODES)
+        self.group.own, self.group.head = member(OWN), HEAD
         self.run = ClusterRun(
             self.node,  # type: ignore[arg-type]
-            self.quorum,
+            self.group,
+            Shape(least, 3, NODES, wait_s=60.0 if waits else 0.0),
             new_head=lambda over: None,  # type: ignore[arg-type, return-value]
-            fence=None,  # type: ignore[arg-type]
             job=None,  # type: ignore[arg-type]
             ready=lambda: "",
             guest=guest,
-            waits=waits,
             isolated_s=60.0,
         )
+        self.run.start_run()
 
-    def begin(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> None:
-        """A plan becomes valid."""
+    @property
+    def told(self) -> list[Told]:
+        return self.group.told
+
+    def plan(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> Plan:
         members = tuple(member(name) for name in sorted((*slots, *spares)))
         payload: dict[str, Any] = {"first": True, "keep": keep, "restarts": 0, "unfit": [], "noticed_s": 0.0}
-        answers = {one.name: {"local_size": 2, "port": 1, "furthest": 7, "committed": 5} for one in members}
-        self.run.begin(Plan(number, slots, members, payload), answers)
-        self.loop.settle()
+        return Plan(number, HEAD, slots, members, {one.name: 2 for one in members}, payload)
+
+    def prepare(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> None:
+        """A plan is claimed."""
+        plan = self.group.plan = self.plan(number, *slots, spares=spares, keep=keep)
+        self.run.prepare(plan)
+
+    def begin(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> None:
+        """A plan is claimed, and all are ready."""
+        self.prepare(number, *slots, spares=spares, keep=keep)
+        assert self.group.plan is not None
+        self.run.begin(self.group.plan, Begun("10.0.0.1", 1, 7, 5))
+        if OWN not in slots:
+            self.loop.settle()
 
     def finish_ranks(self) -> None:
         """The ranks end in good order."""
@@ -84,11 +100,11 @@ class Fellow:
 
     def elect(self, head: str | None) -> None:
         """The head changes, or is lost."""
-        self.quorum.head = head
+        self.group.head = head
         self.run.head_changed(head)
 
-    def kinds(self) -> list[str]:
+    def hear(self) -> list[Told]:
         """What the head was told since it was asked last, progress left out."""
-        kinds = [message["kind"] for message in self.told if message["kind"] != "progress"]
+        told = [message for message in self.told if not isinstance(message, Progress)]
         self.told.clear()
-        return kinds
+        return told

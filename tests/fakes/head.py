@@ -5,19 +5,22 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-from collections.abc import Callable, Mapping
+import queue
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from select import select
 from typing import Any
 
+from opsd.launch.claims.messages import Begun, Ready
+from opsd.launch.claims.plan import Plan
+from opsd.launch.claims.port import Body, Listener
 from opsd.launch.io.loop import Timer
-from opsd.launch.io.member import Member, Message
+from opsd.launch.io.member import Member
 from opsd.launch.io.run_log import RunLog
-from opsd.launch.quorum.port import Listener, Plan
 from opsd.launch.ranks.failure import Failure, RestartPolicy
+from opsd.launch.run import messages
 from opsd.launch.run.head import Head
+from opsd.launch.run.messages import CODEC, Ordered, Stop, Told, Why
 from opsd.launch.run.placement import Shape
-from opsd.launch.run.reports import failure_to_json
 
 NODES = ("n1", "n2", "n3")
 SPARE = "n4"
@@ -27,12 +30,20 @@ def member(name: str) -> Member:
     return Member(name, f"10.0.0.{name[1:]}", 20_000)
 
 
+def swap_of(node: str) -> Stop:
+    return Stop(Why.SWAP, node)
+
+
+SIGTERM = Stop(Why.SIGNAL, "SIGTERM")
+
+
 class PlayedLoop:
-    """Timers whose time passes when told to, and descriptors that are looked at then."""
+    """Timers whose time passes when told to, and what is done beside the loop."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._watched: dict[int, Callable[[], None]] = {}
+        self.busy: set[str] = set()
+        self._done: queue.Queue[Callable[[], None]] = queue.Queue()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
 
@@ -41,17 +52,19 @@ class PlayedLoop:
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
 
-    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
-        self._watched[descriptor] = callback
+    def every(self, interval_s: float, callback: Callable[[], None]) -> None:
+        def again() -> None:
+            callback()
+            self.every(interval_s, callback)
 
-    def unwatch(self, descriptor: int) -> None:
-        del self._watched[descriptor]
+        self.later(interval_s, again)
+
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        self._done.put(callback)
 
     def settle(self) -> None:
-        """Wait for all that is done beside the loop."""
-        while self._watched:
-            for descriptor in select(list(self._watched), [], [])[0]:
-                self._watched[descriptor]()
+        """Wait for what is done beside the loop."""
+        self._done.get(timeout=20)()
 
     def advance(self, seconds: float) -> None:
         end = self.now + seconds
@@ -62,32 +75,47 @@ class PlayedLoop:
         self.now = end
 
 
-class PlayedQuorum:
-    """An agreement in which everybody who is alive always agrees."""
+class PlayedGroup:
+    """A group in which every claim holds, once the test says so; two ranks a node."""
 
     def __init__(self, *names: str) -> None:
         self.own = member("n1")
         self.head: str | None = "n1"
         self.plan: Plan | None = None
+        self.begun = self.holds = False
+        self.headless_s = 2.0
         self.alive = {name: member(name) for name in names}
+        self.folder_silent_s = 0.0
+        self.folder_error: OSError | None = None
         self.proposals: list[Plan] = []
-        self.orders: list[Message] = []
+        self.ends: list[tuple[int, str]] = []
+        self.answers: list[tuple[int, Ready]] = []
+        self.orders: list[Ordered] = []
+        self.told: list[Told] = []
+
+    @property
+    def roster(self) -> list[str]:
+        return list(self.alive)
 
     def start(self, listener: Listener) -> None: ...
 
-    def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> int:
+    def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
         members = tuple(self.alive[name] for name in sorted(self.alive))
-        self.proposals.append(Plan(len(self.proposals) + 1, slots, members, json.loads(json.dumps(payload))))
-        return len(self.proposals)
+        sizes = dict.fromkeys(self.alive, 2)
+        number = len(self.proposals) + 1
+        self.proposals.append(Plan(number, self.own.name, slots, members, sizes, json.loads(json.dumps(payload))))
 
-    def ready(self, number: int, answer: Message) -> None: ...
+    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
+        self.ends.append((code, reason))
 
-    def tell_head(self, message: Message) -> None: ...
+    def ready(self, number: int, answer: Ready) -> None:
+        self.answers.append((number, answer))
 
-    def tell_all(self, message: Message) -> None:
-        self.orders.append(message)
+    def tell_head(self, body: Body) -> None:
+        self.told.append(CODEC.decode(json.loads(json.dumps(body))))
 
-    def decide_tie(self, go_on: bool) -> None: ...
+    def tell_all(self, body: Body) -> None:
+        self.orders.append(CODEC.decode(json.loads(json.dumps(body))))
 
     def leave(self) -> None: ...
 
@@ -99,7 +127,7 @@ class Stage:
         self, folder: Path, *alive: str, least: int = 3, most: int = 3, max_restarts: int = 8, wait_s: float = 0.0
     ) -> None:
         self.loop = PlayedLoop()
-        self.quorum = PlayedQuorum(*alive)
+        self.group = PlayedGroup(*alive)
         self.folder = folder
         self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
         self.shape = Shape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s)
@@ -107,50 +135,76 @@ class Stage:
         self.head = self.new_head()
 
     @classmethod
-    def at_work(cls, folder: Path) -> Stage:
-        """Three nodes at work and a spare."""
-        stage = cls(folder, *NODES, SPARE)
-        stage.head.take_over(None, {})
-        return stage.begun()
+    def at_work(cls, folder: Path, *alive: str, **shape: Any) -> Stage:
+        """Three nodes at work, and a spare if no others are named."""
+        stage = cls(folder, *(alive or (*NODES, SPARE)), **shape)
+        stage.head.take_over()
+        return stage.begin()
 
     def new_head(self) -> Head:
         log = RunLog("run", "n1", self.folder / "events.jsonl")
         policy = RestartPolicy(self.max_restarts)
-        return Head(self.shape, self.quorum, self.loop, policy, log, lambda *bad: self.bad.append(bad))  # type: ignore[arg-type]
 
-    def begun(self) -> Stage:
-        """The last proposal becomes valid."""
-        plan = self.quorum.plan = self.quorum.proposals[-1]
-        self.head.began(plan, self.answers(plan))
+        def over(code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+            self.bad.append((lost, unfit))
+
+        return Head(self.shape, self.group, self.loop, policy, log, over)  # type: ignore[arg-type]
+
+    def succeed(self) -> None:
+        """The head is lost, and another launcher takes over."""
+        self.head = self.new_head()
+        self.group.holds = False
+        self.head.take_over()
+        self.begin()
+
+    def begin(self) -> Stage:
+        """The last proposal is claimed, and all of its nodes are ready."""
+        self.group.plan, self.group.begun, self.group.holds = self.group.proposals[-1], True, True
+        self.head.began(self.group.plan, Begun("10.0.0.1", 1))
         return self
-
-    def answers(self, plan: Plan) -> dict[str, Message]:
-        names = [member.name for member in plan.members]
-        return {name: {"local_size": 2, "port": 1, "furthest": None, "committed": None} for name in names}
 
     def lose(self, *names: str) -> None:
         for name in names:
-            del self.quorum.alive[name]
+            del self.group.alive[name]
         for name in names:
             self.head.lost(name, 2.0)
 
-    def tell(self, sender: str, kind: str, **fields: Any) -> None:
-        plan = self.quorum.plan
-        number = plan.number if plan is not None else 0
-        self.head.received(sender, {"kind": kind, "generation": number, **fields})
+    def join(self, *names: str) -> None:
+        for name in names:
+            self.group.alive[name] = member(name)
+            self.head.joined(member(name))
+
+    @property
+    def generation(self) -> int:
+        """Of the ranks that run."""
+        return self.group.plan.generation if self.group.plan is not None else 0
+
+    def tell(self, sender: str, message: Told) -> None:
+        self.head.received(sender, message)
+
+    def swap(self, node: str, reason: str = "Xid 79") -> None:
+        self.tell("n2", messages.SwapWanted(self.generation, node, reason))
+
+    def stop(self, *senders: str) -> None:
+        for sender in senders:
+            self.tell(sender, messages.StopWanted(SIGTERM))
+
+    def finish_ranks(self, *names: str, told: Stop | None = None) -> None:
+        for name in names:
+            self.tell(name, messages.Ended(self.generation, told))
 
     def fail(self, sender: str, rank: int, kind: Any, **fields: Any) -> None:
-        failure = Failure(rank, "exit code 1", kind, 100.0, **fields)
-        self.tell(sender, "failed", failures=[failure_to_json(failure, 100.0)])
+        failure = Failure(rank, "exit code 1", kind, 0.0, **fields)
+        self.tell(sender, messages.Failed(self.generation, (messages.FailedRank(failure),)))
 
     @property
     def over(self) -> list[tuple[int, str]]:
-        """How the launchers were told to end."""
-        return [(order["code"], order["reason"]) for order in self.quorum.orders if order["kind"] == "finish"]
+        """How the run was told to end."""
+        return self.group.ends
 
     @property
     def slots(self) -> list[tuple[str, ...]]:
-        return [plan.slots for plan in self.quorum.proposals]
+        return [plan.slots for plan in self.group.proposals]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         lines = (self.folder / "events.jsonl").read_text().splitlines()

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from opsd import exitcodes
+from opsd.launch.claims.messages import Begun
 from opsd.launch.io.console import Console
 from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
+from opsd.launch.io.messages import flush
 from opsd.launch.ranks.program import Program
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Settings
-from opsd.launch.run.cluster import UNBEGUN_S
+from opsd.launch.run.cluster import LASTING_S, SILENT_S, UNBEGUN_S
+from opsd.launch.run.messages import CODEC, Ended, Leaving, Readiness, Stop, StopOrdered, StopWanted, Waiting, Why
 from opsd.launch.run.supervisor import Supervisor
 from tests.fakes.cluster import Fellow
-from tests.fakes.head import NODES
+from tests.fakes.head import NODES, SIGTERM, swap_of
 
 
 @pytest.fixture
@@ -28,37 +34,151 @@ def fellow() -> Fellow:
     return fellow
 
 
+def test_ranks_run_on_without_a_head(fellow: Fellow) -> None:
+    """Nobody has claimed another generation: an outage among launchers costs the run nothing."""
+    fellow.elect(None)
+    fellow.loop.advance(30)
+    fellow.elect("n1")
+    assert (fellow.node.state, fellow.node.left, fellow.hear()) == ("running", None, [])
+
+
 def test_an_outage_is_no_end_of_the_run(fellow: Fellow) -> None:
     """Who was cut off has killed its ranks: the next head hears since when they do not run, not that they are done."""
     fellow.elect(None)
-    fellow.run.isolated()
+    fellow.run.cut_off()
     assert fellow.node.state == "waiting"
     time.sleep(0.02)
     fellow.elect("n3")
-    assert fellow.told[-1]["kind"] == "waiting"
-    assert fellow.told[-1]["gone_s"] >= 0.02
+    (told,) = fellow.hear()
+    assert isinstance(told, Waiting)
+    assert told.generation == 1 and told.gone_s >= 0.02
 
 
 def test_a_node_that_is_done_stays_so(fellow: Fellow) -> None:
     """Whoever becomes head hears it, also after an outage."""
     fellow.finish_ranks()
     fellow.elect(None)
-    fellow.run.isolated()
+    fellow.run.cut_off()
     fellow.elect("n3")
-    assert fellow.kinds() == ["ended", "ended"]
+    assert fellow.hear() == [Ended(1), Ended(1)]
 
 
 def test_ranks_that_failed_under_a_head_that_died_are_not_done(fellow: Fellow) -> None:
     """Only that one had heard of the failure."""
     fellow.node.generation.running = []
     fellow.elect("n3")
-    assert fellow.kinds() == ["waiting"]
+    assert fellow.hear() == [Waiting(1, 0.0)]
+
+
+def test_who_was_passed_over_ends_its_ranks(fellow: Fellow) -> None:
+    """Whatever of the claims in between it has not seen: a later one keeps the ranks of a generation without it."""
+    fellow.prepare(3, "n1", "n3", keep=2)
+    assert (fellow.node.generation.running, fellow.group.answers[-1][0]) == ([], 3)
+
+
+def test_ranks_that_a_claim_keeps_run_on(fellow: Fellow) -> None:
+    """Another launcher leads them, that is all."""
+    fellow.begin(2, *NODES, keep=1)
+    assert fellow.node.generation.running
+    assert (fellow.group.answers[-1][0], fellow.hear()) == (2, [])
+
+
+def test_who_gave_its_ranks_up_says_so_to_the_head_that_keeps_them(fellow: Fellow) -> None:
+    """The head cannot see it, and the others would wait for them."""
+    fellow.elect(None)
+    fellow.run.cut_off()
+    fellow.begin(2, *NODES, keep=1)
+    assert fellow.hear() == [Waiting(1, 0.0)]
+
+
+def test_a_head_that_keeps_the_ranks_hears_who_is_done(fellow: Fellow) -> None:
+    """It counts anew who has ended in good order: the run would never be over."""
+    fellow.finish_ranks()
+    fellow.hear()
+    fellow.elect(None)
+    fellow.prepare(2, *NODES, keep=1)
+    fellow.elect("n3")
+    assert fellow.hear() == []
+    fellow.run.begin(fellow.plan(2, *NODES, keep=1), Begun("10.0.0.1", 1))
+    assert fellow.hear() == [Ended(1)]
+
+
+def test_a_process_that_missed_the_beginning_starts_no_ranks() -> None:
+    """It was another one of its name that was ready: the head has to begin the next generation."""
+    fellow = Fellow()
+    fellow.prepare(4, *NODES)
+    fellow.run.begin(fellow.plan(4, *NODES), None)
+    assert (fellow.node.generation.running, fellow.hear()) == ([], [Waiting(4, 0.0)])
+
+
+def test_another_copy_of_the_run_ends_this_one(fellow: Fellow) -> None:
+    """Its ranks would go on for nothing: no checkpoint of theirs could be committed any more."""
+    fellow.run.overtaken()
+    assert fellow.node.generation.running == []
+    assert fellow.node.left == (exitcodes.FENCED, "another copy of this run has begun in /runs/r; this one stops")
+
+
+def test_a_folder_that_pauses_ends_nothing(fellow: Fellow) -> None:
+    """It delays a recovery; whoever waits for a head meanwhile goes on waiting."""
+    fellow.elect(None)
+    fellow.group.folder_silent_s = 59.0
+    fellow.loop.advance(61)
+    assert (fellow.node.left, fellow.node.state) == (None, "running")
+    fellow.group.folder_silent_s = 0.0
+    fellow.loop.advance(60)
+    assert fellow.node.left == (exitcodes.REQUEUE, "no head of the run within reach for 60 s")
+
+
+@pytest.mark.parametrize(
+    ("error", "silent_s", "ends"),
+    [
+        (errno.EROFS, LASTING_S + 1, True),
+        (errno.EROFS, LASTING_S - 1, False),
+        (errno.EIO, SILENT_S - 1, False),
+        (errno.EIO, SILENT_S + 1, True),
+    ],
+)
+def test_a_folder_that_can_never_be_used_again_ends_the_run(
+    fellow: Fellow, error: int, silent_s: float, ends: bool
+) -> None:
+    """Soon for what does not go away by itself, and after half an hour whatever it is."""
+    fellow.group.folder_error, fellow.group.folder_silent_s = OSError(error, os.strerror(error)), silent_s
+    fellow.loop.advance(1)
+    why = (exitcodes.FAILED, f"the run's folder cannot be used: {os.strerror(error)}")
+    assert fellow.node.left == (why if ends else None)
+
+
+def test_a_run_does_not_begin_in_a_folder_that_cannot_be_used() -> None:
+    """Said at once."""
+    fellow = Fellow()
+    fellow.group.folder_error, fellow.group.folder_silent_s = OSError(errno.EROFS, "Read-only file system"), 0.1
+    fellow.loop.advance(1)
+    assert fellow.node.left == (exitcodes.FAILED, "the run's folder cannot be used: Read-only file system")
+
+
+def test_who_finds_nobody_leaves() -> None:
+    """When the time to join is up and no head has been found."""
+    fellow = Fellow()
+    fellow.group.head = None
+    fellow.loop.advance(601)
+    assert fellow.node.left == (exitcodes.FAILED, "fewer launchers than the run needs have come within 600 s")
+
+
+@pytest.mark.parametrize(("near", "enough"), [(("n2",), False), (("n1", "n2"), True), (("n2", "n9"), True)])
+def test_who_is_enough(near: tuple[str, ...], enough: bool) -> None:
+    """As many as the run needs, with those that the plan says are unfit left out."""
+    fellow = Fellow(least=2)
+    fellow.prepare(1, *NODES)
+    assert fellow.group.plan is not None
+    fellow.group.plan.payload["unfit"].append("n3")  # type: ignore[attr-defined]
+    assert fellow.run.enough(near) == enough
+    assert not fellow.run.enough(("n2", "n3"))
 
 
 def test_who_was_cut_off_gives_up_only_while_there_is_no_head(fellow: Fellow) -> None:
     """A head that came back and is replaced a minute later is no reason to leave."""
     fellow.elect(None)
-    fellow.run.isolated()
+    fellow.run.cut_off()
     fellow.loop.advance(5)
     fellow.elect("n1")
     fellow.begin(2, *NODES)
@@ -66,7 +186,7 @@ def test_who_was_cut_off_gives_up_only_while_there_is_no_head(fellow: Fellow) ->
     fellow.elect(None)
     fellow.loop.advance(30)
     assert (fellow.node.left, fellow.node.state) == (None, "running")
-    fellow.run.isolated()
+    fellow.run.cut_off()
     fellow.loop.advance(60)
     assert fellow.node.left is not None
     assert fellow.node.left[0] == exitcodes.REQUEUE
@@ -74,10 +194,21 @@ def test_who_was_cut_off_gives_up_only_while_there_is_no_head(fellow: Fellow) ->
 
 def test_a_signal_during_a_swap_is_told_as_what_it_is(fellow: Fellow) -> None:
     """To the next head too: it would take it for the swap, and go on."""
-    fellow.run.received("n1", {"kind": "order_stop", "by": "the swap of n3"})
+    fellow.run.received("n1", CODEC.encode(StopOrdered(swap_of("n3"))))
     fellow.run.asked_to_stop("SIGTERM")
     fellow.elect("n3")
-    assert [message["by"] for message in fellow.told if message["kind"] == "stop"] == ["SIGTERM", "SIGTERM"]
+    assert [message for message in fellow.hear() if isinstance(message, StopWanted)] == [StopWanted(SIGTERM)] * 2
+
+
+def test_a_message_of_another_version_is_named(fellow: Fellow, capfd: pytest.CaptureFixture[str]) -> None:
+    """One sentence with the sender and what is wrong, and nothing else happens."""
+    fellow.run.received("n1", {"kind": "dance"})
+    fellow.run.received("n1", {"kind": "stop_ordered", "stop": {"why": "boredom"}})
+    flush()
+    said = capfd.readouterr().err
+    assert "n1 sends a message of the unknown kind 'dance'; it is ignored" in said
+    assert "n1 sends a message 'stop_ordered' whose stop.why is not one of signal, request, swap; it is ignored" in said
+    assert fellow.node.stopping == ""
 
 
 def test_a_guest_that_stands_by_goes_alone() -> None:
@@ -87,7 +218,7 @@ def test_a_guest_that_stands_by_goes_alone() -> None:
     for guest in (fellow, new):
         guest.run.asked_to_stop("SIGTERM")
         assert guest.node.left == (exitcodes.INTERRUPTED, "n2 goes: its own job ends (SIGTERM)")
-    assert fellow.kinds() + new.kinds() == ["readiness"]
+    assert fellow.hear() + new.hear() == [Readiness("")]
 
 
 def test_a_guest_at_work_goes_once_it_is_replaced() -> None:
@@ -97,7 +228,7 @@ def test_a_guest_at_work_goes_once_it_is_replaced() -> None:
     guest.run.asked_to_stop("SIGUSR1")
     guest.begin(2, *NODES, spares=("n4",), keep=1)
     guest.elect("n3")
-    assert guest.kinds() == ["leaving"] * 3
+    assert guest.hear() == [Leaving(1, "its own job ends (SIGUSR1)")] * 3
     assert (guest.node.left, guest.node.stopping) == (None, "")
     guest.begin(3, "n1", "n4", "n3", spares=("n2",))
     assert guest.node.left is not None
@@ -109,7 +240,7 @@ def test_the_run_can_be_stopped_on_a_guest_too() -> None:
     guest = Fellow(guest=True)
     guest.begin(1, *NODES)
     guest.run.asked_to_stop("control")
-    assert guest.kinds() == ["stop"]
+    assert guest.hear() == [StopWanted(Stop(Why.REQUEST))]
 
 
 def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
@@ -122,7 +253,7 @@ def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
         EventLog("r", "n1", []),
         Loop(),
         starter=None,  # type: ignore[arg-type]
-        standby=None,  # type: ignore[arg-type]
+        standby=SimpleNamespace(stand_by=lambda: None),  # type: ignore[arg-type]
         hangs=None,
         console=Console(),
     )
@@ -134,7 +265,7 @@ def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
 def test_a_launcher_that_never_met_the_others_stops_soon() -> None:
     """Nobody has to be told, and no rank saves anything: Ctrl-C before a run has begun takes seconds."""
     fellow = Fellow()
-    fellow.elect(None)
+    fellow.group.head = None
     fellow.run.asked_to_stop("SIGTERM")
     fellow.loop.advance(UNBEGUN_S)
     assert fellow.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from tests.fakes.head import NODES, SPARE, Stage, member
+from tests.fakes.head import NODES, SPARE, Stage
 
 
 @pytest.fixture
@@ -26,19 +26,17 @@ def test_a_spare_takes_the_place_of_a_lost_node(stage: Stage) -> None:
     """The other nodes keep their places, and so what they have in memory."""
     stage.lose("n2")
     assert stage.slots[-1] == ("n1", SPARE, "n3")
-    stage.begun()
+    stage.begin()
     assert stage.events("node_lost")[0]["lost"] == "n2"
     assert stage.events("spare_joined")[0]["joined"] == SPARE
 
 
 def test_fewer_nodes_go_on_if_the_run_allows_it(tmp_path: Path) -> None:
     """Without a spare the places close up, down to the least number of nodes."""
-    stage = Stage(tmp_path, *NODES, least=2)
-    stage.head.take_over(None, {})
-    stage.loop.advance(2)
-    stage.begun().lose("n1")
+    stage = Stage.at_work(tmp_path, *NODES, least=2)
+    stage.lose("n1")
     assert stage.slots[-1] == ("n2", "n3")
-    stage.begun().lose("n2")
+    stage.begin().lose("n2")
     stage.loop.advance(1)
     assert stage.over == [(exitcodes.REQUEUE, "too few nodes are left: 1 are there, 2 are needed")]
     assert stage.bad == [(("n1", "n2"), ())]
@@ -47,73 +45,124 @@ def test_fewer_nodes_go_on_if_the_run_allows_it(tmp_path: Path) -> None:
 def test_a_node_that_comes_back_is_a_spare(stage: Stage) -> None:
     """It has lost its place, and takes that of the next one that is lost."""
     stage.lose("n2")
-    stage.begun()
-    stage.quorum.alive["n2"] = member("n2")
-    stage.head.joined(member("n2"))
+    stage.begin().join("n2")
     assert len(stage.slots) == 2
     stage.lose("n3")
     assert stage.slots[-1] == ("n1", SPARE, "n2")
 
 
+def test_a_spare_that_was_never_lost_comes_first(stage: Stage) -> None:
+    """Who flaps is likely to do so again, wherever it stands in the allocation."""
+    stage.lose("n2")
+    stage.begin().join("n2", "n5")
+    stage.lose("n3")
+    assert stage.slots[-1] == ("n1", SPARE, "n5")
+
+
 def test_a_node_lost_during_a_proposal_replaces_it(stage: Stage) -> None:
     """The next proposal does without both."""
-    stage.quorum.alive["n5"] = member("n5")
+    stage.join("n5")
     stage.lose("n2")
     stage.lose("n3")
     assert stage.slots[-2:] == [("n1", SPARE, "n3"), ("n1", SPARE, "n5")]
 
 
 def test_the_first_generation_waits_for_its_nodes(tmp_path: Path) -> None:
-    """Too few: not before the last has come. Enough, but not all that are expected: a little longer."""
-    stage = Stage(tmp_path, "n1", least=2, most=3)
-    stage.head.take_over(None, {})
-    stage.loop.advance(10)
-    assert stage.slots == []
-    for name in ("n2", "n3"):
-        stage.quorum.alive[name] = member(name)
-        stage.head.joined(member(name))
-    assert stage.slots == []
-    stage.loop.advance(2)
+    """Launchers that hear too few do not claim; a head that loses them first claims that it waits for more."""
+    stage = Stage(tmp_path, "n1", least=2, most=3, wait_s=60.0)
+    stage.head.take_over()
+    assert stage.slots == [()]
+    stage.join("n2")
+    assert stage.slots == [(), ("n1", "n2")]
+
+
+def test_a_spare_that_comes_later_disturbs_nobody(stage: Stage) -> None:
+    """Nothing is claimed for it; it takes the place of the next one that is lost."""
+    stage.join("n5")
+    assert (stage.slots, stage.events("launcher_joined")[0]["joined"]) == ([NODES], "n5")
+    stage.lose(SPARE, "n2")
+    assert stage.slots[-1] == ("n1", "n5", "n3")
+
+
+def test_ranks_run_on_under_the_next_head(stage: Stage) -> None:
+    """All of their nodes are there: it claims that it leads, and what happens under it is about the same ranks."""
+    stage.lose(SPARE)
+    stage.succeed()
+    plan = stage.group.proposals[-1]
+    assert (plan.number, plan.slots, plan.payload["keep"], plan.generation) == (2, NODES, 1, 1)
+    assert len(stage.events("generation_started")) == 1
+    stage.fail("n2", 2, "signal")
+    stage.loop.advance(1)
+    assert stage.group.proposals[-1].payload["keep"] == 0
+
+
+def test_a_head_that_ran_no_ranks_is_lost_alone(tmp_path: Path) -> None:
+    """Its death is noted, and restarts nothing."""
+    stage = Stage.at_work(tmp_path)
+    del stage.group.alive[SPARE]
+    stage.succeed()
+    assert [event["lost"] for event in stage.events("node_lost")] == [SPARE]
+    assert stage.group.proposals[-1].payload["keep"] == 1
+
+
+def test_a_head_that_ran_ranks_is_a_loss(stage: Stage) -> None:
+    """Its successor begins the next generation with the spare in its place, and the restart counts."""
+    del stage.group.alive["n3"]
+    stage.succeed()
+    plan = stage.group.proposals[-1]
+    assert (plan.slots, plan.payload["keep"], plan.payload["restarts"]) == (("n1", "n2", SPARE), 0, 1)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_had_not_begun_is_begun_anew(stage: Stage, holds: bool) -> None:
+    """By the next head, or the same again: a process that was ready may have been replaced by one that was not."""
+    stage.group.begun, stage.group.holds = False, holds
+    stage.head = stage.new_head()
+    stage.head.take_over()
+    plan = stage.group.proposals[-1]
+    assert (plan.slots, plan.payload["keep"]) == (NODES, 0)
+
+
+def test_who_leads_again_claims_nothing(stage: Stage) -> None:
+    """A head that could not be heard for a while still holds the newest claim, and its ranks run."""
+    stage.head = stage.new_head()
+    stage.head.take_over()
     assert stage.slots == [NODES]
 
 
-def test_a_spare_that_comes_later_gets_a_vote(stage: Stage) -> None:
-    """The members are agreed on anew; the ranks run on, and what happens meanwhile is not overheard."""
-    stage.quorum.alive["n5"] = member("n5")
-    stage.head.joined(member("n5"))
-    stage.loop.advance(1)
-    plan = stage.quorum.proposals[-1]
-    assert (plan.slots, plan.payload["keep"]) == (NODES, 1)
-    stage.fail("n2", 2, "signal")
-    stage.loop.advance(1)
-    assert stage.quorum.proposals[-1].payload["keep"] == 0
-
-
-def test_a_node_at_work_that_is_lost_meanwhile_is_a_failure(stage: Stage) -> None:
-    """What the members were about to agree on is replaced by the next generation, and the restart counts."""
-    stage.quorum.alive["n5"] = member("n5")
-    stage.head.joined(member("n5"))
-    stage.loop.advance(1)
+def test_a_node_at_work_that_is_lost_while_a_head_takes_over_is_a_failure(stage: Stage) -> None:
+    """The claim to lead is replaced by that of the next generation, and the restart counts."""
+    stage.head, stage.group.holds = stage.new_head(), False
+    stage.head.take_over()
     stage.lose("n2")
-    plan = stage.quorum.proposals[-1]
+    plan = stage.group.proposals[-1]
     assert (plan.slots, plan.payload["keep"], plan.payload["restarts"]) == (("n1", SPARE, "n3"), 0, 1)
 
 
 def test_a_stop_while_a_node_is_missing_ends_the_run_at_once(tmp_path: Path) -> None:
     """Ranks that wait for those of the lost node cannot stop in good order; the node need not be waited for."""
-    stage = Stage(tmp_path, *NODES, wait_s=30.0)
-    stage.head.take_over(None, {})
-    stage.loop.advance(2)
-    stage.begun().lose("n3")
-    stage.tell("n1", "stop", by="SIGTERM")
+    stage = Stage.at_work(tmp_path, *NODES, wait_s=30.0)
+    stage.lose("n3")
+    stage.stop("n1")
     stage.loop.advance(60)
     assert stage.over == [(exitcodes.REQUEUE, "stopped between generations after SIGTERM")]
 
 
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     """When its time is up, the head says how many have come."""
-    stage = Stage(tmp_path, "n1", "n2")
-    stage.head.take_over(None, {})
-    stage.loop.advance(61)
-    assert stage.over == [(exitcodes.FAILED, "not enough launchers have come: 2 are there, 3 are needed")]
-    assert stage.quorum.orders[-1]["kind"] == "finish"
+    stage = Stage.at_work(tmp_path, *NODES, wait_s=30.0)
+    stage.lose("n3")
+    stage.loop.advance(31)
+    assert stage.slots[-1] == ()
+    assert stage.over == [(exitcodes.REQUEUE, "too few nodes are left: 2 are there, 3 are needed")]
+
+
+def test_a_new_head_waits_for_the_others_to_find_it(stage: Stage) -> None:
+    """It ends nothing for want of nodes in its first seconds."""
+    for name in ("n2", "n3"):
+        del stage.group.alive[name]
+    stage.head, stage.group.holds = stage.new_head(), False
+    stage.head.take_over()
+    assert (stage.slots[-1], stage.over) == ((), [])
+    stage.join("n2")
+    assert stage.slots[-1] == ("n1", "n2", SPARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from opsd import exitcodes
 from opsd.launch.hangs.hang import Standing
-from opsd.launch.ranks.failure import Failure, RankError
-from opsd.launch.run.reports import failure_to_json, standings_to_json
-from tests.fakes.head import NODES, SPARE, Stage, member
+from opsd.launch.ranks.failure import RankError
+from opsd.launch.run import messages
+from opsd.launch.run.messages import StandingsWanted, StopOrdered
+from tests.fakes.head import NODES, SIGTERM, SPARE, Stage, swap_of
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def test_the_first_cause_is_blamed(stage: Stage) -> None:
     stage.fail("n2", 3, "user", error=RankError("ValueError", "boom", "train.py:7"))
     stage.loop.advance(0.2)
     assert stage.slots == [NODES, NODES]
-    memory = stage.quorum.proposals[-1].payload["policy"]
+    memory = stage.group.proposals[-1].payload["policy"]
     assert memory["user_errors"] == [[None, ["ValueError", "train.py:7", "boom"]]]
 
 
@@ -47,9 +49,7 @@ def test_an_error_of_the_program_stops_the_run_at_the_second_time(stage: Stage) 
     error = RankError("ValueError", "boom", "train.py:7")
     stage.fail("n2", 3, "user", error=error, step=5)
     stage.loop.advance(1)
-    stage.begun()
-    stage.head = stage.new_head()
-    stage.head.take_over(stage.quorum.plan, stage.answers(stage.quorum.proposals[-1]))
+    stage.begin().succeed()
     stage.fail("n2", 3, "user", error=error, step=5)
     stage.loop.advance(1)
     ((code, reason),) = stage.over
@@ -62,7 +62,7 @@ def test_failing_hardware_is_left_behind(stage: Stage) -> None:
     stage.fail("n3", 4, "hardware")
     stage.loop.advance(1)
     assert stage.slots[-1] == ("n1", "n2", SPARE)
-    stage.begun().fail(SPARE, 4, "hardware")
+    stage.begin().fail(SPARE, 4, "hardware")
     stage.loop.advance(1)
     assert stage.slots[-1] == ("n1", "n2", SPARE), "there is no other"
 
@@ -72,61 +72,57 @@ def test_a_node_at_fault_twice_is_left_behind(stage: Stage) -> None:
     stage.fail("n1", 0, "signal", step=3)
     stage.loop.advance(1)
     assert stage.slots[-1] == NODES
-    stage.begun().fail("n1", 1, "signal", step=9)
+    stage.begin().fail("n1", 1, "signal", step=9)
     stage.loop.advance(1)
     assert stage.slots[-1] == (SPARE, "n2", "n3")
 
 
 def test_a_planned_swap_loses_nothing(stage: Stage) -> None:
     """All ranks checkpoint and stop, then the spare takes the place, and the run goes on."""
-    stage.tell("n2", "swap", node="n3", reason="Xid 79")
-    assert stage.quorum.orders == [{"kind": "order_stop", "by": "the swap of n3"}]
-    for name in NODES:
-        stage.tell(name, "ended", told="the swap of n3")
+    stage.swap("n3")
+    assert stage.group.orders == [StopOrdered(swap_of("n3"))]
+    stage.finish_ranks(*NODES, told=swap_of("n3"))
     assert stage.slots[-1] == ("n1", "n2", SPARE)
     assert not stage.over
 
 
 def test_a_swap_outlives_its_head(stage: Stage) -> None:
     """The next head learns from the ranks' end that they were stopped for a swap, and does not end the run."""
-    stage.tell("n2", "swap", node="n3", reason="Xid 79")
-    stage.head = stage.new_head()
-    stage.head.take_over(stage.quorum.plan, stage.answers(stage.quorum.proposals[-1]))
-    for name in NODES:
-        stage.tell(name, "ended", told="the swap of n3")
+    stage.swap("n3")
+    stage.succeed()
+    stage.finish_ranks(*NODES, told=swap_of("n3"))
     assert not stage.over
-    assert len(stage.slots) == 2
+    assert [plan.payload["keep"] for plan in stage.group.proposals] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("another_head", [False, True])
 def test_a_swap_that_takes_too_long_ends_no_run(stage: Stage, another_head: bool) -> None:
     """The next step boundary was too far away: the spare takes over from the last checkpoint."""
-    stage.tell("n2", "swap", node="n3", reason="Xid 79")
+    stage.swap("n3")
     if another_head:
-        stage.head = stage.new_head()
-        stage.head.take_over(stage.quorum.plan, stage.answers(stage.quorum.proposals[-1]))
+        stage.succeed()
     for name in NODES:
-        stage.tell(name, "late", reason="rank 0 did not stop in time", told="the swap of n3")
-    assert (len(stage.slots), stage.over) == (2, [])
+        stage.tell(name, messages.Late(stage.generation, "rank 0 did not stop in time", swap_of("n3")))
+    assert (stage.group.proposals[-1].payload["keep"], stage.group.proposals[-1].payload["restarts"]) == (0, 1)
+    assert not stage.over
     assert another_head or stage.slots[-1] == ("n1", "n2", SPARE)
 
 
 def test_a_stop_that_takes_too_long_ends_the_run(stage: Stage) -> None:
     """Also if a swap was on its way: the newest checkpoint may be missing."""
-    stage.tell("n2", "swap", node="n3", reason="Xid 79")
-    stage.tell("n2", "stop", by="SIGTERM")
-    stage.tell("n1", "late", reason="rank 0 did not stop in time", told="the swap of n3")
+    stage.swap("n3")
+    stage.stop("n2")
+    stage.tell("n1", messages.Late(stage.generation, "rank 0 did not stop in time", swap_of("n3")))
     assert stage.over == [(exitcodes.FAILED, "rank 0 did not stop in time")]
 
 
 @pytest.mark.parametrize("proposed", [False, True])
 def test_a_node_stays_if_its_spare_dies_before_the_swap(stage: Stage, proposed: bool) -> None:
     """While the ranks stop or afterwards: the run does not end for want of a node that is still there."""
-    stage.tell("n2", "swap", node="n3", reason="Xid 79")
+    stage.swap("n3")
     if not proposed:
         stage.lose(SPARE)
-    for name in NODES:
-        stage.tell(name, "ended", told="the swap of n3")
+    stage.finish_ranks(*NODES, told=swap_of("n3"))
     if proposed:
         stage.lose(SPARE)
     assert (stage.slots[-1], stage.over) == (NODES, [])
@@ -137,7 +133,7 @@ def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: Stage) -> None:
     """Of the network as it seems: it began when they ended, and not when the head came to hear of it."""
     before = time.time()
     for name in NODES:
-        stage.tell(name, "waiting", told="", gone_s=30.0)
+        stage.tell(name, messages.Waiting(1, 30.0))
     assert stage.slots == [NODES, NODES]
     (gone,) = stage.events("ranks_gone")
     assert (gone["gone"], gone["gone_s"]) == ("n1", 30.0)
@@ -146,49 +142,41 @@ def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: Stage) -> None:
 
 def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:
     """It is no fault of its node, which may come again."""
-    stage.tell("n3", "leaving", reason="its own job ends (SIGUSR1)")
-    assert stage.quorum.orders == [{"kind": "order_stop", "by": "the swap of n3"}]
-    for name in NODES:
-        stage.tell(name, "ended", told="the swap of n3")
+    stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))
+    assert stage.group.orders == [StopOrdered(swap_of("n3"))]
+    stage.finish_ranks(*NODES, told=swap_of("n3"))
     assert stage.slots[-1] == ("n1", "n2", SPARE)
-    stage.begun().lose("n3")
+    stage.begin().lose("n3")
     assert not stage.events("node_retired")
-    stage.quorum.alive["n3"] = member("n3")
-    stage.head.joined(member("n3"))
+    stage.join("n3")
     stage.lose("n2")
     assert stage.slots[-1] == ("n1", "n3", SPARE)
 
 
 def test_a_spare_is_asked_for_in_the_place_of_a_guest(tmp_path: Path) -> None:
     """Until it has come the ranks run on."""
-    stage = Stage(tmp_path, *NODES)
-    stage.head.take_over(None, {})
-    stage.loop.advance(2)
-    stage.begun().tell("n3", "leaving", reason="its own job ends (SIGUSR1)")
+    stage = Stage.at_work(tmp_path, *NODES)
+    stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))
     (wanted,) = stage.events("spare_wanted")
     assert (wanted["swap"], wanted["reason"]) == ("n3", "its own job ends (SIGUSR1)")
-    assert stage.quorum.orders == []
+    assert stage.group.orders == []
 
 
 def test_no_swap_without_a_spare(tmp_path: Path) -> None:
     """The run is not interrupted for nothing."""
-    stage = Stage(tmp_path, *NODES)
-    stage.head.take_over(None, {})
-    stage.loop.advance(2)
-    stage.begun().tell("n1", "swap", node="n2", reason="")
-    assert (stage.slots, stage.quorum.orders) == ([NODES], [])
+    stage = Stage.at_work(tmp_path, *NODES)
+    stage.swap("n2")
+    assert (stage.slots, stage.group.orders) == ([NODES], [])
     assert stage.events("swap_refused")[0]["swap"] == "n2"
 
 
 def test_a_stop_ends_in_a_requeue(stage: Stage) -> None:
     """Whoever got the signal: all are told once, and the run ends when all have stopped."""
-    for name in NODES:
-        stage.tell(name, "stop", by="SIGTERM")
-    assert stage.quorum.orders == [{"kind": "order_stop", "by": "SIGTERM"}]
-    stage.tell("n1", "ended", told="SIGTERM")
-    stage.tell("n2", "ended", told="SIGTERM")
+    stage.stop(*NODES)
+    assert stage.group.orders == [StopOrdered(SIGTERM)]
+    stage.finish_ranks("n1", "n2", told=SIGTERM)
     assert not stage.over
-    stage.tell("n3", "ended", told="SIGTERM")
+    stage.finish_ranks("n3", told=SIGTERM)
     assert stage.over == [(exitcodes.REQUEUE, "stopped in good order after SIGTERM")]
 
 
@@ -196,9 +184,8 @@ def test_the_run_is_done_when_all_nodes_are(stage: Stage) -> None:
     """Exit code 0 only after the last node."""
     for name in NODES:
         assert not stage.over
-        stage.tell(name, "ended", told="")
-    assert stage.over[0][0] == exitcodes.OK
-    assert stage.quorum.orders[-1] == {"kind": "finish", "code": 0, "reason": "all ranks finished"}
+        stage.finish_ranks(name)
+    assert stage.over == [(exitcodes.OK, "all ranks finished")]
 
 
 def standing(rank: int, stuck_s: float, phase: str = "collective", **fields: Any) -> Standing:
@@ -210,13 +197,14 @@ def standing(rank: int, stuck_s: float, phase: str = "collective", **fields: Any
 
 def stand(stage: Stage, **ranks: Standing) -> None:
     for name, rank in ranks.items():
-        stage.tell(name, "standings", ranks=standings_to_json([rank], 0.0), stacks=f"/stacks-{name}.txt")
+        aged = replace(rank, changed=-rank.changed)
+        stage.tell(name, messages.Standings(stage.generation, (aged,), f"/stacks-{name}.txt"))
 
 
 def test_a_hang_is_named_from_the_standings_of_all_nodes(stage: Stage) -> None:
     """The ranks of two nodes wait in a collective for one that is stopped on the third."""
-    stage.tell("n1", "hung")
-    assert stage.quorum.orders == [{"kind": "standings?", "generation": 1}]
+    stage.tell("n1", messages.Hung(stage.generation))
+    assert stage.group.orders == [StandingsWanted(1)]
     stand(stage, n1=standing(0, 6), n2=standing(2, 6), n3=standing(4, 6.2, "backward", process="T"))
     (event,) = stage.events("hang_detected")
     assert (event["rank"], event["culprit_node"], event["stacks"]) == (4, "n3", "/stacks-n3.txt")
@@ -225,17 +213,17 @@ def test_a_hang_is_named_from_the_standings_of_all_nodes(stage: Stage) -> None:
 
 def test_who_waits_for_a_rank_that_may_take_its_time_does_not_hang(stage: Stage) -> None:
     """A rank on another node evaluates, within its limit."""
-    stage.tell("n1", "hung")
+    stage.tell("n1", messages.Hung(stage.generation))
     stand(stage, n1=standing(0, 6), n2=standing(2, 6), n3=standing(4, 30, "evaluation"))
     assert len(stage.slots) == 1
-    stage.tell("n1", "hung")
-    assert len(stage.quorum.orders) == 2, "asked again the next time"
+    stage.tell("n1", messages.Hung(stage.generation))
+    assert len(stage.group.orders) == 2, "asked again the next time"
 
 
 def test_ranks_that_wait_for_a_node_that_is_done_hang(stage: Stage) -> None:
     """Uneven data: the ranks of one node have ended in good order, and the others wait for them."""
-    stage.tell("n1", "ended", told="")
-    stage.tell("n2", "hung")
+    stage.finish_ranks("n1")
+    stage.tell("n2", messages.Hung(stage.generation))
     stand(stage, n2=standing(2, 6), n3=standing(4, 6))
     (event,) = stage.events("hang_detected")
     assert event["phase"] == "collective"
@@ -245,18 +233,16 @@ def test_ranks_that_wait_for_a_node_that_is_done_hang(stage: Stage) -> None:
 def test_no_node_is_blamed_for_a_hang_of_which_none_stands_out(stage: Stage) -> None:
     """However often it comes."""
     for _ in range(2):
-        stage.tell("n1", "hung")
+        stage.tell("n1", messages.Hung(stage.generation))
         stand(stage, n1=standing(0, 6), n2=standing(2, 6), n3=standing(4, 6))
-        stage.begun()
+        stage.begin()
     assert [event["culprit_node"] for event in stage.events("hang_detected")] == [None, None]
     assert stage.slots == [NODES] * 3
 
 
 def test_messages_of_an_earlier_generation_are_ignored(stage: Stage) -> None:
     """What was sent before the plan changed is about ranks that are gone."""
-    failure = Failure(0, "exit code 1", "user", 0.0)
-    old = {"kind": "failed", "generation": 0, "failures": [failure_to_json(failure, 0.0)]}
-    stage.head.received("n1", old)
+    stage.tell("n1", messages.RestartWanted(0, ""))
     stage.loop.advance(5)
     assert len(stage.slots) == 1
 
@@ -265,7 +251,7 @@ def test_events_of_all_nodes_make_one_story(stage: Stage) -> None:
     """A checkpoint that three nodes saw become durable is one event; the time is that of the head's clock."""
     record = {"t": 7.0, "event": "checkpoint_committed", "generation": 1, "step": 20, "node": "n2"}
     for name in NODES:
-        stage.tell(name, "event", record={**record, "node": name}, age_s=0.5)
+        stage.tell(name, messages.Event({**record, "node": name}, 0.5))
     (event,) = stage.events("checkpoint_committed")
     (started,) = stage.events("generation_started")
     assert abs(event["t"] - started["t"]) < 60
@@ -274,7 +260,7 @@ def test_events_of_all_nodes_make_one_story(stage: Stage) -> None:
 def test_the_next_head_goes_on_with_the_story(stage: Stage) -> None:
     """What the head before it has written is not written again."""
     record = {"t": 7.0, "event": "resumed", "generation": 1, "step": 20, "node": "n2"}
-    stage.tell("n2", "event", record=record, age_s=0.0)
+    stage.tell("n2", messages.Event(record, 0.0))
     stage.head = stage.new_head()
-    stage.tell("n3", "event", record=record, age_s=0.0)
+    stage.tell("n3", messages.Event(record, 0.0))
     assert len(stage.events("resumed")) == 1

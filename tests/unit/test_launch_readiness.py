@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from opsd.launch.run import messages
+from opsd.launch.run.messages import StopOrdered
 from opsd.launch.run.readiness import Readiness
-from tests.fakes.head import NODES, SPARE, PlayedLoop, PlayedQuorum, Stage
+from tests.fakes.head import NODES, SPARE, PlayedGroup, PlayedLoop, Stage, swap_of
 
 
 def started(folder: Path, *spares: str, wait_s: float = 0.0) -> Stage:
     """Three nodes at work, and these spares."""
-    stage = Stage(folder, *NODES, *spares, wait_s=wait_s)
-    stage.head.take_over(None, {})
-    stage.loop.advance(3)
-    return stage.begun()
+    return Stage.at_work(folder, *NODES, *spares, wait_s=wait_s)
+
+
+def say(stage: Stage, spare: str, why: str) -> None:
+    """A spare tells whether it may be used."""
+    stage.tell(spare, messages.Readiness(why))
 
 
 def test_a_spare_that_is_not_ready_is_not_used(tmp_path: Path) -> None:
     """It says why, which is told once; the run waits for it, and goes on once it is ready."""
     stage = started(tmp_path, SPARE, wait_s=60.0)
     for _ in range(2):
-        stage.tell(SPARE, "readiness", why="data: x was damaged")
+        say(stage, SPARE, "data: x was damaged")
     (refused,) = stage.events("spare_refused")
     assert (refused["refused"], refused["reason"]) == (SPARE, "data: x was damaged")
     stage.lose("n2")
     stage.loop.advance(30)
-    assert (stage.slots, stage.over) == ([NODES], [])
-    stage.tell(SPARE, "readiness", why="")
-    assert stage.slots == [NODES, ("n1", SPARE, "n3")]
+    assert (stage.slots, stage.over) == ([NODES, ()], [])
+    say(stage, SPARE, "")
+    assert stage.slots == [NODES, (), ("n1", SPARE, "n3")]
 
 
 def test_a_spare_may_turn_out_not_to_be_ready(tmp_path: Path) -> None:
@@ -35,7 +39,7 @@ def test_a_spare_may_turn_out_not_to_be_ready(tmp_path: Path) -> None:
     stage = started(tmp_path, SPARE, "n5")
     stage.lose("n2")
     assert stage.slots[-1] == ("n1", SPARE, "n3")
-    stage.tell(SPARE, "readiness", why="its last verification is too old")
+    say(stage, SPARE, "its last verification is too old")
     assert stage.slots[-1] == ("n1", "n5", "n3")
 
 
@@ -43,7 +47,7 @@ def test_the_run_ends_without_a_spare_that_is_ready(tmp_path: Path) -> None:
     """It is given back to Slurm rather than go on with damaged data; the spare is not held against the next start."""
     stage = started(tmp_path, SPARE)
     stage.lose("n2")
-    stage.tell(SPARE, "readiness", why="data: x was damaged")
+    say(stage, SPARE, "data: x was damaged")
     stage.loop.advance(1)
     assert [code for code, _ in stage.over] == [75]
     assert stage.bad == [(("n2",), ())]
@@ -52,10 +56,10 @@ def test_the_run_ends_without_a_spare_that_is_ready(tmp_path: Path) -> None:
 def test_a_node_is_not_swapped_for_a_spare_that_is_not_ready(tmp_path: Path) -> None:
     """The ranks run on, and the answer says why."""
     stage = started(tmp_path, SPARE)
-    stage.tell(SPARE, "readiness", why="software: torch is missing, 2.9 is wanted")
-    stage.tell("n1", "swap", node="n2", reason="ecc")
+    say(stage, SPARE, "software: torch is missing, 2.9 is wanted")
+    stage.swap("n2", "ecc")
     assert stage.events("swap_refused")[0]["swap"] == "n2"
-    assert not any(order["kind"] == "order_stop" for order in stage.quorum.orders)
+    assert not any(isinstance(order, StopOrdered) for order in stage.group.orders)
 
 
 class Asked:
@@ -63,13 +67,15 @@ class Asked:
 
     def __init__(self, *answers: str | OSError) -> None:
         self._answers = list(answers)
-        self.told: list[str] = []
         self.refused: list[str] = []
         self.taken = 0
         self._loop = PlayedLoop()
-        quorum = PlayedQuorum(SPARE)
-        quorum.tell_head = lambda message: self.told.append(message["why"])  # type: ignore[method-assign]
-        self._readiness = Readiness(self._loop, quorum, self._answer, self.refused.append)  # type: ignore[arg-type]
+        self._group = PlayedGroup(SPARE)
+        self._readiness = Readiness(self._loop, self._group, self._answer, self.refused.append)  # type: ignore[arg-type]
+
+    @property
+    def told(self) -> list[str]:
+        return [message.why for message in self._group.told if isinstance(message, messages.Readiness)]
 
     def _answer(self) -> str:
         answer = self._answers.pop(0)
@@ -84,8 +90,10 @@ class Asked:
 
     def take_a_place(self) -> None:
         """The head has made a plan with this node at work."""
+        asks = bool(self._answers)
         self._readiness.before(self._take)
-        self._loop.settle()
+        if asks:
+            self._loop.settle()
 
     def _take(self) -> None:
         self.taken += 1
@@ -120,10 +128,9 @@ def test_a_node_that_is_not_ready_says_so_again_when_it_is_wanted() -> None:
 def test_a_node_stays_if_its_spare_turns_out_not_to_be_ready(tmp_path: Path) -> None:
     """Its ranks have checkpointed and ended for a planned swap: they start again where they were."""
     stage = started(tmp_path, SPARE)
-    stage.tell("n1", "swap", node="n2", reason="ecc")
-    for name in NODES:
-        stage.tell(name, "ended", told="the swap of n2")
+    stage.swap("n2", "ecc")
+    stage.finish_ranks(*NODES, told=swap_of("n2"))
     assert stage.slots[-1] == ("n1", SPARE, "n3")
-    stage.tell(SPARE, "readiness", why="data: x was damaged")
+    say(stage, SPARE, "data: x was damaged")
     assert (stage.slots[-1], stage.over) == (NODES, [])
     assert stage.events("swap_refused")[0]["swap"] == "n2"

@@ -17,6 +17,7 @@ from opsd.launch.run.requests import answer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
 from runbooks.base import Action
+from tests.fakes.head import PlayedGroup
 from tests.fakes.launchers import SwappingLauncher
 from tests.fakes.slurm import FakeSlurm
 
@@ -153,7 +154,8 @@ def test_a_dry_run_tells_that_a_spare_would_have_to_come(tmp_path: Path) -> None
     )
     assert launcher.requests == []
     for waits in (True, False):
-        answered = answer({"cmd": "status"}, None, "n00", False, lambda *_, **__: None, waits=waits)
+        group = PlayedGroup("n00")
+        answered = answer({"cmd": "status"}, group, between=False, generation=1, tell=lambda _: None, waits=waits)
         assert Members.of(answered).waits == waits
 
 

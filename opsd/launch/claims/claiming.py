@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from opsd.checkpoints.claims import Claim
@@ -18,6 +19,8 @@ class Claiming:
         self._folder = folder
         self._new = new
         self._wanted: dict[str, Any] | None = None
+        self._newest: dict[str, Any] | None = None
+        """The newest wish, also once it is under way."""
         self._flying: Claim | None = None
         self._due = 0.0
 
@@ -28,12 +31,19 @@ class Claiming:
 
     def want(self, plan: dict[str, Any]) -> None:
         """Claim ``plan``, once the claim under way is settled."""
-        self._wanted = plan
+        self._wanted = self._newest = json.loads(json.dumps(plan))
         self._due = 0.0
 
     def forget(self) -> None:
         """Nothing is wanted any more; what is under way may be made all the same."""
-        self._wanted = None
+        self._wanted = self._newest = None
+
+    def answers(self, plan: Mapping[str, Any]) -> bool:
+        """Whether a claim of ``plan`` is what was wanted last, or what is wanted last will follow it.
+
+        If not it was made at an earlier time, and landed late.
+        """
+        return self._wanted is not None or plan == self._newest
 
     def tick(self, now: float) -> None:
         """Claim what is wanted, if it is time."""
@@ -42,13 +52,15 @@ class Claiming:
             self._flying = self._new(plan)
             self._folder.claim(self._flying)
 
-    def settled(self, now: float, mine: bool | None) -> Claim:
-        """The claim that was under way. If it is not known whether it was made, it is tried again."""
+    def settled(self, now: float, mine: bool | None, known: int) -> Claim:
+        """The claim that was under way. If it is not known whether it was made, it is tried again.
+
+        Not if it is: ``known`` is the newest number that is known. A newer wish outlives the failure of the one before.
+        """
         claim, self._flying = self._flying, None
         assert claim is not None
-        if mine is False:
-            self._wanted = None
-        elif mine is None:
-            self._wanted = dict(claim.plan) if self._wanted is None else self._wanted
+        if not mine:
             self._due = now + AGAIN_S
+        if mine is None and claim.number > known and claim.plan == self._newest:
+            self._wanted = self._newest
         return claim

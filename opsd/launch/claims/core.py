@@ -91,6 +91,8 @@ class Core:
         self._following = Following(size, launcher, send, timeout_s, now)
         self._claiming = Claiming(folder, self._new_claim)
         self._fresh = True
+        self._missed = 0
+        """The generation that another process of this name may have had a part in."""
         self._ours = 0
         """The newest claim that this process has made."""
         self._begun: Begun | None = None
@@ -143,17 +145,21 @@ class Core:
         """See ``Group.propose``."""
         alive = self.leading.alive
         members = tuple(alive[name] for name in sorted(alive))
-        plan = Plan(self.number + 1, self.own.name, slots, members, self.leading.sizes, payload)
-        self._claiming.want(plan.to_json())
-        self._claiming.tick(self._now)
+        self._want(Plan(self.number + 1, self.own.name, slots, members, self.leading.sizes, payload).to_json())
 
     def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
         """See ``Group.end``."""
-        self._claiming.want({"end": {"code": code, "reason": reason, "lost": list(lost), "unfit": list(unfit)}})
-        self._claiming.tick(self._now)
+        self._want({"end": {"code": code, "reason": reason, "lost": list(lost), "unfit": list(unfit)}})
+
+    def _want(self, plan: dict[str, Any]) -> None:
+        if self.phase in ("claiming", "leading"):
+            self._claiming.want(plan)
+            self._claiming.tick(self._now)
 
     def ready(self, number: int, answer: Ready) -> None:
         """See ``Group.ready``: said once a look has shown that the plan still holds."""
+        if number == self._missed:
+            return
 
         def hold() -> None:
             if self.number != number:
@@ -198,6 +204,7 @@ class Core:
             self._seek()
             self._renew()
         elif self.phase == "leading":
+            self._following.heard = now
             self.leading.tick(now)
             self._renew()
         elif self.phase == "claiming":
@@ -236,6 +243,7 @@ class Core:
                 self._looks.want(self._now)
             elif found.whole and number == self.number:
                 self._looks.done()
+                self._mend(found.claim)
             if self.phase == "seeking":
                 self._seek()
         self.flush()
@@ -247,6 +255,7 @@ class Core:
         if newest is None:
             return
         if newest.start == self._start and newest.end is None:
+            self._missed = newest.number
             self._learn(newest)
         elif _is_older(self._start, newest.start):
             self._overtaken()
@@ -272,6 +281,15 @@ class Core:
         else:
             self._overtaken()
 
+    def _mend(self, found: Claim | None) -> None:
+        """If somebody has damaged this head's claim, which nobody who comes could follow: claim the same again."""
+        plan = self.plan
+        intact = found is None or found.launcher == self._launcher
+        if intact or plan is None or self.phase != "leading" or self._claiming.busy:
+            return
+        if self.leading.alive.keys() >= set(plan.slots):
+            self.propose(plan.slots, {**plan.payload, "keep": plan.generation} if self.begun else plan.payload)
+
     def _plan_of(self, claim: Claim) -> Plan:
         try:
             return Plan.from_json(claim.number, claim.plan)
@@ -281,7 +299,7 @@ class Core:
     def _nobody(self, number: int) -> Plan:
         """What a claim comes to that nobody can follow: its number counts, and somebody has to claim the next."""
         payload = self.plan.payload if self.plan is not None else {}
-        return Plan(number, "", (), tuple(self._body.values()), {}, payload)
+        return Plan(number, "", (), tuple(self._body.values()), {}, {**payload, "keep": 0})
 
     def _overtaken(self) -> None:
         self.phase = "over"
@@ -327,13 +345,14 @@ class Core:
     def claimed(self, now: float, mine: bool | None) -> None:
         """The claim under way is made, or somebody else's is; None if that is not known."""
         self._now = now
-        claim = self._claiming.settled(now, mine)
+        claim = self._claiming.settled(now, mine, self.number)
         if mine and claim.number > self.number:
             self.number = claim.number
             self._won(claim)
-        else:
+        elif not mine:
             # Who has not got it will see whose it is; who does not know whether it has will see that, too.
             self._looks.want(now)
+        self._claiming.tick(now)
         self.flush()
 
     def _won(self, claim: Claim) -> None:
@@ -347,6 +366,9 @@ class Core:
         plan = self.plan = Plan.from_json(claim.number, claim.plan)
         if self.phase not in ("claiming", "leading"):
             self._take_lead()
+        elif not self._claiming.answers(claim.plan):
+            self._part(None)
+            self._part(self.own.name)
         self.phase = "leading"
         self._following.ready = self._begun = None
         self._lease_at = self._now
@@ -398,7 +420,8 @@ class Core:
         if len(self._known) > 1:
             others = dict.fromkeys((*situation.order, *self._known))
             asked = [name for name in others if name != self.own.name and name not in self._gone]
-            seeking.ask(now, asked, self._known, self._send, Seek(**self._view()))
+            ahead = sum(name not in self._gone for name in situation.order[: situation.place])
+            seeking.ask(now, asked, ahead, self._known, self._send, Seek(**self._view()))
         if seeking.to_lead(now, situation, self._timeout):
             self._take_lead()
             plan = self.plan
@@ -419,7 +442,7 @@ class Core:
         self.phase = "claiming"
         self._chosen_at = self._now
         self._following.end()
-        self.leading.begin(((one.member, one.size) for one in near.values()), self._now)
+        self.leading.begin(((one.member, one.size, one.incarnation) for one in near.values()), self._now)
         self._part(self.own.name)
 
     def _view(self) -> dict[str, Any]:
@@ -429,7 +452,10 @@ class Core:
             head = self.own
         elif self.head is not None and self._following.hears(self._now):
             head = self._following.head
-        return {"number": self.number, "size": self._size, "head": head, "fresh": self._fresh}
+        return {
+            "number": self.number, "size": self._size, "head": head, "fresh": self._fresh,
+            "incarnation": self._launcher,
+        }  # fmt: skip
 
     # -- following -----------------------------------------------------------------------------------------------
 
@@ -453,7 +479,8 @@ class Core:
             self._gone.discard(sender.name)
         match message:
             case Seek():
-                self._send(sender, Near(**self._view()))
+                if self.phase != "looking":  # what it would be counted in now it would not know for its own
+                    self._send(sender, Near(**self._view()))
                 self._compare(message.number)
             case Near():
                 self._note_near(sender, message)

@@ -85,9 +85,11 @@ class Leading:
         """Seconds between two heartbeats."""
         return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, len(self.body) / BEATS_PER_SECOND))
 
-    def begin(self, near: Iterable[tuple[Member, int]], now: float) -> None:
-        """Lead those that have just answered, with the size of each."""
-        self.peers = {member.name: Follower(member, now, size=size) for member, size in near}
+    def begin(self, near: Iterable[tuple[Member, int, str]], now: float) -> None:
+        """Lead those that have just answered, with the size and the process of each."""
+        self.peers = {
+            member.name: Follower(member, now, size=size, incarnation=incarnation) for member, size, incarnation in near
+        }
         self.body = self.alive
 
     # -- the plan ------------------------------------------------------------------------------------------------

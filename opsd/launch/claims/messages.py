@@ -29,7 +29,10 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Seek:
-    """From a launcher without a head, to others: who is there? ``head`` is the one that it hears of, if any."""
+    """From a launcher without a head, to others: who is there?
+
+    ``head`` is the one that it hears of, if any, ``incarnation`` names its process.
+    """
 
     direction: ClassVar[str] = "seeking launcher to others"
 
@@ -37,6 +40,7 @@ class Seek:
     size: int
     head: Member | None = None
     fresh: bool = False
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Near:
     size: int
     head: Member | None = None
     fresh: bool = False
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

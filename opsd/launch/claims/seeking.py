@@ -6,7 +6,7 @@ get in their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.launch.claims.messages import Message, Near, Seek
@@ -29,6 +29,10 @@ LAST_S = 30.0
 """The same for a few that could not even run a generation: nobody else will, and the run ends, to be started again."""
 ALL_AT_ONCE = 64
 """Of more launchers than this a few are asked first, those whose turn comes first."""
+FEW_ROUNDS, MORE_ROUNDS = 3, 15
+"""After so many rounds twice as many are asked: as long as nobody is found whose turn comes before, and then."""
+ASKED_AT_ONCE = 256
+"""More than so many are asked more rarely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Neighbour:
     heard: float
     size: int
     fresh: bool
+    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,11 @@ class Situation:
     lease_idle_s: float
     enough: Callable[[], bool]
 
+    @property
+    def place(self) -> int:
+        """How many come before this launcher."""
+        return self.order.index(self.own) if self.own in self.order else len(self.order)
+
 
 class Seeking:
     """From the moment at which there is no head until there is one."""
@@ -68,8 +78,8 @@ class Seeking:
         self._near: dict[str, Neighbour] = {}
         self._vouched = -1e9
         self._enough_since: float | None = None
-        self._asked_at = -1e9
-        self._rounds = 0
+        self._ask_at = -1e9
+        self._rounds = 0.0
 
     def forgive(self, stall_s: float) -> None:
         """This launcher was held up for so long."""
@@ -77,23 +87,29 @@ class Seeking:
         self._vouched += stall_s
 
     def ask(
-        self, now: float, order: Iterable[str], known: Mapping[str, Member], send: Callable[[Member, Message], None],
-        message: Seek,
+        self, now: float, order: Sequence[str], ahead: int, known: Mapping[str, Member],
+        send: Callable[[Member, Message], None], message: Seek,
     ) -> None:  # fmt: skip
-        """Ask the others, some times a second; of very many only those whose turn comes first, and then more."""
-        if now - self._asked_at < SEEK_S:
+        """Ask the others in this order, some times a second; the turn of the first ``ahead`` comes before this one's.
+
+        Of very many a few are asked first, and then more: soon if none of those is there whose turn comes first, since
+        this launcher has to know all of them then, and slowly if it only has to hear who leads.
+        """
+        if now < self._ask_at:
             return
-        self._asked_at = now
-        self._rounds += 1
         names = [name for name in order if name in known]
         if len(names) > ALL_AT_ONCE:
-            names = names[: 4 << min(self._rounds // 3, 20)]
+            near = self.near(now)
+            asked = MORE_ROUNDS if not near.keys().isdisjoint(order[:ahead]) else FEW_ROUNDS
+            self._rounds += 1 / asked
+            names = names[: 4 << min(int(self._rounds), 20)]
+        self._ask_at = now + SEEK_S * max(1.0, len(names) / ASKED_AT_ONCE)
         for name in names:
             send(known[name], message)
 
     def note(self, sender: Member, answer: Near, now: float) -> None:
         """Somebody has answered."""
-        self._near[sender.name] = Neighbour(sender, now, answer.size, answer.fresh)
+        self._near[sender.name] = Neighbour(sender, now, answer.size, answer.fresh, answer.incarnation)
 
     def vouch(self, now: float) -> None:
         """Somebody hears the head."""
@@ -119,7 +135,7 @@ class Seeking:
             return False
         if self._enough_since is None:
             self._enough_since = now
-        ahead = sum(name in near for name in situation.order[: _place(situation)])
+        ahead = sum(name in near for name in situation.order[: situation.place])
         waited = now - self._enough_since
         return waited >= self._pause_s(here, situation, near) + ahead * STAGGER_S
 
@@ -142,8 +158,3 @@ class Seeking:
             return 0.0
         at_work = situation.settled and not (situation.fresh and all(one.fresh for one in near.values()))
         return GATHER_S if at_work else SETTLE_S
-
-
-def _place(situation: Situation) -> int:
-    order = list(situation.order)
-    return order.index(situation.own) if situation.own in order else len(order)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from ipaddress import ip_address
 
 from opsd.launch.io import descriptors
 from opsd.launch.io.allowance import Allowance
@@ -154,6 +155,9 @@ class Transport:
     def _call(self, member: Member) -> Connection | None:
         try:
             sock = socket.socket(socket.AF_INET6 if ":" in member.address else socket.AF_INET)
+            own = ip_address(self._own.member.address)
+            if own.is_loopback and own.version == 4:  # else many launchers on one machine would all call from one
+                sock.bind((str(own), 0))
         except OSError as error:
             self._tell("sockets", f"no connection to {member.name}: {error.strerror}")
             return None

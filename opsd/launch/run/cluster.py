@@ -86,7 +86,7 @@ class ClusterRun:
         )
         self._isolated_s = isolated_s
         self._alone: Timer | None = None
-        self._alone_since = 0.0
+        self._alone_since = self._gone_s = 0.0
         self._head: Head | None = None
         self._finished = False
         self._stop: Stop | None = None
@@ -233,24 +233,25 @@ class ClusterRun:
         if head is None:
             self._begin_to_wait()
             return
-        gone_s = self._end_waiting()
+        self._gone_s = self._end_waiting()
         if head == self._group.own.name:
             self._head = self._new_head(self._over)
             self._head.take_over()
         if self._wanted:
             self._teller.tell(messages.StopWanted(self._wanted))
         if self._turnover.plan is not None:
-            self._tell_state(gone_s)
+            self._tell_state()
             self._make_way()
 
-    def _tell_state(self, gone_s: float) -> None:
+    def _tell_state(self) -> None:
         self._teller.tell_progress()
-        if self._node.generation.running or not self._turnover.at_work or self._turnover.between:
+        plan, node = self._turnover.plan, self._node
+        if plan is None or self._turnover.between or not self._turnover.at_work:
             return
-        if self._node.done:
-            self._teller.tell(messages.Ended(self._teller.generation, self._told))
-        else:
-            self._teller.tell(messages.Waiting(self._teller.generation, gone_s))
+        if node.generation.number != plan.generation or not (node.generation.running or node.done):
+            self._teller.tell(messages.Waiting(plan.generation, self._gone_s))
+        elif node.done:
+            self._teller.tell(messages.Ended(plan.generation, self._told))
 
     def _begin_to_wait(self) -> None:
         if self._turnover.plan is not None and self._alone is None:
@@ -258,7 +259,7 @@ class ClusterRun:
             self._alone = self._node.loop.later(self._isolated_s, self._give_up)
 
     def _end_waiting(self) -> float:
-        """There is a head again; for how many seconds the ranks here were gone for want of one."""
+        """There is a head again; for how many seconds the ranks here, if they are gone, were so for want of one."""
         if self._alone is None:
             return 0.0
         self._alone.cancel()
@@ -289,9 +290,11 @@ class ClusterRun:
             return
         if self._head is not None and begun is not None:
             self._head.began(plan, begun)
-        if not plan.payload["keep"]:
-            self._stop = None
         self._turnover.begin(plan, begun)
+        if not plan.payload["keep"]:
+            self._stop, self._gone_s = None, 0.0
+        elif begun is not None:
+            self._tell_state()
 
     def _tell_readiness(self) -> None:
         if self._turnover.plan is not None and not self._turnover.at_work:

@@ -77,7 +77,7 @@ class Head:
         gone = next((name for name in plan.slots if name in lost), None)
         if gone is not None:
             self._recover_from_loss(gone, group.headless_s)
-        elif not plan.slots or not (group.begun or group.holds):
+        elif not plan.slots or not group.begun:
             self._formation.renew()
         elif not group.holds:
             self._formation.keep(plan)

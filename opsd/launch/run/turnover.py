@@ -70,7 +70,7 @@ class Turnover:
     def prepare(self, plan: Plan) -> None:
         """End the ranks of the generation before, then be ready."""
         self._proposed = plan
-        if plan.payload.get("keep"):
+        if plan.payload.get("keep") and self._node.generation.number == plan.generation:
             self._ready(plan)
             return
         self._noticed = time.monotonic() - float(plan.payload.get("noticed_s", 0.0))
@@ -108,12 +108,9 @@ class Turnover:
         progress.committed = highest((progress.committed, begun.committed))
         if not self.at_work:
             self._node.end(lambda: self._stand_by(plan))
-        elif not plan.payload["keep"]:
-            self._start(plan, begun)
-            self._placed()
-        elif self._node.generation.number != plan.generation:
-            self._tell_waiting()
         else:
+            if not plan.payload["keep"]:
+                self._start(plan, begun)
             self._placed()
 
     def _tell_waiting(self) -> None:
