@@ -69,7 +69,7 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--node-timeout",
     type=click.FloatRange(0.5, 300),
-    default=2.0,
+    default=1.5,
     show_default=True,
     help="Seconds of silence after which a node is lost, unless it is known to answer slowly.",
 )

@@ -1,4 +1,4 @@
-"""Launchers that claim and talk over real connections, each a process with an address of its own on the loopback network."""
+"""Launchers that claim and talk over real connections, each a process with an address of its own on loopback."""
 
 from __future__ import annotations
 

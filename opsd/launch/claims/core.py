@@ -15,7 +15,7 @@ from typing import Any, Literal
 from opsd.checkpoints.claims import Claim, End
 from opsd.launch.claims.claiming import Claiming
 from opsd.launch.claims.following import Following
-from opsd.launch.claims.leading import Leading
+from opsd.launch.claims.leading import Leading, interval_s
 from opsd.launch.claims.looks import Look, Looks
 from opsd.launch.claims.messages import (
     Beat,
@@ -37,7 +37,7 @@ from opsd.launch.claims.port import Body, Folder, Listener
 from opsd.launch.claims.seeking import TURN_S, Seeking, Situation
 from opsd.launch.io.member import Member
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.5
 STALL_S = 0.5
 """Not called for so long, the launcher itself was held up: the others are given that time, and it looks at once."""
 CLAIM_S = 5.0
@@ -531,7 +531,7 @@ class Core:
         if plan is not None and sender.name == plan.head and beat.number == plan.number == self.number:
             self.phase = "following"
             self._following.begin(sender, self._now, self.number)
-            self._following.hear(self._now, self.leading.interval_s, new=self.head is None)
+            self._following.hear(self._now, interval_s(len(self._body)), new=self.head is None)
             self._part(sender.name)
             if beat.begun is not None and self._begun is None:
                 self._hold(plan, beat.begun)

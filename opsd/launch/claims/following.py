@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from opsd.launch.claims.leading import REPEAT_S
+from opsd.launch.claims.leading import BEATS_MISSED, LEAST_INTERVAL_S, REPEAT_S
 from opsd.launch.claims.mail import Inbox, Outbox
 from opsd.launch.claims.messages import Here, Join, Message, Order, Ready, Tell
 from opsd.launch.claims.peers import Peer
@@ -31,6 +31,7 @@ class Following:
         self._launcher = launcher
         self._send = send
         self._timeout = timeout_s
+        self._interval = LEAST_INTERVAL_S
         self._peer: Peer | None = None
         self._joined_at = -1e9
         self._tells = Outbox()
@@ -53,11 +54,15 @@ class Following:
 
     def silent(self, now: float) -> bool:
         """Whether nothing is heard of the head for too long."""
-        return self._peer is not None and self._peer.silence(now, self._timeout) is not None
+        return self._peer is not None and self._peer.silence(now, self._timeout_s) is not None
 
     def hears(self, now: float) -> bool:
         """Whether the head was heard of within the usual timeout."""
-        return self._peer is not None and now - self._peer.heard < self._timeout
+        return self._peer is not None and now - self._peer.heard < self._timeout_s
+
+    @property
+    def _timeout_s(self) -> float:
+        return max(self._timeout, BEATS_MISSED * self._interval)
 
     def join(self, now: float, number: int) -> None:
         """Ask the head to lead this launcher too, some times a second."""
@@ -68,6 +73,7 @@ class Following:
     def hear(self, now: float, interval_s: float, *, new: bool) -> None:
         """A heartbeat of the head; ``new``: the first after a silence. What it has not confirmed is said again."""
         assert self._peer is not None
+        self._interval = interval_s
         self._peer.hear(now, interval_s)
         self.heard = now
         if self._peer.due(now, REPEAT_S) or new:

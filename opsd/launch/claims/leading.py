@@ -14,6 +14,8 @@ from opsd.launch.io.member import Member
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 0.8
 BEATS_PER_SECOND = 1280
 """Heartbeats a second that the head of many launchers is up to; beyond that they become rarer."""
+BEATS_MISSED = 2.5
+"""Where heartbeats are rare, at least so many intervals of silence are a loss."""
 REPEAT_S = 1.0
 """What may have been lost is said again after this."""
 ROSTER_S = 0.2
@@ -83,7 +85,11 @@ class Leading:
     @property
     def interval_s(self) -> float:
         """Seconds between two heartbeats."""
-        return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, len(self.body) / BEATS_PER_SECOND))
+        return interval_s(len(self.body))
+
+    @property
+    def _timeout_s(self) -> float:
+        return max(self._timeout, BEATS_MISSED * self.interval_s)
 
     def begin(self, near: Iterable[tuple[Member, int, str]], now: float) -> None:
         """Lead those that have just answered, with the size and the process of each."""
@@ -140,7 +146,7 @@ class Leading:
         """Time has passed."""
         if now >= self._beat_at:
             self.say(self._beat, now)
-        self._coming = {name: peer for name, peer in self._coming.items() if now - peer.heard < self._timeout}
+        self._coming = {name: peer for name, peer in self._coming.items() if now - peer.heard < self._timeout_s}
         if self._roster_at is not None and now >= self._roster_at:
             self._tell_roster(now)
         self._give_up_unready(now)
@@ -167,14 +173,17 @@ class Leading:
         Whether it has is judged by the usual timeout, whatever patience single ones have earned: after that the others
         may go on without this side. While it is open, because many have just fallen silent, nobody is lost.
         """
-        late = {name: peer for name, peer in self.peers.items() if now - peer.heard > self._timeout / 2}
+        limit_s = self._timeout_s
+        late = {name: peer for name, peer in self.peers.items() if now - peer.heard > limit_s / 2}
         if not late:
             return
-        overdue = [name for name, peer in late.items() if now - peer.heard > self._timeout]
+        overdue = [name for name, peer in late.items() if now - peer.heard > limit_s]
         if overdue and self._share_without(overdue) is Share.MINORITY:
             self._report.too_few()
             return
-        silent = {name: seconds for name in overdue if (seconds := late[name].silence(now, self._timeout)) is not None}
+        silent = {
+            name: seconds for name in overdue if (seconds := late[name].silence(now, limit_s)) is not None
+        }
         if silent and self._share_without(late) is not Share.MINORITY:
             for name, seconds in silent.items():
                 self._drop(name, now)
@@ -257,6 +266,11 @@ class Leading:
         self._roster = Roster(self._beat.number, self._roster.version + 1, tuple(self.body.values()))
         for peer in self.peers.values():
             self._send(peer.member, self._roster)
+
+
+def interval_s(launchers: int) -> float:
+    """Seconds between two heartbeats of the head of so many."""
+    return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, launchers / BEATS_PER_SECOND))
 
 
 def highest(steps: Iterable[int | None]) -> int | None:

@@ -168,7 +168,7 @@ def _listen(path: Path) -> socket.socket:
     mask = os.umask(0o177)
     try:
         listener.bind(f"/proc/self/fd/{folder}/{path.name}")
-        listener.listen(8)
+        listener.listen(4 * MAX_CONNECTIONS)
         listener.setblocking(False)
     except OSError:
         listener.close()
