@@ -40,6 +40,7 @@ class RunFolder:
         self._say = say
         self._said_at = -SAY_S
         self._known = 0
+        self._place: tuple[int, int] | None = None
         self._tried = False
 
     def look(self, *, whole: bool) -> None:
@@ -50,12 +51,23 @@ class RunFolder:
         if not self._tried:
             claims.try_primitive(self._path)
             self._tried = True
+        known, place = self._known, _place(self._path)
         lease = claims.lease(self._path)
-        if not whole and lease[0] <= self._known:
+        if not whole and lease[0] <= known and place == self._place:
             return Look(lease, None, False)
         claim = claims.newest(self._path)
-        self._known = max(self._known, claim.number if claim is not None else 0)
+        self._recognise(place, claim.number if claim is not None else 0, known)
         return Look(lease, claim, True)
+
+    def _recognise(self, place: tuple[int, int] | None, newest: int, known: int) -> None:
+        """Raises OSError for what lies below a mount that is gone: there this side would claim what others have.
+
+        The same folder without its claims has been emptied by somebody: that is the run's folder all the same.
+        """
+        if newest < known and place != self._place:
+            why = f"{self._path} is another folder than before, without generation {known}: is it still mounted?"
+            raise OSError(errno.ESTALE, why)
+        self._known, self._place = max(self._known, newest), place
 
     def _answer(self, found: Look | OSError) -> None:
         self._note(found)
@@ -64,11 +76,19 @@ class RunFolder:
     def claim(self, claim: Claim) -> None:
         """See ``Folder.claim``."""
 
+        def make() -> bool:
+            place = _place(self._path)
+            if place != self._place:
+                self._recognise(place, claims.newest_number(self._path), self._known)
+            return claims.create(self._path, claim)
+
         def answered(mine: bool | OSError) -> None:
             self._note(mine)
+            if mine is True:
+                self._known = max(self._known, claim.number)
             self._claimed(None if isinstance(mine, OSError) else mine)
 
-        aside(self._loop, lambda: claims.create(self._path, claim), answered)
+        aside(self._loop, make, answered)
 
     def _note(self, outcome: object) -> None:
         """Say now and then why a recovery has to wait; what will not go away ends the launcher, which says it then."""
@@ -81,3 +101,12 @@ class RunFolder:
     def renew(self, number: int, beat: int) -> None:
         """See ``Folder.renew``; left out while the one before is still under way."""
         aside(self._loop, lambda: claims.renew(self._path, number, beat), lambda _: None, key="lease")
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one with its name, None if there is none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
