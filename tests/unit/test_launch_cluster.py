@@ -103,6 +103,15 @@ def test_a_head_that_keeps_the_ranks_hears_who_is_done(fellow: Fellow) -> None:
     assert fellow.hear() == [Ended(1)]
 
 
+def test_a_head_that_had_stepped_down_hears_what_it_knew(fellow: Fellow) -> None:
+    """It leads anew from what it is told, and this launcher may not have noticed: its head is the one that it had."""
+    fellow.run.asked_to_stop("SIGTERM")
+    fellow.finish_ranks()
+    fellow.hear()
+    fellow.begin(2, *NODES, keep=1)
+    assert fellow.hear() == [StopWanted(SIGTERM), Ended(1, SIGTERM)]
+
+
 def test_a_process_that_missed_the_beginning_starts_no_ranks() -> None:
     """It was another one of its name that was ready: the head has to begin the next generation."""
     fellow = Fellow()

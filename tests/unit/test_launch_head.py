@@ -95,6 +95,16 @@ def test_a_swap_outlives_its_head(stage: Stage) -> None:
     assert [plan.payload["keep"] for plan in stage.group.proposals] == [0, 1, 0]
 
 
+def test_a_head_that_stepped_down_leads_on_from_what_it_is_told_again(stage: Stage) -> None:
+    """Who had told it something may not have noticed: with its claim the others tell it anew. The ranks run on."""
+    stage.finish_ranks("n2")
+    stage.head = stage.new_head()
+    stage.head.take_over()
+    assert stage.group.proposals[-1].payload["keep"] == 1
+    stage.begin().finish_ranks(*NODES)
+    assert stage.over == [(exitcodes.OK, "all ranks finished")]
+
+
 @pytest.mark.parametrize("another_head", [False, True])
 def test_a_swap_that_takes_too_long_ends_no_run(stage: Stage, another_head: bool) -> None:
     """The next step boundary was too far away: the spare takes over from the last checkpoint."""

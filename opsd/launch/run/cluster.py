@@ -237,16 +237,18 @@ class ClusterRun:
         if head == self._group.own.name:
             self._head = self._new_head(self._over)
             self._head.take_over()
-        if self._wanted:
-            self._teller.tell(messages.StopWanted(self._wanted))
+        self._tell_state()
         if self._turnover.plan is not None:
-            self._tell_state()
             self._make_way()
 
     def _tell_state(self) -> None:
-        self._teller.tell_progress()
+        if self._wanted:
+            self._teller.tell(messages.StopWanted(self._wanted))
         plan, node = self._turnover.plan, self._node
-        if plan is None or self._turnover.between or not self._turnover.at_work:
+        if plan is None:
+            return
+        self._teller.tell_progress()
+        if self._turnover.between or not self._turnover.at_work:
             return
         if node.generation.number != plan.generation or not (node.generation.running or node.done):
             self._teller.tell(messages.Waiting(plan.generation, self._gone_s))

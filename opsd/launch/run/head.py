@@ -65,7 +65,10 @@ class Head:
         self._noticed = time.monotonic()
 
     def take_over(self) -> None:
-        """This launcher is head from now on. What the head before it has left goes on if all of its nodes are there."""
+        """This launcher is head from now on. What the head before it has left goes on if all of its nodes are there.
+
+        Also if it was head before, and stepped down: the others may not have noticed, and tell again what they told.
+        """
         plan, group = self._group.plan, self._group
         if plan is None:
             self._formation.renew()
@@ -79,7 +82,7 @@ class Head:
             self._recover_from_loss(gone, group.headless_s)
         elif not plan.slots or not group.begun:
             self._formation.renew()
-        elif not group.holds:
+        else:
             self._formation.keep(plan)
 
     def _recall(self, plan: Plan) -> None:
