@@ -8,6 +8,7 @@ from typing import Any
 
 from opsd.launch.claims.messages import Begun
 from opsd.launch.claims.plan import Plan
+from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.messages import Progress, Told
 from opsd.launch.run.placement import Shape
@@ -23,7 +24,7 @@ class PlayedNode:
         self.loop = loop
         self.settings = SimpleNamespace(stop_timeout_s=120.0, local_size=2)
         self.folders = SimpleNamespace(folder="/runs/r")
-        self.events = SimpleNamespace(relay=None)
+        self.events = SimpleNamespace(relay=None, emit=lambda kind, **fields: None)
         self.progress = SimpleNamespace(furthest=7, committed=5, recovery=None)
         self.generation = SimpleNamespace(number=0, running=[], ranks=[])
         self.state, self.stopping, self.done, self.ending = "waiting", "", False, False
@@ -97,6 +98,14 @@ class Fellow:
         """The ranks end in good order."""
         self.node.generation.running, self.node.done = [], True
         self.run.ended()
+
+    def fail(self, kind: Kind) -> None:
+        """The first of the two ranks fails; the other runs on."""
+        child = SimpleNamespace(pid=7)
+        rank = SimpleNamespace(
+            rank=2, log="", log_tail=lambda lines=0: "", page=lambda: None, child=child, noticed_s=0.0
+        )
+        self.run.failed([(Failure(2, "exit code 1", kind, 0.0), rank)])  # type: ignore[list-item]
 
     def elect(self, head: str | None) -> None:
         """The head changes, or is lost."""

@@ -20,7 +20,18 @@ from opsd.launch.ranks.program import Program
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Settings
 from opsd.launch.run.cluster import LASTING_S, SILENT_S, UNBEGUN_S
-from opsd.launch.run.messages import CODEC, Ended, Leaving, Readiness, Stop, StopOrdered, StopWanted, Waiting, Why
+from opsd.launch.run.messages import (
+    CODEC,
+    Ended,
+    Failed,
+    Leaving,
+    Readiness,
+    Stop,
+    StopOrdered,
+    StopWanted,
+    Waiting,
+    Why,
+)
 from opsd.launch.run.supervisor import Supervisor
 from tests.fakes.cluster import Fellow
 from tests.fakes.head import NODES, SIGTERM, swap_of
@@ -68,6 +79,20 @@ def test_ranks_that_failed_under_a_head_that_died_are_not_done(fellow: Fellow) -
     fellow.node.generation.running = []
     fellow.elect("n3")
     assert fellow.hear() == [Waiting(1, 0.0)]
+
+
+def test_a_failure_is_told_to_the_next_head(fellow: Fellow) -> None:
+    """One rank has failed, the other waits for it, for good: the head that was told has died before it acted."""
+    fellow.fail("signal")
+    (told,) = fellow.hear()
+    fellow.elect(None)
+    fellow.elect("n3")
+    (again,) = fellow.hear()
+    assert isinstance(told, Failed) and isinstance(again, Failed)
+    assert [failed.failure.kind for failed in again.failures] == ["signal"]
+    fellow.begin(2, *NODES)
+    fellow.elect("n1")
+    assert fellow.hear() == []
 
 
 def test_who_was_passed_over_ends_its_ranks(fellow: Fellow) -> None:

@@ -91,6 +91,7 @@ class ClusterRun:
         self._finished = False
         self._stop: Stop | None = None
         self._wanted: Stop | None = None
+        self._failures: list[Failed] = []
         self._called_back = ""
 
     # -- the launcher's side -------------------------------------------------------------------------------------
@@ -139,7 +140,11 @@ class ClusterRun:
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
             named = failure is cause and (failure.kind != "communication" or len(self._group.roster) == 1)
             report_exit(self._node.events, rank, failure, culprit=named)
+        self._failures += found
         self._teller.tell_progress()
+        self._tell_failures(found)
+
+    def _tell_failures(self, found: Sequence[Failed]) -> None:
         self._teller.tell(messages.Failed(self._teller.generation, to_ages(found, time.time())))
 
     def hung(self, hang: Hang) -> None:
@@ -250,7 +255,10 @@ class ClusterRun:
         self._teller.tell_progress()
         if self._turnover.between or not self._turnover.at_work:
             return
-        if node.generation.number != plan.generation or not (node.generation.running or node.done):
+        runs = node.generation.number == plan.generation
+        if runs and self._failures:  # other ranks may run on
+            self._tell_failures(self._failures)
+        elif not runs or not (node.generation.running or node.done):
             self._teller.tell(messages.Waiting(plan.generation, self._gone_s))
         elif node.done:
             self._teller.tell(messages.Ended(plan.generation, self._told))
@@ -294,7 +302,7 @@ class ClusterRun:
             self._head.began(plan, begun)
         self._turnover.begin(plan, begun)
         if not plan.payload["keep"]:
-            self._stop, self._gone_s = None, 0.0
+            self._stop, self._gone_s, self._failures = None, 0.0, []
         elif begun is not None:
             self._tell_state()
 
