@@ -150,6 +150,14 @@ def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: Stage) -> None:
     assert before - 30 <= gone["t"] <= time.time() - 30
 
 
+def test_ranks_that_were_gone_are_not_started_again_for_a_stop(stage: Stage) -> None:
+    """The stop would be forgotten with the generation, and the run would go on."""
+    stage.stop("n1")
+    stage.tell("n2", messages.Waiting(stage.generation, 7.0))
+    assert stage.over == [(exitcodes.REQUEUE, "the ranks of n2 were gone when the run was to stop")]
+    assert stage.slots == [NODES]
+
+
 def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:
     """It is no fault of its node, which may come again."""
     stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))

@@ -201,9 +201,8 @@ class Head:
             case messages.Ended(_, told):
                 self._stops.ended(sender, told)
             case messages.Waiting(_, gone_s):
-                say(f"the ranks of {sender} no longer run; restarting all ranks")
                 self._log.emit("ranks_gone", gone_s, gone=sender, gone_s=round(gone_s, 3))
-                self.restart_all()
+                self._stops.ranks_gone(sender)
             case messages.Late(_, reason, told):
                 self._stops.too_slow(told, reason)
             case messages.RestartWanted(_, reason):

@@ -121,6 +121,14 @@ class Stops:
         else:
             self._decisions.renew()
 
+    def ranks_gone(self, node: str) -> None:
+        """The ranks of ``node`` no longer run: the others cannot stop in good order any more."""
+        if self.for_good:
+            self._decisions.end(exitcodes.REQUEUE, f"the ranks of {node} were gone when the run was to stop")
+        else:
+            say(f"the ranks of {node} no longer run; restarting all ranks")
+            self._decisions.restart_all()
+
     def too_slow(self, told: Stop | None, reason: str) -> None:
         """Ranks did not stop in time: a swap then costs the steps since the last checkpoint, and a stop the run."""
         stop = self._stop or told
