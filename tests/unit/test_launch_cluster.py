@@ -228,16 +228,28 @@ def test_who_was_cut_off_gives_up_only_while_there_is_no_head(fellow: Fellow) ->
 
 def test_a_signal_during_a_swap_is_told_as_what_it_is(fellow: Fellow) -> None:
     """To the next head too: it would take it for the swap, and go on."""
-    fellow.run.received("n1", CODEC.encode(StopOrdered(swap_of("n3"))))
+    fellow.run.received("n1", CODEC.encode(StopOrdered(1, swap_of("n3"))))
     fellow.run.asked_to_stop("SIGTERM")
     fellow.elect("n3")
     assert [message for message in fellow.hear() if isinstance(message, StopWanted)] == [StopWanted(SIGTERM)] * 2
 
 
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_stop_is_for_the_ranks_that_it_means(fellow: Fellow, generation: int) -> None:
+    """Not for those that have replaced them when it comes, late; and for those that it comes too early for."""
+    fellow.prepare(2, *NODES)
+    order = CODEC.encode(StopOrdered(generation, swap_of("n3")))
+    if generation == 2:
+        fellow.run.received("n1", order)
+    fellow.run.begin(fellow.plan(2, *NODES), Begun("10.0.0.1", 1))
+    fellow.run.received("n1", order)
+    assert fellow.node.stopping == ("the swap of n3" if generation == 2 else "")
+
+
 def test_a_message_of_another_version_is_named(fellow: Fellow, capfd: pytest.CaptureFixture[str]) -> None:
     """One sentence with the sender and what is wrong, and nothing else happens."""
     fellow.run.received("n1", {"kind": "dance"})
-    fellow.run.received("n1", {"kind": "stop_ordered", "stop": {"why": "boredom"}})
+    fellow.run.received("n1", {"kind": "stop_ordered", "generation": 1, "stop": {"why": "boredom"}})
     flush()
     said = capfd.readouterr().err
     assert "n1 sends a message of the unknown kind 'dance'; it is ignored" in said

@@ -80,7 +80,7 @@ def test_a_node_at_fault_twice_is_left_behind(stage: Stage) -> None:
 def test_a_planned_swap_loses_nothing(stage: Stage) -> None:
     """All ranks checkpoint and stop, then the spare takes the place, and the run goes on."""
     stage.swap("n3")
-    assert stage.group.orders == [StopOrdered(swap_of("n3"))]
+    assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
     stage.finish_ranks(*NODES, told=swap_of("n3"))
     assert stage.slots[-1] == ("n1", "n2", SPARE)
     assert not stage.over
@@ -161,7 +161,7 @@ def test_ranks_that_were_gone_are_not_started_again_for_a_stop(stage: Stage) -> 
 def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:
     """It is no fault of its node, which may come again."""
     stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))
-    assert stage.group.orders == [StopOrdered(swap_of("n3"))]
+    assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
     stage.finish_ranks(*NODES, told=swap_of("n3"))
     assert stage.slots[-1] == ("n1", "n2", SPARE)
     stage.begin().lose("n3")
@@ -191,7 +191,7 @@ def test_no_swap_without_a_spare(tmp_path: Path) -> None:
 def test_a_stop_ends_in_a_requeue(stage: Stage) -> None:
     """Whoever got the signal: all are told once, and the run ends when all have stopped."""
     stage.stop(*NODES)
-    assert stage.group.orders == [StopOrdered(SIGTERM)]
+    assert stage.group.orders == [StopOrdered(1, SIGTERM)]
     stage.finish_ranks("n1", "n2", told=SIGTERM)
     assert not stage.over
     stage.finish_ranks("n3", told=SIGTERM)

@@ -91,6 +91,7 @@ class ClusterRun:
         self._finished = False
         self._stop: Stop | None = None
         self._wanted: Stop | None = None
+        self._ordered: messages.StopOrdered | None = None
         self._failures: list[Failed] = []
         self._called_back = ""
 
@@ -303,6 +304,7 @@ class ClusterRun:
         self._turnover.begin(plan, begun)
         if not plan.payload["keep"]:
             self._stop, self._gone_s, self._failures = None, 0.0, []
+            self._stop_as_ordered()
         elif begun is not None:
             self._tell_state()
 
@@ -343,9 +345,9 @@ class ClusterRun:
             say(f"{sender} sends {error}; it is ignored")
             return
         match message:
-            case messages.StopOrdered(stop):
-                if not self._node.stopping:
-                    self._stop_ranks(stop)
+            case messages.StopOrdered():
+                self._ordered = message
+                self._stop_as_ordered()
             case messages.StandingsWanted(generation):
                 if generation == self._node.generation.number and self._node.generation.running:
                     self._teller.tell(self._hang.report())
@@ -353,6 +355,12 @@ class ClusterRun:
                 self._hang.judged(message)
             case _ if self._head is not None:
                 self._head.received(sender, cast(Told, message))
+
+    def _stop_as_ordered(self) -> None:
+        """An order may come late, when other ranks run here, or early, before those that it means."""
+        order = self._ordered
+        if order is not None and order.generation == self._node.generation.number and not self._node.stopping:
+            self._stop_ranks(order.stop)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

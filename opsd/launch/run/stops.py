@@ -90,7 +90,7 @@ class Stops:
 
     def _order(self, stop: Stop) -> None:
         self._stop = stop
-        self._group.tell_all(CODEC.encode(StopOrdered(stop)))
+        self._group.tell_all(CODEC.encode(StopOrdered(self._log.generation, stop)))
 
     def restart(self, reason: str) -> None:
         """Restart all ranks at once, unless they are about to stop."""
