@@ -59,18 +59,24 @@ class Fellow:
         self.loop = PlayedLoop()
         self.node = PlayedNode(self.loop)
         self.group = PlayedGroup(*NODES)
+        self.job: list[tuple[int, tuple[str, ...]]] = []
         self.group.own, self.group.head = member(OWN), HEAD
         self.run = ClusterRun(
             self.node,  # type: ignore[arg-type]
             self.group,
             Shape(least, 3, NODES, wait_s=60.0 if waits else 0.0),
-            new_head=lambda over: None,  # type: ignore[arg-type, return-value]
-            job=None,  # type: ignore[arg-type]
+            new_head=self._new_head,  # type: ignore[arg-type]
+            job=SimpleNamespace(end=lambda code, lost, unfit: self.job.append((code, lost))),
             ready=lambda: "",
             guest=guest,
             isolated_s=60.0,
         )
         self.run.start_run()
+
+    def _new_head(self, over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> SimpleNamespace:
+        """A head that does nothing; ``end_run`` is what it calls at the end."""
+        self.end_run = over
+        return SimpleNamespace(take_over=lambda: None, retire=lambda: None)
 
     @property
     def told(self) -> list[Told]:

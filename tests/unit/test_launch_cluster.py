@@ -19,7 +19,7 @@ from opsd.launch.io.messages import flush
 from opsd.launch.ranks.program import Program
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Settings
-from opsd.launch.run.cluster import LASTING_S, SILENT_S, UNBEGUN_S
+from opsd.launch.run.cluster import END_S, LASTING_S, SILENT_S, UNBEGUN_S
 from opsd.launch.run.messages import (
     CODEC,
     Ended,
@@ -143,6 +143,32 @@ def test_a_process_that_missed_the_beginning_starts_no_ranks() -> None:
     fellow.prepare(4, *NODES)
     fellow.run.begin(fellow.plan(4, *NODES), None)
     assert (fellow.node.generation.running, fellow.hear()) == ([], [Waiting(4, 0.0)])
+
+
+def test_a_head_whose_end_the_folder_does_not_take_ends_without(fellow: Fellow) -> None:
+    """And does with the job what there is to be done."""
+    fellow.elect("n2")
+    fellow.group.holds, fellow.group.alive = True, {}
+    fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
+    fellow.loop.advance(END_S)
+    fellow.loop.settle()
+    assert fellow.job == [(exitcodes.REQUEUE, ("n3",))]
+    assert fellow.node.left == (exitcodes.REQUEUE, "too few nodes are left")
+
+
+@pytest.mark.parametrize("leads_again", [False, True])
+def test_an_end_that_nobody_made_is_forgotten(fellow: Fellow, leads_again: bool) -> None:
+    """The run went on, under another head or the same again: whoever leaves it later leaves the job alone."""
+    fellow.elect("n2")
+    fellow.group.holds = True
+    fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
+    fellow.elect(None)
+    fellow.elect("n2" if leads_again else "n3")
+    fellow.loop.advance(END_S + 1)
+    assert (fellow.job, fellow.node.left) == ([], None)
+    fellow.elect(None)
+    fellow.loop.advance(60)
+    assert (fellow.job, fellow.node.left) == ([], (exitcodes.REQUEUE, "no head of the run within reach for 60 s"))
 
 
 def test_another_copy_of_the_run_ends_this_one(fellow: Fellow) -> None:

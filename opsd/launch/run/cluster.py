@@ -366,11 +366,13 @@ class ClusterRun:
 
     def _over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
         """This launcher, as the head, ends the run."""
-        self._farewell.over(lost, unfit)
-        self._node.loop.later(END_S, lambda: self._end_unclaimed(code, reason))
+        self._farewell.over(code, reason, lost, unfit)
+        head = self._head
+        self._node.loop.later(END_S, lambda: self._end_unclaimed(head, code, reason))
 
-    def _end_unclaimed(self, code: int, reason: str) -> None:
-        if self._group.holds and not self._finished:
+    def _end_unclaimed(self, head: Head | None, code: int, reason: str) -> None:
+        """Unless another has led since, or this launcher anew: the run goes on then."""
+        if self._head is head is not None and self._group.holds and not self._finished:
             say(f"the run's folder does not take the end of the run within {END_S:g} s; ending without")
             self._finish(code, reason)
 
