@@ -18,7 +18,9 @@ OWN, HEAD = "n2", "n1"
 
 
 class PlayedNode:
-    """The ranks of a node, which do at once what they are told."""
+    """The ranks of a node, which do at once what they are told; unless their end is ``slow``, until ``collect``."""
+
+    slow = False
 
     def __init__(self, loop: PlayedLoop) -> None:
         self.loop = loop
@@ -39,8 +41,15 @@ class PlayedNode:
         self.state, self.stopping, self.done = "spare", "", False
 
     def end(self, then: Callable[[], None], *, gently: bool = False) -> None:
-        self.generation.running = []
-        then()
+        self._after = then
+        self.ending = True
+        if not self.slow:
+            self.collect()
+
+    def collect(self) -> None:
+        """The ranks have ended."""
+        self.generation.running, self.ending = [], False
+        self._after()
 
     def stop(self, by: str) -> None:
         self.stopping = by

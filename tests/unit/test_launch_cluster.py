@@ -81,6 +81,17 @@ def test_ranks_that_failed_under_a_head_that_died_are_not_done(fellow: Fellow) -
     assert fellow.hear() == [Waiting(1, 0.0)]
 
 
+@pytest.mark.parametrize("meanwhile", ["stop_too_slow", "cut_off"])
+def test_nothing_keeps_a_node_from_being_ready(fellow: Fellow, meanwhile: str) -> None:
+    """Its ranks take seconds to end: nobody waits for them any longer, or the network and the folder are gone."""
+    fellow.node.slow = True
+    fellow.prepare(2, *NODES)
+    call = getattr(fellow.run, meanwhile)
+    call(*(("rank 2 did not stop in time",) if meanwhile == "stop_too_slow" else ()))
+    fellow.node.collect()
+    assert [number for number, _ in fellow.group.answers] == [1, 2]
+
+
 def test_a_failure_is_told_to_the_next_head(fellow: Fellow) -> None:
     """One rank has failed, the other waits for it, for good: the head that was told has died before it acted."""
     fellow.fail("signal")

@@ -196,7 +196,12 @@ class ClusterRun:
             self._node.end(lambda: self._leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
 
     def stop_too_slow(self, reason: str) -> None:
-        """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint."""
+        """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint.
+
+        Ranks that are being ended are so for the next generation, which waits for what is to be done after that.
+        """
+        if self._node.ending:
+            return
         late = messages.Late(self._teller.generation, reason, self._told)
         self._node.end(lambda: self._teller.tell(late))
 
@@ -317,8 +322,8 @@ class ClusterRun:
         self._node.loop.later(LAST_WORDS_S, lambda: self._leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
 
     def cut_off(self) -> None:
-        """Run no ranks that others may have replaced."""
-        if self._turnover.plan is not None and not self._finished:
+        """Run no ranks that others may have replaced; those that are being ended anyway need no more than that."""
+        if self._turnover.plan is not None and not self._finished and not self._node.ending:
             say("neither a head of the run nor its folder is within reach; ending the ranks here")
             self._node.end(lambda: self._node.set_state("waiting"))
 
