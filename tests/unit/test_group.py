@@ -582,3 +582,16 @@ def test_the_judge_sees_a_run_that_does_not_go_on() -> None:
     run.world.stalled[""] = run.world.now + 600.0
     with pytest.raises(AssertionError, match="waited in vain"):
         run.rests()
+
+
+def test_who_leaves_is_no_company_for_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has ended, and its launchers stay a second longer: one that comes only now does not go on with them."""
+    monkeypatch.setattr(Launcher, "over", lambda self, end: setattr(self, "ranks", None))
+    run = Run(3, 2, 2).rests()
+    run["n1"].end()
+    run.world.run(1.0)
+    run["n3"].kill(noticed=True)
+    run.begin("n3")
+    run.world.run(20.0)
+    assert run.world.newest is not None
+    assert run.world.newest.end == End(0, "done")

@@ -479,7 +479,7 @@ class Core:
             self._gone.discard(sender.name)
         match message:
             case Seek():
-                if self.phase != "looking":  # what it would be counted in now it would not know for its own
+                if self.phase not in ("looking", "over"):  # it would not know for its own, or obey, what counts it in
                     self._send(sender, Near(**self._view()))
                 self._compare(message.number)
             case Near():
