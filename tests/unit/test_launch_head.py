@@ -180,6 +180,20 @@ def test_a_spare_is_asked_for_in_the_place_of_a_guest(tmp_path: Path) -> None:
     assert stage.group.orders == []
 
 
+def test_a_guest_is_swapped_once_the_spare_that_was_asked_for_is_ready(tmp_path: Path) -> None:
+    """Else it would stay until its job kills it, at the cost of the steps since the last checkpoint."""
+    stage = Stage.at_work(tmp_path, *NODES)
+    for _ in range(2):
+        stage.tell("n3", messages.Leaving(1, "its own job ends (SIGTERM)"))
+    stage.join(SPARE)
+    stage.tell(SPARE, messages.Readiness("data: x was damaged"))
+    assert (len(stage.events("spare_wanted")), stage.group.orders) == (1, [])
+    stage.tell(SPARE, messages.Readiness(""))
+    assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
+    stage.finish_ranks(*NODES, told=swap_of("n3"))
+    assert stage.slots[-1] == ("n1", "n2", SPARE)
+
+
 def test_no_swap_without_a_spare(tmp_path: Path) -> None:
     """The run is not interrupted for nothing."""
     stage = Stage.at_work(tmp_path, *NODES)

@@ -218,6 +218,8 @@ class Head:
         changed = self._roster.note_readiness(node, why)
         if changed and (self._formation.changing or self._formation.waiting):
             self.renew()
+        if not why:
+            self._stops.spare_ready()
 
     def renew(self) -> None:
         """Propose the next generation."""

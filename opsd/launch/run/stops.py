@@ -48,6 +48,8 @@ class Stops:
         self._decisions = decisions
         self._stop: Stop | None = None
         self._ended: dict[str, Stop | None] = {}
+        self._leaving: dict[str, str] = {}
+        """Guests for which there was no spare, and why they have to leave."""
 
     @property
     def for_good(self) -> bool:
@@ -61,7 +63,7 @@ class Stops:
 
     def forget(self) -> None:
         """Another generation is on its way."""
-        self._stop, self._ended = None, {}
+        self._stop, self._ended, self._leaving = None, {}, {}
 
     def swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
@@ -73,14 +75,22 @@ class Stops:
         self._stop_for_swap(node, reason)
 
     def let_go(self, node: str, reason: str) -> None:
-        """The same for a guest that has to leave, and may come again; without a spare one is asked for."""
+        """The same for a guest that has to leave, and may come again; without a spare one is asked for, and awaited."""
         if self._stop or node not in self._formation.slots:
             return
         if not self._formation.spares:
-            self._log.emit("spare_wanted", swap=node, reason=reason)
+            if node not in self._leaving:
+                self._log.emit("spare_wanted", swap=node, reason=reason)
+            self._leaving[node] = reason
             return
         self._roster.call_back(node, reason)
         self._stop_for_swap(node, reason)
+
+    def spare_ready(self) -> None:
+        """A spare says that it may be used: let go who waits for one."""
+        if self._leaving and not self._formation.changing and not self._formation.waiting:
+            node, reason = next(iter(self._leaving.items()))
+            self.let_go(node, reason)
 
     def _stop_for_swap(self, node: str, reason: str) -> None:
         stop = Stop(Why.SWAP, node)
