@@ -345,6 +345,16 @@ def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
     assert (supervisor.stopping, supervisor.state) == ("", "spare")
 
 
+def test_nobody_leaves_its_ranks_to_themselves(fellow: Fellow) -> None:
+    """The signal came between two generations, and the head began the next before it knew: now it stops the ranks."""
+    fellow.prepare(2, *NODES)
+    fellow.run.asked_to_stop("SIGTERM")
+    fellow.begin(2, *NODES)
+    fellow.run.received("n1", CODEC.encode(StopOrdered(2, SIGTERM)))
+    fellow.loop.advance(121)
+    assert (fellow.node.stopping, fellow.node.left) == ("SIGTERM", None)
+
+
 def test_a_launcher_that_never_met_the_others_stops_soon() -> None:
     """Nobody has to be told, and no rank saves anything: Ctrl-C before a run has begun takes seconds."""
     fellow = Fellow()

@@ -179,7 +179,12 @@ class ClusterRun:
         self._teller.tell(messages.StopWanted(stop))
         if not self._node.generation.running:
             limit = self._node.settings.stop_timeout_s if self._turnover.plan is not None else UNBEGUN_S
-            self._node.loop.later(limit, lambda: self._leave(exitcodes.REQUEUE, f"stopped after {by}"))
+            self._node.loop.later(limit, lambda: self._leave_idle(f"stopped after {by}"))
+
+    def _leave_idle(self, reason: str) -> None:
+        """Leave if nobody has ended the run: ranks that were started meanwhile stop in their own time."""
+        if not self._node.generation.running:
+            self._leave(exitcodes.REQUEUE, reason)
 
     def _stop_ranks(self, stop: Stop) -> None:
         self._stop = stop
