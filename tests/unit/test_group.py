@@ -595,3 +595,21 @@ def test_who_leaves_is_no_company_for_another_start(monkeypatch: pytest.MonkeyPa
     run.world.run(20.0)
     assert run.world.newest is not None
     assert run.world.newest.end == End(0, "done")
+
+
+def test_a_slow_claim_loses_nobody() -> None:
+    """Who has not been asked for as long as it took is not silent; one answer that comes late costs no restart."""
+    run = Run(4, 2, 3).rests()
+    run["n1"].core.propose(("n2", "n3"), {"keep": 0})
+    run.rests()
+    before = run["n2"].ranks, run["n3"].ranks
+    run.world.stalled[""] = run.world.now + 4.0
+    run["n1"].kill(noticed=True)
+    run.world.run(3.5)
+    run.world.cut(["n3"], ["n2", "n4"], one_way=True)
+    run.until_claim(3)
+    run.world.run(0.5)
+    run.world.cuts.clear()
+    run.rests()
+    assert run.kept == [0, 0, 2]
+    assert (run["n2"].ranks, run["n3"].ranks) == before

@@ -369,6 +369,8 @@ class Core:
         elif not self._claiming.answers(claim.plan):
             self._part(None)
             self._part(self.own.name)
+        if self.phase == "claiming":
+            self.leading.forgive(self._now - self._chosen_at)  # nobody has been asked meanwhile
         self.phase = "leading"
         self._following.ready = self._begun = None
         self._lease_at = self._now
