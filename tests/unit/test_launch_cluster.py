@@ -92,6 +92,17 @@ def test_nothing_keeps_a_node_from_being_ready(fellow: Fellow, meanwhile: str) -
     assert [number for number, _ in fellow.group.answers] == [1, 2]
 
 
+def test_ranks_that_are_being_ended_are_not_kept(fellow: Fellow) -> None:
+    """A claim came late that passed them over, at once one that keeps them: nobody else knows that they are gone."""
+    fellow.node.slow = True
+    fellow.prepare(2, *NODES)
+    fellow.prepare(3, *NODES, keep=1)
+    assert [number for number, _ in fellow.group.answers] == [1]
+    fellow.node.collect()
+    fellow.run.begin(fellow.plan(3, *NODES, keep=1), Begun("10.0.0.1", 1))
+    assert ([number for number, _ in fellow.group.answers], fellow.hear()) == ([1, 3], [Waiting(1, 0.0)])
+
+
 def test_a_failure_is_told_to_the_next_head(fellow: Fellow) -> None:
     """One rank has failed, the other waits for it, for good: the head that was told has died before it acted."""
     fellow.fail("signal")
