@@ -613,3 +613,18 @@ def test_a_slow_claim_loses_nobody() -> None:
     run.rests()
     assert run.kept == [0, 0, 2]
     assert (run["n2"].ranks, run["n3"].ranks) == before
+
+
+def test_a_head_that_seemed_gone_is_found_again() -> None:
+    """Its machine had said that it is not there, and by the time it could be heard again it had given the other up."""
+    run = Run(2, 2, 2).rests()
+    run.world.cut(["n1"], ["n2"])
+    run["n2"].pause()
+    run.until_claim(2)
+    run["n2"].resume()
+    run.world.run(1.5)
+    run["n2"].core.unreachable(run.world.now, "n1")
+    run.world.run(5.0)
+    run.world.cuts.clear()
+    run.world.until(lambda: run["n2"].core.head == "n1", 3.0)
+    assert run.rests().slots == [["n1", "n2"], [], ["n1", "n2"]]

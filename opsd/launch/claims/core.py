@@ -421,7 +421,8 @@ class Core:
         now, seeking, situation = self._now, self._seeking, self._situation()
         if len(self._known) > 1:
             others = dict.fromkeys((*situation.order, *self._known))
-            asked = [name for name in others if name != self.own.name and name not in self._gone]
+            left = self._gone - {self.plan.head if self.plan is not None else ""}  # the head does not look for others
+            asked = [name for name in others if name != self.own.name and name not in left]
             ahead = sum(name not in self._gone for name in situation.order[: situation.place])
             seeking.ask(now, asked, ahead, self._known, self._send, Seek(**self._view()))
         if seeking.to_lead(now, situation, self._timeout):
