@@ -8,6 +8,7 @@ from typing import Any
 
 from opsd.launch.claims.messages import Begun
 from opsd.launch.claims.plan import Plan
+from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.messages import Progress, Told
 from opsd.launch.run.placement import Shape
@@ -17,13 +18,15 @@ OWN, HEAD = "n2", "n1"
 
 
 class PlayedNode:
-    """The ranks of a node, which do at once what they are told."""
+    """The ranks of a node, which do at once what they are told; unless their end is ``slow``, until ``collect``."""
+
+    slow = False
 
     def __init__(self, loop: PlayedLoop) -> None:
         self.loop = loop
         self.settings = SimpleNamespace(stop_timeout_s=120.0, local_size=2)
         self.folders = SimpleNamespace(folder="/runs/r")
-        self.events = SimpleNamespace(relay=None)
+        self.events = SimpleNamespace(relay=None, emit=lambda kind, **fields: None)
         self.progress = SimpleNamespace(furthest=7, committed=5, recovery=None)
         self.generation = SimpleNamespace(number=0, running=[], ranks=[])
         self.state, self.stopping, self.done, self.ending = "waiting", "", False, False
@@ -38,8 +41,15 @@ class PlayedNode:
         self.state, self.stopping, self.done = "spare", "", False
 
     def end(self, then: Callable[[], None], *, gently: bool = False) -> None:
-        self.generation.running = []
-        then()
+        self._after = then
+        self.ending = True
+        if not self.slow:
+            self.collect()
+
+    def collect(self) -> None:
+        """The ranks have ended."""
+        self.generation.running, self.ending = [], False
+        self._after()
 
     def stop(self, by: str) -> None:
         self.stopping = by
@@ -58,18 +68,24 @@ class Fellow:
         self.loop = PlayedLoop()
         self.node = PlayedNode(self.loop)
         self.group = PlayedGroup(*NODES)
+        self.job: list[tuple[int, tuple[str, ...]]] = []
         self.group.own, self.group.head = member(OWN), HEAD
         self.run = ClusterRun(
             self.node,  # type: ignore[arg-type]
             self.group,
             Shape(least, 3, NODES, wait_s=60.0 if waits else 0.0),
-            new_head=lambda over: None,  # type: ignore[arg-type, return-value]
-            job=None,  # type: ignore[arg-type]
+            new_head=self._new_head,  # type: ignore[arg-type]
+            job=SimpleNamespace(end=lambda code, lost, unfit: self.job.append((code, lost))),
             ready=lambda: "",
             guest=guest,
             isolated_s=60.0,
         )
         self.run.start_run()
+
+    def _new_head(self, over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> SimpleNamespace:
+        """A head that does nothing; ``end_run`` is what it calls at the end."""
+        self.end_run = over
+        return SimpleNamespace(take_over=lambda: None, retire=lambda: None)
 
     @property
     def told(self) -> list[Told]:
@@ -97,6 +113,14 @@ class Fellow:
         """The ranks end in good order."""
         self.node.generation.running, self.node.done = [], True
         self.run.ended()
+
+    def fail(self, kind: Kind) -> None:
+        """The first of the two ranks fails; the other runs on."""
+        child = SimpleNamespace(pid=7)
+        rank = SimpleNamespace(
+            rank=2, log="", log_tail=lambda lines=0: "", page=lambda: None, child=child, noticed_s=0.0
+        )
+        self.run.failed([(Failure(2, "exit code 1", kind, 0.0), rank)])  # type: ignore[list-item]
 
     def elect(self, head: str | None) -> None:
         """The head changes, or is lost."""

@@ -582,3 +582,49 @@ def test_the_judge_sees_a_run_that_does_not_go_on() -> None:
     run.world.stalled[""] = run.world.now + 600.0
     with pytest.raises(AssertionError, match="waited in vain"):
         run.rests()
+
+
+def test_who_leaves_is_no_company_for_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has ended, and its launchers stay a second longer: one that comes only now does not go on with them."""
+    monkeypatch.setattr(Launcher, "over", lambda self, end: setattr(self, "ranks", None))
+    run = Run(3, 2, 2).rests()
+    run["n1"].end()
+    run.world.run(1.0)
+    run["n3"].kill(noticed=True)
+    run.begin("n3")
+    run.world.run(20.0)
+    assert run.world.newest is not None
+    assert run.world.newest.end == End(0, "done")
+
+
+def test_a_slow_claim_loses_nobody() -> None:
+    """Who has not been asked for as long as it took is not silent; one answer that comes late costs no restart."""
+    run = Run(4, 2, 3).rests()
+    run["n1"].core.propose(("n2", "n3"), {"keep": 0})
+    run.rests()
+    before = run["n2"].ranks, run["n3"].ranks
+    run.world.stalled[""] = run.world.now + 4.0
+    run["n1"].kill(noticed=True)
+    run.world.run(3.5)
+    run.world.cut(["n3"], ["n2", "n4"], one_way=True)
+    run.until_claim(3)
+    run.world.run(0.5)
+    run.world.cuts.clear()
+    run.rests()
+    assert run.kept == [0, 0, 2]
+    assert (run["n2"].ranks, run["n3"].ranks) == before
+
+
+def test_a_head_that_seemed_gone_is_found_again() -> None:
+    """Its machine had said that it is not there, and by the time it could be heard again it had given the other up."""
+    run = Run(2, 2, 2).rests()
+    run.world.cut(["n1"], ["n2"])
+    run["n2"].pause()
+    run.until_claim(2)
+    run["n2"].resume()
+    run.world.run(1.5)
+    run["n2"].core.unreachable(run.world.now, "n1")
+    run.world.run(5.0)
+    run.world.cuts.clear()
+    run.world.until(lambda: run["n2"].core.head == "n1", 3.0)
+    assert run.rests().slots == [["n1", "n2"], [], ["n1", "n2"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 
 import pytest
 from hypothesis import given
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claiming import AGAIN_S, Claiming
+from opsd.launch.claims.leading import Leading
 from opsd.launch.claims.looks import AGAIN_S as LOOK_AGAIN_S
 from opsd.launch.claims.looks import LOOK_S, Look, Looks
 from opsd.launch.claims.mail import Inbox, Outbox
-from opsd.launch.claims.messages import MESSAGES, Here, Near, Ready, Roster
+from opsd.launch.claims.messages import MESSAGES, Begun, Here, Message, Near, Order, Ready, Roster
 from opsd.launch.claims.peers import MOST_PATIENCE, Peer, Share, share
 from opsd.launch.claims.plan import Plan
+from opsd.launch.claims.port import Body
 from opsd.launch.io.member import Member
 from opsd.launch.io.protocol import Codec
 
@@ -249,3 +252,42 @@ def test_a_claim_that_lands_late_is_told_from_what_is_wanted_now() -> None:
     assert not wishes.claiming.answers({"wish": "a"})
     wishes.want("b")
     assert wishes.claiming.answers({"wish": "a"})
+
+
+class Others:
+    """Whom a head speaks to: what each has heard of its orders, and what the head has found."""
+
+    def __init__(self) -> None:
+        self.heard: dict[str, list[Body]] = {"n2": [], "n3": []}
+        self._inboxes = {name: Inbox() for name in self.heard}
+        self.head = Leading(member("n1"), 1, self._send, self, 2.0)
+
+    def _send(self, target: Member, message: Message) -> None:
+        body = self._inboxes[target.name].take(*astuple(message)) if isinstance(message, Order) else None
+        if body is not None:
+            self.heard[target.name].append(body)
+
+    def answer(self, *names: str, now: float) -> None:
+        for name in names:
+            self.head.here(member(name), Here(1, 1, f"{name}-1", orders=self._inboxes[name].heard), now)
+
+    def joined(self, member: Member) -> None: ...
+    def lost(self, name: str, silent_s: float) -> None: ...
+    def too_few(self) -> None: ...
+    def all_ready(self, begun: Begun) -> None: ...
+    def told(self, sender: str, body: Body) -> None: ...
+
+
+@pytest.mark.parametrize("how", ["lost", "stepped down"])
+def test_orders_are_heard_by_who_has_not_noticed_that_it_was_lost(how: str) -> None:
+    """It stood still, or the head did; what the head then begins to say is not what was said before."""
+    others = Others()
+    others.answer("n2", "n3", now=0.0)
+    others.head.order({"say": 1})
+    if how == "lost":
+        others.head.lose("n2", 3.0)
+    else:
+        others.head.begin([(member("n2"), 1, "n2-1"), (member("n3"), 1, "n3-1")], 3.0)
+    others.answer("n2", "n3", now=3.0)
+    others.head.order({"say": 2})
+    assert others.heard == {name: [{"say": 1}, {"say": 2}] for name in ("n2", "n3")}

@@ -19,8 +19,19 @@ from opsd.launch.io.messages import flush
 from opsd.launch.ranks.program import Program
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Settings
-from opsd.launch.run.cluster import LASTING_S, SILENT_S, UNBEGUN_S
-from opsd.launch.run.messages import CODEC, Ended, Leaving, Readiness, Stop, StopOrdered, StopWanted, Waiting, Why
+from opsd.launch.run.cluster import END_S, LASTING_S, SILENT_S, UNBEGUN_S
+from opsd.launch.run.messages import (
+    CODEC,
+    Ended,
+    Failed,
+    Leaving,
+    Readiness,
+    Stop,
+    StopOrdered,
+    StopWanted,
+    Waiting,
+    Why,
+)
 from opsd.launch.run.supervisor import Supervisor
 from tests.fakes.cluster import Fellow
 from tests.fakes.head import NODES, SIGTERM, swap_of
@@ -70,6 +81,42 @@ def test_ranks_that_failed_under_a_head_that_died_are_not_done(fellow: Fellow) -
     assert fellow.hear() == [Waiting(1, 0.0)]
 
 
+@pytest.mark.parametrize("meanwhile", ["stop_too_slow", "cut_off"])
+def test_nothing_keeps_a_node_from_being_ready(fellow: Fellow, meanwhile: str) -> None:
+    """Its ranks take seconds to end: nobody waits for them any longer, or the network and the folder are gone."""
+    fellow.node.slow = True
+    fellow.prepare(2, *NODES)
+    call = getattr(fellow.run, meanwhile)
+    call(*(("rank 2 did not stop in time",) if meanwhile == "stop_too_slow" else ()))
+    fellow.node.collect()
+    assert [number for number, _ in fellow.group.answers] == [1, 2]
+
+
+def test_ranks_that_are_being_ended_are_not_kept(fellow: Fellow) -> None:
+    """A claim came late that passed them over, at once one that keeps them: nobody else knows that they are gone."""
+    fellow.node.slow = True
+    fellow.prepare(2, *NODES)
+    fellow.prepare(3, *NODES, keep=1)
+    assert [number for number, _ in fellow.group.answers] == [1]
+    fellow.node.collect()
+    fellow.run.begin(fellow.plan(3, *NODES, keep=1), Begun("10.0.0.1", 1))
+    assert ([number for number, _ in fellow.group.answers], fellow.hear()) == ([1, 3], [Waiting(1, 0.0)])
+
+
+def test_a_failure_is_told_to_the_next_head(fellow: Fellow) -> None:
+    """One rank has failed, the other waits for it, for good: the head that was told has died before it acted."""
+    fellow.fail("signal")
+    (told,) = fellow.hear()
+    fellow.elect(None)
+    fellow.elect("n3")
+    (again,) = fellow.hear()
+    assert isinstance(told, Failed) and isinstance(again, Failed)
+    assert [failed.failure.kind for failed in again.failures] == ["signal"]
+    fellow.begin(2, *NODES)
+    fellow.elect("n1")
+    assert fellow.hear() == []
+
+
 def test_who_was_passed_over_ends_its_ranks(fellow: Fellow) -> None:
     """Whatever of the claims in between it has not seen: a later one keeps the ranks of a generation without it."""
     fellow.prepare(3, "n1", "n3", keep=2)
@@ -103,12 +150,47 @@ def test_a_head_that_keeps_the_ranks_hears_who_is_done(fellow: Fellow) -> None:
     assert fellow.hear() == [Ended(1)]
 
 
+def test_a_head_that_had_stepped_down_hears_what_it_knew(fellow: Fellow) -> None:
+    """It leads anew from what it is told, and this launcher may not have noticed: its head is the one that it had."""
+    fellow.run.asked_to_stop("SIGTERM")
+    fellow.finish_ranks()
+    fellow.hear()
+    fellow.begin(2, *NODES, keep=1)
+    assert fellow.hear() == [StopWanted(SIGTERM), Ended(1, SIGTERM)]
+
+
 def test_a_process_that_missed_the_beginning_starts_no_ranks() -> None:
     """It was another one of its name that was ready: the head has to begin the next generation."""
     fellow = Fellow()
     fellow.prepare(4, *NODES)
     fellow.run.begin(fellow.plan(4, *NODES), None)
     assert (fellow.node.generation.running, fellow.hear()) == ([], [Waiting(4, 0.0)])
+
+
+def test_a_head_whose_end_the_folder_does_not_take_ends_without(fellow: Fellow) -> None:
+    """And does with the job what there is to be done."""
+    fellow.elect("n2")
+    fellow.group.holds, fellow.group.alive = True, {}
+    fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
+    fellow.loop.advance(END_S)
+    fellow.loop.settle()
+    assert fellow.job == [(exitcodes.REQUEUE, ("n3",))]
+    assert fellow.node.left == (exitcodes.REQUEUE, "too few nodes are left")
+
+
+@pytest.mark.parametrize("leads_again", [False, True])
+def test_an_end_that_nobody_made_is_forgotten(fellow: Fellow, leads_again: bool) -> None:
+    """The run went on, under another head or the same again: whoever leaves it later leaves the job alone."""
+    fellow.elect("n2")
+    fellow.group.holds = True
+    fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
+    fellow.elect(None)
+    fellow.elect("n2" if leads_again else "n3")
+    fellow.loop.advance(END_S + 1)
+    assert (fellow.job, fellow.node.left) == ([], None)
+    fellow.elect(None)
+    fellow.loop.advance(60)
+    assert (fellow.job, fellow.node.left) == ([], (exitcodes.REQUEUE, "no head of the run within reach for 60 s"))
 
 
 def test_another_copy_of_the_run_ends_this_one(fellow: Fellow) -> None:
@@ -194,16 +276,28 @@ def test_who_was_cut_off_gives_up_only_while_there_is_no_head(fellow: Fellow) ->
 
 def test_a_signal_during_a_swap_is_told_as_what_it_is(fellow: Fellow) -> None:
     """To the next head too: it would take it for the swap, and go on."""
-    fellow.run.received("n1", CODEC.encode(StopOrdered(swap_of("n3"))))
+    fellow.run.received("n1", CODEC.encode(StopOrdered(1, swap_of("n3"))))
     fellow.run.asked_to_stop("SIGTERM")
     fellow.elect("n3")
     assert [message for message in fellow.hear() if isinstance(message, StopWanted)] == [StopWanted(SIGTERM)] * 2
 
 
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_stop_is_for_the_ranks_that_it_means(fellow: Fellow, generation: int) -> None:
+    """Not for those that have replaced them when it comes, late; and for those that it comes too early for."""
+    fellow.prepare(2, *NODES)
+    order = CODEC.encode(StopOrdered(generation, swap_of("n3")))
+    if generation == 2:
+        fellow.run.received("n1", order)
+    fellow.run.begin(fellow.plan(2, *NODES), Begun("10.0.0.1", 1))
+    fellow.run.received("n1", order)
+    assert fellow.node.stopping == ("the swap of n3" if generation == 2 else "")
+
+
 def test_a_message_of_another_version_is_named(fellow: Fellow, capfd: pytest.CaptureFixture[str]) -> None:
     """One sentence with the sender and what is wrong, and nothing else happens."""
     fellow.run.received("n1", {"kind": "dance"})
-    fellow.run.received("n1", {"kind": "stop_ordered", "stop": {"why": "boredom"}})
+    fellow.run.received("n1", {"kind": "stop_ordered", "generation": 1, "stop": {"why": "boredom"}})
     flush()
     said = capfd.readouterr().err
     assert "n1 sends a message of the unknown kind 'dance'; it is ignored" in said
@@ -260,6 +354,16 @@ def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
     supervisor.stop("the swap of n1")
     supervisor.stand_by(2)
     assert (supervisor.stopping, supervisor.state) == ("", "spare")
+
+
+def test_nobody_leaves_its_ranks_to_themselves(fellow: Fellow) -> None:
+    """The signal came between two generations, and the head began the next before it knew: now it stops the ranks."""
+    fellow.prepare(2, *NODES)
+    fellow.run.asked_to_stop("SIGTERM")
+    fellow.begin(2, *NODES)
+    fellow.run.received("n1", CODEC.encode(StopOrdered(2, SIGTERM)))
+    fellow.loop.advance(121)
+    assert (fellow.node.stopping, fellow.node.left) == ("SIGTERM", None)
 
 
 def test_a_launcher_that_never_met_the_others_stops_soon() -> None:

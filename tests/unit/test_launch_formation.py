@@ -123,13 +123,6 @@ def test_what_had_not_begun_is_begun_anew(stage: Stage, holds: bool) -> None:
     assert (plan.slots, plan.payload["keep"]) == (NODES, 0)
 
 
-def test_who_leads_again_claims_nothing(stage: Stage) -> None:
-    """A head that could not be heard for a while still holds the newest claim, and its ranks run."""
-    stage.head = stage.new_head()
-    stage.head.take_over()
-    assert stage.slots == [NODES]
-
-
 def test_a_node_at_work_that_is_lost_while_a_head_takes_over_is_a_failure(stage: Stage) -> None:
     """The claim to lead is replaced by that of the next generation, and the restart counts."""
     stage.head, stage.group.holds = stage.new_head(), False

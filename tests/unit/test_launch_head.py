@@ -80,7 +80,7 @@ def test_a_node_at_fault_twice_is_left_behind(stage: Stage) -> None:
 def test_a_planned_swap_loses_nothing(stage: Stage) -> None:
     """All ranks checkpoint and stop, then the spare takes the place, and the run goes on."""
     stage.swap("n3")
-    assert stage.group.orders == [StopOrdered(swap_of("n3"))]
+    assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
     stage.finish_ranks(*NODES, told=swap_of("n3"))
     assert stage.slots[-1] == ("n1", "n2", SPARE)
     assert not stage.over
@@ -93,6 +93,16 @@ def test_a_swap_outlives_its_head(stage: Stage) -> None:
     stage.finish_ranks(*NODES, told=swap_of("n3"))
     assert not stage.over
     assert [plan.payload["keep"] for plan in stage.group.proposals] == [0, 1, 0]
+
+
+def test_a_head_that_stepped_down_leads_on_from_what_it_is_told_again(stage: Stage) -> None:
+    """Who had told it something may not have noticed: with its claim the others tell it anew. The ranks run on."""
+    stage.finish_ranks("n2")
+    stage.head = stage.new_head()
+    stage.head.take_over()
+    assert stage.group.proposals[-1].payload["keep"] == 1
+    stage.begin().finish_ranks(*NODES)
+    assert stage.over == [(exitcodes.OK, "all ranks finished")]
 
 
 @pytest.mark.parametrize("another_head", [False, True])
@@ -140,10 +150,18 @@ def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: Stage) -> None:
     assert before - 30 <= gone["t"] <= time.time() - 30
 
 
+def test_ranks_that_were_gone_are_not_started_again_for_a_stop(stage: Stage) -> None:
+    """The stop would be forgotten with the generation, and the run would go on."""
+    stage.stop("n1")
+    stage.tell("n2", messages.Waiting(stage.generation, 7.0))
+    assert stage.over == [(exitcodes.REQUEUE, "the ranks of n2 were gone when the run was to stop")]
+    assert stage.slots == [NODES]
+
+
 def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:
     """It is no fault of its node, which may come again."""
     stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))
-    assert stage.group.orders == [StopOrdered(swap_of("n3"))]
+    assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
     stage.finish_ranks(*NODES, told=swap_of("n3"))
     assert stage.slots[-1] == ("n1", "n2", SPARE)
     stage.begin().lose("n3")
@@ -162,6 +180,20 @@ def test_a_spare_is_asked_for_in_the_place_of_a_guest(tmp_path: Path) -> None:
     assert stage.group.orders == []
 
 
+def test_a_guest_is_swapped_once_the_spare_that_was_asked_for_is_ready(tmp_path: Path) -> None:
+    """Else it would stay until its job kills it, at the cost of the steps since the last checkpoint."""
+    stage = Stage.at_work(tmp_path, *NODES)
+    for _ in range(2):
+        stage.tell("n3", messages.Leaving(1, "its own job ends (SIGTERM)"))
+    stage.join(SPARE)
+    stage.tell(SPARE, messages.Readiness("data: x was damaged"))
+    assert (len(stage.events("spare_wanted")), stage.group.orders) == (1, [])
+    stage.tell(SPARE, messages.Readiness(""))
+    assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
+    stage.finish_ranks(*NODES, told=swap_of("n3"))
+    assert stage.slots[-1] == ("n1", "n2", SPARE)
+
+
 def test_no_swap_without_a_spare(tmp_path: Path) -> None:
     """The run is not interrupted for nothing."""
     stage = Stage.at_work(tmp_path, *NODES)
@@ -173,7 +205,7 @@ def test_no_swap_without_a_spare(tmp_path: Path) -> None:
 def test_a_stop_ends_in_a_requeue(stage: Stage) -> None:
     """Whoever got the signal: all are told once, and the run ends when all have stopped."""
     stage.stop(*NODES)
-    assert stage.group.orders == [StopOrdered(SIGTERM)]
+    assert stage.group.orders == [StopOrdered(1, SIGTERM)]
     stage.finish_ranks("n1", "n2", told=SIGTERM)
     assert not stage.over
     stage.finish_ranks("n3", told=SIGTERM)

@@ -369,6 +369,8 @@ class Core:
         elif not self._claiming.answers(claim.plan):
             self._part(None)
             self._part(self.own.name)
+        if self.phase == "claiming":
+            self.leading.forgive(self._now - self._chosen_at)  # nobody has been asked meanwhile
         self.phase = "leading"
         self._following.ready = self._begun = None
         self._lease_at = self._now
@@ -419,7 +421,8 @@ class Core:
         now, seeking, situation = self._now, self._seeking, self._situation()
         if len(self._known) > 1:
             others = dict.fromkeys((*situation.order, *self._known))
-            asked = [name for name in others if name != self.own.name and name not in self._gone]
+            left = self._gone - {self.plan.head if self.plan is not None else ""}  # the head does not look for others
+            asked = [name for name in others if name != self.own.name and name not in left]
             ahead = sum(name not in self._gone for name in situation.order[: situation.place])
             seeking.ask(now, asked, ahead, self._known, self._send, Seek(**self._view()))
         if seeking.to_lead(now, situation, self._timeout):
@@ -479,7 +482,7 @@ class Core:
             self._gone.discard(sender.name)
         match message:
             case Seek():
-                if self.phase != "looking":  # what it would be counted in now it would not know for its own
+                if self.phase not in ("looking", "over"):  # it would not know for its own, or obey, what counts it in
                     self._send(sender, Near(**self._view()))
                 self._compare(message.number)
             case Near():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from opsd.launch.claims.mail import Outbox
 from opsd.launch.claims.messages import Beat, Begun, Here, Message, Order, Ready, Roster, Tell, Told
 from opsd.launch.claims.peers import Follower, Share, share
 from opsd.launch.claims.plan import Plan
@@ -63,6 +64,8 @@ class Leading:
         self._report = report
         self._timeout = timeout_s
         self._coming: dict[str, Follower] = {}
+        self._ordered = 0
+        """How many there were. Numbers are not used twice: who is taken in again may have heard the first ones."""
         self._beat = Beat(0)
         self._beat_at = 0.0
         self._claimed_at = 0.0
@@ -94,7 +97,8 @@ class Leading:
     def begin(self, near: Iterable[tuple[Member, int, str]], now: float) -> None:
         """Lead those that have just answered, with the size and the process of each."""
         self.peers = {
-            member.name: Follower(member, now, size=size, incarnation=incarnation) for member, size, incarnation in near
+            member.name: Follower(member, now, size=size, incarnation=incarnation, orders=Outbox(self._ordered + 1))
+            for member, size, incarnation in near
         }
         self.body = self.alive
 
@@ -235,7 +239,7 @@ class Leading:
                 self._send(sender, self._roster)
 
     def _taken_in(self, peer: Follower, sender: Member, message: Here, now: float) -> Follower:
-        peer.size, peer.incarnation = message.size, message.incarnation
+        peer.size, peer.incarnation, peer.orders = message.size, message.incarnation, Outbox(self._ordered + 1)
         self.body[sender.name] = sender
         self.note_change(now)
         return peer
@@ -252,6 +256,7 @@ class Leading:
 
     def order(self, body: Body) -> None:
         """Say something to all."""
+        self._ordered += 1
         for peer in self.peers.values():
             self._send(peer.member, Order(*peer.orders.add(body)))
 

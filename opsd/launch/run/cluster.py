@@ -91,6 +91,8 @@ class ClusterRun:
         self._finished = False
         self._stop: Stop | None = None
         self._wanted: Stop | None = None
+        self._ordered: messages.StopOrdered | None = None
+        self._failures: list[Failed] = []
         self._called_back = ""
 
     # -- the launcher's side -------------------------------------------------------------------------------------
@@ -139,7 +141,11 @@ class ClusterRun:
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
             named = failure is cause and (failure.kind != "communication" or len(self._group.roster) == 1)
             report_exit(self._node.events, rank, failure, culprit=named)
+        self._failures += found
         self._teller.tell_progress()
+        self._tell_failures(found)
+
+    def _tell_failures(self, found: Sequence[Failed]) -> None:
         self._teller.tell(messages.Failed(self._teller.generation, to_ages(found, time.time())))
 
     def hung(self, hang: Hang) -> None:
@@ -173,7 +179,12 @@ class ClusterRun:
         self._teller.tell(messages.StopWanted(stop))
         if not self._node.generation.running:
             limit = self._node.settings.stop_timeout_s if self._turnover.plan is not None else UNBEGUN_S
-            self._node.loop.later(limit, lambda: self._leave(exitcodes.REQUEUE, f"stopped after {by}"))
+            self._node.loop.later(limit, lambda: self._leave_idle(f"stopped after {by}"))
+
+    def _leave_idle(self, reason: str) -> None:
+        """Leave if nobody has ended the run: ranks that were started meanwhile stop in their own time."""
+        if not self._node.generation.running:
+            self._leave(exitcodes.REQUEUE, reason)
 
     def _stop_ranks(self, stop: Stop) -> None:
         self._stop = stop
@@ -190,7 +201,12 @@ class ClusterRun:
             self._node.end(lambda: self._leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
 
     def stop_too_slow(self, reason: str) -> None:
-        """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint."""
+        """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint.
+
+        Ranks that are being ended are so for the next generation, which waits for what is to be done after that.
+        """
+        if self._node.ending:
+            return
         late = messages.Late(self._teller.generation, reason, self._told)
         self._node.end(lambda: self._teller.tell(late))
 
@@ -237,18 +253,23 @@ class ClusterRun:
         if head == self._group.own.name:
             self._head = self._new_head(self._over)
             self._head.take_over()
-        if self._wanted:
-            self._teller.tell(messages.StopWanted(self._wanted))
+        self._tell_state()
         if self._turnover.plan is not None:
-            self._tell_state()
             self._make_way()
 
     def _tell_state(self) -> None:
-        self._teller.tell_progress()
+        if self._wanted:
+            self._teller.tell(messages.StopWanted(self._wanted))
         plan, node = self._turnover.plan, self._node
-        if plan is None or self._turnover.between or not self._turnover.at_work:
+        if plan is None:
             return
-        if node.generation.number != plan.generation or not (node.generation.running or node.done):
+        self._teller.tell_progress()
+        if self._turnover.between or not self._turnover.at_work:
+            return
+        runs = node.generation.number == plan.generation
+        if runs and self._failures:  # other ranks may run on
+            self._tell_failures(self._failures)
+        elif not runs or not (node.generation.running or node.done):
             self._teller.tell(messages.Waiting(plan.generation, self._gone_s))
         elif node.done:
             self._teller.tell(messages.Ended(plan.generation, self._told))
@@ -292,7 +313,8 @@ class ClusterRun:
             self._head.began(plan, begun)
         self._turnover.begin(plan, begun)
         if not plan.payload["keep"]:
-            self._stop, self._gone_s = None, 0.0
+            self._stop, self._gone_s, self._failures = None, 0.0, []
+            self._stop_as_ordered()
         elif begun is not None:
             self._tell_state()
 
@@ -305,8 +327,8 @@ class ClusterRun:
         self._node.loop.later(LAST_WORDS_S, lambda: self._leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
 
     def cut_off(self) -> None:
-        """Run no ranks that others may have replaced."""
-        if self._turnover.plan is not None and not self._finished:
+        """Run no ranks that others may have replaced; those that are being ended anyway need no more than that."""
+        if self._turnover.plan is not None and not self._finished and not self._node.ending:
             say("neither a head of the run nor its folder is within reach; ending the ranks here")
             self._node.end(lambda: self._node.set_state("waiting"))
 
@@ -333,9 +355,9 @@ class ClusterRun:
             say(f"{sender} sends {error}; it is ignored")
             return
         match message:
-            case messages.StopOrdered(stop):
-                if not self._node.stopping:
-                    self._stop_ranks(stop)
+            case messages.StopOrdered():
+                self._ordered = message
+                self._stop_as_ordered()
             case messages.StandingsWanted(generation):
                 if generation == self._node.generation.number and self._node.generation.running:
                     self._teller.tell(self._hang.report())
@@ -344,15 +366,23 @@ class ClusterRun:
             case _ if self._head is not None:
                 self._head.received(sender, cast(Told, message))
 
+    def _stop_as_ordered(self) -> None:
+        """An order may come late, when other ranks run here, or early, before those that it means."""
+        order = self._ordered
+        if order is not None and order.generation == self._node.generation.number and not self._node.stopping:
+            self._stop_ranks(order.stop)
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
         """This launcher, as the head, ends the run."""
-        self._farewell.over(lost, unfit)
-        self._node.loop.later(END_S, lambda: self._end_unclaimed(code, reason))
+        self._farewell.over(code, reason, lost, unfit)
+        head = self._head
+        self._node.loop.later(END_S, lambda: self._end_unclaimed(head, code, reason))
 
-    def _end_unclaimed(self, code: int, reason: str) -> None:
-        if self._group.holds and not self._finished:
+    def _end_unclaimed(self, head: Head | None, code: int, reason: str) -> None:
+        """Unless another has led since, or this launcher anew: the run goes on then."""
+        if self._head is head is not None and self._group.holds and not self._finished:
             say(f"the run's folder does not take the end of the run within {END_S:g} s; ending without")
             self._finish(code, reason)
 

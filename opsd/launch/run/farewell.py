@@ -31,16 +31,20 @@ class Farewell:
         self._node = node
         self._group = group
         self._job = job
-        self._bad: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._ended: tuple[int, str] | None = None
+        self._bad: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._last_word: tuple[int, str] | None = None
 
-    def over(self, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """As the head, this launcher has ended the run: it sees to what has to be done after that."""
-        self._bad = (lost, unfit)
+    def over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+        """As the head, this launcher ends the run: it sees to what has to be done once that has come about."""
+        self._ended, self._bad = (code, reason), (lost, unfit)
 
     def leave(self, code: int, reason: str) -> None:
-        """Exit; the head after the others, so that they hear of the end, and once the job knows."""
-        if self._bad is None:
+        """Exit; the head after the others, so that they hear of the end, and once the job knows.
+
+        Not for another end than this launcher has made: the run may have gone on under another head.
+        """
+        if self._ended != (code, reason):
             self._node.finish(code, reason)
         elif self._last_word is None:
             self._last_word = (code, reason)
@@ -53,7 +57,7 @@ class Farewell:
             self._node.loop.later(0.05, lambda: self._wait_for_others(limit))
 
     def _tell_job(self) -> None:
-        assert self._bad is not None and self._last_word is not None
+        assert self._last_word is not None
         (lost, unfit), (code, reason) = self._bad, self._last_word
         aside(self._node.loop, lambda: self._job.end(code, lost, unfit), lambda _: self._node.finish(code, reason))
 

@@ -94,7 +94,7 @@ class Formation:
             self._wait()
 
     def keep(self, plan: Plan) -> None:
-        """Lead on what a head before this one has begun: its ranks go on."""
+        """Lead on what a head before this one has begun, or this launcher before it stepped down: its ranks go on."""
         self._group.propose(plan.slots, self._purpose.payload(keep=plan.generation))
 
     def _propose(self, slots: tuple[str, ...]) -> None:

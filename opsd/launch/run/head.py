@@ -65,7 +65,10 @@ class Head:
         self._noticed = time.monotonic()
 
     def take_over(self) -> None:
-        """This launcher is head from now on. What the head before it has left goes on if all of its nodes are there."""
+        """This launcher is head from now on. What the head before it has left goes on if all of its nodes are there.
+
+        Also if it was head before, and stepped down: the others may not have noticed, and tell again what they told.
+        """
         plan, group = self._group.plan, self._group
         if plan is None:
             self._formation.renew()
@@ -79,7 +82,7 @@ class Head:
             self._recover_from_loss(gone, group.headless_s)
         elif not plan.slots or not group.begun:
             self._formation.renew()
-        elif not group.holds:
+        else:
             self._formation.keep(plan)
 
     def _recall(self, plan: Plan) -> None:
@@ -198,9 +201,8 @@ class Head:
             case messages.Ended(_, told):
                 self._stops.ended(sender, told)
             case messages.Waiting(_, gone_s):
-                say(f"the ranks of {sender} no longer run; restarting all ranks")
                 self._log.emit("ranks_gone", gone_s, gone=sender, gone_s=round(gone_s, 3))
-                self.restart_all()
+                self._stops.ranks_gone(sender)
             case messages.Late(_, reason, told):
                 self._stops.too_slow(told, reason)
             case messages.RestartWanted(_, reason):
@@ -216,6 +218,8 @@ class Head:
         changed = self._roster.note_readiness(node, why)
         if changed and (self._formation.changing or self._formation.waiting):
             self.renew()
+        if not why:
+            self._stops.spare_ready()
 
     def renew(self) -> None:
         """Propose the next generation."""

@@ -183,6 +183,7 @@ class StopOrdered:
     """All ranks are to checkpoint at the next step boundary and end."""
 
     direction: ClassVar = FROM_HEAD
+    generation: int
     stop: Stop
 
 

@@ -48,6 +48,8 @@ class Stops:
         self._decisions = decisions
         self._stop: Stop | None = None
         self._ended: dict[str, Stop | None] = {}
+        self._leaving: dict[str, str] = {}
+        """Guests for which there was no spare, and why they have to leave."""
 
     @property
     def for_good(self) -> bool:
@@ -61,7 +63,7 @@ class Stops:
 
     def forget(self) -> None:
         """Another generation is on its way."""
-        self._stop, self._ended = None, {}
+        self._stop, self._ended, self._leaving = None, {}, {}
 
     def swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
@@ -73,14 +75,22 @@ class Stops:
         self._stop_for_swap(node, reason)
 
     def let_go(self, node: str, reason: str) -> None:
-        """The same for a guest that has to leave, and may come again; without a spare one is asked for."""
+        """The same for a guest that has to leave, and may come again; without a spare one is asked for, and awaited."""
         if self._stop or node not in self._formation.slots:
             return
         if not self._formation.spares:
-            self._log.emit("spare_wanted", swap=node, reason=reason)
+            if node not in self._leaving:
+                self._log.emit("spare_wanted", swap=node, reason=reason)
+            self._leaving[node] = reason
             return
         self._roster.call_back(node, reason)
         self._stop_for_swap(node, reason)
+
+    def spare_ready(self) -> None:
+        """A spare says that it may be used: let go who waits for one."""
+        if self._leaving and not self._formation.changing and not self._formation.waiting:
+            node, reason = next(iter(self._leaving.items()))
+            self.let_go(node, reason)
 
     def _stop_for_swap(self, node: str, reason: str) -> None:
         stop = Stop(Why.SWAP, node)
@@ -90,7 +100,7 @@ class Stops:
 
     def _order(self, stop: Stop) -> None:
         self._stop = stop
-        self._group.tell_all(CODEC.encode(StopOrdered(stop)))
+        self._group.tell_all(CODEC.encode(StopOrdered(self._log.generation, stop)))
 
     def restart(self, reason: str) -> None:
         """Restart all ranks at once, unless they are about to stop."""
@@ -120,6 +130,14 @@ class Stops:
             self._decisions.stopped(stop)
         else:
             self._decisions.renew()
+
+    def ranks_gone(self, node: str) -> None:
+        """The ranks of ``node`` no longer run: the others cannot stop in good order any more."""
+        if self.for_good:
+            self._decisions.end(exitcodes.REQUEUE, f"the ranks of {node} were gone when the run was to stop")
+        else:
+            say(f"the ranks of {node} no longer run; restarting all ranks")
+            self._decisions.restart_all()
 
     def too_slow(self, told: Stop | None, reason: str) -> None:
         """Ranks did not stop in time: a swap then costs the steps since the last checkpoint, and a stop the run."""

@@ -70,7 +70,8 @@ class Turnover:
     def prepare(self, plan: Plan) -> None:
         """End the ranks of the generation before, then be ready."""
         self._proposed = plan
-        if plan.payload.get("keep") and self._node.generation.number == plan.generation:
+        runs = self._node.generation.number == plan.generation and not self._node.ending
+        if plan.payload.get("keep") and runs:
             self._ready(plan)
             return
         self._noticed = time.monotonic() - float(plan.payload.get("noticed_s", 0.0))
