@@ -110,6 +110,16 @@ def test_guests_keep_the_job_alive() -> None:
     assert ending(gone(RUNS, silent_s=SILENT_S, n1=0, n2=1), START) is not None
 
 
+def test_a_job_does_not_hold_its_nodes_while_another_copy_trains() -> None:
+    """The lease is that copy's, which may take weeks; guests of this one would make claims of this start."""
+    younger = Claim(5, "train, job 8.0", "n8.1")
+    assert ending(gone(younger, silent_s=1.0, n1=76, n2=76), START) == Ending(
+        exitcodes.FENCED, "another copy of the run has begun", told=False
+    )
+    assert ending(gone(younger, gone_s=1.0, n1=76, n2=76), START) is None
+    assert ending(gone(RUNS, silent_s=1.0, n1=76, n2=0), START) is None
+
+
 @pytest.mark.parametrize("code", [exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED])
 def test_what_another_start_would_not_mend_ends_the_job(code: int) -> None:
     """A wrong command line, no such program, another copy of the run."""
