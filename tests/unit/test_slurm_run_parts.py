@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim
+from opsd.cli import cli
 from opsd.launch.ranks.rundir import RUN_NAME
 from opsd.slurm.ending import LONG_S, SILENT_S, Ending, Look, Wordless, ending
 from opsd.slurm.run_cli import run_name
@@ -190,3 +192,10 @@ def test_steps_are_ended_without_a_word(tmp_path: Path) -> None:
     steps.abandon()
     assert steps.codes["n1"] == -signal.SIGKILL
     assert steps.left == frozenset()
+
+
+def test_a_command_that_no_shell_would_take_is_a_wrong_command_line() -> None:
+    """OPSD=/home/o'brien/opsd, which has to be quoted; an empty SLURM_STEP_ID is none."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_STEP_ID": "", "OPSD": "/home/o'brien/opsd"}
+    done = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", "--", "train.py"], env=job)
+    assert (done.exit_code, "is no command of the shell" in done.output) == (exitcodes.USAGE, True), done.output
