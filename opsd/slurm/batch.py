@@ -14,7 +14,7 @@ from typing import Protocol
 
 from opsd import exitcodes
 from opsd.checkpoints import claims
-from opsd.checkpoints.claims import Claim, ClaimError
+from opsd.checkpoints.claims import ClaimError
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.ending import WORDLESS_MOST, Ending, Look, Wordless, ending
@@ -71,7 +71,6 @@ class Batch:
 
     def __post_init__(self) -> None:
         self._began = self.clock()
-        self._claim: Claim | None = None
         self._looked = -CLAIM_S
         self._beat: tuple[int, int] | None = None
         self._beat_at = float("-inf")
@@ -79,6 +78,10 @@ class Batch:
         self._asked = 0
         self._interrupted = False
         self._told = ""
+        self._before = 0
+        """The newest claim as this command begins: what another one in the same start of the job has said."""
+        with suppress(ClaimError):
+            self._before = claims.newest_number(self.folder)
         self._events = RunEvents(self.folder)
         self._wordless = Wordless(self.folder / "wordless.json")
 
@@ -109,7 +112,7 @@ class Batch:
             self._gone_at = now
         self._looked = now
         try:
-            self._claim, beat = claims.newest(self.folder), claims.lease(self.folder)
+            claim, beat = claims.newest(self.folder), claims.lease(self.folder)
         except ClaimError as error:
             self._tell(f"the run's folder cannot be read and will be looked into again: {error.strerror}")
             return None
@@ -119,7 +122,9 @@ class Batch:
                 self._tell("no launcher is left on the job's nodes; the run goes on elsewhere, and this job waits")
             self._beat = beat
         gone_s = now - self._gone_at if self._gone_at is not None else 0.0
-        return ending(Look(self._claim, left, self.steps.codes, gone_s, now - self._beat_at), self.start)
+        if claim is not None and claim.number <= self._before:
+            claim = None
+        return ending(Look(claim, left, self.steps.codes, gone_s, now - self._beat_at), self.start)
 
     def _follow(self) -> None:
         """Copy what has been added to the story of the run."""

@@ -62,12 +62,19 @@ def told_end(claim: Claim | None, start: str) -> Ending | None:
 
 
 def ending(look: Look, start: str) -> Ending | None:
-    """How the run has ended, None while it goes on: a step is left, or guests renew the lease."""
+    """How the run has ended, None while it goes on: a step is left, or guests renew the lease.
+
+    Another copy of the run renews it too, and nobody of this one is left then.
+    """
     if (told := told_end(look.claim, start)) is not None:
         return told
-    if look.left or look.gone_s < BEAT_S or look.silent_s < SILENT_S:
+    if look.left or look.gone_s < BEAT_S:
         return None
     codes = set(look.codes.values())
+    if exitcodes.FENCED in codes and look.claim is not None and not _belongs(look.claim, start):
+        return Ending(exitcodes.FENCED, "another copy of the run has begun", told=False)
+    if look.silent_s < SILENT_S:
+        return None
     for code in _HOPELESS:
         if code in codes:
             return Ending(code, f"the launchers ended with {code}", told=False)

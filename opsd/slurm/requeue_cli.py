@@ -23,8 +23,20 @@ def _reason(context: click.Context, parameter: click.Parameter, value: str) -> s
     return value
 
 
+def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """Python reads 12_3, as Slurm calls a task of an array, as 123, which is another job."""
+    array, _, task = value.partition("_")
+    if array.isdecimal() and task:
+        raise click.BadParameter(
+            f"{value} is a task of an array; scontrol show job {value} tells its own number, JobId"
+        )
+    if not value.isdecimal() or int(value) < 1:
+        raise click.BadParameter(f"{value!r} is not the number of a job")
+    return int(value)
+
+
 @click.command()
-@click.argument("job", type=click.IntRange(1), envvar="SLURM_JOB_ID")
+@click.argument("job", callback=_job, envvar="SLURM_JOB_ID")
 @click.option(
     "--lost", multiple=True, metavar="NODE", help="A node that is dead: taken down as well, if that is allowed."
 )

@@ -85,7 +85,7 @@ def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options:
         job = allocation(os.environ)
     except AllocationError as error:
         raise click.UsageError(str(error)) from error
-    if "SLURM_STEP_ID" in os.environ and int(os.environ["SLURM_STEP_ID"]) < 1 << 31:
+    if (step := os.environ.get("SLURM_STEP_ID", "")).isdecimal() and int(step) < 1 << 31:
         raise click.UsageError("start it once in the job, in its batch script; srun would start it on every node")
     plan = Plan.of(job, run, launch, options)
     commands = {node: srun(node, plan.cpus.get(node), plan.command) for node in job.nodes}
@@ -117,7 +117,10 @@ class Plan:
             asked = f"--nnodes {count.least} and --spares {spares} ask for {max(count.least, 1) + spares}"
             raise click.UsageError(f"the job has {have} nodes, and {asked}; see #SBATCH --nodes")
         wait = options["wait"] if options["wait"] is not None else WAIT_FOR_POOL_S if options["pool"] else 0.0
-        opsd = tuple(shlex.split(options["command"])) if options["command"] else (sys.executable, "-m", "opsd")
+        try:
+            opsd = tuple(shlex.split(options["command"])) if options["command"] else (sys.executable, "-m", "opsd")
+        except ValueError as error:
+            raise click.UsageError(f"--opsd {options['command']} is no command of the shell: {error}") from error
         told = (
             "--nnodes", str(count.least) if count.least == count.most else f"{count.least}:{count.most}",
             "--spares", str(spares), "--wait-for-node", f"{wait:g}", "--run-id", run,

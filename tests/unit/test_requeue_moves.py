@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd import exitcodes
+from opsd.cli import cli
 from opsd.slurm.allocation import allocation
 from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.foresight import foresee
@@ -276,3 +279,10 @@ def test_a_dry_run_says_what_a_requeue_takes(
     would = foresee(slurm, 7, Without(lost), user)
     assert (would.possible, text in would.text) == (possible, True), would.text
     assert slurm.calls == []
+
+
+@pytest.mark.parametrize("job", ["12_3", "1_[1-4]", "1_000", "x", "0", "-4", ""])
+def test_only_the_number_of_a_job_is_taken_for_one(job: str) -> None:
+    """12_3 is a task of an array to Slurm and 123 to Python: another job, perhaps of the same user."""
+    done = CliRunner().invoke(cli, ["requeue", "--dry-run", "--", job])
+    assert (done.exit_code, "Error: Invalid value for 'JOB'" in done.output) == (exitcodes.USAGE, True), done.output

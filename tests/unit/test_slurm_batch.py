@@ -13,7 +13,7 @@ from opsd import exitcodes
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.slurm.allocation import allocation
-from opsd.slurm.batch import Batch
+from opsd.slurm.batch import POLL_S, Batch
 from opsd.slurm.ending import BEAT_S, SILENT_S
 from opsd.slurm.port import Node
 from tests.fakes.clock import FakeClock
@@ -49,8 +49,13 @@ class Scene:
         self.folder, self.clock, self.steps, self.said = folder, FakeClock(), FakeSteps(), list[str]()
         self.slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n3", "n4")], running(*JOB.nodes))
         self.then: list[Callable[[], object]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Another ``opsd slurm run`` in the same start of the job."""
         self.batch = Batch(
-            folder, START, JOB, lambda: self.slurm, clock=self.clock.monotonic, sleep=self._sleep, say=self.said.append
+            self.folder, START, JOB, lambda: self.slurm,
+            clock=self.clock.monotonic, sleep=self._sleep, say=self.said.append,
         )  # fmt: skip
 
     def _sleep(self, seconds: float) -> None:
@@ -82,6 +87,25 @@ def test_the_jobs_end_is_the_runs(scene: Scene, code: int) -> None:
     """Nothing is asked of Slurm."""
     assert scene.run(lambda: scene.ends(code)) == code
     assert scene.slurm.calls == []
+
+
+def test_an_earlier_end_in_the_same_start_of_the_job_is_not_this_ones(scene: Scene) -> None:
+    """A script may train twice, and a user in salloc may start what ended with 75 again."""
+    scene.ends(exitcodes.OK)
+    scene.begin()
+    scene.steps.codes = {}
+    goes_on = [lambda: None] * 150
+    assert scene.run(*goes_on, lambda: scene.ends(exitcodes.FAILED)) == exitcodes.FAILED
+    assert scene.clock.monotonic() > 150 * POLL_S
+
+
+def test_the_jobs_end_of_a_second_command_is_what_its_launchers_say(scene: Scene) -> None:
+    """They did not begin the run; that an earlier one did says nothing of them."""
+    claims.create(scene.folder, Claim(1, START, "n1.1"))
+    scene.begin()
+    scene.steps.codes = dict.fromkeys(JOB.nodes, exitcodes.FAILED)
+    assert scene.run() == exitcodes.FAILED
+    assert scene.slurm.submitted == []
 
 
 def test_a_run_that_is_to_go_on_is_requeued_without_what_it_lost(scene: Scene) -> None:

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim
+from opsd.cli import cli
 from opsd.launch.ranks.rundir import RUN_NAME
 from opsd.slurm.ending import LONG_S, SILENT_S, Ending, Look, Wordless, ending
 from opsd.slurm.run_cli import run_name
@@ -110,6 +112,16 @@ def test_guests_keep_the_job_alive() -> None:
     assert ending(gone(RUNS, silent_s=SILENT_S, n1=0, n2=1), START) is not None
 
 
+def test_a_job_does_not_hold_its_nodes_while_another_copy_trains() -> None:
+    """The lease is that copy's, which may take weeks; guests of this one would make claims of this start."""
+    younger = Claim(5, "train, job 8.0", "n8.1")
+    assert ending(gone(younger, silent_s=1.0, n1=76, n2=76), START) == Ending(
+        exitcodes.FENCED, "another copy of the run has begun", told=False
+    )
+    assert ending(gone(younger, gone_s=1.0, n1=76, n2=76), START) is None
+    assert ending(gone(RUNS, silent_s=1.0, n1=76, n2=0), START) is None
+
+
 @pytest.mark.parametrize("code", [exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED])
 def test_what_another_start_would_not_mend_ends_the_job(code: int) -> None:
     """A wrong command line, no such program, another copy of the run."""
@@ -180,3 +192,10 @@ def test_steps_are_ended_without_a_word(tmp_path: Path) -> None:
     steps.abandon()
     assert steps.codes["n1"] == -signal.SIGKILL
     assert steps.left == frozenset()
+
+
+def test_a_command_that_no_shell_would_take_is_a_wrong_command_line() -> None:
+    """OPSD=/home/o'brien/opsd, which has to be quoted; an empty SLURM_STEP_ID is none."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_STEP_ID": "", "OPSD": "/home/o'brien/opsd"}
+    done = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", "--", "train.py"], env=job)
+    assert (done.exit_code, "is no command of the shell" in done.output) == (exitcodes.USAGE, True), done.output
