@@ -76,8 +76,22 @@ def network() -> Iterator[Network]:
 
 
 @pytest.mark.slow
-def test_an_outage_of_the_network_does_not_end_the_run(tmp_path: Path, network: Network) -> None:
-    """All launchers are cut off from each other and end their ranks; once the network is back the run goes on."""
+def test_an_outage_of_the_network_costs_nothing(tmp_path: Path, network: Network) -> None:
+    """All launchers are cut off from each other, and see in the folder that nobody has gone on without them."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=3", count=3, within=network.within) as nodes:
+        nodes.until(lambda: [nodes.state(name)["state"] for name in nodes.names] == ["running"] * 3)
+        network.set("down")
+        time.sleep(8.0)
+        network.set("up")
+        time.sleep(3.0)
+        assert [nodes.state(name)["state"] for name in nodes.names] == ["running"] * 3
+        assert [event["event"] for event in nodes.events() if event["event"] in ("finished", "resumed")] == []
+        assert [event["nodes"] for event in nodes.events("generation_started")] == [["n1", "n2", "n3"]]
+
+
+@pytest.mark.slow
+def test_an_outage_of_the_network_that_lasts_does_not_end_the_run(tmp_path: Path, network: Network) -> None:
+    """After half a minute the head waits for the others; once the network is back the run goes on."""
     with Nodes(tmp_path, ENDLESS, "--nnodes=3", count=3, within=network.within) as nodes:
         nodes.until(lambda: [nodes.state(name)["state"] for name in nodes.names] == ["running"] * 3)
         network.set("down")

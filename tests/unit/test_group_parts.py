@@ -15,10 +15,11 @@ from opsd.launch.claims.leading import Leading
 from opsd.launch.claims.looks import AGAIN_S as LOOK_AGAIN_S
 from opsd.launch.claims.looks import LOOK_S, Look, Looks
 from opsd.launch.claims.mail import Inbox, Outbox
-from opsd.launch.claims.messages import MESSAGES, Begun, Here, Message, Near, Order, Ready, Roster
+from opsd.launch.claims.messages import MESSAGES, Begun, Here, Message, Near, Order, Ready, Roster, Seek
 from opsd.launch.claims.peers import MOST_PATIENCE, Peer, Share, share
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body
+from opsd.launch.claims.seeking import Seeking
 from opsd.launch.io.member import Member
 from opsd.launch.io.protocol import Codec
 
@@ -189,6 +190,26 @@ def test_a_lease_is_idle_only_as_far_as_it_was_seen() -> None:
     assert looks.lease_idle_s(9.0) == 0.0
     looks.answered(60.0, seen(1, 2), 1)
     assert looks.lease_idle_s(60.5) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ahead", "settled", "seconds", "least", "most"),
+    [(0, True, 3.0, 1024, 1024), (0, False, 10.0, 1024, 1024), (1, True, 10.0, 4, 64)],
+)
+def test_of_many_launchers_only_the_first_asks_them_all(
+    ahead: int, settled: bool, seconds: float, least: int, most: int
+) -> None:
+    """It has to know who is there; the others only have to hear of it: a thousand that ask a thousand hear nobody."""
+    others = {f"n{number:04d}": member(f"n{number:04d}") for number in range(1024)}
+    sent: list[Member] = []
+    seeking, most_sent, now = Seeking(0.0), 0, 0.0
+    while now < seconds:
+        sent.clear()
+        seeking.ask(now, list(others), ahead, others, lambda to, _: sent.append(to), Seek(0, 8), settled=settled)
+        seeking.note(others["n0000"], Near(0, 8), now)
+        most_sent = max(most_sent, len(sent))
+        now += 0.05
+    assert least <= most_sent <= most
 
 
 class Wishes:

@@ -424,7 +424,8 @@ class Core:
             left = self._gone - {self.plan.head if self.plan is not None else ""}  # the head does not look for others
             asked = [name for name in others if name != self.own.name and name not in left]
             ahead = sum(name not in self._gone for name in situation.order[: situation.place])
-            seeking.ask(now, asked, ahead, self._known, self._send, Seek(**self._view()))
+            message, settled = Seek(**self._view()), situation.settled
+            seeking.ask(now, asked, ahead, self._known, self._send, message, settled=settled)
         if seeking.to_lead(now, situation, self._timeout):
             self._take_lead()
             plan = self.plan

@@ -32,7 +32,10 @@ class RunFolder:
         say: Callable[[str], None],
     ) -> None:
         self.error: OSError | None = None
-        """Why the newest request has failed, None while all is well."""
+        """Why the newest look, or the newest claim, has failed; None while all is well."""
+        self.failing_since: float | None = None
+        """Since when claims fail, on the monotonic clock; a folder that cannot be written may be read all the same."""
+        self._claim_error: OSError | None = None
         self._path = path
         self._loop = loop
         self._looked = looked
@@ -83,6 +86,9 @@ class RunFolder:
             return claims.create(self._path, claim)
 
         def answered(mine: bool | OSError) -> None:
+            self._claim_error = mine if isinstance(mine, OSError) else None
+            since = time.monotonic() if self.failing_since is None else self.failing_since
+            self.failing_since = since if self._claim_error is not None else None
             self._note(mine)
             if mine is True:
                 self._known = max(self._known, claim.number)
@@ -92,7 +98,7 @@ class RunFolder:
 
     def _note(self, outcome: object) -> None:
         """Say now and then why a recovery has to wait; what will not go away ends the launcher, which says it then."""
-        self.error = outcome if isinstance(outcome, OSError) else None
+        self.error = outcome if isinstance(outcome, OSError) else self._claim_error
         now = time.monotonic()
         if self.error is not None and self.error.errno not in LASTING and now - self._said_at >= SAY_S:
             self._said_at = now

@@ -108,8 +108,9 @@ class TcpGroup:
 
     @property
     def folder_silent_s(self) -> float:
-        """For how many seconds the run's folder has not answered."""
-        return time.monotonic() - self._core.looked_at
+        """For how many seconds the run's folder has not answered, or takes no claims."""
+        since = self._folder.failing_since
+        return time.monotonic() - min(self._core.looked_at, since if since is not None else self._core.looked_at)
 
     @property
     def folder_error(self) -> OSError | None:

@@ -114,7 +114,7 @@ class Group(Protocol):
 
     @property
     def folder_silent_s(self) -> float:
-        """For how many seconds the run's folder has not answered."""
+        """For how many seconds the run's folder has not answered, or takes no claims."""
         ...
 
     @property

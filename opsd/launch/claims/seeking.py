@@ -31,6 +31,8 @@ ALL_AT_ONCE = 64
 """Of more launchers than this a few are asked first, those whose turn comes first."""
 FEW_ROUNDS, MORE_ROUNDS = 3, 15
 """After so many rounds twice as many are asked: as long as nobody is found whose turn comes before, and then."""
+FIRST = 4
+"""So many launchers, one of which most likely leads next, ask twice as many in each round."""
 ASKED_AT_ONCE = 256
 """More than so many are asked more rarely."""
 
@@ -88,20 +90,23 @@ class Seeking:
 
     def ask(
         self, now: float, order: Sequence[str], ahead: int, known: Mapping[str, Member],
-        send: Callable[[Member, Message], None], message: Seek,
+        send: Callable[[Member, Message], None], message: Seek, *, settled: bool,
     ) -> None:  # fmt: skip
         """Ask the others in this order, some times a second; the turn of the first ``ahead`` comes before this one's.
 
         Of very many a few are asked first, and then more: soon if none of those is there whose turn comes first, since
-        this launcher has to know all of them then, and slowly if it only has to hear who leads.
+        this launcher has to know all of them then, and slowly if it only has to hear who leads. ``settled`` as in
+        ``Situation``: while nothing runs yet there is no hurry.
         """
         if now < self._ask_at:
             return
         names = [name for name in order if name in known]
         if len(names) > ALL_AT_ONCE:
             near = self.near(now)
-            asked = MORE_ROUNDS if not near.keys().isdisjoint(order[:ahead]) else FEW_ROUNDS
-            self._rounds += 1 / asked
+            if not near.keys().isdisjoint(order[:ahead]):
+                self._rounds += 1 / MORE_ROUNDS
+            else:
+                self._rounds += 1.0 if settled and ahead <= FIRST else 1 / FEW_ROUNDS
             names = names[: 4 << min(int(self._rounds), 20)]
         self._ask_at = now + SEEK_S * max(1.0, len(names) / ASKED_AT_ONCE)
         for name in names:
