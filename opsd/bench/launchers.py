@@ -54,6 +54,9 @@ class Simulated:
     def enough(self, near: Collection[str]) -> bool:
         return len(near) >= self._expected
 
+    def stuck(self) -> bool:
+        return True
+
     def head_changed(self, head: str | None) -> None:
         self._propose_soon()
 

@@ -32,7 +32,7 @@ from opsd.launch.ranks.standby import StandbyPool
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm
 from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
-from opsd.launch.run.options import Meeting, join_timeout, meeting, run_name
+from opsd.launch.run.options import Meeting, Seconds, join_timeout, meeting, run_name
 from opsd.launch.run.placement import Shape
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
@@ -68,21 +68,21 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--node-timeout",
-    type=click.FloatRange(0.5, 300),
+    type=Seconds(0.5, 300),
     default=1.5,
     show_default=True,
     help="Seconds of silence after which a node is lost, unless it is known to answer slowly.",
 )
 @click.option(
     "--join-timeout",
-    type=click.FloatRange(1),
+    type=Seconds(1),
     default=600.0,
     show_default=True,
     help="Seconds within which the nodes must have come.",
 )
 @click.option(
     "--wait-for-node",
-    type=click.FloatRange(0),
+    type=Seconds(0),
     default=0.0,
     show_default=True,
     help="Seconds to wait for a node to come back when too few are left, before the run is given back to Slurm.",
@@ -103,21 +103,21 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--hang-limit",
-    type=click.FloatRange(0),
+    type=Seconds(0),
     default=5.0,
     show_default=True,
     help="Seconds without any change that are a hang, unless three times the p99 step is longer; 0: never judge.",
 )
 @click.option(
     "--data-hang-limit",
-    type=click.FloatRange(1),
+    type=Seconds(1),
     default=20.0,
     show_default=True,
     help="The same while waiting for data; leaves the agent time to repair a loader.",
 )
 @click.option(
     "--startup-limit",
-    type=click.FloatRange(1),
+    type=Seconds(1),
     default=1800.0,
     show_default=True,
     help="Seconds without change allowed until the first three steps are done: loading, compiling.",
@@ -204,8 +204,7 @@ def _settle_meeting(options: dict[str, Any]) -> None:
         if _several(options):
             raise click.UsageError("--standalone is for one node, and --nnodes or --spares ask for more; leave one out")
         options["rdzv_id"] = None
-    given = click.get_current_context().get_parameter_source("join_timeout") is not ParameterSource.DEFAULT
-    options["join_timeout"] = join_timeout(options["join_timeout"], given, options["rdzv_conf"])
+    options["join_timeout"] = join_timeout(options["join_timeout"], _is_given("join_timeout"), options["rdzv_conf"])
     options["meeting"] = meeting(
         count,
         options["spares"],
@@ -215,6 +214,10 @@ def _settle_meeting(options: dict[str, Any]) -> None:
         node_rank=options["node_rank"],
         local_address=options["local_addr"],
     )
+
+
+def _is_given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _several(options: dict[str, Any]) -> bool:
@@ -239,6 +242,7 @@ def _settings(program: Program, run: str, node: str, options: dict[str, Any]) ->
         run_id=options["rdzv_id"] or run,
         role=options["role"],
         max_restarts=options["max_restarts"],
+        restarts_asked=_is_given("max_restarts"),
         same_failures=options["same_failures"],
         refill_steps=options["restart_window"],
         standby=not options["no_standby"] and program.kind != "executable",

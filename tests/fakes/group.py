@@ -286,6 +286,9 @@ class Launcher:
     def enough(self, near: Collection[str]) -> bool:
         return len(near) >= self.shape.least
 
+    def stuck(self) -> bool:
+        return self.ranks is None
+
     def head_changed(self, head: str | None) -> None:
         self.ending = False
         if head == self.name:

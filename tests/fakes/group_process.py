@@ -35,6 +35,9 @@ class Claiming:
     def enough(self, near: Collection[str]) -> bool:
         return len(near) >= self._least
 
+    def stuck(self) -> bool:
+        return True
+
     def head_changed(self, head: str | None) -> None:
         self.note("head", head=head)
         plan, group = self._group.plan, self._group

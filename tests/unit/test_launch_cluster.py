@@ -189,6 +189,7 @@ def test_an_end_that_nobody_made_is_forgotten(fellow: Fellow, leads_again: bool)
     fellow.loop.advance(END_S + 1)
     assert (fellow.job, fellow.node.left) == ([], None)
     fellow.elect(None)
+    fellow.node.generation.running = []
     fellow.loop.advance(60)
     assert (fellow.job, fellow.node.left) == ([], (exitcodes.REQUEUE, "no head of the run within reach for 60 s"))
 
@@ -207,6 +208,9 @@ def test_a_folder_that_pauses_ends_nothing(fellow: Fellow) -> None:
     fellow.loop.advance(61)
     assert (fellow.node.left, fellow.node.state) == (None, "running")
     fellow.group.folder_silent_s = 0.0
+    fellow.loop.advance(120)
+    assert fellow.node.left is None, "ranks that go on are no reason to leave"
+    fellow.node.generation.running = []
     fellow.loop.advance(60)
     assert fellow.node.left == (exitcodes.REQUEUE, "no head of the run within reach for 60 s")
 
@@ -223,9 +227,12 @@ def test_a_folder_that_pauses_ends_nothing(fellow: Fellow) -> None:
 def test_a_folder_that_can_never_be_used_again_ends_the_run(
     fellow: Fellow, error: int, silent_s: float, ends: bool
 ) -> None:
-    """Soon for what does not go away by itself, and after half an hour whatever it is."""
+    """A recovery, not ranks that go on; soon for what does not go away by itself, in half an hour whatever it is."""
     fellow.group.folder_error, fellow.group.folder_silent_s = OSError(error, os.strerror(error)), silent_s
-    fellow.loop.advance(1)
+    fellow.loop.advance(2 * SILENT_S)
+    assert fellow.node.left is None, "training goes on"
+    fellow.prepare(2, *NODES)
+    fellow.loop.advance(silent_s)
     why = (exitcodes.FAILED, f"the run's folder cannot be used: {os.strerror(error)}")
     assert fellow.node.left == (why if ends else None)
 
@@ -233,6 +240,7 @@ def test_a_folder_that_can_never_be_used_again_ends_the_run(
 def test_a_run_does_not_begin_in_a_folder_that_cannot_be_used() -> None:
     """Said at once."""
     fellow = Fellow()
+    fellow.group.head = None
     fellow.group.folder_error, fellow.group.folder_silent_s = OSError(errno.EROFS, "Read-only file system"), 0.1
     fellow.loop.advance(1)
     assert fellow.node.left == (exitcodes.FAILED, "the run's folder cannot be used: Read-only file system")

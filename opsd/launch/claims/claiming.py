@@ -29,6 +29,12 @@ class Claiming:
         """Whether something is wanted or under way."""
         return self._wanted is not None or self._flying is not None
 
+    @property
+    def replacing(self) -> bool:
+        """Whether what is wanted or under way ends the ranks that run."""
+        plan = self._flying.plan if self._flying is not None else self._wanted
+        return plan is not None and not plan.get("payload", {}).get("keep")
+
     def want(self, plan: dict[str, Any]) -> None:
         """Claim ``plan``, once the claim under way is settled."""
         self._wanted = self._newest = json.loads(json.dumps(plan))

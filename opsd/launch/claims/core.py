@@ -221,7 +221,9 @@ class Core:
         self._looks.want(self._now)
 
     def _note_cut_off(self) -> None:
-        if self.head is not None or self.phase in ("looking", "over"):
+        """As a head, too, that waits for the folder to take its next generation: others may have theirs."""
+        led = self.head is not None and not (self.head == self.own.name and self._claiming.replacing)
+        if led or self.phase in ("looking", "over"):
             self._headless_since, self._cut_off = self._now, False
         elif not self._cut_off and self._now - max(self._headless_since, self.looked_at) >= CUT_OFF_S:
             self._cut_off = True
@@ -410,8 +412,11 @@ class Core:
         order = (head, *plan.slots, *sorted(self._body)) if plan is not None else tuple(self._body)
         return Situation(
             self.own.name, tuple(dict.fromkeys(filter(None, order))), self._body, self._gone, head,
-            plan is not None, self._fresh, self._looks.lease_idle_s(self._now), self._enough,
+            plan is not None, self._fresh, self._looks.lease_idle_s(self._now), self._enough, self._stuck,
         )  # fmt: skip
+
+    def _stuck(self) -> bool:
+        return self._listener is None or self._listener.stuck()
 
     def _enough(self) -> bool:
         here = {self.own.name, *self._seeking.near(self._now)}

@@ -97,10 +97,10 @@ class RunFolder:
         aside(self._loop, make, answered)
 
     def _note(self, outcome: object) -> None:
-        """Say now and then why a recovery has to wait; what will not go away ends the launcher, which says it then."""
+        """Say now and then what is wrong; not at the start, where the launcher ends of what will not go away."""
         self.error = outcome if isinstance(outcome, OSError) else self._claim_error
         now = time.monotonic()
-        if self.error is not None and self.error.errno not in LASTING and now - self._said_at >= SAY_S:
+        if self.error is not None and (self._tried or self.error.errno not in LASTING) and now - self._said_at >= SAY_S:
             self._said_at = now
             self._say(f"{self.error.strerror or self.error}; trying again")
 

@@ -185,9 +185,7 @@ class Leading:
         if overdue and self._share_without(overdue) is Share.MINORITY:
             self._report.too_few()
             return
-        silent = {
-            name: seconds for name in overdue if (seconds := late[name].silence(now, limit_s)) is not None
-        }
+        silent = {name: seconds for name in overdue if (seconds := late[name].silence(now, limit_s)) is not None}
         if silent and self._share_without(late) is not Share.MINORITY:
             for name, seconds in silent.items():
                 self._drop(name, now)

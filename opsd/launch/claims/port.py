@@ -26,6 +26,10 @@ class Listener(Protocol):
         """Whether a generation could be formed of the nodes ``near``, the own one among them."""
         ...
 
+    def stuck(self) -> bool:
+        """Whether the ranks of this node make no progress: nobody ends ranks that do for being alone."""
+        ...
+
     def head_changed(self, head: str | None) -> None:
         """``head`` is the head within reach from now on, None while there is none.
 

@@ -53,7 +53,8 @@ class Situation:
     """What the decision depends on: ``order`` says whose turn comes first, ``body`` of whom half or more are wanted.
 
     ``settled``: there is a generation to go on from; ``fresh``: this launcher had no part in it. ``head`` is the maker
-    of the newest claim. ``enough``: whether those who are there could run a generation.
+    of the newest claim. ``enough``: whether those who are there could run a generation; ``stuck``: whether the ranks
+    of this node make no progress.
     """
 
     own: str
@@ -65,6 +66,7 @@ class Situation:
     fresh: bool
     lease_idle_s: float
     enough: Callable[[], bool]
+    stuck: Callable[[], bool]
 
     @property
     def place(self) -> int:
@@ -151,7 +153,10 @@ class Seeking:
             return situation.settled or situation.enough()
         if not situation.settled:
             return False
-        limit_s, idle_s = (TURN_S, LEASE_S) if part is Share.HALF or situation.enough() else (LAST_S, LAST_S)
+        can = part is Share.HALF or situation.enough()
+        if not can and not situation.stuck():
+            return False
+        limit_s, idle_s = (TURN_S, LEASE_S) if can else (LAST_S, LAST_S)
         own = situation.head == situation.own
         return now - self.since >= limit_s and (own or situation.lease_idle_s >= idle_s)
 

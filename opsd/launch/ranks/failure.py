@@ -113,7 +113,8 @@ class Stop:
 class RestartPolicy:
     """Decides after each failure whether to restart. Four rules stop a run, so that it never loops:
 
-    - an error of the program itself as soon as the run has begun: a wrong argument or a missing module stays so;
+    - an error of the program itself as soon as the run has begun, where nobody has asked for restarts (``asked``): a
+      wrong argument or a missing module stays so;
     - an error of the program itself at the same step twice, or twice before a first step without the run getting any
       further in between;
     - the same failure ``same_limit`` times without the run getting any further;
@@ -121,10 +122,11 @@ class RestartPolicy:
       progress are not held against a run of weeks.
     """
 
-    def __init__(self, max_restarts: int, *, same_limit: int = 3, refill_steps: int = 100) -> None:
+    def __init__(self, max_restarts: int, *, same_limit: int = 3, refill_steps: int = 100, asked: bool = False) -> None:
         self._max_restarts = max_restarts
         self._same_limit = same_limit
         self._refill_steps = refill_steps
+        self._asked = asked
         self._used = 0
         self._refilled_at: int | None = None
         self._furthest = -1
@@ -158,7 +160,8 @@ class RestartPolicy:
             self._user_errors = {place for place in self._user_errors if place[0] is not None}
         self._same[failure.signature] += 1
         at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
-        if failure.kind == "user" and failure.at_once and failure.step is None and self._max_restarts > 0:
+        at_once = failure.at_once and failure.step is None and not self._asked
+        if failure.kind == "user" and at_once and self._max_restarts > 0:
             return Stop(exitcodes.FAILED, "the program failed as soon as it was started")
         if failure.kind == "user":
             place = (failure.step, failure.signature)

@@ -58,5 +58,6 @@ class Program:
             name = str(Path(found).absolute()) if os.sep in name else found
         python = os.environ.get("PYTHON_EXEC") or sys.executable
         if shutil.which(python) is None:
-            raise ProgramNotFound(f"the interpreter {python}, named by PYTHON_EXEC, cannot be executed")
+            named = ", named by PYTHON_EXEC," if os.environ.get("PYTHON_EXEC") else ""
+            raise ProgramNotFound(f"the interpreter {python}{named} cannot be executed")
         return cls(kind, name, args, python, cwd, given)

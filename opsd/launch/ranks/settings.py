@@ -46,7 +46,8 @@ class Streams:
 class Settings:
     """Seconds throughout.
 
-    ``virtual_local_rank``: each rank sees its own GPU only and is the local rank 0, as far as it knows.
+    ``restarts_asked``: their number was given by the user. ``virtual_local_rank``: each rank sees its own GPU only and
+    is the local rank 0, as far as it knows.
     """
 
     program: Program
@@ -57,6 +58,7 @@ class Settings:
     run_id: str
     role: str = "default"
     max_restarts: int = 8
+    restarts_asked: bool = False
     same_failures: int = 3
     refill_steps: int = 100
     standby: bool = True

@@ -37,7 +37,7 @@ from opsd.launch.run.supervisor import Supervisor
 from opsd.launch.run.teller import Teller
 from opsd.launch.run.turnover import Turnover
 
-PROGRESS_S = 1.0
+PROGRESS_S, WATCH_S = 1.0, 0.25
 READINESS_S = 30.0
 """How often a node that stands by looks whether it still may."""
 LAST_WORDS_S = 1.0
@@ -94,6 +94,7 @@ class ClusterRun:
         self._ordered: messages.StopOrdered | None = None
         self._failures: list[Failed] = []
         self._called_back = ""
+        self._unwell_s = 0.0
 
     # -- the launcher's side -------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class ClusterRun:
             return
         self._node.loop.every(PROGRESS_S, self._tell_progress)
         self._node.loop.every(READINESS_S, self._tell_readiness)
-        self._node.loop.every(PROGRESS_S / 4, self._watch_folder)
+        self._node.loop.every(WATCH_S, self._watch_folder)
         self._node.loop.later(self._shape.join_s, self._nobody_came)
 
     def _nobody_came(self) -> None:
@@ -120,12 +121,15 @@ class ClusterRun:
             self._leave(exitcodes.FAILED, f"fewer launchers than the run needs have come within {limit}")
 
     def _watch_folder(self) -> None:
-        """A folder that pauses costs time, one that can never be used again ends the run here."""
-        error, silent_s = self._group.folder_error, self._group.folder_silent_s
+        """A run that goes on needs no folder; one that pauses delays a recovery, one that cannot be used ends it."""
+        led = self._group.head not in (None, self._group.own.name)
+        well = self._node.generation.running or (led and not self._turnover.between)
+        self._unwell_s = 0.0 if well else self._unwell_s + WATCH_S
+        error = self._group.folder_error
         lasting = error is not None and error.errno in LASTING
         unbegun = self._turnover.plan is None and not self._turnover.between
         limit_s = 0.0 if lasting and unbegun else LASTING_S if lasting else SILENT_S
-        if silent_s > limit_s and not self._finished:
+        if min(self._group.folder_silent_s, self._unwell_s) > limit_s and not self._finished:
             why = (error.strerror or str(error)) if error is not None else f"no answer for {SILENT_S:g} s"
             self._finish(exitcodes.FAILED, f"the run's folder cannot be used: {why}")
 
@@ -239,6 +243,10 @@ class ClusterRun:
         slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
         return place(self._shape, slots, near, unfit) is not None
 
+    def stuck(self) -> bool:
+        """Whether the ranks here make no progress, as far as can be seen."""
+        return not self._node.generation.running or self._hang.lasts
+
     def head_changed(self, head: str | None) -> None:
         """Become the head, or tell the new one what it has to know."""
         if self._finished:
@@ -276,7 +284,7 @@ class ClusterRun:
 
     def _begin_to_wait(self) -> None:
         if self._turnover.plan is not None and self._alone is None:
-            self._alone_since = time.monotonic()
+            self._alone_since, self._alone_s = time.monotonic(), 0.0
             self._alone = self._node.loop.later(self._isolated_s, self._give_up)
 
     def _end_waiting(self) -> float:
@@ -288,8 +296,9 @@ class ClusterRun:
         return time.monotonic() - self._alone_since
 
     def _give_up(self) -> None:
-        """Leave, unless it is the folder that pauses: nobody can lead then, and everybody waits."""
-        if self._group.folder_silent_s > self._isolated_s / 2:
+        """Leave, unless ranks go on here, or the folder pauses: nobody can lead then, and everybody waits."""
+        self._alone_s += self._isolated_s
+        if self._group.folder_silent_s > self._isolated_s / 2 or (not self.stuck() and self._alone_s < SILENT_S):
             self._alone = self._node.loop.later(self._isolated_s, self._give_up)
         else:
             why = f"no head of the run within reach for {self._isolated_s:g} s"

@@ -33,6 +33,11 @@ class LocalHang:
         self._last, self._generation, self._stacks = hang, self._node.generation.number, hang.stacks
         return True
 
+    @property
+    def lasts(self) -> bool:
+        """Whether a hang was seen of the ranks that run."""
+        return self._last is not None and self._generation == self._node.generation.number
+
     def report(self) -> Standings:
         """Where the ranks stand, and the file with their stacks; the head may ask before a hang was seen."""
         if self._generation != self._node.generation.number:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -94,6 +95,17 @@ def join_timeout(own: float, given: bool, conf: Mapping[str, str]) -> float:
     if not 1 <= seconds < math.inf:
         raise click.BadParameter(f"--rdzv-conf: {text!r} is not a number of seconds from 1 on")
     return seconds
+
+
+class Seconds(click.FloatRange):
+    """A finite number of them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Raises click.BadParameter."""
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is no number of seconds", param, ctx)
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)

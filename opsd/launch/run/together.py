@@ -45,7 +45,10 @@ def control_of(
 
     def new_head(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Head:
         policy = RestartPolicy(
-            settings.max_restarts, same_limit=settings.same_failures, refill_steps=settings.refill_steps
+            settings.max_restarts,
+            same_limit=settings.same_failures,
+            refill_steps=settings.refill_steps,
+            asked=settings.restarts_asked,
         )
         alone = len(fellows.members) == 1
         log: Log = (

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from opsd.launch.run.options import local_size, node_count, rank_list, rdzv_settings, streams
+from opsd.launch.run.options import Seconds, local_size, node_count, rank_list, rdzv_settings, streams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -227,7 +227,7 @@ _TORCHRUN: tuple[Callable[[F], F], ...] = (
     click.option(
         "--stop-timeout",
         "--shutdown-timeout",
-        type=click.FloatRange(0),
+        type=Seconds(0),
         default=120.0,
         show_default=True,
         envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
