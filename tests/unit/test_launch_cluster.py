@@ -65,6 +65,16 @@ def test_an_outage_is_no_end_of_the_run(fellow: Fellow) -> None:
     assert told.generation == 1 and told.gone_s >= 0.02
 
 
+def test_ranks_that_are_being_ended_are_gone(fellow: Fellow) -> None:
+    """The outage is over before they are: nobody would say so later."""
+    fellow.node.slow = True
+    fellow.elect(None)
+    fellow.run.cut_off()
+    fellow.elect("n3")
+    (told,) = fellow.hear()
+    assert isinstance(told, Waiting)
+
+
 def test_a_node_that_is_done_stays_so(fellow: Fellow) -> None:
     """Whoever becomes head hears it, also after an outage."""
     fellow.finish_ranks()

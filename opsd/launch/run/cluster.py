@@ -277,10 +277,10 @@ class ClusterRun:
         runs = node.generation.number == plan.generation
         if runs and self._failures:  # other ranks may run on
             self._tell_failures(self._failures)
-        elif not runs or not (node.generation.running or node.done):
-            self._teller.tell(messages.Waiting(plan.generation, self._gone_s))
-        elif node.done:
+        elif runs and node.done:
             self._teller.tell(messages.Ended(plan.generation, self._told))
+        elif not runs or node.ending or not node.generation.running:
+            self._teller.tell(messages.Waiting(plan.generation, self._gone_s))
 
     def _begin_to_wait(self) -> None:
         if self._turnover.plan is not None and self._alone is None:
