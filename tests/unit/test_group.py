@@ -637,3 +637,13 @@ def test_a_head_that_seemed_gone_is_found_again() -> None:
     run.world.cuts.clear()
     run.world.until(lambda: run["n2"].core.head == "n1", 3.0)
     assert run.rests().slots == [["n1", "n2"], [], ["n1", "n2"]]
+
+
+def test_a_claim_whose_answer_is_lost_is_made_once() -> None:
+    """A look shows that it stands: made again it would restart the ranks that have just begun."""
+    run = Run(3, 2, 2).rests()
+    run.world.lost_answers = 1.0
+    run["n2"].kill(noticed=True)
+    run.until_claim(2)
+    run.world.run(5.0)
+    assert run.slots == [["n1", "n2"], ["n1", "n3"]]

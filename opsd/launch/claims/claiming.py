@@ -44,6 +44,11 @@ class Claiming:
         """Nothing is wanted any more; what is under way may be made all the same."""
         self._wanted = self._newest = None
 
+    def made(self, plan: Mapping[str, Any]) -> None:
+        """A claim of ``plan`` stands: if its answer was lost it is not to be made again."""
+        if self._wanted == plan:
+            self._wanted = None
+
     def answers(self, plan: Mapping[str, Any]) -> bool:
         """Whether a claim of ``plan`` is what was wanted last, or what is wanted last will follow it.
 

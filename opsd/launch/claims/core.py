@@ -361,6 +361,7 @@ class Core:
         """The newest claim is this launcher's."""
         self._ours = claim.number
         self._fresh = False
+        self._claiming.made(claim.plan)
         if claim.end is not None:
             self.leading.say(Beat(claim.number), self._now)
             self._over(claim.end)
