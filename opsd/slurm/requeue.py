@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from opsd.slurm.check import may_update_nodes
+from opsd.slurm.check import longest_until_noticed, may_update_nodes
 from opsd.slurm.drain import take_down
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmRejected, SlurmUnavailable
@@ -110,6 +110,7 @@ def requeue_now(
     brief: bool = False,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
     say: Callable[[str], object] = print,
 ) -> Requeued:
@@ -122,7 +123,7 @@ def requeue_now(
     has ended, a node is not the job's, or ``limit_s`` seconds have passed.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, without, restarts, brief, clock, say)
+    attempt = _Attempt(slurm, job, without, restarts, brief, clock, now, say)
     while True:
         pause = POLL_S
         try:
@@ -150,6 +151,7 @@ class _Attempt:
         restarts: int | None,
         brief: bool,
         clock: Callable[[], float],
+        now: Callable[[], float],
         say: Callable[[str], object],
     ) -> None:
         self._slurm = slurm
@@ -158,6 +160,7 @@ class _Attempt:
         self._restarts = restarts
         self._brief = brief
         self._clock = clock
+        self._now = now
         self._say = say
         self._told = ""
         self._may: bool | None = None
@@ -268,11 +271,26 @@ class _Attempt:
         return None
 
     def _avoid(self, job: Job) -> None:
+        if back := self._given_back(job.id):
+            self.tell(f"job {job.id} may come back on {compress(back)}, which an earlier requeue kept it off")
+            self._slurm.include(job.id, back)
         avoided = self._in_service(self._without.names)
         if not avoided:
             return
         try:
-            self._slurm.exclude(job.id, avoided)
+            self._slurm.exclude(job.id, avoided, self._now())
             self._avoided = avoided
         except SlurmRejected as error:
             self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
+
+    def _given_back(self, job: int) -> tuple[str, ...]:
+        """Nodes that an earlier requeue kept the job off, and of which Slurm itself knows by now how they are.
+
+        One that it took for dead is not offered to the job, and one that it has in service so long after has answered.
+        """
+        earlier = {name: at for name, at in self._slurm.excluded(job).items() if name not in self._without.names}
+        if not earlier:
+            return ()
+        usable, asleep_s = self._in_service(list(earlier)), longest_until_noticed(self._slurm.configuration())
+        known = self._now() - (LIMIT_S if asleep_s is None else asleep_s)
+        return tuple(sorted(name for name, at in earlier.items() if name not in usable or at < known))
