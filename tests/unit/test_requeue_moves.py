@@ -126,6 +126,40 @@ def test_a_job_that_cannot_do_without_the_node_is_not_held_for_ever() -> None:
     assert any("cannot run without n3" in sentence for sentence in said)
 
 
+def test_a_job_that_cannot_do_without_a_dead_node_waits_until_slurm_knows() -> None:
+    """It would start on the dead node at once. When Slurm has taken that out it waits for it or for any other one."""
+    slurm, clock = queue(needs_all=True, operator=False), FakeClock()
+    began = clock.monotonic()
+
+    def notice() -> None:
+        assert slurm.calls[-1] != "include n3" or clock.monotonic() >= began + 200.0
+        if clock.monotonic() > began + 200.0:
+            slurm.by_name["n3"] = Node("n3", "down", frozenset({"not_responding"}), "Not responding")
+
+    done, said = ask(slurm, Without(lost=("n3",)), clock=clock, each_pause=notice)
+    assert slurm.calls[2:] == ["exclude n3", "start", "include n3", "release", "start"]
+    assert (done, slurm.excluded_at) == (Requeued(7, "pending", 1), {})
+    assert sum("cannot run without n3: it waits" in sentence for sentence in said) == 1
+
+
+def test_a_node_that_is_in_service_long_after_its_loss_has_come_back() -> None:
+    """Slurm would have noticed that it is dead."""
+    slurm, clock = queue(needs_all=True, operator=False), FakeClock()
+    began = clock.monotonic()
+    ask(slurm, Without(lost=("n3",)), clock=clock)
+    assert slurm.calls[-3:] == ["include n3", "release", "start"]
+    assert clock.monotonic() - began > 400.0
+
+
+def test_asked_again_a_job_that_is_held_for_its_nodes_is_tried_again() -> None:
+    """Whoever attended to it has gone."""
+    slurm, clock = queue(needs_all=True, operator=False), FakeClock()
+    slurm.job = replace(slurm.job, state="pending", reason="BadConstraints", nodes=())
+    slurm.excluded_at = {"n3": clock.wall() - 9000.0}
+    ask(slurm, clock=clock)
+    assert slurm.calls == ["include n3", "release", "start"]
+
+
 def test_a_node_that_others_hold_is_left_alone() -> None:
     """What a person has drained is not set down; the job is requeued nevertheless."""
     slurm = queue()
