@@ -23,12 +23,19 @@ WORDLESS_MOST = 3
 """So many starts in a row may end without a word and without progress."""
 LONG_S = 1800.0
 """A start that lasted this long has made progress, also where a program tells of none."""
+UNLAUNCHED = 233
+"""What srun ends with where it could not start its task: ESLURMD_EXECVE_FAILED and its kin, 1001, in one byte."""
+UNLAUNCHED_S = 20.0
+"""So long the launchers that did start have to begin the run without the others."""
 _HOPELESS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcodes.INTERRUPTED)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The run is over with ``code``. ``told`` if it has said so itself; nodes are those to be avoided then."""
+    """The run is over with ``code``. ``told`` if it has said so itself; nodes are those to be avoided then.
+
+    What was not told and names lost nodes has a cause outside of the run.
+    """
 
     code: int
     reason: str
@@ -42,7 +49,7 @@ class Look:
     """What is known of a run: its newest claim, the steps that are ``left``, and what srun said of the others.
 
     ``gone_s`` seconds ago the last step ended, and ``silent_s`` ago the lease was last seen to be renewed, infinity if
-    it was not since.
+    it was not since. ``unlaunched_s`` ago srun was first seen to have started nothing; the run ``needs`` so many nodes.
     """
 
     claim: Claim | None
@@ -50,6 +57,8 @@ class Look:
     codes: Mapping[str, int]
     gone_s: float = 0.0
     silent_s: float = float("inf")
+    unlaunched_s: float = 0.0
+    needs: int = 1
 
 
 def told_end(claim: Claim | None, start: str) -> Ending | None:
@@ -68,6 +77,8 @@ def ending(look: Look, start: str) -> Ending | None:
     """
     if (told := told_end(look.claim, start)) is not None:
         return told
+    if (short := _too_few(look, start)) is not None:
+        return short
     if look.left or look.gone_s < BEAT_S:
         return None
     codes = set(look.codes.values())
@@ -83,6 +94,20 @@ def ending(look: Look, start: str) -> Ending | None:
         return Ending(codes.pop(), "no launcher came to begin the run; what they said is above", told=False)
     seen = ", ".join(f"{node} {code}" for node, code in sorted(look.codes.items()))
     return Ending(exitcodes.REQUEUE, f"all launchers are gone and none has said why ({seen})", told=False)
+
+
+def _too_few(look: Look, start: str) -> Ending | None:
+    """The end of a start that cannot begin: srun reached a node not at all, and too few launchers wait for it.
+
+    None once the run has begun, which sees to its nodes itself, and where nothing was started on any node: that is no
+    node's fault.
+    """
+    never = tuple(sorted(node for node, code in look.codes.items() if code == UNLAUNCHED))
+    begun = look.claim is not None and _belongs(look.claim, start)
+    if begun or not never or look.unlaunched_s < UNLAUNCHED_S or not 0 < len(look.left) < look.needs:
+        return None
+    why = f"no launcher could be started on {', '.join(never)}; {look.needs} are needed and {len(look.left)} are there"
+    return Ending(exitcodes.REQUEUE, why, False, never)
 
 
 def _belongs(claim: Claim, start: str) -> bool:

@@ -14,7 +14,7 @@ from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.slurm.allocation import allocation
 from opsd.slurm.batch import POLL_S, Batch
-from opsd.slurm.ending import BEAT_S, SILENT_S
+from opsd.slurm.ending import BEAT_S, SILENT_S, UNLAUNCHED_S
 from opsd.slurm.port import Node
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
@@ -51,10 +51,10 @@ class Scene:
         self.then: list[Callable[[], object]] = []
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, needs: int = 1) -> None:
         """Another ``opsd slurm run`` in the same start of the job."""
         self.batch = Batch(
-            self.folder, START, JOB, lambda: self.slurm,
+            self.folder, START, JOB, lambda: self.slurm, needs,
             clock=self.clock.monotonic, sleep=self._sleep, say=self.said.append,
         )  # fmt: skip
 
@@ -113,6 +113,34 @@ def test_a_run_that_is_to_go_on_is_requeued_without_what_it_lost(scene: Scene) -
     assert scene.run(lambda: scene.ends(exitcodes.REQUEUE, lost=["n2", "n9"], unfit=["n3"])) == exitcodes.OK
     assert scene.slurm.calls == ["drain n2", "down n2", "requeue"]
     assert "--exclude=n[2-3]" in scene.slurm.submitted[0][1]
+
+
+def test_a_start_on_a_dead_node_ends_without_it(scene: Scene) -> None:
+    """The others would wait ten minutes for its launcher. Such starts are not counted: the run has done nothing."""
+    for _ in range(4):
+        scene.slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n3", "n4")], running(*JOB.nodes))
+        scene.begin(needs=3)
+        scene.steps.codes = {"n2": 233}
+        began = scene.clock.monotonic()
+        assert scene.run() == exitcodes.OK
+        assert scene.slurm.calls == ["drain n2", "down n2", "requeue"]
+        assert UNLAUNCHED_S <= scene.clock.monotonic() - began < UNLAUNCHED_S + 10.0
+    assert any("no launcher could be started on n2" in sentence for sentence in scene.said)
+
+
+def test_a_start_that_has_enough_nodes_goes_on_without_the_dead_one(scene: Scene) -> None:
+    """The launchers that are there begin without it."""
+    scene.begin(needs=2)
+    scene.steps.codes = {"n2": 233}
+    assert scene.run(*[lambda: None] * 200, lambda: scene.ends(exitcodes.OK)) == exitcodes.OK
+
+
+def test_a_run_that_has_begun_sees_to_its_nodes_itself(scene: Scene) -> None:
+    """It may wait for a spare."""
+    scene.begin(needs=3)
+    claims.create(scene.folder, Claim(1, START, "n1.1"))
+    scene.steps.codes = {"n2": 233}
+    assert scene.run(*[lambda: None] * 200, lambda: scene.ends(exitcodes.OK)) == exitcodes.OK
 
 
 def test_nobody_waits_for_the_step_of_a_dead_node(scene: Scene) -> None:
