@@ -23,6 +23,8 @@ WORDLESS_MOST = 3
 """So many starts in a row may end without a word and without progress."""
 LONG_S = 1800.0
 """A start that lasted this long has made progress, also where a program tells of none."""
+HURRIED_S = 120.0
+"""A start that is over after this time had no more than a minute before it was told to stop, and one to do so."""
 UNLAUNCHED = 233
 """What srun ends with where it could not start its task: ESLURMD_EXECVE_FAILED and its kin, 1001, in one byte."""
 UNLAUNCHED_S = 20.0
@@ -42,6 +44,12 @@ class Ending:
     told: bool = True
     lost: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
+
+
+def hurried(end: Ending, lasted_s: float) -> bool:
+    """Whether a start of ``lasted_s`` seconds was told to stop, by a signal as of --signal, as soon as it had begun."""
+    told = end.told and end.code == exitcodes.REQUEUE and end.reason.endswith(("after SIGUSR1", "after SIGUSR2"))
+    return told and lasted_s < HURRIED_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +124,10 @@ def _belongs(claim: Claim, start: str) -> bool:
 
 
 class Wordless:
-    """Counts in ``path`` the starts of a run in a row that ended without a word and without progress."""
+    """Counts in ``path`` the starts of a run in a row that ended in one bad way and without progress.
+
+    That is without a word, or told to stop as soon as they had begun.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -130,7 +141,7 @@ class Wordless:
         return count
 
     def forget(self) -> None:
-        """A start has ended with a word."""
+        """A start has ended in another way."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 

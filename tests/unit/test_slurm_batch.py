@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +67,7 @@ class Scene:
 
     def ends(self, code: int, **more: object) -> None:
         """The run says how it has ended, and its launchers leave."""
-        plan = {"end": {"code": code, "reason": "all is said", **more}}
+        plan = {"end": {"code": code, "reason": "all is said"} | more}
         claims.create(self.folder, Claim(claims.newest_number(self.folder) + 1, START, "n1.1", plan=plan))
         self.steps.codes = dict.fromkeys(JOB.nodes, code)
 
@@ -163,6 +164,34 @@ def test_a_job_that_is_cancelled_is_not_requeued(scene: Scene) -> None:
 
     assert scene.run(cancel) == exitcodes.REQUEUE
     assert (scene.slurm.calls, scene.slurm.submitted) == ([], [])
+
+
+def hurry(scene: Scene, *, step: int = 0, last_s: float = 10.0, reason: str = "stopped after SIGUSR1") -> int:
+    """One more start of the job, which is told to stop; the exit code of its batch script."""
+    scene.slurm = FakeQueue([Node(name, "idle") for name in JOB.nodes], running(*JOB.nodes))
+    scene.steps.codes = {}
+    scene.begin()
+
+    def end() -> None:
+        with (scene.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "checkpoint_committed", "step": step}) + "\n")
+        scene.ends(exitcodes.REQUEUE, reason=reason)
+
+    return scene.run(lambda: scene.clock.advance(last_s), end)
+
+
+def test_a_job_whose_time_is_up_as_it_starts_does_not_start_for_ever(scene: Scene) -> None:
+    """Its limit is not longer than the notice that its script asks for; each start was told to stop at once."""
+    assert [hurry(scene) for _ in range(3)] == [exitcodes.OK, exitcodes.OK, exitcodes.FAILED]
+    assert scene.slurm.calls == []
+    assert "the time limit is not longer than the notice of --signal" in scene.said[-1]
+
+
+def test_what_starts_and_stops_with_progress_goes_on(scene: Scene) -> None:
+    """Also what lasted longer, and what somebody else stopped."""
+    assert {hurry(scene, step=step) for step in range(5)} == {exitcodes.OK}
+    assert {hurry(scene, last_s=200.0) for _ in range(5)} == {exitcodes.OK}
+    assert {hurry(scene, reason="stopped after SIGTERM") for _ in range(5)} == {exitcodes.OK}
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])
