@@ -17,7 +17,7 @@ from opsd.checkpoints import claims
 from opsd.checkpoints.claims import ClaimError
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.attendant import requeue_from_inside
-from opsd.slurm.ending import WORDLESS_MOST, Ending, Look, Wordless, ending
+from opsd.slurm.ending import UNLAUNCHED, WORDLESS_MOST, Ending, Look, Wordless, ending, hurried
 from opsd.slurm.fetch import dismiss
 from opsd.slurm.port import Slurm, SlurmError
 from opsd.slurm.requeue import Without, is_stopping
@@ -62,6 +62,8 @@ class Batch:
     start: str
     job: Allocation
     slurm: Callable[[], Slurm]
+    needs: int = 1
+    """So many nodes run ranks at least."""
     log: int = 1
     """The descriptor to which the story of the run is copied."""
     signals: deque[signal.Signals] = field(default_factory=deque)
@@ -75,6 +77,7 @@ class Batch:
         self._beat: tuple[int, int] | None = None
         self._beat_at = float("-inf")
         self._gone_at: float | None = None
+        self._unlaunched_at: float | None = None
         self._asked = 0
         self._interrupted = False
         self._told = ""
@@ -84,6 +87,7 @@ class Batch:
             self._before = claims.newest_number(self.folder)
         self._events = RunEvents(self.folder)
         self._wordless = Wordless(self.folder / "wordless.json")
+        self._hurried = Wordless(self.folder / "hurried.json")
 
     def listen(self) -> None:
         """Take the signals that ask for a stop. Children do not inherit this."""
@@ -124,7 +128,12 @@ class Batch:
         gone_s = now - self._gone_at if self._gone_at is not None else 0.0
         if claim is not None and claim.number <= self._before:
             claim = None
-        return ending(Look(claim, left, self.steps.codes, gone_s, now - self._beat_at), self.start)
+        codes = self.steps.codes
+        if self._unlaunched_at is None and UNLAUNCHED in codes.values():
+            self._unlaunched_at = now
+        unlaunched_s = now - self._unlaunched_at if self._unlaunched_at is not None else 0.0
+        look = Look(claim, left, codes, gone_s, now - self._beat_at, unlaunched_s, self.needs)
+        return ending(look, self.start)
 
     def _follow(self) -> None:
         """Copy what has been added to the story of the run."""
@@ -183,7 +192,17 @@ class Batch:
         if self._interrupted:
             self._dismiss()
             return exitcodes.INTERRUPTED
-        count = 0 if end.told else self._wordless.note(self._events.step, self.clock() - self._began)
+        lasted_s = self.clock() - self._began
+        if not hurried(end, lasted_s):
+            self._hurried.forget()
+        elif (count := self._hurried.note(self._events.step, lasted_s)) >= WORDLESS_MOST:
+            self._tell(
+                f"that was start {count} in a row that was told to stop as soon as it had begun; it is the last: the "
+                "time limit is not longer than the notice of --signal"
+            )
+            self._dismiss()
+            return exitcodes.FAILED
+        count = 0 if end.told or end.lost else self._wordless.note(self._events.step, lasted_s)
         if count >= WORDLESS_MOST:
             self._tell(f"that was start {count} in a row without a word and without progress; it is the last")
             self._dismiss()

@@ -164,8 +164,11 @@ class PyslurmSlurm:
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._ask("set_start_time", job, at)
 
-    def exclude(self, job: int, names: Sequence[str]) -> None:
-        self._commands.exclude(job, names)
+    def exclude(self, job: int, names: Sequence[str], at: float) -> None:
+        self._commands.exclude(job, names, at)
+
+    def excluded(self, job: int) -> Mapping[str, float]:
+        return self._commands.excluded(job)
 
     def include(self, job: int, names: Sequence[str]) -> None:
         self._commands.include(job, names)

@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 
+from opsd.slurm import avoided
 from opsd.slurm.hostlist import compress
 from opsd.slurm.output import (
     COMMENT_FIELDS,
+    JOB_COMMENT_FIELDS,
     JOB_FIELDS,
     NODE_FIELDS,
     STEP_FIELDS,
     failure,
     format_option,
+    parse_comment,
     parse_comments,
     parse_configuration,
     parse_excluded,
@@ -116,17 +119,33 @@ class CommandSlurm:
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._run("scontrol", "update", f"jobid={job}", f"starttime={_when(at)}")
 
-    def exclude(self, job: int, names: Sequence[str]) -> None:
-        self._avoid(job, self._avoided(job) | set(names))
+    def exclude(self, job: int, names: Sequence[str], at: float) -> None:
+        comment, before = self._comment(job), self._avoided(job)
+        own = avoided.read(comment)
+        fresh = dict.fromkeys(set(names) - (before - own.keys()), at)
+        self._avoid(job, before | set(names), avoided.write(comment, own | fresh))
+
+    def excluded(self, job: int) -> Mapping[str, float]:
+        return avoided.read(self._comment(job))
 
     def include(self, job: int, names: Sequence[str]) -> None:
-        self._avoid(job, self._avoided(job) - set(names))
+        comment = self._comment(job)
+        own = avoided.read(comment)
+        left = {name: at for name, at in own.items() if name not in names}
+        self._avoid(job, self._avoided(job) - (own.keys() - left.keys()), avoided.write(comment, left))
+
+    def _comment(self, job: int) -> str:
+        separator = self._separator()
+        option = format_option(JOB_COMMENT_FIELDS, separator)
+        output = self._run("squeue", "--noheader", "--all", f"--jobs={job}", "--Format", option)
+        return parse_comment(output.stdout, separator)
 
     def _avoided(self, job: int) -> set[str]:
         return set(parse_excluded(self._run("scontrol", "show", "job", str(job), "--oneliner").stdout))
 
-    def _avoid(self, job: int, names: set[str]) -> None:
-        self._run("scontrol", "update", f"jobid={job}", f"excnodelist={compress(names)}")
+    def _avoid(self, job: int, names: set[str], comment: str) -> None:
+        told = (f"excnodelist={compress(names)}", f"comment={comment}")
+        self._run("scontrol", "update", f"jobid={job}", *told)
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
         self._run("scontrol", "update", f"jobid={job}", f"nodelist={compress(names)}")

@@ -23,12 +23,21 @@ WORDLESS_MOST = 3
 """So many starts in a row may end without a word and without progress."""
 LONG_S = 1800.0
 """A start that lasted this long has made progress, also where a program tells of none."""
+HURRIED_S = 120.0
+"""A start that is over after this time had no more than a minute before it was told to stop, and one to do so."""
+UNLAUNCHED = 233
+"""What srun ends with where it could not start its task: ESLURMD_EXECVE_FAILED and its kin, 1001, in one byte."""
+UNLAUNCHED_S = 20.0
+"""So long the launchers that did start have to begin the run without the others."""
 _HOPELESS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcodes.INTERRUPTED)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The run is over with ``code``. ``told`` if it has said so itself; nodes are those to be avoided then."""
+    """The run is over with ``code``. ``told`` if it has said so itself; nodes are those to be avoided then.
+
+    What was not told and names lost nodes has a cause outside of the run.
+    """
 
     code: int
     reason: str
@@ -37,12 +46,18 @@ class Ending:
     unfit: tuple[str, ...] = ()
 
 
+def hurried(end: Ending, lasted_s: float) -> bool:
+    """Whether a start of ``lasted_s`` seconds was told to stop, by a signal as of --signal, as soon as it had begun."""
+    told = end.told and end.code == exitcodes.REQUEUE and end.reason.endswith(("after SIGUSR1", "after SIGUSR2"))
+    return told and lasted_s < HURRIED_S
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """What is known of a run: its newest claim, the steps that are ``left``, and what srun said of the others.
 
     ``gone_s`` seconds ago the last step ended, and ``silent_s`` ago the lease was last seen to be renewed, infinity if
-    it was not since.
+    it was not since. ``unlaunched_s`` ago srun was first seen to have started nothing; the run ``needs`` so many nodes.
     """
 
     claim: Claim | None
@@ -50,6 +65,8 @@ class Look:
     codes: Mapping[str, int]
     gone_s: float = 0.0
     silent_s: float = float("inf")
+    unlaunched_s: float = 0.0
+    needs: int = 1
 
 
 def told_end(claim: Claim | None, start: str) -> Ending | None:
@@ -68,6 +85,8 @@ def ending(look: Look, start: str) -> Ending | None:
     """
     if (told := told_end(look.claim, start)) is not None:
         return told
+    if (short := _too_few(look, start)) is not None:
+        return short
     if look.left or look.gone_s < BEAT_S:
         return None
     codes = set(look.codes.values())
@@ -85,13 +104,30 @@ def ending(look: Look, start: str) -> Ending | None:
     return Ending(exitcodes.REQUEUE, f"all launchers are gone and none has said why ({seen})", told=False)
 
 
+def _too_few(look: Look, start: str) -> Ending | None:
+    """The end of a start that cannot begin: srun reached a node not at all, and too few launchers wait for it.
+
+    None once the run has begun, which sees to its nodes itself, and where nothing was started on any node: that is no
+    node's fault.
+    """
+    never = tuple(sorted(node for node, code in look.codes.items() if code == UNLAUNCHED))
+    begun = look.claim is not None and _belongs(look.claim, start)
+    if begun or not never or look.unlaunched_s < UNLAUNCHED_S or not 0 < len(look.left) < look.needs:
+        return None
+    why = f"no launcher could be started on {', '.join(never)}; {look.needs} are needed and {len(look.left)} are there"
+    return Ending(exitcodes.REQUEUE, why, False, never)
+
+
 def _belongs(claim: Claim, start: str) -> bool:
     """Whether the claim is of this start of the job; a launcher without fellows adds its own name to that."""
     return claim.start == start or claim.start.startswith(f"{start}, ")
 
 
 class Wordless:
-    """Counts in ``path`` the starts of a run in a row that ended without a word and without progress."""
+    """Counts in ``path`` the starts of a run in a row that ended in one bad way and without progress.
+
+    That is without a word, or told to stop as soon as they had begun.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -105,7 +141,7 @@ class Wordless:
         return count
 
     def forget(self) -> None:
-        """A start has ended with a word."""
+        """A start has ended in another way."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 

@@ -36,6 +36,7 @@ JOB_FIELDS = (
     "JobID", "State", "Reason", "UserName", "Partition", "NodeList", "BatchHost", "SubmitTime", "StartTime", "EndTime",
     "RestartCnt", "Name",
 )  # fmt: skip
+JOB_COMMENT_FIELDS = ("JobID", "Comment")
 STEP_FIELDS = ("StepID", "Nodes")
 CONFIGURED_NOT = ("(null)", "none", "")
 
@@ -106,6 +107,12 @@ def parse_step_nodes(text: str, separator: str) -> frozenset[str]:
     """The nodes with steps in the output of squeue with ``STEP_FIELDS``. Raises SlurmRejected."""
     steps = records(text, separator, len(STEP_FIELDS))
     return frozenset(node for id, nodes in steps if not id.endswith((".batch", ".extern")) for node in _hosts(nodes))
+
+
+def parse_comment(text: str, separator: str) -> str:
+    """The comment of a job in the output of squeue with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
+    comments = [comment.strip() for _, comment in records(text, separator, len(JOB_COMMENT_FIELDS))]
+    return "" if not comments or comments[0] in CONFIGURED_NOT else comments[0]
 
 
 def parse_reservations(text: str) -> tuple[Reservation, ...]:

@@ -191,15 +191,19 @@ class Slurm(Protocol):
         """
         ...
 
-    def exclude(self, job: int, names: Sequence[str]) -> None:
-        """Keep a pending job off these nodes too, besides those it was told to avoid before.
+    def exclude(self, job: int, names: Sequence[str], at: float) -> None:
+        """Keep a pending job off these nodes too, besides those it was told to avoid before; ``at`` is noted for them.
 
         Slurm holds a job that cannot run without them (its reason is then BadConstraints).
         """
         ...
 
+    def excluded(self, job: int) -> Mapping[str, float]:
+        """The nodes of ``exclude``, also of other processes, each with its ``at``; none of the user's own."""
+        ...
+
     def include(self, job: int, names: Sequence[str]) -> None:
-        """Undo ``exclude``."""
+        """Undo ``exclude``; nodes that the user excluded stay so."""
         ...
 
     def shrink(self, job: int, names: Sequence[str]) -> None:

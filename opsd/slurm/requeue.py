@@ -12,11 +12,11 @@ restart of slurmctld, and it happens once: the number of restarts tells.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from opsd.slurm.check import may_update_nodes
+from opsd.slurm.check import longest_until_noticed, may_update_nodes
 from opsd.slurm.drain import take_down
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmRejected, SlurmUnavailable
@@ -110,6 +110,7 @@ def requeue_now(
     brief: bool = False,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
     say: Callable[[str], object] = print,
 ) -> Requeued:
@@ -122,7 +123,7 @@ def requeue_now(
     has ended, a node is not the job's, or ``limit_s`` seconds have passed.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, without, restarts, brief, clock, say)
+    attempt = _Attempt(slurm, job, without, restarts, brief, clock, now, say)
     while True:
         pause = POLL_S
         try:
@@ -150,6 +151,7 @@ class _Attempt:
         restarts: int | None,
         brief: bool,
         clock: Callable[[], float],
+        now: Callable[[], float],
         say: Callable[[str], object],
     ) -> None:
         self._slurm = slurm
@@ -158,12 +160,14 @@ class _Attempt:
         self._restarts = restarts
         self._brief = brief
         self._clock = clock
+        self._now = now
         self._say = say
         self._told = ""
         self._may: bool | None = None
         self._down = not without.lost
         self._avoided: tuple[str, ...] = ()
         self._settling: float | None = None
+        self._look_at = float("-inf")
         self._stopped: float | None = None
 
     def tell(self, sentence: str) -> None:
@@ -255,24 +259,72 @@ class _Attempt:
         if self._settling is None:
             self._take_down()
             self._avoid(job)
+            if job.reason == "BadConstraints":
+                self._slurm.release(job.id)
             self._slurm.set_start_time(job.id)
             self._settling = self._clock()
-        elif job.reason == "BadConstraints" and self._avoided:
-            self.tell(f"job {job.id} cannot run without {compress(self._avoided)}: it may come back there")
-            self._slurm.include(job.id, self._avoided)
-            self._slurm.release(job.id)
-            self._slurm.set_start_time(job.id)
-            self._avoided = ()
+        elif job.reason == "BadConstraints" and self._may_look():
+            if not (own := self._slurm.excluded(job.id)):
+                return Requeued(job.id, job.state, job.restarts)
+            self._lend_back(job, own)
+        elif job.reason == "BadConstraints":
+            return None
         elif job.reason not in ("", "BeginTime") or self._clock() - self._settling > SETTLE_S:
             return Requeued(job.id, job.state, job.restarts, self._avoided)
         return None
 
+    def _may_look(self) -> bool:
+        """Not more often than every few seconds while the job is held: it may be for minutes."""
+        assert self._settling is not None
+        if self._clock() < self._look_at:
+            return False
+        self._look_at = self._clock() + RETRY_S
+        return True
+
+    def _lend_back(self, job: Job, own: Mapping[str, float]) -> None:
+        """Slurm holds the job, which cannot run without the nodes of ``own``: it may have those that are not dead.
+
+        Of one that was lost just now Slurm has to say first how it is. If it has taken that out the job waits in the
+        queue for it, or for any other one; before that it would start on the dead node at once.
+        """
+        back = tuple(sorted({*self._known(own), *(name for name in own if name in self._without.unfit)}))
+        if not back:
+            self.tell(
+                f"job {job.id} cannot run without {compress(sorted(own))}: it waits, and holds no nodes, until Slurm "
+                f"has noticed how that is; opsd requeue {job.id} has it tried again"
+            )
+            return
+        self.tell(f"job {job.id} cannot run without {compress(back)}: it may come back there")
+        self._slurm.include(job.id, back)
+        self._slurm.release(job.id)
+        self._slurm.set_start_time(job.id)
+        self._avoided = tuple(name for name in self._avoided if name not in back)
+
     def _avoid(self, job: Job) -> None:
+        if back := self._given_back(job.id):
+            self.tell(f"job {job.id} may come back on {compress(back)}, which an earlier requeue kept it off")
+            self._slurm.include(job.id, back)
         avoided = self._in_service(self._without.names)
         if not avoided:
             return
         try:
-            self._slurm.exclude(job.id, avoided)
+            self._slurm.exclude(job.id, avoided, self._now())
             self._avoided = avoided
         except SlurmRejected as error:
             self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
+
+    def _given_back(self, job: int) -> tuple[str, ...]:
+        """Nodes that an earlier requeue kept the job off and that are not lost now."""
+        own = self._slurm.excluded(job)
+        return self._known({name: at for name, at in own.items() if name not in self._without.names})
+
+    def _known(self, excluded: Mapping[str, float]) -> tuple[str, ...]:
+        """Those of the nodes, with the time of their exclusion, of which Slurm knows by now how they are.
+
+        One that it took for dead is not offered to the job, and one that it has in service so long after has answered.
+        """
+        if not excluded:
+            return ()
+        usable, asleep_s = self._in_service(list(excluded)), longest_until_noticed(self._slurm.configuration())
+        known = self._now() - (LIMIT_S if asleep_s is None else asleep_s)
+        return tuple(sorted(name for name, at in excluded.items() if name not in usable or at < known))

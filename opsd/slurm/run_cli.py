@@ -104,6 +104,7 @@ class Plan:
     folder: Path
     command: tuple[str, ...]
     cpus: Mapping[str, int]
+    needs: int = 1
 
     @classmethod
     def of(cls, job: Allocation, run: str, launch: tuple[str, ...], options: Mapping[str, Any]) -> Plan:
@@ -130,7 +131,7 @@ class Plan:
         command = (*opsd, "launch", "--nodes", hostlist, *told)
         if options["pool"]:
             command = attend_command(opsd, options["pool"], folder.absolute(), told, command)
-        return cls(run, folder.absolute(), command, cpus_of(job.nodes, os.environ))
+        return cls(run, folder.absolute(), command, cpus_of(job.nodes, os.environ), count.least)
 
 
 def _start(job: Allocation, plan: Plan, commands: Mapping[str, list[str]], environ: Mapping[str, str]) -> int:
@@ -140,7 +141,7 @@ def _start(job: Allocation, plan: Plan, commands: Mapping[str, list[str]], envir
         raise click.UsageError(f"the run's folder {plan.folder} cannot be made: {error.strerror}") from error
     own = environ.get("SLURMD_NODENAME", "")
     told = {**environ, BATCH_HOST: own, JOB_OUTPUT: _output(1)}
-    batch = Batch(plan.folder, start_of_job(plan.run, environ), job, lambda: choose().slurm, say=_say)
+    batch = Batch(plan.folder, start_of_job(plan.run, environ), job, lambda: choose().slurm, plan.needs, say=_say)
     batch.listen()
     try:
         return batch.run(Steps(commands, told))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from opsd.slurm.port import Job, Node, NodeUpdate, SlurmDenied, SlurmRejected, SlurmUnavailable
@@ -23,8 +23,9 @@ class FakeQueue(FakeSlurm):
 
     ``calls`` are the requests that changed something, ``submitted`` the scripts and their options. The controller is
     away at the requests whose numbers are in ``away``; a requeue counts twice, and may be carried out unheard. A job
-    that is completing takes no changes, and one that ``needs_all`` nodes is held once one is excluded. ``with_steps``
-    are the nodes on which it has steps. An attendant that was submitted runs if there is ``room`` for it.
+    that is completing takes no changes, and one that ``needs_all`` nodes is held once one is excluded.
+    ``excluded_at`` are those that opsd keeps it off, ``with_steps`` the nodes on which it has steps. An attendant that
+    was submitted runs if there is ``room`` for it.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class FakeQueue(FakeSlurm):
         away: Container[int] = (),
         room: bool = False,
     ) -> None:
-        super().__init__(nodes, operator=operator)
+        super().__init__(nodes, operator=operator, config={"SlurmdTimeout": "300 sec"})
         self.job = job
         self.with_steps = set(job.nodes)
         self._room = room
         self.calls: list[str] = []
         self.submitted: list[tuple[str, tuple[str, ...]]] = []
         self._needs_all = needs_all
-        self._excluded = False
+        self.excluded_at: dict[str, float] = {}
         self._away = away
         self._requests = 0
         self._dead = dead
@@ -100,20 +101,26 @@ class FakeQueue(FakeSlurm):
         self.calls.append(f"shrink to {' '.join(names)}")
         self.job = replace(self.job, nodes=tuple(names))
 
-    def exclude(self, job: int, names: Sequence[str]) -> None:
+    def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         self._change("pending")
         self.calls.append(f"exclude {' '.join(names)}")
-        self._excluded = True
+        self.excluded_at |= dict.fromkeys(names, at)
+
+    def excluded(self, job: int) -> Mapping[str, float]:
+        self._answer()
+        return dict(self.excluded_at)
 
     def include(self, job: int, names: Sequence[str]) -> None:
         self._change("pending")
         self.calls.append(f"include {' '.join(names)}")
-        self._excluded = False
+        for name in names:
+            self.excluded_at.pop(name, None)
 
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._change("pending")
         self.calls.append("start")
-        self.job = replace(self.job, reason="BadConstraints" if self._excluded and self._needs_all else "Resources")
+        held = self.excluded_at and self._needs_all
+        self.job = replace(self.job, reason="BadConstraints" if held else "Resources")
 
     def release(self, job: int) -> None:
         self._change("requeue_hold", "pending")

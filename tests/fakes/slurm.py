@@ -111,8 +111,12 @@ class FakeSlurm:
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._answer()
 
-    def exclude(self, job: int, names: Sequence[str]) -> None:
+    def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         self._answer()
+
+    def excluded(self, job: int) -> Mapping[str, float]:
+        self._answer()
+        return {}
 
     def include(self, job: int, names: Sequence[str]) -> None:
         self._answer()

@@ -27,7 +27,8 @@ NODES = ("n1", "n2", "n3", "n4")
 
 def queue(*, restarts: int = 0, **more: Any) -> FakeQueue:
     """A job of n1, n2 and n3 on a cluster of four."""
-    return FakeQueue([Node(name, "idle") for name in NODES], running("n1", "n2", "n3", restarts=restarts), **more)
+    nodes = [Node(name, "idle") for name in NODES]
+    return FakeQueue(nodes, running("n1", "n2", "n3", restarts=restarts), **more)
 
 
 def ask(
@@ -35,16 +36,20 @@ def ask(
     without: Without = ANYWHERE,
     *,
     each_pause: Callable[[], object] = lambda: None,
+    clock: FakeClock | None = None,
     **more: Any,
 ) -> tuple[Requeued, list[str]]:
     """The outcome of a requeue of job 7, and what was said on the way."""
-    clock, said = FakeClock(), list[str]()
+    clock, said = clock or FakeClock(), list[str]()
 
     def sleep(seconds: float) -> None:
         clock.advance(seconds)
         each_pause()
 
-    return requeue_now(slurm, 7, without, clock=clock.monotonic, sleep=sleep, say=said.append, **more), said
+    done = requeue_now(
+        slurm, 7, without, clock=clock.monotonic, now=clock.wall, sleep=sleep, say=said.append, **more
+    )  # fmt: skip
+    return done, said
 
 
 def test_an_operator_takes_the_dead_node_down() -> None:
@@ -86,6 +91,32 @@ def test_a_living_node_is_avoided_and_not_drained() -> None:
     assert done.avoided == ("n3",)
 
 
+def test_a_node_that_was_lost_earlier_is_given_back() -> None:
+    """Slurm knows by itself how it is when its timeout is over; before that its word may be older than the loss."""
+    slurm, clock = queue(operator=False), FakeClock()
+    slurm.excluded_at = {"n3": clock.wall() - 401.0, "n4": clock.wall() - 60.0}
+    done, _ = ask(slurm, Without(unfit=("n2",)), clock=clock)
+    assert slurm.calls == ["requeue", "include n3", "exclude n2", "start"]
+    assert (slurm.excluded_at.keys(), done.avoided) == ({"n2", "n4"}, ("n2",))
+
+
+def test_a_node_that_slurm_has_taken_out_is_not_avoided_as_well() -> None:
+    """It gets no job before it is back, and then this one may have it."""
+    slurm, clock = queue(operator=False), FakeClock()
+    slurm.excluded_at = {"n4": clock.wall() - 60.0}
+    slurm.by_name["n4"] = Node("n4", "down", frozenset({"not_responding"}), "Not responding")
+    ask(slurm, clock=clock)
+    assert slurm.calls == ["requeue", "include n4", "start"]
+
+
+def test_a_node_that_is_lost_again_stays_avoided() -> None:
+    """However long ago it was lost for the first time."""
+    slurm, clock = queue(operator=False), FakeClock()
+    slurm.excluded_at = {"n3": clock.wall() - 9000.0}
+    ask(slurm, Without(unfit=("n3",)), clock=clock)
+    assert slurm.calls == ["requeue", "exclude n3", "start"]
+
+
 def test_a_job_that_cannot_do_without_the_node_is_not_held_for_ever() -> None:
     """Slurm holds a job that avoids too many nodes, also when they are good again: then it rather waits for them."""
     slurm = queue(needs_all=True)
@@ -93,6 +124,40 @@ def test_a_job_that_cannot_do_without_the_node_is_not_held_for_ever() -> None:
     assert slurm.calls == ["requeue", "exclude n3", "start", "include n3", "release", "start"]
     assert done == Requeued(7, "pending", 1)
     assert any("cannot run without n3" in sentence for sentence in said)
+
+
+def test_a_job_that_cannot_do_without_a_dead_node_waits_until_slurm_knows() -> None:
+    """It would start on the dead node at once. When Slurm has taken that out it waits for it or for any other one."""
+    slurm, clock = queue(needs_all=True, operator=False), FakeClock()
+    began = clock.monotonic()
+
+    def notice() -> None:
+        assert slurm.calls[-1] != "include n3" or clock.monotonic() >= began + 200.0
+        if clock.monotonic() > began + 200.0:
+            slurm.by_name["n3"] = Node("n3", "down", frozenset({"not_responding"}), "Not responding")
+
+    done, said = ask(slurm, Without(lost=("n3",)), clock=clock, each_pause=notice)
+    assert slurm.calls[2:] == ["exclude n3", "start", "include n3", "release", "start"]
+    assert (done, slurm.excluded_at) == (Requeued(7, "pending", 1), {})
+    assert sum("cannot run without n3: it waits" in sentence for sentence in said) == 1
+
+
+def test_a_node_that_is_in_service_long_after_its_loss_has_come_back() -> None:
+    """Slurm would have noticed that it is dead."""
+    slurm, clock = queue(needs_all=True, operator=False), FakeClock()
+    began = clock.monotonic()
+    ask(slurm, Without(lost=("n3",)), clock=clock)
+    assert slurm.calls[-3:] == ["include n3", "release", "start"]
+    assert clock.monotonic() - began > 400.0
+
+
+def test_asked_again_a_job_that_is_held_for_its_nodes_is_tried_again() -> None:
+    """Whoever attended to it has gone."""
+    slurm, clock = queue(needs_all=True, operator=False), FakeClock()
+    slurm.job = replace(slurm.job, state="pending", reason="BadConstraints", nodes=())
+    slurm.excluded_at = {"n3": clock.wall() - 9000.0}
+    ask(slurm, clock=clock)
+    assert slurm.calls == ["include n3", "release", "start"]
 
 
 def test_a_node_that_others_hold_is_left_alone() -> None:

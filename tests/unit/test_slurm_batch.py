@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.slurm.allocation import allocation
 from opsd.slurm.batch import POLL_S, Batch
-from opsd.slurm.ending import BEAT_S, SILENT_S
+from opsd.slurm.ending import BEAT_S, SILENT_S, UNLAUNCHED_S
 from opsd.slurm.port import Node
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
@@ -51,10 +52,10 @@ class Scene:
         self.then: list[Callable[[], object]] = []
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, needs: int = 1) -> None:
         """Another ``opsd slurm run`` in the same start of the job."""
         self.batch = Batch(
-            self.folder, START, JOB, lambda: self.slurm,
+            self.folder, START, JOB, lambda: self.slurm, needs,
             clock=self.clock.monotonic, sleep=self._sleep, say=self.said.append,
         )  # fmt: skip
 
@@ -66,7 +67,7 @@ class Scene:
 
     def ends(self, code: int, **more: object) -> None:
         """The run says how it has ended, and its launchers leave."""
-        plan = {"end": {"code": code, "reason": "all is said", **more}}
+        plan = {"end": {"code": code, "reason": "all is said"} | more}
         claims.create(self.folder, Claim(claims.newest_number(self.folder) + 1, START, "n1.1", plan=plan))
         self.steps.codes = dict.fromkeys(JOB.nodes, code)
 
@@ -115,6 +116,34 @@ def test_a_run_that_is_to_go_on_is_requeued_without_what_it_lost(scene: Scene) -
     assert "--exclude=n[2-3]" in scene.slurm.submitted[0][1]
 
 
+def test_a_start_on_a_dead_node_ends_without_it(scene: Scene) -> None:
+    """The others would wait ten minutes for its launcher. Such starts are not counted: the run has done nothing."""
+    for _ in range(4):
+        scene.slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n3", "n4")], running(*JOB.nodes))
+        scene.begin(needs=3)
+        scene.steps.codes = {"n2": 233}
+        began = scene.clock.monotonic()
+        assert scene.run() == exitcodes.OK
+        assert scene.slurm.calls == ["drain n2", "down n2", "requeue"]
+        assert UNLAUNCHED_S <= scene.clock.monotonic() - began < UNLAUNCHED_S + 10.0
+    assert any("no launcher could be started on n2" in sentence for sentence in scene.said)
+
+
+def test_a_start_that_has_enough_nodes_goes_on_without_the_dead_one(scene: Scene) -> None:
+    """The launchers that are there begin without it."""
+    scene.begin(needs=2)
+    scene.steps.codes = {"n2": 233}
+    assert scene.run(*[lambda: None] * 200, lambda: scene.ends(exitcodes.OK)) == exitcodes.OK
+
+
+def test_a_run_that_has_begun_sees_to_its_nodes_itself(scene: Scene) -> None:
+    """It may wait for a spare."""
+    scene.begin(needs=3)
+    claims.create(scene.folder, Claim(1, START, "n1.1"))
+    scene.steps.codes = {"n2": 233}
+    assert scene.run(*[lambda: None] * 200, lambda: scene.ends(exitcodes.OK)) == exitcodes.OK
+
+
 def test_nobody_waits_for_the_step_of_a_dead_node(scene: Scene) -> None:
     """Its srun would cancel a step of that number later, which may then be one of the next start."""
 
@@ -135,6 +164,34 @@ def test_a_job_that_is_cancelled_is_not_requeued(scene: Scene) -> None:
 
     assert scene.run(cancel) == exitcodes.REQUEUE
     assert (scene.slurm.calls, scene.slurm.submitted) == ([], [])
+
+
+def hurry(scene: Scene, *, step: int = 0, last_s: float = 10.0, reason: str = "stopped after SIGUSR1") -> int:
+    """One more start of the job, which is told to stop; the exit code of its batch script."""
+    scene.slurm = FakeQueue([Node(name, "idle") for name in JOB.nodes], running(*JOB.nodes))
+    scene.steps.codes = {}
+    scene.begin()
+
+    def end() -> None:
+        with (scene.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "checkpoint_committed", "step": step}) + "\n")
+        scene.ends(exitcodes.REQUEUE, reason=reason)
+
+    return scene.run(lambda: scene.clock.advance(last_s), end)
+
+
+def test_a_job_whose_time_is_up_as_it_starts_does_not_start_for_ever(scene: Scene) -> None:
+    """Its limit is not longer than the notice that its script asks for; each start was told to stop at once."""
+    assert [hurry(scene) for _ in range(3)] == [exitcodes.OK, exitcodes.OK, exitcodes.FAILED]
+    assert scene.slurm.calls == []
+    assert "the time limit is not longer than the notice of --signal" in scene.said[-1]
+
+
+def test_what_starts_and_stops_with_progress_goes_on(scene: Scene) -> None:
+    """Also what lasted longer, and what somebody else stopped."""
+    assert {hurry(scene, step=step) for step in range(5)} == {exitcodes.OK}
+    assert {hurry(scene, last_s=200.0) for _ in range(5)} == {exitcodes.OK}
+    assert {hurry(scene, reason="stopped after SIGTERM") for _ in range(5)} == {exitcodes.OK}
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])

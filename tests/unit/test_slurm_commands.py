@@ -167,3 +167,24 @@ def test_settings_without_a_value_are_left_out() -> None:
     """(null) means unset; headlines of the output are no settings."""
     text = "Configuration data as of 1\nSchedulerParameters   = (null)\nKillWait = 30 sec\n\nSlurmctld(primary) is UP\n"
     assert parse_configuration(text) == {"KillWait": "30 sec"}
+
+
+def test_what_opsd_keeps_a_job_off_is_noted_beside_what_its_user_does() -> None:
+    """In the comment of the job, where the user's own words stay; only the own nodes are ever taken back."""
+    excluded, comment = "n4", "tuning run 12"
+
+    def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        nonlocal excluded, comment
+        if argv[0] == "squeue":
+            return Output(0, f"7{SEPARATOR}{comment}{SEPARATOR}\n", "")
+        if argv[1] == "update":
+            excluded, comment = (word.partition("=")[2] for word in argv[3:])
+        return Output(0, f"JobId=7 ReqNodeList=(null) ExcNodeList={excluded or '(null)'} Comment={comment}", "")
+
+    slurm = CommandSlurm(answer, separator=lambda: SEPARATOR)
+    slurm.exclude(7, ["n2", "n4"], 1_763_711_000.0)
+    slurm.exclude(7, ["n3"], 1_763_712_000.0)
+    assert (excluded, comment) == ("n[2-4]", "tuning run 12 [opsd1 avoids n2@1763711000 n3@1763712000]")
+    assert slurm.excluded(7) == {"n2": 1_763_711_000.0, "n3": 1_763_712_000.0}
+    slurm.include(7, ["n2", "n3", "n4"])
+    assert (excluded, comment, slurm.excluded(7)) == ("n4", "tuning run 12", {})

@@ -71,6 +71,7 @@ def test_an_ordinary_user_need_not_wait_for_slurm(defaults: Cluster) -> None:
     lost = time.monotonic()
     requeued = requeue_now(user, job.id, Without(lost=(victim,)))
     assert (requeued.restarts, requeued.avoided) == (1, (victim,))
+    assert user.excluded(job.id).keys() == {victim}
     wait_until(lambda: resumed(defaults, user, job.id), "the job runs again", 120)
     print(f"\nordinary user: running again {time.monotonic() - lost:.1f} s after the loss")
     assert starts(defaults)[1] == sorted({"n1", "n2", "n3"} - {victim})
