@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster-demo stack pictures generate test test-long test-packages test-fast lint torchtitan bench bench-gpu clean
+.PHONY: help setup demo cluster-demo stack pictures generate test test-long test-matrix test-packages test-fast lint torchtitan bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,10 +45,13 @@ lint: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/lint-imports --no-cache
 
 test: $(STAMP) test-packages lint ## Linters and the tests, but for a few long ones; what cannot run is listed by name
-	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long'
+	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long and not matrix'
 
 test-long: $(STAMP) test-packages ## The few tests that take longest, one after the other: stories on a Slurm cluster, alerts, peers
 	$(BIN)/python -m pytest --durations=10 -m long
+
+test-matrix: $(STAMP) test-packages ## All faults on all launchers of runs of 2 to 5, in networks of their own; a quarter of an hour
+	$(BIN)/python -m pytest -m '(long or slow or matrix)' tests/integration/test_matrix.py
 
 # As root on Debian or Ubuntu the real programs that some tests drive are installed; elsewhere those tests are skipped by name.
 test-packages:
@@ -62,7 +65,7 @@ test-packages:
 	else echo "not root or no apt-get: tests that need these are skipped by name:" $$missing; fi
 
 test-fast: $(STAMP) ## Only the tests that take seconds
-	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not slow and not long'
+	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not slow and not long and not matrix'
 
 torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its adapter is tested where it is there
 	$(PYTHON) -m venv .venv-torchtitan

@@ -86,7 +86,10 @@ def cells() -> Iterator[object]:
     for size in (2, 3, 4, 5):
         for who in ("leader", "follower", "tie"):
             for fault in FAULTS:
-                mark = pytest.mark.slow if (fault.__name__, who, size) in QUICK else pytest.mark.long
+                few = size == 3 or (size, who) == (2, "tie")
+                mark = pytest.mark.long if few else pytest.mark.matrix
+                if (fault.__name__, who, size) in QUICK:
+                    mark = pytest.mark.slow
                 yield pytest.param(size, who, fault, marks=mark, id=f"{fault.__name__}-{who}-{size}")
 
 
