@@ -185,6 +185,19 @@ def test_a_hold_after_a_requeue_is_taken_off() -> None:
     assert slurm.calls == ["release", "start"]
 
 
+@pytest.mark.parametrize("state", ["requeue_hold", "special_exit"])
+def test_what_somebody_else_has_requeued_to_be_held_stays_held(state: str) -> None:
+    """After scontrol requeuehold its launchers stop, say that the run is to go on, and ask for a requeue."""
+    slurm, clock = queue(restarts=3), FakeClock()
+    slurm.job = replace(slurm.job, state="completing")
+    requeue_from_inside(slurm, OWN, ANYWHERE, command=["opsd"], clock=clock.monotonic, sleep=clock.advance)
+    assert slurm.submitted[0][0].endswith(" --leave-hold\n")
+    slurm = queue(restarts=3)
+    slurm.job = replace(slurm.job, state=state, nodes=())
+    done, _ = ask(slurm, restarts=2, leave_hold=True)
+    assert (done.held, slurm.calls) == (True, [])
+
+
 def test_the_lead_is_left_to_another() -> None:
     """The attending job requeues by itself only if nobody else has done so in time."""
     slurm, seen = queue(), list[int]()
