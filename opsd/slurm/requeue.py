@@ -127,7 +127,7 @@ def requeue_now(
     left to another process, unless the job has no steps any more; ``brief`` leaves to it what comes after the job has
     been stopped, and ``leave_hold`` leaves a job on hold that somebody else has requeued for that. While the controller
     is down it is asked again. Raises SlurmError: the job is not ours, not known or has ended, a node is not the job's,
-    or ``limit_s`` seconds have passed.
+    or ``limit_s`` seconds have passed and it does not just wait for word of its nodes.
     """
     began = clock()
     attempt = _Attempt(slurm, job, without, restarts, brief, leave_hold, clock, now, say)
@@ -140,7 +140,7 @@ def requeue_now(
         except SlurmUnavailable as error:
             attempt.tell(f"Slurm does not answer and will be asked again: {error}")
             pause = RETRY_S
-        if clock() - began > limit_s:
+        if clock() - began > limit_s and not attempt.waits:
             raise SlurmUnavailable(
                 f"job {job} is not back in the queue after {limit_s:g} s; see scontrol show job {job}"
             )
@@ -172,6 +172,8 @@ class _Attempt:
         self._now = now
         self._say = say
         self._told = ""
+        self.waits = False
+        """Whether the job came back into the queue and could not run before Slurm had noticed how its nodes are."""
         self._may: bool | None = None
         self._down = not without.lost
         self._avoided: tuple[str, ...] = ()
@@ -300,6 +302,7 @@ class _Attempt:
         """
         back = tuple(sorted({*self._known(own), *(name for name in own if name in self._without.unfit)}))
         if not back:
+            self.waits = True
             self.tell(
                 f"job {job.id} cannot run without {compress(sorted(own))}: it waits, and holds no nodes, until Slurm "
                 f"has noticed how that is; opsd requeue {job.id} has it tried again"

@@ -127,7 +127,10 @@ def test_a_job_that_cannot_do_without_the_node_is_not_held_for_ever() -> None:
 
 
 def test_a_job_that_cannot_do_without_a_dead_node_waits_until_slurm_knows() -> None:
-    """It would start on the dead node at once. When Slurm has taken that out it waits for it or for any other one."""
+    """It would start on the dead node at once. When Slurm has taken that out it waits for it or for any other one.
+
+    However long Slurm takes for that.
+    """
     slurm, clock = queue(needs_all=True, operator=False), FakeClock()
     began = clock.monotonic()
 
@@ -136,7 +139,7 @@ def test_a_job_that_cannot_do_without_a_dead_node_waits_until_slurm_knows() -> N
         if clock.monotonic() > began + 200.0:
             slurm.by_name["n3"] = Node("n3", "down", frozenset({"not_responding"}), "Not responding")
 
-    done, said = ask(slurm, Without(lost=("n3",)), clock=clock, each_pause=notice)
+    done, said = ask(slurm, Without(lost=("n3",)), clock=clock, each_pause=notice, limit_s=100.0)
     assert slurm.calls[2:] == ["exclude n3", "start", "include n3", "release", "start"]
     assert (done, slurm.excluded_at) == (Requeued(7, "pending", 1), {})
     assert sum("cannot run without n3: it waits" in sentence for sentence in said) == 1
