@@ -48,9 +48,17 @@ def requeue_from_inside(
     """
     attended = False
     restarts = allocation.restarts if restarts is None else restarts
-    script = _attendant(allocation, without, restarts, limit_s, command, log)
     try:
-        attendant = _submitted(slurm, script, allocation.job, restarts, limit_s, clock, sleep, say)
+        attendant = _submitted(
+            slurm,
+            lambda by_others: _attendant(allocation, without, restarts, limit_s, command, log, by_others),
+            allocation.job,
+            restarts,
+            limit_s,
+            clock,
+            sleep,
+            say,
+        )
         say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
         attended = True
         if _batch_host_lost(slurm, allocation, without) and _runs(slurm, attendant, clock, sleep):
@@ -78,16 +86,22 @@ class Cancelled(SlurmRejected):
     """Somebody ends the job for good; it is not to run again, and nobody is to attend to that."""
 
 
-def _refuse_if_cancelled(slurm: Slurm, job: int, restarts: int) -> None:
-    """Slurm counts a restart as soon as it is asked for one, so a job that stops without one has been cancelled."""
+def _requeued_by_others(slurm: Slurm, job: int, restarts: int) -> bool:
+    """Whether the job stops to be run again already. Raises Cancelled if it is not to be.
+
+    Slurm counts a restart as soon as it is asked for one, so a job that stops without one has been cancelled.
+    """
     for found in slurm.jobs([job]):
-        if is_stopping(found) and found.restarts <= restarts:
-            raise Cancelled(f"job {job} is being ended and is not put back into the queue")
+        if is_stopping(found):
+            if found.restarts <= restarts:
+                raise Cancelled(f"job {job} is being ended and is not put back into the queue")
+            return True
+    return False
 
 
 def _submitted(
     slurm: Slurm,
-    attendant: tuple[str, tuple[str, ...]],
+    attendant: Callable[[bool], tuple[str, tuple[str, ...]]],
     job: int,
     restarts: int,
     limit_s: float,
@@ -102,8 +116,7 @@ def _submitted(
     limit, told = clock() + limit_s, False
     while True:
         try:
-            _refuse_if_cancelled(slurm, job, restarts)
-            return slurm.submit(*attendant)
+            return slurm.submit(*attendant(_requeued_by_others(slurm, job, restarts)))
         except SlurmUnavailable as error:
             if clock() > limit:
                 raise
@@ -128,13 +141,19 @@ def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[f
 
 
 def _attendant(
-    allocation: Allocation, without: Without, restarts: int, limit_s: float, command: Sequence[str], log: str
+    allocation: Allocation,
+    without: Without,
+    restarts: int,
+    limit_s: float,
+    command: Sequence[str],
+    log: str,
+    by_others: bool,
 ) -> tuple[str, tuple[str, ...]]:
-    """The script and the options of the job that attends to a requeue."""
+    """The script and the options of the job that attends to a requeue; what ``by_others`` is held stays held."""
     told = [f"--lost={name}" for name in without.lost] + [f"--without={name}" for name in without.unfit]
     argv = [
         *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={LEAD_S:g}",
-        f"--limit={limit_s:g}", f"--reason={without.reason}", *told,
+        f"--limit={limit_s:g}", f"--reason={without.reason}", *told, *(["--leave-hold"] if by_others else []),
     ]  # fmt: skip
     options = (
         f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M",

@@ -73,6 +73,11 @@ class Requeued:
     avoided: tuple[str, ...] = ()
     left: bool = False
 
+    @property
+    def held(self) -> bool:
+        """Whether it is on hold, as somebody else wants it."""
+        return self.state in _HELD
+
 
 def next_move(job: Job, restarts: int) -> Move:
     """What is to be done with a job that had been restarted ``restarts`` times when the requeue was decided. Pure.
@@ -108,6 +113,7 @@ def requeue_now(
     restarts: int | None = None,
     lead_s: float = 0.0,
     brief: bool = False,
+    leave_hold: bool = False,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
@@ -119,11 +125,12 @@ def requeue_now(
     ``restarts`` is how often it had been restarted when that was decided (SLURM_RESTART_COUNT), so that a job which
     somebody has requeued meanwhile is left alone; None is as often as now. For ``lead_s`` seconds the requeue itself is
     left to another process, unless the job has no steps any more; ``brief`` leaves to it what comes after the job has
-    been stopped. While the controller is down it is asked again. Raises SlurmError: the job is not ours, not known or
-    has ended, a node is not the job's, or ``limit_s`` seconds have passed.
+    been stopped, and ``leave_hold`` leaves a job on hold that somebody else has requeued for that. While the controller
+    is down it is asked again. Raises SlurmError: the job is not ours, not known or has ended, a node is not the job's,
+    or ``limit_s`` seconds have passed and it does not just wait for word of its nodes.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, without, restarts, brief, clock, now, say)
+    attempt = _Attempt(slurm, job, without, restarts, brief, leave_hold, clock, now, say)
     while True:
         pause = POLL_S
         try:
@@ -133,7 +140,7 @@ def requeue_now(
         except SlurmUnavailable as error:
             attempt.tell(f"Slurm does not answer and will be asked again: {error}")
             pause = RETRY_S
-        if clock() - began > limit_s:
+        if clock() - began > limit_s and not attempt.waits:
             raise SlurmUnavailable(
                 f"job {job} is not back in the queue after {limit_s:g} s; see scontrol show job {job}"
             )
@@ -150,6 +157,7 @@ class _Attempt:
         without: Without,
         restarts: int | None,
         brief: bool,
+        leave_hold: bool,
         clock: Callable[[], float],
         now: Callable[[], float],
         say: Callable[[str], object],
@@ -159,10 +167,13 @@ class _Attempt:
         self._without = without
         self._restarts = restarts
         self._brief = brief
+        self._leave_hold = leave_hold
         self._clock = clock
         self._now = now
         self._say = say
         self._told = ""
+        self.waits = False
+        """Whether the job came back into the queue and could not run before Slurm had noticed how its nodes are."""
         self._may: bool | None = None
         self._down = not without.lost
         self._avoided: tuple[str, ...] = ()
@@ -190,6 +201,8 @@ class _Attempt:
             return Requeued(job.id, job.state, job.restarts, self._avoided)
         if move == "start":
             return self._start(job)
+        if move == "release" and self._leave_hold:
+            return Requeued(job.id, job.state, job.restarts)
         if move == "release":
             self._slurm.release(job.id)
         elif move == "requeue":
@@ -289,6 +302,7 @@ class _Attempt:
         """
         back = tuple(sorted({*self._known(own), *(name for name in own if name in self._without.unfit)}))
         if not back:
+            self.waits = True
             self.tell(
                 f"job {job.id} cannot run without {compress(sorted(own))}: it waits, and holds no nodes, until Slurm "
                 f"has noticed how that is; opsd requeue {job.id} has it tried again"

@@ -46,6 +46,7 @@ def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
     "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
 )
 @click.option("--lead", default=0.0, type=click.FloatRange(0), hidden=True)
+@click.option("--leave-hold", is_flag=True, hidden=True)
 @click.option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
 @click.option("--limit", default=LIMIT_S, show_default=True, type=click.FloatRange(1), help="Seconds to keep trying.")
 def requeue(
@@ -55,6 +56,7 @@ def requeue(
     reason: str,
     restarts: int | None,
     lead: float,
+    leave_hold: bool,
     dry_run: bool,
     limit: float,
 ) -> int:
@@ -75,7 +77,8 @@ def requeue(
             )
         else:
             done = requeue_now(
-                slurm, job, without, restarts=restarts, lead_s=lead, limit_s=limit, say=click.echo
+                slurm, job, without, restarts=restarts, lead_s=lead, leave_hold=leave_hold, limit_s=limit,
+                say=click.echo,
             )  # fmt: skip
     except (SlurmError, AllocationError) as error:
         click.echo(f"opsd requeue: {error}", err=True)
@@ -87,6 +90,8 @@ def requeue(
 def _told(done: Requeued) -> str:
     if done.left:
         return f"job {done.job} is being stopped and will start again at once"
+    if done.held:
+        return f"job {done.job} was put on hold by somebody and stays so; scontrol release {done.job} lets it start"
     if done.state != "pending":
         return f"job {done.job} runs again; it has been restarted {done.restarts} times"
     avoided = f", and not on {', '.join(done.avoided)}" if done.avoided else ""

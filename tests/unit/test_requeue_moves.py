@@ -127,7 +127,10 @@ def test_a_job_that_cannot_do_without_the_node_is_not_held_for_ever() -> None:
 
 
 def test_a_job_that_cannot_do_without_a_dead_node_waits_until_slurm_knows() -> None:
-    """It would start on the dead node at once. When Slurm has taken that out it waits for it or for any other one."""
+    """It would start on the dead node at once. When Slurm has taken that out it waits for it or for any other one.
+
+    However long Slurm takes for that.
+    """
     slurm, clock = queue(needs_all=True, operator=False), FakeClock()
     began = clock.monotonic()
 
@@ -136,7 +139,7 @@ def test_a_job_that_cannot_do_without_a_dead_node_waits_until_slurm_knows() -> N
         if clock.monotonic() > began + 200.0:
             slurm.by_name["n3"] = Node("n3", "down", frozenset({"not_responding"}), "Not responding")
 
-    done, said = ask(slurm, Without(lost=("n3",)), clock=clock, each_pause=notice)
+    done, said = ask(slurm, Without(lost=("n3",)), clock=clock, each_pause=notice, limit_s=100.0)
     assert slurm.calls[2:] == ["exclude n3", "start", "include n3", "release", "start"]
     assert (done, slurm.excluded_at) == (Requeued(7, "pending", 1), {})
     assert sum("cannot run without n3: it waits" in sentence for sentence in said) == 1
@@ -183,6 +186,19 @@ def test_a_hold_after_a_requeue_is_taken_off() -> None:
     slurm.job = replace(slurm.job, state="requeue_hold", nodes=())
     ask(slurm)
     assert slurm.calls == ["release", "start"]
+
+
+@pytest.mark.parametrize("state", ["requeue_hold", "special_exit"])
+def test_what_somebody_else_has_requeued_to_be_held_stays_held(state: str) -> None:
+    """After scontrol requeuehold its launchers stop, say that the run is to go on, and ask for a requeue."""
+    slurm, clock = queue(restarts=3), FakeClock()
+    slurm.job = replace(slurm.job, state="completing")
+    requeue_from_inside(slurm, OWN, ANYWHERE, command=["opsd"], clock=clock.monotonic, sleep=clock.advance)
+    assert slurm.submitted[0][0].endswith(" --leave-hold\n")
+    slurm = queue(restarts=3)
+    slurm.job = replace(slurm.job, state=state, nodes=())
+    done, _ = ask(slurm, restarts=2, leave_hold=True)
+    assert (done.held, slurm.calls) == (True, [])
 
 
 def test_the_lead_is_left_to_another() -> None:
