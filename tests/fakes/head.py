@@ -86,6 +86,7 @@ class PlayedGroup:
         self.headless_s = 2.0
         self.alive = {name: member(name) for name in names}
         self.folder_silent_s = 0.0
+        self.replacing = False
         self.folder_error: OSError | None = None
         self.proposals: list[Plan] = []
         self.ends: list[tuple[int, str]] = []

@@ -15,6 +15,7 @@ from trainer_world import Run
 
 from opsd.checkpoints.cli import checkpoint
 from opsd.checkpoints.manifest import MANIFEST, checksum, folder_of, read
+from opsd.checkpoints.sealed import CHECKSUM, seal
 from trainer.config import load as load_config
 from trainer.huggingface import export
 from trainer.model import Decoder
@@ -166,7 +167,9 @@ def copy_shards_of_the_first_rank(folder: Path) -> None:
     shared = {name for name in tensors if name.endswith("attention.query.weight")}
     save_file(tensors | {name: theirs[name] for name in shared}, second, metadata)
     record["files"][1] |= {"size": second.stat().st_size, "checksum": checksum(second)}
-    (folder / MANIFEST).write_text(json.dumps(record))
+    (folder / MANIFEST).write_text(
+        json.dumps(seal({name: value for name, value in record.items() if name != CHECKSUM}))
+    )
 
 
 def test_copied_shards_are_named_at_the_start(tmp_path: Path, shards: Path) -> None:

@@ -137,6 +137,11 @@ class Core:
         return self._now - self._following.heard
 
     @property
+    def replacing(self) -> bool:
+        """Whether this head waits for the folder to take a claim that ends the ranks which run."""
+        return self.head == self.own.name and self._claiming.replacing
+
+    @property
     def looked_at(self) -> float:
         """When the folder answered last."""
         return self._looks.last
@@ -222,8 +227,7 @@ class Core:
 
     def _note_cut_off(self) -> None:
         """As a head, too, that waits for the folder to take its next generation: others may have theirs."""
-        led = self.head is not None and not (self.head == self.own.name and self._claiming.replacing)
-        if led or self.phase in ("looking", "over"):
+        if (self.head is not None and not self.replacing) or self.phase in ("looking", "over"):
             self._headless_since, self._cut_off = self._now, False
         elif not self._cut_off and self._now - max(self._headless_since, self.looked_at) >= CUT_OFF_S:
             self._cut_off = True

@@ -113,6 +113,11 @@ class TcpGroup:
         return time.monotonic() - min(self._core.looked_at, since if since is not None else self._core.looked_at)
 
     @property
+    def replacing(self) -> bool:
+        """(On the head.) Whether a claim is wanted or under way that ends the ranks which run."""
+        return self._core.replacing
+
+    @property
     def folder_error(self) -> OSError | None:
         """Why the run's folder cannot be used, None while it answers, or has not answered yet."""
         return self._folder.error

@@ -122,6 +122,11 @@ class Group(Protocol):
         ...
 
     @property
+    def replacing(self) -> bool:
+        """(On the head.) Whether a claim is wanted or under way that ends the ranks which run."""
+        ...
+
+    @property
     def folder_error(self) -> OSError | None:
         """Why the run's folder cannot be used, None while it answers, or has not answered yet."""
         ...

@@ -18,6 +18,8 @@ NEAR_S = 1.5
 """For so long an answer counts."""
 GATHER_S = 0.4
 """How long those that are left of a generation wait for each other once there are enough of them."""
+RESUME_S = 3.0
+"""How long a head that leads on waits for all who were there: their ranks may run, and nothing presses."""
 SETTLE_S = 2.0
 """The same at the beginning of a run, when all that are expected may yet come."""
 STAGGER_S = 0.5
@@ -166,5 +168,7 @@ class Seeking:
             expected -= {situation.head}
         if expected <= set(here):
             return 0.0
+        if situation.head == situation.own:
+            return RESUME_S
         at_work = situation.settled and not (situation.fresh and all(one.fresh for one in near.values()))
         return GATHER_S if at_work else SETTLE_S

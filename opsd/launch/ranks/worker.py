@@ -68,6 +68,7 @@ def main() -> None:
             standby.become_rank(order, descriptors)
         else:
             _write_to(descriptors)
+            _change(order["changes"])
         return _run(order, channel)
 
 
@@ -115,11 +116,16 @@ class _Standby:
         _write_to(descriptors)
         with contextlib.suppress(OSError):
             os.write(2, said)
-        for name, value in changes.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _change(changes)
+
+
+def _change(environment: dict[str, str | None]) -> None:
+    """What has changed since this process was given its environment: of a standby that began anew, a good deal."""
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _sibling(name: str) -> Any:

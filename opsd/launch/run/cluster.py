@@ -123,7 +123,7 @@ class ClusterRun:
     def _watch_folder(self) -> None:
         """A run that goes on needs no folder; one that pauses delays a recovery, one that cannot be used ends it."""
         led = self._group.head not in (None, self._group.own.name)
-        well = self._node.generation.running or (led and not self._turnover.between)
+        well = not self._group.replacing and (self._node.generation.running or (led and not self._turnover.between))
         self._unwell_s = 0.0 if well else self._unwell_s + WATCH_S
         error = self._group.folder_error
         lasting = error is not None and error.errno in LASTING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -251,5 +252,4 @@ def test_a_cancelled_job_ends_and_nobody_is_submitted(submit: Submit) -> None:
     assert {(run.folder / f"caught-{node}").read_text() for node in ("n1", "n2", "n3")} == {"SIGTERM"}
     assert not run.slurm.jobs()
     shown = run.cluster.controller.run("scontrol", "show", "jobs", "--oneliner").stdout
-    newest = max(int(line.split()[0].partition("=")[2]) for line in shown.splitlines())
-    assert newest == run.id
+    assert max((int(number) for number in re.findall(r"JobId=(\d+)", shown)), default=run.id) == run.id
