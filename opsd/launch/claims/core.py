@@ -390,7 +390,8 @@ class Core:
 
     def _renew(self) -> None:
         """Renew the lease, as the head, and as one that hopes to be it again."""
-        hopes = self.phase == "leading" or self._now - self._seeking.since < TURN_S or self._enough()
+        soon = self._now - self._seeking.since < TURN_S
+        hopes = self.phase == "leading" or soon or self._enough() or not self._stuck()
         if self.holds and hopes and self._now >= self._lease_at:
             self._lease_at = self._now + LEASE_S
             self._beats += 1

@@ -146,7 +146,7 @@ class Seeking:
             self._enough_since = now
         ahead = sum(name in near for name in situation.order[: situation.place])
         waited = now - self._enough_since
-        return waited >= self._pause_s(here, situation, near) + ahead * STAGGER_S
+        return waited >= self._pause_s(here, situation, near, now) + ahead * STAGGER_S
 
     def _may(self, here: Collection[str], situation: Situation, now: float) -> bool:
         body = set(situation.body) - set(situation.gone)
@@ -162,13 +162,14 @@ class Seeking:
         own = situation.head == situation.own
         return now - self.since >= limit_s and (own or situation.lease_idle_s >= idle_s)
 
-    def _pause_s(self, here: Collection[str], situation: Situation, near: Mapping[str, Neighbour]) -> float:
+    def _pause_s(self, here: Collection[str], situation: Situation, near: Mapping[str, Neighbour], now: float) -> float:
         expected = set(situation.body) - set(situation.gone)
         if situation.settled:
             expected -= {situation.head}
-        if expected <= set(here):
+        back = now - self.since > TURN_S and situation.lease_idle_s < LEASE_S  # an outage that ends: the head lives
+        if expected <= set(here) and not (back and situation.settled and situation.head not in here):
             return 0.0
-        if situation.head == situation.own:
+        if situation.head == situation.own or back:
             return RESUME_S
         at_work = situation.settled and not (situation.fresh and all(one.fresh for one in near.values()))
         return GATHER_S if at_work else SETTLE_S
