@@ -188,7 +188,7 @@ def test_stopped_rank_is_named_with_evidence(tmp_path: Path) -> None:
         assert launched.wait() == exitcodes.OK
         hang = launched.event("hang_detected")
         assert (hang["rank"], hang["step"], hang["limit_s"]) == (1, 10, 5.0)
-        assert max(rank["stuck_s"] for rank in hang["ranks"]) <= 2 * hang["limit_s"], "how much earlier is for the bench to say"
+        assert max(rank["stuck_s"] for rank in hang["ranks"]) <= 2 * hang["limit_s"]
         assert "state T" in hang["reason"]
         assert [rank["process"] for rank in hang["ranks"]] == ["S", "T"]
         stacks = Path(hang["stacks"]).read_text()
