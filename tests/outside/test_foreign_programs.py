@@ -22,7 +22,7 @@ from tests.fakes.launched import Launched
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-NO_GPU = Path(__file__).with_name("no_gpu")
+ON_GLOO = Path(__file__).with_name("gloo")
 WORDS = ["<pad>", "<eos>", "<unk>", "one", "two", "three", "four", "five"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
@@ -48,7 +48,7 @@ def survives_a_kill(folder: Path, *words: str, after: str, env: dict[str, str], 
     flags, program = (["-m"], words[1:]) if words[0] == "-m" else ([], words)
     watched = folder.parent / f"{folder.name}-watched"
     watched.mkdir()
-    environment = {**OFFLINE, "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1", **env}
+    environment = {**OFFLINE, "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ON_GLOO), **env}
     with Launched(
         watched, "", "--nproc-per-node=2", *flags, program=tuple(program), env=environment, cwd=folder
     ) as launched:
@@ -84,7 +84,7 @@ def test_nanogpt(tmp_path: Path) -> None:
         "n_head": 2, "n_embd": 16, "max_iters": 60, "lr_decay_iters": 60, "warmup_iters": 5,
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in settings.items()]
-    env = {"PYTHONPATH": str(NO_GPU)}
+    env = {"NO_GPU": "1"}
     survives_a_kill(folder, "train.py", *words, after="iter 20:", env=env, end="iter 60:")
     assert (folder / "out/ckpt.pt").exists()
 
@@ -93,7 +93,7 @@ def test_pytorch_ddp(tmp_path: Path) -> None:
     """pytorch/examples, distributed/ddp-tutorial-series/multigpu_torchrun.py, which goes on from its snapshot."""
     need("torch")
     folder = checkout("examples", into=tmp_path, files="distributed/ddp-tutorial-series")
-    env = {"PYTHONPATH": str(NO_GPU)}
+    env = {"NO_GPU": "1"}
     said = survives_a_kill(folder, "multigpu_torchrun.py", "40", "2", after="Epoch 4 | Training snapshot", env=env)
     assert "Resuming training from snapshot at Epoch" in said
     assert "Epoch 38 | Training snapshot" in said

@@ -1,4 +1,4 @@
-"""Lets a rank's program that asks for CUDA and NCCL run unchanged on a machine without: on the CPU, over gloo.
+"""Lets a rank's program run unchanged on gloo; with ``NO_GPU`` also one that asks for CUDA and NCCL.
 
 On the PYTHONPATH of a test's ranks; Python imports it when it starts. What the program sees is patched once it has
 imported torch.
@@ -44,6 +44,22 @@ def _pretend(torch: Any) -> None:
     parallel.__init__ = on_the_cpu
 
 
+def _keep(torch: Any) -> None:
+    """Keep what wraps a model to the end of the process.
+
+    With torch 2.13, ``~ProcessGroupGloo`` joins a thread of its own, which may wait for the GIL that the caller holds:
+    a program that drops its model after the last collective hangs for good, under torchrun in one of six runs.
+    """
+    parallel = torch.nn.parallel.DistributedDataParallel
+    build, kept = parallel.__init__, []
+
+    def build_and_keep(self: Any, *args: Any, **options: Any) -> None:
+        kept.append(self)
+        build(self, *args, **options)
+
+    parallel.__init__ = build_and_keep
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds torch as the others do, and has it patched after its import."""
 
@@ -59,7 +75,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def execute_and_patch(module: ModuleType) -> None:
                 execute(module)
-                _pretend(module)
+                _keep(module)
+                if "NO_GPU" in os.environ:
+                    _pretend(module)
 
             spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
