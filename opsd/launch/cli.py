@@ -30,15 +30,15 @@ from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import PREFIX, Settings, Streams
 from opsd.launch.ranks.standby import StandbyPool
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm
+from opsd.launch.run.formation import Shape
 from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.options import Meeting, Seconds, join_timeout, meeting, run_name
-from opsd.launch.run.placement import Shape
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
-from opsd.launch.run.together import control_of
 from opsd.launch.run.torchrun import full_name, torchrun_options
+from opsd.launch.run.wiring import control_of
 
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0

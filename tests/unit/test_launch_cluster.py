@@ -19,7 +19,8 @@ from opsd.launch.io.messages import flush
 from opsd.launch.ranks.program import Program
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Settings
-from opsd.launch.run.cluster import END_S, LASTING_S, SILENT_S, UNBEGUN_S
+from opsd.launch.run.cluster import UNBEGUN_S
+from opsd.launch.run.isolation import LASTING_S, SILENT_S
 from opsd.launch.run.messages import (
     CODEC,
     Ended,
@@ -32,6 +33,7 @@ from opsd.launch.run.messages import (
     Waiting,
     Why,
 )
+from opsd.launch.run.shutdown import CLAIM_S
 from opsd.launch.run.supervisor import Supervisor
 from tests.fakes.cluster import Fellow
 from tests.fakes.head import NODES, SIGTERM, swap_of
@@ -182,7 +184,7 @@ def test_a_head_whose_end_the_folder_does_not_take_ends_without(fellow: Fellow) 
     fellow.elect("n2")
     fellow.group.holds, fellow.group.alive = True, {}
     fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
-    fellow.loop.advance(END_S)
+    fellow.loop.advance(CLAIM_S)
     fellow.loop.settle()
     assert fellow.job == [(exitcodes.REQUEUE, ("n3",))]
     assert fellow.node.left == (exitcodes.REQUEUE, "too few nodes are left")
@@ -196,7 +198,7 @@ def test_an_end_that_nobody_made_is_forgotten(fellow: Fellow, leads_again: bool)
     fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
     fellow.elect(None)
     fellow.elect("n2" if leads_again else "n3")
-    fellow.loop.advance(END_S + 1)
+    fellow.loop.advance(CLAIM_S + 1)
     assert (fellow.job, fellow.node.left) == ([], None)
     fellow.elect(None)
     fellow.node.generation.running = []

@@ -11,52 +11,46 @@ from typing import cast
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.folder import LASTING
 from opsd.launch.claims.messages import Begun
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Group
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
-from opsd.launch.io.loop import Timer
 from opsd.launch.io.member import Member
 from opsd.launch.io.messages import say
 from opsd.launch.io.protocol import ProtocolError
+from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
 from opsd.launch.ranks.postmortem import report_exit
 from opsd.launch.run import messages
-from opsd.launch.run.farewell import Farewell, Job
+from opsd.launch.run.aggregation import to_ages
+from opsd.launch.run.formation import Shape, place
+from opsd.launch.run.generation_change import GenerationChange
+from opsd.launch.run.hangs import LocalHang
 from opsd.launch.run.head import Head
-from opsd.launch.run.local_hang import LocalHang
+from opsd.launch.run.isolation import Isolation
 from opsd.launch.run.messages import CODEC, Stop, Told, Why
-from opsd.launch.run.placement import Shape, place
 from opsd.launch.run.readiness import Readiness
-from opsd.launch.run.reports import to_ages
 from opsd.launch.run.requests import answer
 from opsd.launch.run.run_control import CONTROL, Failed
+from opsd.launch.run.shutdown import Job, Shutdown
 from opsd.launch.run.supervisor import Supervisor
-from opsd.launch.run.teller import Teller
-from opsd.launch.run.turnover import Turnover
 
-PROGRESS_S, WATCH_S = 1.0, 0.25
+PROGRESS_S = 1.0
 READINESS_S = 30.0
 """How often a node that stands by looks whether it still may."""
-LAST_WORDS_S = 1.0
+REFUSED_S = 1.0
 """How long a launcher that must not be used stays to say so."""
 UNBEGUN_S = 5.0
 """How long a launcher that is to stop before its run has begun looks for a head to tell."""
-LASTING_S, SILENT_S = 30.0, 1800.0
-"""How long the run's folder may be unusable in a way that does not go away by itself, and in any way."""
-END_S = 20.0
-"""How long the end of the run waits for the folder to take it."""
 
 
 class ClusterRun:
     """The ``RunControl`` of a launcher, and the ``Listener`` of its group.
 
-    ``new_head`` makes the head's part when this launcher leads. Without a head within reach the launcher ends after
-    ``join_s`` seconds of ``shape`` at the beginning, and after ``isolated_s`` later. ``ready`` says why this node must
-    not take the place of another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are
-    about its own job, not about the run.
+    ``new_head`` makes the head's part when this launcher leads. ``ready`` says why this node must not take the place of
+    another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are about its own job, not
+    about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``Isolation``.
     """
 
     def __init__(
@@ -77,30 +71,26 @@ class ClusterRun:
         self._shape = shape
         self._new_head = new_head
         self._guest = guest
-        self._farewell = Farewell(node, group, job)
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, group, ready, self._not_ready if guest else lambda why: None)
-        self._teller = Teller(node, group)
-        self._turnover = Turnover(
-            node, group, self._readiness, self._teller, port=port, placed=self._make_way, leave=self._leave
+        self._shutdown = Shutdown(node, group, job, self._retire)
+        self._change = GenerationChange(node, group, self._readiness, self._shutdown, port=port, placed=self._make_way)
+        self._isolation = Isolation(
+            node, group, self._change, self._shutdown, self.stuck, join_s=shape.join_s, isolated_s=isolated_s
         )
-        self._isolated_s = isolated_s
-        self._alone: Timer | None = None
-        self._alone_since = self._gone_s = 0.0
         self._head: Head | None = None
-        self._finished = False
+        self._gone_s = 0.0
         self._stop: Stop | None = None
         self._wanted: Stop | None = None
         self._ordered: messages.StopOrdered | None = None
         self._failures: list[Failed] = []
         self._called_back = ""
-        self._unwell_s = 0.0
 
     # -- the launcher's side -------------------------------------------------------------------------------------
 
     def start_run(self) -> None:
         """Look for the others."""
-        self._node.events.relay = self._teller.relay
+        self._node.events.relay = self._relay
         try:
             self._group.start(self)
         except OSError as error:
@@ -110,34 +100,32 @@ class ClusterRun:
                 exitcodes.FAILED, f"cannot listen at {own.address}:{own.port}: {why}; choose with --port and --nodes"
             )
             return
-        self._node.loop.every(PROGRESS_S, self._tell_progress)
+        self._node.loop.every(PROGRESS_S, self._tell_first_progress)
         self._node.loop.every(READINESS_S, self._tell_readiness)
-        self._node.loop.every(WATCH_S, self._watch_folder)
-        self._node.loop.later(self._shape.join_s, self._nobody_came)
+        self._isolation.watch()
 
-    def _nobody_came(self) -> None:
-        if self._turnover.plan is None and self._group.head is None:
-            limit = f"{self._shape.join_s:g} s"
-            self._leave(exitcodes.FAILED, f"fewer launchers than the run needs have come within {limit}")
+    @property
+    def _generation(self) -> int:
+        """The generation that runs here."""
+        return self._node.generation.number
 
-    def _watch_folder(self) -> None:
-        """A run that goes on needs no folder; one that pauses delays a recovery, one that cannot be used ends it."""
-        led = self._group.head not in (None, self._group.own.name)
-        well = not self._group.replacing and (self._node.generation.running or (led and not self._turnover.between))
-        self._unwell_s = 0.0 if well else self._unwell_s + WATCH_S
-        error = self._group.folder_error
-        lasting = error is not None and error.errno in LASTING
-        unbegun = self._turnover.plan is None and not self._turnover.between
-        limit_s = 0.0 if lasting and unbegun else LASTING_S if lasting else SILENT_S
-        if min(self._group.folder_silent_s, self._unwell_s) > limit_s and not self._finished:
-            why = (error.strerror or str(error)) if error is not None else f"no answer for {SILENT_S:g} s"
-            self._finish(exitcodes.FAILED, f"the run's folder cannot be used: {why}")
+    def _tell(self, message: Told) -> None:
+        self._group.tell_head(CODEC.encode(message))
+
+    def _tell_progress(self) -> None:
+        progress = self._node.progress
+        self._tell(messages.Progress(self._generation, progress.furthest, progress.committed))
+
+    def _relay(self, record: dict[str, object]) -> None:
+        """Pass on an event that concerns the whole run, with its age: the clocks of two nodes may differ."""
+        if record["event"] not in OF_ONE_LAUNCHER:
+            self._tell(messages.Event(record, time.time() - float(str(record["t"]))))
 
     def cannot_start(self, reason: str) -> None:
         """Report it as the failure of this node's first rank."""
-        failure = Failure(self._turnover.first_rank, reason, "environment", 0.0)
-        failed = messages.Failed(self._teller.generation, (messages.FailedRank(failure),))
-        self._node.end(lambda: self._teller.tell(failed))
+        failure = Failure(self._change.first_rank, reason, "environment", 0.0)
+        failed = messages.Failed(self._generation, (messages.FailedRank(failure),))
+        self._node.end(lambda: self._tell(failed))
 
     def failed(self, found: Sequence[Failed]) -> None:
         """Let the head judge."""
@@ -146,21 +134,21 @@ class ClusterRun:
             named = failure is cause and (failure.kind != "communication" or len(self._group.roster) == 1)
             report_exit(self._node.events, rank, failure, culprit=named)
         self._failures += found
-        self._teller.tell_progress()
+        self._tell_progress()
         self._tell_failures(found)
 
     def _tell_failures(self, found: Sequence[Failed]) -> None:
-        self._teller.tell(messages.Failed(self._teller.generation, to_ages(found, time.time())))
+        self._tell(messages.Failed(self._generation, to_ages(found, time.time())))
 
     def hung(self, hang: Hang) -> None:
         """Let the head look whether a rank of another node is behind it."""
         if self._hang.seen(hang):
-            self._teller.tell(messages.Hung(self._teller.generation))
+            self._tell(messages.Hung(self._generation))
 
     def ended(self) -> None:
         """This node is done; the others may not be."""
-        self._teller.tell_progress()
-        self._teller.tell(messages.Ended(self._teller.generation, self._told))
+        self._tell_progress()
+        self._tell(messages.Ended(self._generation, self._told))
 
     @property
     def _told(self) -> Stop | None:
@@ -169,8 +157,8 @@ class ClusterRun:
 
     def asked_to_stop(self, by: str) -> None:
         """Stop here at once, and have all others do so: the signal may have reached this node only."""
-        if self._finished:
-            self._farewell.hasten()
+        if self._shutdown.begun:
+            self._shutdown.hasten()
             return
         if self._guest and by != CONTROL:
             self._called_back = by
@@ -180,15 +168,15 @@ class ClusterRun:
         if self._wanted or not self._node.stopping:
             self._stop_ranks(stop)
         self._wanted = self._wanted or stop
-        self._teller.tell(messages.StopWanted(stop))
+        self._tell(messages.StopWanted(stop))
         if not self._node.generation.running:
-            limit = self._node.settings.stop_timeout_s if self._turnover.plan is not None else UNBEGUN_S
+            limit = self._node.settings.stop_timeout_s if self._change.plan is not None else UNBEGUN_S
             self._node.loop.later(limit, lambda: self._leave_idle(f"stopped after {by}"))
 
     def _leave_idle(self, reason: str) -> None:
         """Leave if nobody has ended the run: ranks that were started meanwhile stop in their own time."""
         if not self._node.generation.running:
-            self._leave(exitcodes.REQUEUE, reason)
+            self._shutdown.leave(exitcodes.REQUEUE, reason)
 
     def _stop_ranks(self, stop: Stop) -> None:
         self._stop = stop
@@ -199,10 +187,10 @@ class ClusterRun:
         if not self._called_back:
             return
         why = f"its own job ends ({self._called_back})"
-        if self._turnover.at_work:
-            self._teller.tell(messages.Leaving(self._teller.generation, why))
+        if self._change.at_work:
+            self._tell(messages.Leaving(self._generation, why))
         else:
-            self._node.end(lambda: self._leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
+            self._node.end(lambda: self._shutdown.leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
 
     def stop_too_slow(self, reason: str) -> None:
         """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint.
@@ -211,23 +199,19 @@ class ClusterRun:
         """
         if self._node.ending:
             return
-        late = messages.Late(self._teller.generation, reason, self._told)
-        self._node.end(lambda: self._teller.tell(late))
+        late = messages.Late(self._generation, reason, self._told)
+        self._node.end(lambda: self._tell(late))
 
     def interrupted(self) -> None:
         """Let the ranks here end of it, then exit; the others go on without them, or end by their own SIGINT."""
-        if not self._finished and self._head is not None:
-            self._head.retire()
-            self._head = None
-        self._finished = True
-        self._group.leave()
-        self._node.interrupt(lambda: self._leave(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
+        self._shutdown.interrupt()
+        self._head = None
 
     def request(self, request: Request) -> Request:
         """Answer ``status``, ``restart`` and ``swap``."""
-        between = self._turnover.between or self._node.ending or bool(self._node.stopping)
+        between = self._change.between or self._node.ending or bool(self._node.stopping)
         return answer(
-            request, self._group, between=between, generation=self._teller.generation, tell=self._teller.tell,
+            request, self._group, between=between, generation=self._generation, tell=self._tell,
             waits=self._shape.wait_s > 0,
         )  # fmt: skip
 
@@ -249,78 +233,60 @@ class ClusterRun:
 
     def head_changed(self, head: str | None) -> None:
         """Become the head, or tell the new one what it has to know."""
-        if self._finished:
+        if self._shutdown.begun:
             return
-        if self._head is not None:
-            self._head.retire()
-            self._head = None
+        self._shutdown.head_changed()
+        self._retire()
+        self._head = None
         if head is None:
-            self._begin_to_wait()
+            self._isolation.head_lost()
             return
-        self._gone_s = self._end_waiting()
+        self._gone_s = self._isolation.head_found()
         if head == self._group.own.name:
-            self._head = self._new_head(self._over)
+            self._head = self._new_head(self._shutdown.over)
             self._head.take_over()
         self._tell_state()
-        if self._turnover.plan is not None:
+        if self._change.plan is not None:
             self._make_way()
+
+    def _retire(self) -> None:
+        if self._head is not None:
+            self._head.retire()
 
     def _tell_state(self) -> None:
         if self._wanted:
-            self._teller.tell(messages.StopWanted(self._wanted))
-        plan, node = self._turnover.plan, self._node
+            self._tell(messages.StopWanted(self._wanted))
+        plan, node = self._change.plan, self._node
         if plan is None:
             return
-        self._teller.tell_progress()
-        if self._turnover.between or not self._turnover.at_work:
+        self._tell_progress()
+        if self._change.between or not self._change.at_work:
             return
         runs = node.generation.number == plan.generation
         if runs and self._failures:  # other ranks may run on
             self._tell_failures(self._failures)
         elif runs and node.done:
-            self._teller.tell(messages.Ended(plan.generation, self._told))
+            self._tell(messages.Ended(plan.generation, self._told))
         elif not runs or node.ending or not node.generation.running:
-            self._teller.tell(messages.Waiting(plan.generation, self._gone_s))
+            self._tell(messages.Waiting(plan.generation, self._gone_s))
 
-    def _begin_to_wait(self) -> None:
-        if self._turnover.plan is not None and self._alone is None:
-            self._alone_since, self._alone_s = time.monotonic(), 0.0
-            self._alone = self._node.loop.later(self._isolated_s, self._give_up)
-
-    def _end_waiting(self) -> float:
-        """There is a head again; for how many seconds the ranks here, if they are gone, were so for want of one."""
-        if self._alone is None:
-            return 0.0
-        self._alone.cancel()
-        self._alone = None
-        return time.monotonic() - self._alone_since
-
-    def _give_up(self) -> None:
-        """Leave, unless ranks go on here, or the folder pauses: nobody can lead then, and everybody waits."""
-        self._alone_s += self._isolated_s
-        if self._group.folder_silent_s > self._isolated_s / 2 or (not self.stuck() and self._alone_s < SILENT_S):
-            self._alone = self._node.loop.later(self._isolated_s, self._give_up)
-        else:
-            why = f"no head of the run within reach for {self._isolated_s:g} s"
-            self._node.end(lambda: self._leave(exitcodes.REQUEUE, why))
-
-    def _tell_progress(self) -> None:
-        plan = self._turnover.plan
+    def _tell_first_progress(self) -> None:
+        plan = self._change.plan
         if plan is not None and plan.slots[:1] == (self._group.own.name,):
-            self._teller.tell_progress()
+            self._tell_progress()
 
     def prepare(self, plan: Plan) -> None:
         """Leave the generation before."""
-        if not self._finished:
-            self._turnover.prepare(plan)
+        if not self._shutdown.begun:
+            self._change.prepare(plan)
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
         """Take the place that ``plan`` gives this node."""
-        if self._finished:
+        if self._shutdown.begun:
             return
         if self._head is not None and begun is not None:
             self._head.began(plan, begun)
-        self._turnover.begin(plan, begun)
+        self._change.begin(plan, begun)
         if not plan.payload["keep"]:
             self._stop, self._gone_s, self._failures = None, 0.0, []
             self._stop_as_ordered()
@@ -328,23 +294,23 @@ class ClusterRun:
             self._tell_state()
 
     def _tell_readiness(self) -> None:
-        if self._turnover.plan is not None and not self._turnover.at_work:
+        if self._change.plan is not None and not self._change.at_work:
             self._readiness.tell()
 
     def _not_ready(self, why: str) -> None:
         """Give the node back to the pool, once the head has heard why."""
-        self._node.loop.later(LAST_WORDS_S, lambda: self._leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
+        self._node.loop.later(REFUSED_S, lambda: self._shutdown.leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
 
     def cut_off(self) -> None:
         """Run no ranks that others may have replaced; those that are being ended anyway need no more than that."""
-        if self._turnover.plan is not None and not self._finished and not self._node.ending:
+        if self._change.plan is not None and not self._shutdown.begun and not self._node.ending:
             say("neither a head of the run nor its folder is within reach; ending the ranks here")
             self._node.end(lambda: self._node.set_state("waiting"))
 
     def overtaken(self) -> None:
         """Another copy of the run has begun: what the ranks here did from now on could not be saved."""
         folder = self._node.folders.folder
-        self._finish(exitcodes.FENCED, f"another copy of this run has begun in {folder}; this one stops")
+        self._shutdown.finish(exitcodes.FENCED, f"another copy of this run has begun in {folder}; this one stops")
 
     def joined(self, member: Member) -> None:
         """Let the head know."""
@@ -369,7 +335,7 @@ class ClusterRun:
                 self._stop_as_ordered()
             case messages.StandingsWanted(generation):
                 if generation == self._node.generation.number and self._node.generation.running:
-                    self._teller.tell(self._hang.report())
+                    self._tell(self._hang.report())
             case messages.HangFound():
                 self._hang.judged(message)
             case _ if self._head is not None:
@@ -381,32 +347,6 @@ class ClusterRun:
         if order is not None and order.generation == self._node.generation.number and not self._node.stopping:
             self._stop_ranks(order.stop)
 
-    # -- the end -------------------------------------------------------------------------------------------------
-
-    def _over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """This launcher, as the head, ends the run."""
-        self._farewell.over(code, reason, lost, unfit)
-        head = self._head
-        self._node.loop.later(END_S, lambda: self._end_unclaimed(head, code, reason))
-
-    def _end_unclaimed(self, head: Head | None, code: int, reason: str) -> None:
-        """Unless another has led since, or this launcher anew: the run goes on then."""
-        if self._head is head is not None and self._group.holds and not self._finished:
-            say(f"the run's folder does not take the end of the run within {END_S:g} s; ending without")
-            self._finish(code, reason)
-
     def over(self, end: End) -> None:
         """The run has ended."""
-        self._finish(end.code, end.reason)
-
-    def _finish(self, code: int, reason: str) -> None:
-        if self._finished:
-            return
-        self._finished = True
-        if self._head is not None:
-            self._head.retire()
-        self._node.end(lambda: self._leave(code, reason), gently=code == exitcodes.OK)
-
-    def _leave(self, code: int, reason: str) -> None:
-        self._finished = True
-        self._farewell.leave(code, reason)
+        self._shutdown.finish(end.code, end.reason)

@@ -24,12 +24,11 @@ from opsd.launch.io.run_log import Log
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.ranks.postmortem import PROGRAM_NOT_FOUND, explain
 from opsd.launch.run import messages
-from opsd.launch.run.formation import Formation
-from opsd.launch.run.inquest import HangInquiry, Inquest
+from opsd.launch.run.aggregation import FailureAggregation, Report, reports
+from opsd.launch.run.formation import Formation, Shape
+from opsd.launch.run.hangs import HangInquiry, standings
 from opsd.launch.run.messages import CODEC, Stop, Told
-from opsd.launch.run.placement import Shape
-from opsd.launch.run.reports import Report, reports, standings
-from opsd.launch.run.roster import Roster
+from opsd.launch.run.node_health import NodeHealth
 from opsd.launch.run.stops import Stops
 
 
@@ -53,9 +52,9 @@ class Head:
         self._log = log
         self._over = over
         self._formation = Formation(shape, group, loop, self)
-        self._roster = Roster(log, lambda: self._formation.spares)
-        self._stops = Stops(self._formation, group, self._roster, log, self)
-        self._inquest = Inquest(loop, shape.victim_s, self._judge)
+        self._health = NodeHealth(log, lambda: self._formation.spares)
+        self._stops = Stops(self._formation, group, self._health, log, self)
+        self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_standings, self._hung)
         self._first_rank: dict[str, int] = {}
         self._restarts = 0
@@ -90,7 +89,7 @@ class Head:
         if "policy" in memory:
             self._policy.recall(memory["policy"])
             self._restarts = int(memory["restarts"])
-            self._roster.recall(memory)
+            self._health.recall(memory)
         self._formation.take_over(plan)
         self._know(plan)
 
@@ -98,7 +97,7 @@ class Head:
 
     def joined(self, member: Member) -> None:
         """Another launcher is there."""
-        self._roster.came(member.name)
+        self._health.came(member.name)
         if self._formation.waiting:
             self.renew()
         elif self._formation.plan is not None:
@@ -115,7 +114,7 @@ class Head:
             self._recover_from_loss(name, silent_s)
 
     def _note_lost(self, name: str, silent_s: float) -> None:
-        self._roster.gone.add(name)
+        self._health.gone.add(name)
         self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=name in self._formation.slots)
         say(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
 
@@ -128,19 +127,19 @@ class Head:
     @property
     def unfit(self) -> set[str]:
         """The nodes that are to run no ranks."""
-        return self._roster.unfit
+        return self._health.unfit
 
     @property
     def flaps(self) -> Mapping[str, int]:
         """How often nodes have been lost and have come back."""
-        return self._roster.flaps
+        return self._health.flaps
 
     def payload(self, keep: int) -> dict[str, Any]:
         """What the plan tells a successor, and the launchers of what was before."""
         return {
             "policy": self._policy.memory(),
             "restarts": self._restarts,
-            **self._roster.memory(),
+            **self._health.memory(),
             "noticed_s": time.monotonic() - self._noticed,
             "first": self._formation.plan is None,
             "keep": keep,
@@ -192,9 +191,9 @@ class Head:
         """The same, of the generation that runs."""
         match message:
             case messages.Failed(_, failures):
-                self._inquest.add(reports(sender, failures, time.time()), alone=len(self._formation.slots) == 1)
+                self._failures.add(reports(sender, failures, time.time()), alone=len(self._formation.slots) == 1)
             case messages.Hung():
-                if not self._inquest.open:
+                if not self._failures.open:
                     self._hangs.begin(self._stops.at_work)
             case messages.Standings(_, ranks, stacks):
                 self._hangs.add(sender, list(standings(ranks, time.monotonic())), stacks)
@@ -215,7 +214,7 @@ class Head:
                 self._log.emit("spare_wanted", swap=node, reason=reason)
 
     def _note_readiness(self, node: str, why: str) -> None:
-        changed = self._roster.note_readiness(node, why)
+        changed = self._health.note_readiness(node, why)
         if changed and (self._formation.changing or self._formation.waiting):
             self.renew()
         if not why:
@@ -223,7 +222,7 @@ class Head:
 
     def renew(self) -> None:
         """Propose the next generation."""
-        self._roster.keep(self._formation.slots)
+        self._health.keep(self._formation.slots)
         self._formation.renew()
 
     def _note_progress(self, furthest: int | None, committed: int | None) -> None:
@@ -235,7 +234,7 @@ class Head:
     def _judge(self, report: Report) -> None:
         """The first cause of what has failed is known."""
         cause = report.failure
-        self._noticed = self._inquest.noticed
+        self._noticed = self._failures.noticed
         if cause.error is not None and cause.error.type == PROGRAM_NOT_FOUND:
             where = f" (on {report.node})" if len(self._formation.slots) > 1 else ""
             self.end(exitcodes.NOT_FOUND, f"{cause.error.message}{where}")
@@ -246,7 +245,7 @@ class Head:
         """Restart all ranks; the node of the report is not to blame if it was not ``named``."""
         cause = report.failure
         if self._stops.for_good:
-            code = exitcodes.REQUEUE if report.node in self._roster.gone else exitcodes.FAILED
+            code = exitcodes.REQUEUE if report.node in self._health.gone else exitcodes.FAILED
             self.end(code, f"rank {cause.rank} on {report.node} failed while the run was stopping: {cause.cause}")
             return
         verdict = self._policy.judge(cause, furthest=self._furthest, committed=self._committed)
@@ -256,7 +255,7 @@ class Head:
         say(f"rank {cause.rank} on {report.node} failed with {cause.cause}; restarting all ranks")
         self._restarts += 1
         if named:
-            self._roster.judge(report.node, cause)
+            self._health.judge(report.node, cause)
         self.renew()
 
     def _ask_standings(self) -> None:
@@ -291,7 +290,7 @@ class Head:
 
     def replaced(self) -> None:
         """Forget what was known of the generation that ends."""
-        self._inquest.forget()
+        self._failures.forget()
         self._hangs.forget()
         self._stops.forget()
 
@@ -304,7 +303,7 @@ class Head:
         self._finished = True
         self.retire()
         self._log.emit("finished", exit_code=code, reason=reason)
-        lost, unfit = tuple(sorted(self._roster.gone)), tuple(sorted(self._roster.retired))
+        lost, unfit = tuple(sorted(self._health.gone)), tuple(sorted(self._health.retired))
         self._over(code, reason, lost, unfit)
         self._group.end(code, reason, lost, unfit)
 

@@ -10,7 +10,7 @@ from opsd.launch.io.messages import say
 from opsd.launch.io.run_log import Log
 from opsd.launch.run.formation import Formation
 from opsd.launch.run.messages import CODEC, Stop, StopOrdered, Why
-from opsd.launch.run.roster import Roster
+from opsd.launch.run.node_health import NodeHealth
 
 
 class Decisions(Protocol):
@@ -40,10 +40,10 @@ class Decisions(Protocol):
 class Stops:
     """Of one head: who wants the generation to stop, and which of its nodes have ended."""
 
-    def __init__(self, formation: Formation, group: Group, roster: Roster, log: Log, decisions: Decisions) -> None:
+    def __init__(self, formation: Formation, group: Group, health: NodeHealth, log: Log, decisions: Decisions) -> None:
         self._formation = formation
         self._group = group
-        self._roster = roster
+        self._health = health
         self._log = log
         self._decisions = decisions
         self._stop: Stop | None = None
@@ -69,8 +69,8 @@ class Stops:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
         if self._stop or node not in self._formation.slots:
             return
-        if not self._roster.retire(node, reason):
-            self._roster.refuse_swap(node)
+        if not self._health.retire(node, reason):
+            self._health.refuse_swap(node)
             return
         self._stop_for_swap(node, reason)
 
@@ -83,7 +83,7 @@ class Stops:
                 self._log.emit("spare_wanted", swap=node, reason=reason)
             self._leaving[node] = reason
             return
-        self._roster.call_back(node, reason)
+        self._health.call_back(node, reason)
         self._stop_for_swap(node, reason)
 
     def spare_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes of a run are gone, and which of those that are there are to run no ranks."""
+"""Which nodes of a run are gone, which are to run no more ranks, and why."""
 
 from __future__ import annotations
 
@@ -8,10 +8,42 @@ from typing import Any
 
 from opsd.launch.io.run_log import Log
 from opsd.launch.ranks.failure import Failure
-from opsd.launch.run.blame import Blame
+
+BLAMED_OFTEN = 2
+"""So many faults make a node unfit, though its hardware has not said that it fails."""
 
 
-class Roster:
+class Blame:
+    """Counts the faults of nodes over the life of a run."""
+
+    def __init__(self) -> None:
+        self.unfit: set[str] = set()
+        """Nodes whose place a spare has taken, or is about to take."""
+        self._faults: Counter[str] = Counter()
+
+    def charge(self, node: str, cause: Failure) -> str:
+        """Count ``cause`` against ``node``; why a spare should take its place, "" while it may stay.
+
+        An error of the program, or a connection lost, is no node's fault.
+        """
+        if cause.kind not in ("hardware", "signal", "hang"):
+            return ""
+        self._faults[node] += 1
+        if cause.kind != "hardware" and self._faults[node] < BLAMED_OFTEN:
+            return ""
+        return f"{cause.cause}, fault number {self._faults[node]} of this node"
+
+    def memory(self) -> dict[str, Any]:
+        """What is held against whom, for JSON."""
+        return {"unfit": sorted(self.unfit), "blamed": self._faults}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on from what another one remembered."""
+        self.unfit = set(memory["unfit"])
+        self._faults = Counter(memory["blamed"])
+
+
+class NodeHealth:
     """What the head knows about nodes. ``spares`` gives those that could take a place."""
 
     def __init__(self, log: Log, spares: Callable[[], Collection[str]]) -> None:

@@ -12,14 +12,14 @@ from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Group
 from opsd.launch.ranks.membership import Assignment, free_port
 from opsd.launch.ranks.watch import Recovery
-from opsd.launch.run.messages import Waiting
+from opsd.launch.run.messages import CODEC, Waiting
 from opsd.launch.run.readiness import Readiness
+from opsd.launch.run.shutdown import Shutdown
 from opsd.launch.run.supervisor import Supervisor
-from opsd.launch.run.teller import Teller
 
 
-class Turnover:
-    """Of one launcher. ``placed`` is called whenever this node has got its place, ``leave`` ends the launcher.
+class GenerationChange:
+    """Of one launcher. ``placed`` is called whenever this node has got its place.
 
     ``port`` is where the ranks meet if this is the first node, None for a fresh one each time.
     """
@@ -29,21 +29,19 @@ class Turnover:
         node: Supervisor,
         group: Group,
         readiness: Readiness,
-        teller: Teller,
+        shutdown: Shutdown,
         *,
         port: int | None,
         placed: Callable[[], None],
-        leave: Callable[[int, str], None],
     ) -> None:
         self.plan: Plan | None = None
         """The newest that has begun."""
         self._node = node
         self._group = group
         self._readiness = readiness
-        self._teller = teller
+        self._shutdown = shutdown
         self._port = port
         self._placed = placed
-        self._leave = leave
         self._proposed: Plan | None = None
         self._noticed = 0.0
 
@@ -93,7 +91,7 @@ class Turnover:
         try:
             port = self._port or free_port()
         except OSError as error:
-            self._leave(exitcodes.FAILED, str(error))
+            self._shutdown.leave(exitcodes.FAILED, str(error))
             return
         progress = self._node.progress
         self._group.ready(plan.number, Ready(port, progress.furthest, progress.committed))
@@ -117,7 +115,7 @@ class Turnover:
     def _tell_waiting(self) -> None:
         """The others have begun, or go on, without the ranks of this node."""
         assert self.plan is not None
-        self._teller.tell(Waiting(self.plan.generation, 0.0))
+        self._group.tell_head(CODEC.encode(Waiting(self.plan.generation, 0.0)))
 
     def _stand_by(self, plan: Plan) -> None:
         if self.plan is plan:

@@ -1,17 +1,28 @@
-"""What this node knows of a hang that the head judges."""
+"""A hang that may concern several nodes: what each of them knows of it, and how the head finds out who is behind it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from opsd.launch.hangs.hang import Hang, Standing
+from opsd.launch.hangs.hang import Hang, Standing, name_culprit, stuck_together
+from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.run.messages import HangFound, Standings
-from opsd.launch.run.reports import standings
 from opsd.launch.run.supervisor import Supervisor
 
+STANDINGS_S = 1.0
+"""How long a node may take to say where its ranks stand."""
 AGAIN_S = 1.0
 """How often the head is told of a hang that lasts."""
+
+Stacks = Mapping[str, str | None]
+"""By node: the file with the stacks of its ranks, None where there is none."""
+
+
+def standings(ranks: Sequence[Standing], now: float) -> tuple[Standing, ...]:
+    """Where ranks stand, the moments turned into ages, and back."""
+    return tuple(replace(rank, changed=now - rank.changed) for rank in ranks)
 
 
 class LocalHang:
@@ -63,3 +74,44 @@ class LocalHang:
         ranks = [rank.rank for rank in self._node.generation.ranks]
         if fields["rank"] is None or fields["rank"] in ranks:
             self._node.events.write("hang_detected", None, {**fields, "stacks": self._stacks}, relayed=False)
+
+
+class HangInquiry:
+    """Asks all nodes where their ranks stand when one of them reports a hang; ``found`` is called if it is one.
+
+    It is none while somebody waits for a rank that is within its limit, or while a node does not answer: then it is
+    asked again at the next report. Nodes whose ranks have all ended have nothing to answer, and are not asked.
+    """
+
+    def __init__(self, loop: Loop, ask: Callable[[], None], found: Callable[[Hang, Stacks], None]) -> None:
+        self._loop = loop
+        self._ask = ask
+        self._found = found
+        self._nodes: frozenset[str] = frozenset()
+        self._standings: dict[str, list[Standing]] = {}
+        self._stacks: dict[str, str | None] = {}
+        self._timer: Timer | None = None
+
+    def begin(self, nodes: Iterable[str]) -> None:
+        """Ask ``nodes``, unless that is going on."""
+        if self._timer is None:
+            self._nodes, self._standings, self._stacks = frozenset(nodes), {}, {}
+            self._timer = self._loop.later(STANDINGS_S, self.forget)
+            self._ask()
+
+    def add(self, node: str, ranks: list[Standing], stacks: str | None) -> None:
+        """Take in an answer."""
+        if self._timer is None:
+            return
+        self._standings[node], self._stacks[node] = ranks, stacks
+        if self._standings.keys() >= self._nodes:
+            everyone = [rank for ranks in self._standings.values() for rank in ranks]
+            self.forget()
+            if everyone and stuck_together(everyone):
+                self._found(name_culprit(everyone), self._stacks)
+
+    def forget(self) -> None:
+        """Nobody is asked any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None

@@ -1,16 +1,22 @@
-"""How a launcher with fellows ends: at once, or as the head, once the others and the job know."""
+"""How a launcher ends: at once, or as the head, once the others and the job know."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
+from opsd import exitcodes
 from opsd.launch.claims.port import Group
 from opsd.launch.io.aside import aside
+from opsd.launch.io.loop import Timer
+from opsd.launch.io.messages import say
 from opsd.launch.run.supervisor import Supervisor
 
-FAREWELL_S = 1.0
+LAST_WORDS_S = 1.0
 """How long the head stays for the others after the end."""
+CLAIM_S = 20.0
+"""How long the end of the run waits for the folder to take it."""
 
 
 class Job(Protocol):
@@ -24,31 +30,62 @@ class Job(Protocol):
         ...
 
 
-class Farewell:
-    """The end of this launcher."""
+class Shutdown:
+    """The end of this launcher. ``ending`` is called first of all, when the end is certain."""
 
-    def __init__(self, node: Supervisor, group: Group, job: Job) -> None:
+    def __init__(self, node: Supervisor, group: Group, job: Job, ending: Callable[[], None]) -> None:
+        self.begun = False
         self._node = node
         self._group = group
         self._job = job
+        self._ending = ending
         self._ended: tuple[int, str] | None = None
         self._bad: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._unclaimed: Timer | None = None
         self._last_word: tuple[int, str] | None = None
 
     def over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """As the head, this launcher ends the run: it sees to what has to be done once that has come about."""
+        """As the head, this launcher is about to claim the end of the run."""
         self._ended, self._bad = (code, reason), (lost, unfit)
+        self._unclaimed = self._node.loop.later(CLAIM_S, lambda: self._end_unclaimed(code, reason))
+
+    def head_changed(self) -> None:
+        """Another launcher leads, or this one again: the run may go on."""
+        if self._unclaimed is not None:
+            self._unclaimed.cancel()
+            self._unclaimed = None
+
+    def _end_unclaimed(self, code: int, reason: str) -> None:
+        if self._group.holds and not self.begun:
+            say(f"the run's folder does not take the end of the run within {CLAIM_S:g} s; ending without")
+            self.finish(code, reason)
+
+    def finish(self, code: int, reason: str) -> None:
+        """End the ranks here, then exit."""
+        if not self.begun:
+            self.begun = True
+            self._ending()
+            self._node.end(lambda: self.leave(code, reason), gently=code == exitcodes.OK)
+
+    def interrupt(self) -> None:
+        """Let SIGINT end the ranks, then exit; the others go on without them, or end by their own SIGINT."""
+        if not self.begun:
+            self._ending()
+        self.begun = True
+        self._group.leave()
+        self._node.interrupt(lambda: self.leave(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
 
     def leave(self, code: int, reason: str) -> None:
-        """Exit; the head after the others, so that they hear of the end, and once the job knows.
+        """Exit, the ranks have ended; the head after the others, so that they hear of the end, and once the job knows.
 
         Not for another end than this launcher has made: the run may have gone on under another head.
         """
+        self.begun = True
         if self._ended != (code, reason):
             self._node.finish(code, reason)
         elif self._last_word is None:
             self._last_word = (code, reason)
-            self._wait_for_others(time.monotonic() + FAREWELL_S)
+            self._wait_for_others(time.monotonic() + LAST_WORDS_S)
 
     def _wait_for_others(self, limit: float) -> None:
         if len(self._group.alive) <= 1 or time.monotonic() > limit:
