@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opsd.checkout import ROOT
 from opsd.demo.text import copy_text
 from tests.integration.slurm.cluster import Cluster, wait_until
 from tests.integration.slurm.templates import USER, adapted
 
 OPSD = """#!/bin/sh
 [ ! -e /run/opsd.toml ] || export OPSD_CONFIG=/run/opsd.toml
-export {exports}
+export PYTHONPATH={packages} {exports}
 exec {python} -m opsd "$@"
 """
 """opsd as it is installed on each node, with the settings of that node and what its environment is."""
+
+
+def install(folder: Path) -> Path:
+    """Put what the wheel holds where pip would, compiled; returns the folder of packages.
+
+    An editable install is not what a user has: standbys import the modules of installed packages only.
+    """
+    packages = folder / "site-packages"
+    if not packages.exists():
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        for name in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+            shutil.copytree(ROOT / name, packages / name, ignore=shutil.ignore_patterns("__pycache__"))
+        compileall.compile_dir(packages, quiet=1)
+    return packages
 
 
 def make_data(folder: Path, text_bytes: int = 1_000_000) -> Path:
@@ -98,7 +116,7 @@ class Training:
     def script(self, program: Sequence[str]) -> str:
         """The batch script that has ``program`` run on all nodes of the job: a template, as a user adapts it."""
         opsd = self.folder / "opsd"
-        opsd.write_text(OPSD.format(exports=self.exports, python=sys.executable))
+        opsd.write_text(OPSD.format(exports=self.exports, python=sys.executable, packages=install(self.cluster.shared)))
         opsd.chmod(0o755)
         template, more = "train-requeue.sbatch", dict[str, str]()
         if self.pool:
