@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster-demo stack pictures generate test test-long test-matrix test-packages test-fast lint torchtitan bench bench-gpu clean
+.PHONY: help setup demo cluster-demo stack pictures generate test test-long test-packages test-fast lint torchtitan bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,11 +47,9 @@ lint: $(STAMP) ## ruff, mypy --strict, import rules
 test: $(STAMP) test-packages lint ## Linters and the tests, but for a few long ones; what cannot run is listed by name
 	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long and not matrix'
 
-test-long: $(STAMP) test-packages ## The few tests that take longest, one after the other: stories on a Slurm cluster, alerts, peers
+test-long: $(STAMP) test-packages ## What takes longest: stories on a Slurm cluster, alerts, peers, every fault on every launcher
 	$(BIN)/python -m pytest --durations=10 -m long
-
-test-matrix: $(STAMP) test-packages ## All faults on all launchers of runs of 2 to 5, in networks of their own; a quarter of an hour
-	$(BIN)/python -m pytest -m '(long or slow or matrix)' tests/integration/test_matrix.py
+	$(BIN)/python -m pytest --durations=3 -n 4 -m matrix tests/integration/test_matrix.py
 
 # As root on Debian or Ubuntu the real programs that some tests drive are installed; elsewhere those tests are skipped by name.
 test-packages:

@@ -86,10 +86,8 @@ def cells() -> Iterator[object]:
     for size in (2, 3, 4, 5):
         for who in ("leader", "follower", "tie"):
             for fault in FAULTS:
-                few = size == 3 or (size, who) == (2, "tie")
-                mark = pytest.mark.long if few else pytest.mark.matrix
-                if (fault.__name__, who, size) in QUICK:
-                    mark = pytest.mark.slow
+                quick = (fault.__name__, who, size) in QUICK
+                mark = pytest.mark.slow if quick else pytest.mark.matrix
                 yield pytest.param(size, who, fault, marks=mark, id=f"{fault.__name__}-{who}-{size}")
 
 
@@ -170,7 +168,7 @@ def test_over_ipv6(apart: Callable[..., Apart]) -> None:
     settles(run, healed_at=time.time())
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("with_ranks", [False, True])
 def test_a_tie_whose_loser_wakes_beside_a_launcher_that_has_forgotten(
