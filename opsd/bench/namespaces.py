@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 from types import TracebackType
 from typing import Self
+
+_MADE = itertools.count()
 
 
 class NoNamespacesError(Exception):
@@ -22,7 +25,8 @@ class Namespaces:
             raise NoNamespacesError("network namespaces need root, ip and tc")
         self.count = count
         self._mbit = mbit
-        self._prefix = f"{prefix}{os.getpid() % 10_000}"
+        # The kernel takes links of namespaces that are gone away only later: no name is used twice.
+        self._prefix = f"{prefix}{os.getpid() % 10_000:04}{next(_MADE) % 100:02}"
 
     def __enter__(self) -> Self:
         try:

@@ -201,8 +201,8 @@ class Apart(Nodes):
         return found
 
     def claimed_at(self) -> dict[int, float]:
-        """When each generation was claimed, in wall seconds."""
-        return {int(path.stem): path.stat().st_mtime for path in (self.run / FOLDER).glob("[0-9]*.json")}
+        """When each generation was claimed, in wall seconds: when its claim was linked, not when it was written."""
+        return {int(path.stem): path.stat().st_ctime for path in (self.run / FOLDER).glob("[0-9]*.json")}
 
 
 def check_steps(traces: Iterable[Trace], healed_at: float) -> None:
