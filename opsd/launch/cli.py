@@ -24,11 +24,9 @@ from opsd.launch.io.member import Member
 from opsd.launch.io.messages import say
 from opsd.launch.io.secret import SecretError, job_secret
 from opsd.launch.ranks.process import become_subreaper
-from opsd.launch.ranks.program import Program, ProgramNotFound
-from opsd.launch.ranks.ranks import RankStarter
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
-from opsd.launch.ranks.settings import PREFIX, Settings, Streams
-from opsd.launch.ranks.standby import StandbyPool
+from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
+from opsd.launch.ranks.workers import RankStarter, StandbyPool
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm
 from opsd.launch.run.formation import Shape
 from opsd.launch.run.meeting import meet

@@ -12,10 +12,10 @@ from pathlib import Path
 from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import collect_orphans, descendants, spawn, sweep
-from opsd.launch.ranks.program import Program
 from opsd.launch.ranks.ranks import Generation
-from opsd.launch.ranks.standby import StandbyPool
-from opsd.launch.ranks.teardown import Teardown
+from opsd.launch.ranks.settings import Program
+from opsd.launch.ranks.shutdown import Teardown
+from opsd.launch.ranks.workers import StandbyPool
 from opsd.slurm.runner import Output, run_command
 
 

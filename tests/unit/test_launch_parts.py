@@ -19,18 +19,19 @@ from opsd.launch.io import messages
 from opsd.launch.io.control import MAX_CONNECTIONS, ControlServer
 from opsd.launch.io.events import EventLog, EventTail
 from opsd.launch.io.loop import Loop
-from opsd.launch.ranks.environment import (
+from opsd.launch.ranks.process import launcher_mark
+from opsd.launch.ranks.ranks import read_error
+from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
+from opsd.launch.ranks.settings import (
     OF_A_GENERATION,
     VARYING,
+    Assignment,
+    free_port,
     generation_environment,
     gpu_count,
     gpu_of,
     launch_environment,
 )
-from opsd.launch.ranks.error_file import read_error
-from opsd.launch.ranks.membership import Assignment, free_port
-from opsd.launch.ranks.process import launcher_mark
-from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
