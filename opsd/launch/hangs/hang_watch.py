@@ -10,7 +10,6 @@ from pathlib import Path
 from opsd.client import RankPage, process_state
 from opsd.launch.hangs.capture import Capture, Target
 from opsd.launch.hangs.hang import Hang, HangJudge, HangLimits, Stall, Standing
-from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.messages import say
 from opsd.launch.ranks.ranks import Generation
@@ -114,7 +113,9 @@ class HangWatch:
         """Where the stacks will be: a file server that hangs does not hold up the launcher."""
         capture.ask_ranks()
         path, text = self._folders.stacks / f"gen-{generation:04d}{self._suffix}.txt", capture.text()
-        aside(self._loop, lambda: path.write_text(text, encoding="utf-8"), lambda written: _unwritten(path, written))
+        self._loop.run_in_thread(
+            lambda: path.write_text(text, encoding="utf-8"), lambda written: _unwritten(path, written)
+        )
         return str(path)
 
 
