@@ -15,13 +15,11 @@ from opsd import exitcodes
 from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.hang import HangLimits
 from opsd.launch.hangs.hang_watch import HangWatch
-from opsd.launch.io.behind import flush_all
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
-from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import EventLog, flush_all, say
 from opsd.launch.io.secret import SecretError, job_secret
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune

@@ -13,9 +13,8 @@ import pytest
 from opsd import exitcodes
 from opsd.launch.claims.messages import Begun
 from opsd.launch.io.console import Console
-from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.messages import flush
+from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Program, Settings
 from opsd.launch.run.cluster import UNBEGUN_S

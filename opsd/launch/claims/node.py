@@ -16,8 +16,8 @@ from opsd.launch.io import descriptors
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.member import Member
-from opsd.launch.io.messages import say as say_to_user
 from opsd.launch.io.protocol import Codec
+from opsd.launch.io.reporting import say as say_to_user
 from opsd.launch.io.transport import Transport
 
 TICK_S = 0.05

@@ -11,7 +11,7 @@ from opsd.client import RankPage, process_state
 from opsd.launch.hangs.capture import Capture, Target
 from opsd.launch.hangs.hang import Hang, HangJudge, HangLimits, Stall, Standing
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 from opsd.launch.ranks.ranks import Generation
 from opsd.launch.ranks.rundir import RunFolders
 

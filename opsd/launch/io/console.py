@@ -15,8 +15,8 @@ from pathlib import Path
 
 from opsd.launch.io.drain import Drain
 from opsd.launch.io.log_file import LogFile, missing
-from opsd.launch.io.messages import say, write_all
 from opsd.launch.io.mixer import Mixer, Stream
+from opsd.launch.io.reporting import say, write_all
 from opsd.launch.io.spool import Reader, Spool
 
 STDOUT, STDERR = 1, 2

@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 
 FILES = 3
 """How many files a log has at most: NAME, NAME.1 and NAME.2, the newest first."""

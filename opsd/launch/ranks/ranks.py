@@ -12,8 +12,8 @@ from pathlib import Path
 
 from opsd.client import PERSIST, PageError, RankPage, events_path, read_page
 from opsd.launch.io.console import RankOutput
-from opsd.launch.io.events import EventLog, EventTail
 from opsd.launch.io.loop import Loop, Timer
+from opsd.launch.io.reporting import EventLog, EventTail
 from opsd.launch.ranks.failure import Failure, RankError, classify
 from opsd.launch.ranks.process import Child, Exit
 

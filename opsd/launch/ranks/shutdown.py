@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from opsd.client import write_request
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 from opsd.launch.ranks.process import sweep
 from opsd.launch.ranks.ranks import Generation, Rank
 

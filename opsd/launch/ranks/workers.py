@@ -14,7 +14,7 @@ from pathlib import Path
 
 from opsd.launch.io.console import Console, RankOutput
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 from opsd.launch.ranks.process import GONE_S, Child, spawn
 from opsd.launch.ranks.ranks import Generation, Rank
 from opsd.launch.ranks.rundir import RunFolders

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from opsd.launch.claims.port import Group
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 from opsd.launch.run import messages
 from opsd.launch.run.messages import CODEC
 

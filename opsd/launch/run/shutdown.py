@@ -9,7 +9,7 @@ from typing import Protocol
 from opsd import exitcodes
 from opsd.launch.claims.port import Group
 from opsd.launch.io.loop import Timer
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 from opsd.launch.run.supervisor import Supervisor
 
 LAST_WORDS_S = 1.0

@@ -14,9 +14,8 @@ from opsd.launch.hangs.hang import WARM_STEPS, Standing
 from opsd.launch.hangs.hang_watch import HangWatch
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import Request
-from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import EventLog, say
 from opsd.launch.ranks.process import Strangers, collect_orphans
 from opsd.launch.ranks.ranks import FailureAggregation, Generation, Progress, Rank
 from opsd.launch.ranks.rundir import RunFolders, RunState
