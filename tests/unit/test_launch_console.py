@@ -14,9 +14,7 @@ import pytest
 
 from opsd.launch.io import reporting
 from opsd.launch.io.console import STDERR, STDOUT, Console, RankOutput, Show
-from opsd.launch.io.log_file import LogFile
-from opsd.launch.io.mixer import LONGEST, Mixer, Stream
-from opsd.launch.io.spool import Spool
+from opsd.launch.io.streams import LONGEST, LogFile, Mixer, Spool, Stream
 from opsd.launch.ranks.settings import Streams, own_gpu_only
 
 PLAIN = {STDOUT: Show(), STDERR: Show()}
