@@ -17,10 +17,10 @@ from opsd.launch.hangs.hang import HangLimits
 from opsd.launch.hangs.hang_watch import HangWatch
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
+from opsd.launch.io.handshake import SecretError, job_secret
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import EventLog, flush_all, say
-from opsd.launch.io.secret import SecretError, job_secret
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams

@@ -13,7 +13,7 @@ from opsd.launch.claims.messages import Begun, Ready
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Listener
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 from opsd.launch.io.run_log import RunLog
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.run import messages

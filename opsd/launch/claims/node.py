@@ -15,8 +15,7 @@ from opsd.launch.claims.port import Body, Listener
 from opsd.launch.io import descriptors
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member
-from opsd.launch.io.protocol import Codec
+from opsd.launch.io.protocol import Codec, Member
 from opsd.launch.io.reporting import say as say_to_user
 from opsd.launch.io.transport import Transport
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from opsd.launch.io.allowance import Allowance
 from opsd.launch.io.handshake import Handshake, Identity, Refusal
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member, Message
+from opsd.launch.io.protocol import Member, Message
 from opsd.launch.io.wire import MAX_GREETING, Frames, WireError, encode
 
 GREETING_S = 2.0

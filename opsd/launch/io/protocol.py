@@ -17,16 +17,38 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
 KIND = "kind"
+Message = dict[str, Any]
+"""Anything that JSON can carry."""
 
 Encode = Callable[[Any], Any]
 Decode = Callable[[Any], Any]
 """Raises ``_Wrong``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A launcher: the name of its node and where it listens."""
+
+    name: str
+    address: str
+    port: int
+
+
+def member_to_json(member: Member) -> list[str | int]:
+    """``[name, address, port]``."""
+    return [member.name, member.address, member.port]
+
+
+def member_from_json(raw: Any) -> Member:
+    """The member. Raises TypeError or ValueError."""
+    name, address, port = raw
+    return Member(str(name), str(address), int(port))
 
 
 class ProtocolError(ValueError):

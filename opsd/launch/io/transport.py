@@ -15,8 +15,7 @@ from opsd.launch.io.allowance import Allowance
 from opsd.launch.io.connection import GREETING_S, Connection
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member, Message
-from opsd.launch.io.protocol import ProtocolError
+from opsd.launch.io.protocol import Member, Message, ProtocolError
 from opsd.launch.io.strangers import Strangers
 from opsd.launch.io.wire import WireError, encode
 

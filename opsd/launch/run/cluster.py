@@ -16,8 +16,7 @@ from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Group
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
-from opsd.launch.io.member import Member
-from opsd.launch.io.protocol import ProtocolError
+from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause

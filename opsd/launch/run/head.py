@@ -18,7 +18,7 @@ from opsd.launch.claims.port import Group
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.hangs.hang_watch import hang_fields
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import Log
 from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain
