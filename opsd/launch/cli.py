@@ -12,9 +12,8 @@ import click
 from click.core import ParameterSource
 
 from opsd import exitcodes
-from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.hang import HangLimits
-from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.hangs.watch import HangWatch, find_py_spy
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
 from opsd.launch.io.handshake import SecretError, job_secret

@@ -16,7 +16,7 @@ from opsd.launch.claims.messages import Begun
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Group
 from opsd.launch.hangs.hang import Hang
-from opsd.launch.hangs.hang_watch import hang_fields
+from opsd.launch.hangs.watch import hang_fields
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import say

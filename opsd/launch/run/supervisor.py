@@ -11,7 +11,7 @@ from typing import Literal
 from opsd import exitcodes
 from opsd.client import RankPage, process_start
 from opsd.launch.hangs.hang import WARM_STEPS, Standing
-from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import Request
 from opsd.launch.io.loop import Loop
