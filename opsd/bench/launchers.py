@@ -21,7 +21,7 @@ from opsd.launch.claims.node import TcpGroup
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 GATHER_S = 0.02
 """Changes that come so shortly after each other make one plan."""

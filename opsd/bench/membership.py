@@ -23,7 +23,7 @@ from typing import Any
 import click
 import psutil
 
-from opsd.launch.ranks.membership import free_port
+from opsd.launch.ranks.settings import free_port
 
 NODES = 1024
 TRIALS = 3

@@ -12,23 +12,18 @@ import click
 from click.core import ParameterSource
 
 from opsd import exitcodes
-from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.hang import HangLimits
-from opsd.launch.hangs.hang_watch import HangWatch
-from opsd.launch.io.behind import flush_all
+from opsd.launch.hangs.watch import HangWatch, find_py_spy
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
-from opsd.launch.io.events import EventLog
+from opsd.launch.io.handshake import SecretError, job_secret
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member
-from opsd.launch.io.messages import say
-from opsd.launch.io.secret import SecretError, job_secret
+from opsd.launch.io.protocol import Member
+from opsd.launch.io.reporting import EventLog, flush_all, say
 from opsd.launch.ranks.process import become_subreaper
-from opsd.launch.ranks.program import Program, ProgramNotFound
-from opsd.launch.ranks.ranks import RankStarter
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
-from opsd.launch.ranks.settings import PREFIX, Settings, Streams
-from opsd.launch.ranks.standby import StandbyPool
+from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
+from opsd.launch.ranks.workers import RankStarter, StandbyPool
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm
 from opsd.launch.run.formation import Shape
 from opsd.launch.run.meeting import meet

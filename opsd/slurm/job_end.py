@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opsd import exitcodes
-from opsd.launch.io.job_output import BATCH_HOST
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
+from opsd.launch.io.run_log import BATCH_HOST
 from opsd.slurm.allocation import AllocationError, allocation, in_job
 from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.connect import choose

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from opsd import exitcodes
-from opsd.launch.io.job_output import BATCH_HOST, JOB_OUTPUT
+from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.ranks.rundir import RUN_NAME, default_root, valid_name
 from opsd.launch.run.fellows import Count, start_of_job
 from opsd.slurm.allocation import Allocation, AllocationError, allocation

@@ -116,10 +116,7 @@ class Fellow:
 
     def fail(self, kind: Kind) -> None:
         """The first of the two ranks fails; the other runs on."""
-        child = SimpleNamespace(pid=7)
-        rank = SimpleNamespace(
-            rank=2, log="", log_tail=lambda lines=0: "", page=lambda: None, child=child, noticed_s=0.0
-        )
+        rank = SimpleNamespace(rank=2, log="", log_tail=lambda lines=0: "", report_exit=lambda *_, culprit: None)
         self.run.failed([(Failure(2, "exit code 1", kind, 0.0), rank)])  # type: ignore[list-item]
 
     def elect(self, head: str | None) -> None:

@@ -18,7 +18,7 @@ from opsd.launch.claims.core import Core
 from opsd.launch.claims.looks import Look
 from opsd.launch.claims.messages import Begun, Message, Ready
 from opsd.launch.claims.plan import Plan
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 from opsd.launch.run.formation import Shape, place
 
 TICK_S = 0.05

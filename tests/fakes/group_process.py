@@ -19,7 +19,7 @@ from opsd.launch.claims.node import TcpGroup
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 
 class Claiming:

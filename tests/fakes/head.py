@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import json
 import queue
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +12,8 @@ from typing import Any
 from opsd.launch.claims.messages import Begun, Ready
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Listener
-from opsd.launch.io.loop import Timer
-from opsd.launch.io.member import Member
+from opsd.launch.io.loop import Loop, Timer
+from opsd.launch.io.protocol import Member
 from opsd.launch.io.run_log import RunLog
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.run import messages
@@ -37,27 +36,18 @@ def swap_of(node: str) -> Stop:
 SIGTERM = Stop(Why.SIGNAL, "SIGTERM")
 
 
-class PlayedLoop:
+class PlayedLoop(Loop):
     """Timers whose time passes when told to, and what is done beside the loop."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now = 0.0
-        self.busy: set[str] = set()
         self._done: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._timers: list[tuple[float, int, Timer]] = []
-        self._order = itertools.count()
 
     def later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(self.now + delay_s, callback)
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
-
-    def every(self, interval_s: float, callback: Callable[[], None]) -> None:
-        def again() -> None:
-            callback()
-            self.every(interval_s, callback)
-
-        self.later(interval_s, again)
 
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
         self._done.put(callback)

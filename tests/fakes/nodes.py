@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from opsd.launch.ranks.membership import free_port
+from opsd.launch.ranks.settings import free_port
 
 
 class Nodes:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from opsd.launch.claims.core import TIMEOUT_S
-from opsd.launch.ranks.membership import free_port
+from opsd.launch.ranks.settings import free_port
 from tests.fakes import group_process
 
 SECRET = "11" * 32

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.hangs.capture import Capture, Target, find_py_spy
+from opsd.launch.hangs.watch import Capture, Target, find_py_spy
 from opsd.launch.io.loop import Loop
 
 PROGRAM = """

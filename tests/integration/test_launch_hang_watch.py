@@ -16,7 +16,7 @@ import pytest
 
 from opsd.client import RankPage, process_start
 from opsd.launch.hangs.hang import Hang, HangLimits
-from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import Child

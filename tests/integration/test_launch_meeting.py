@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.ranks.membership import free_port
+from opsd.launch.ranks.settings import free_port
 
 PROGRAM = """
 import os

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import collect_orphans, descendants, spawn, sweep
-from opsd.launch.ranks.program import Program
 from opsd.launch.ranks.ranks import Generation
-from opsd.launch.ranks.standby import StandbyPool
-from opsd.launch.ranks.teardown import Teardown
+from opsd.launch.ranks.settings import Program
+from opsd.launch.ranks.shutdown import Teardown
+from opsd.launch.ranks.workers import StandbyPool
 from opsd.slurm.runner import Output, run_command
 
 
@@ -40,7 +39,7 @@ def test_a_command_that_a_thread_runs_is_not_swept() -> None:
         assert time.monotonic() < deadline
         loop.later(0.01, look)
 
-    aside(loop, lambda: run_command(["sh", "-c", "sleep 0.5; exit 3"], 20.0), done)
+    loop.run_in_thread(lambda: run_command(["sh", "-c", "sleep 0.5; exit 3"], 20.0), done)
     look()
     loop.run()
     assert outcome == [Output(3, "", "")]

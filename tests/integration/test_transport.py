@@ -19,10 +19,9 @@ import pytest
 from opsd.launch.io.connection import Connection
 from opsd.launch.io.handshake import VERSION, Identity
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member
-from opsd.launch.io.protocol import ProtocolError
+from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.transport import Transport
-from opsd.launch.ranks.membership import free_port
+from opsd.launch.ranks.settings import free_port
 from tests.fakes import strangers
 
 SECRET = b"s" * 32

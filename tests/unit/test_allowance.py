@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opsd.launch.io.allowance import BYTES_PER_S, MESSAGES_PER_S, PATIENCE_S, Allowance
+from opsd.launch.io.connection import BYTES_PER_S, MESSAGES_PER_S, PATIENCE_S, Allowance
 from opsd.launch.io.wire import WireError
 
 

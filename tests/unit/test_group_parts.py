@@ -20,8 +20,7 @@ from opsd.launch.claims.peers import MOST_PATIENCE, Peer, Share, share
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body
 from opsd.launch.claims.seeking import Seeking
-from opsd.launch.io.member import Member
-from opsd.launch.io.protocol import Codec
+from opsd.launch.io.protocol import Codec, Member
 
 NAMES = st.lists(st.sampled_from([f"n{number}" for number in range(12)]), min_size=1, max_size=12, unique=True)
 

@@ -13,12 +13,10 @@ import pytest
 from opsd import exitcodes
 from opsd.launch.claims.messages import Begun
 from opsd.launch.io.console import Console
-from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.messages import flush
-from opsd.launch.ranks.program import Program
+from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.rundir import RunFolders
-from opsd.launch.ranks.settings import Settings
+from opsd.launch.ranks.settings import Program, Settings
 from opsd.launch.run.cluster import UNBEGUN_S
 from opsd.launch.run.isolation import LASTING_S, SILENT_S
 from opsd.launch.run.messages import (

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.io import messages
+from opsd.launch.io import reporting
 from opsd.launch.io.console import STDERR, STDOUT, Console, RankOutput, Show
-from opsd.launch.io.log_file import LogFile
-from opsd.launch.io.mixer import LONGEST, Mixer, Stream
-from opsd.launch.io.spool import Spool
+from opsd.launch.io.streams import LONGEST, LogFile, Mixer, Spool, Stream
 from opsd.launch.ranks.settings import Streams, own_gpu_only
 
 PLAIN = {STDOUT: Show(), STDERR: Show()}
@@ -198,7 +196,7 @@ def test_disk_that_is_full_is_named_once(capfd: pytest.CaptureFixture[str]) -> N
     log = LogFile(Path("/dev/full"), 0)
     for _ in range(3):
         log.write(b"line\n")
-    messages.flush()
+    reporting.flush()
     assert capfd.readouterr().err.count("No space left on device") == 1
 
 
@@ -271,7 +269,7 @@ def test_console_that_is_gone_is_given_up(tmp_path: Path, capfd: pytest.CaptureF
         os.write(output.descriptors[1], b"error\n")
         console.close()
     os.close(writer)
-    messages.flush()
+    reporting.flush()
     assert capfd.readouterr().err.count("see the logs") == 1
     assert (tmp_path / "err").read_bytes() == b"error\n"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.io.secret import NAME, VARIABLE, SecretError, job_secret
+from opsd.launch.io.handshake import SECRET_FILE, SECRET_VARIABLE, SecretError, job_secret
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, FellowsError, find_fellows, start_of_job, way_to
 
 
@@ -109,26 +109,26 @@ def test_launchers_that_start_together_have_one_secret(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         secrets = set(pool.map(lambda _: job_secret(tmp_path, {}), range(32)))
     assert len(secrets) == 1
-    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == [SECRET_FILE]
 
 
 def test_a_secret_from_the_environment(tmp_path: Path) -> None:
     """Then no file is made."""
-    assert job_secret(tmp_path, {VARIABLE: "ab" * 32}) == bytes.fromhex("ab" * 32)
+    assert job_secret(tmp_path, {SECRET_VARIABLE: "ab" * 32}) == bytes.fromhex("ab" * 32)
     assert not list(tmp_path.iterdir())
 
 
 def test_secrets_that_are_none(tmp_path: Path) -> None:
     """Too short, readable by others, damaged, or in a folder that cannot be written: said, and never shown."""
     with pytest.raises(SecretError, match="at least 16 bytes"):
-        job_secret(tmp_path, {VARIABLE: "abcd"})
+        job_secret(tmp_path, {SECRET_VARIABLE: "abcd"})
     job_secret(tmp_path, {})
-    (tmp_path / NAME).chmod(0o644)
+    (tmp_path / SECRET_FILE).chmod(0o644)
     with pytest.raises(SecretError, match="could be read or made by others"):
         job_secret(tmp_path, {})
-    (tmp_path / NAME).chmod(0o600)
-    os.truncate(tmp_path / NAME, 5)
+    (tmp_path / SECRET_FILE).chmod(0o600)
+    os.truncate(tmp_path / SECRET_FILE, 5)
     with pytest.raises(SecretError, match="damaged"):
         job_secret(tmp_path, {})
     with pytest.raises(SecretError, match="cannot be had"):

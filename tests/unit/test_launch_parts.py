@@ -15,22 +15,23 @@ from pathlib import Path
 import pytest
 
 from opsd.client import process_start
-from opsd.launch.io import messages
+from opsd.launch.io import reporting
 from opsd.launch.io.control import MAX_CONNECTIONS, ControlServer
-from opsd.launch.io.events import EventLog, EventTail
 from opsd.launch.io.loop import Loop
-from opsd.launch.ranks.environment import (
+from opsd.launch.io.reporting import EventLog, EventTail
+from opsd.launch.ranks.process import launcher_mark
+from opsd.launch.ranks.ranks import read_error
+from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
+from opsd.launch.ranks.settings import (
     OF_A_GENERATION,
     VARYING,
+    Assignment,
+    free_port,
     generation_environment,
     gpu_count,
     gpu_of,
     launch_environment,
 )
-from opsd.launch.ranks.error_file import read_error
-from opsd.launch.ranks.membership import Assignment, free_port
-from opsd.launch.ranks.process import launcher_mark
-from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -235,7 +236,7 @@ def test_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFi
     for step in range(3):
         log.emit("checkpoint_committed", step=step)
     log.flush()
-    messages.flush()
+    reporting.flush()
     assert len((tmp_path / "b").read_text().splitlines()) == 3
     assert capfd.readouterr().err.count("/dev/full") == 1
 
@@ -401,5 +402,5 @@ def test_control_socket_that_cannot_be_made_is_reported(
 ) -> None:
     """Without a control socket the run goes on, with a word."""
     ControlServer(tmp_path / "missing/control.sock", loop, lambda request: {}).close()
-    messages.flush()
+    reporting.flush()
     assert "no control socket" in capfd.readouterr().err

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from opsd.launch.io.job_output import STORY, StoryLog
-from opsd.launch.io.run_log import RunLog
-from opsd.launch.io.story import Story
+from opsd.launch.io.run_log import STORY, RunLog, Story, StoryLog
 
 STARTED = {"event": "generation_started", "generation": 1, "world_size": 2, "nodes": ["n1", "n2"], "spares": ["n3"]}
 LOST = {"event": "node_lost", "lost": "n2", "silent_s": 2.13, "ranks": True}

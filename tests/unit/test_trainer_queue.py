@@ -10,8 +10,7 @@ import pytest
 
 from opsd.checkpoints.manifest import Manifest, commit, folder_of
 from opsd.client import Reporter, events_path
-from opsd.launch.ranks.environment import generation_environment, launch_environment
-from opsd.launch.ranks.membership import Assignment
+from opsd.launch.ranks.settings import Assignment, generation_environment, launch_environment
 from trainer.config import load
 from trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, of_no_rank
 

@@ -35,7 +35,7 @@ from opsd.launch.claims.messages import (
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Folder, Listener
 from opsd.launch.claims.seeking import TURN_S, Seeking, Situation
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 TIMEOUT_S = 1.5
 STALL_S = 0.5

@@ -10,7 +10,6 @@ from pathlib import Path
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.looks import Look
-from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Loop
 
 LASTING = frozenset(
@@ -48,7 +47,7 @@ class RunFolder:
 
     def look(self, *, whole: bool) -> None:
         """See ``Folder.look``."""
-        aside(self._loop, lambda: self._look(whole), self._answer)
+        self._loop.run_in_thread(lambda: self._look(whole), self._answer)
 
     def _look(self, whole: bool) -> Look:
         if not self._tried:
@@ -94,7 +93,7 @@ class RunFolder:
                 self._known = max(self._known, claim.number)
             self._claimed(None if isinstance(mine, OSError) else mine)
 
-        aside(self._loop, make, answered)
+        self._loop.run_in_thread(make, answered)
 
     def _note(self, outcome: object) -> None:
         """Say now and then what is wrong; not at the start, where the launcher ends of what will not go away."""
@@ -106,7 +105,7 @@ class RunFolder:
 
     def renew(self, number: int, beat: int) -> None:
         """See ``Folder.renew``; left out while the one before is still under way."""
-        aside(self._loop, lambda: claims.renew(self._path, number, beat), lambda _: None, key="lease")
+        self._loop.run_in_thread(lambda: claims.renew(self._path, number, beat), lambda _: None, key="lease")
 
 
 def _place(folder: Path) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from opsd.launch.claims.mail import Inbox, Outbox
 from opsd.launch.claims.messages import Here, Join, Message, Order, Ready, Tell
 from opsd.launch.claims.peers import Peer
 from opsd.launch.claims.port import Body
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 JOIN_S = 0.3
 

@@ -10,7 +10,7 @@ from opsd.launch.claims.messages import Beat, Begun, Here, Message, Order, Ready
 from opsd.launch.claims.peers import Follower, Share, share
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 0.8
 BEATS_PER_SECOND = 1280

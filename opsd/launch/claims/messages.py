@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 
 @dataclass(frozen=True, slots=True)

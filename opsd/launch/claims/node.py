@@ -12,12 +12,11 @@ from opsd.launch.claims.folder import RunFolder
 from opsd.launch.claims.messages import MESSAGES, Message, Ready
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Listener
-from opsd.launch.io import descriptors
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member
-from opsd.launch.io.messages import say as say_to_user
-from opsd.launch.io.protocol import Codec
+from opsd.launch.io.protocol import Codec, Member
+from opsd.launch.io.reporting import say as say_to_user
+from opsd.launch.io.strangers import ask_for_descriptors
 from opsd.launch.io.transport import Transport
 
 TICK_S = 0.05
@@ -126,7 +125,7 @@ class TcpGroup:
         """Listen and look for the others. Raises OSError if the port cannot be had."""
         self._core.start(listener)
         if not self._alone:
-            descriptors.ask_for(len(self._core.roster))
+            ask_for_descriptors(len(self._core.roster))
             self._transport.listen()
         self._loop.every(self._tick_s, self._tick)
         self._tick()

@@ -8,7 +8,7 @@ from enum import Enum
 
 from opsd.launch.claims.mail import Inbox, Outbox
 from opsd.launch.claims.messages import Ready
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 PATIENCE = 3.0
 """Times its own worst recent delay a launcher may be silent …"""

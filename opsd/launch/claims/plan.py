@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from opsd.launch.io.member import Member, member_from_json, member_to_json
+from opsd.launch.io.protocol import Member, member_from_json, member_to_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from opsd.checkpoints.claims import Claim, End
 from opsd.launch.claims.messages import Begun, Ready
 from opsd.launch.claims.plan import Plan
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 Body = dict[str, Any]
 """What the launchers tell each other through the group: anything that JSON can carry, at most 64 KiB encoded."""

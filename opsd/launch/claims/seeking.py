@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from opsd.launch.claims.messages import Message, Near, Seek
 from opsd.launch.claims.peers import Share, share
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 
 SEEK_S = 0.2
 NEAR_S = 1.5

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable
 
-from opsd.launch.io.allowance import Allowance
 from opsd.launch.io.handshake import Handshake, Identity, Refusal
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member, Message
+from opsd.launch.io.protocol import Member, Message
 from opsd.launch.io.wire import MAX_GREETING, Frames, WireError, encode
 
 GREETING_S = 2.0
@@ -20,8 +20,35 @@ MAX_WAITING = 16 << 20
 """Bytes that may wait for a launcher that does not read; then the connection is cut."""
 USER_TIMEOUT_MS = 3000
 """Unconfirmed for so long, a connection is given up, so that a healed network is not met with TCP's long retries."""
+MESSAGES_PER_S, BYTES_PER_S = 1_000.0, 16e6
+"""What a launcher may say for good; it says some twenty messages a second."""
+PATIENCE_S = 30.0
+"""What a launcher was sent while it was stopped, it reads at once: that is held against nobody."""
 _CHUNK = 1 << 16
 """Bytes that are read of one connection before the others have their turn."""
+
+
+class Allowance:
+    """How much a launcher may say, so that one that has gone wild does not keep this one from the others.
+
+    It grows with time up to what may be said within ``PATIENCE_S``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._at = clock()
+        self._messages = MESSAGES_PER_S * PATIENCE_S
+        self._bytes = BYTES_PER_S * PATIENCE_S
+
+    def spend(self, messages: int, size: int) -> None:
+        """Take what was said, ``size`` in bytes. Raises WireError once there is nothing left."""
+        now = self._clock()
+        passed, self._at = now - self._at, now
+        self._messages = min(self._messages + passed * MESSAGES_PER_S, MESSAGES_PER_S * PATIENCE_S) - messages
+        self._bytes = min(self._bytes + passed * BYTES_PER_S, BYTES_PER_S * PATIENCE_S) - size
+        if min(self._messages, self._bytes) < 0:
+            self._messages, self._bytes = max(self._messages, 0.0), max(self._bytes, 0.0)
+            raise WireError(f"it says more than {MESSAGES_PER_S:.0f} messages or {BYTES_PER_S / 1e6:.0f} MB a second")
 
 
 class Connection:

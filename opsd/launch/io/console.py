@@ -6,18 +6,17 @@ stands still, a full disk or a file server that hangs holds up neither the ranks
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd.launch.io.drain import Drain
-from opsd.launch.io.log_file import LogFile, missing
-from opsd.launch.io.messages import say, write_all
-from opsd.launch.io.mixer import Mixer, Stream
-from opsd.launch.io.spool import Reader, Spool
+from opsd.launch.io.reporting import say, write_all
+from opsd.launch.io.streams import LogFile, Mixer, Reader, Spool, Stream, missing
 
 STDOUT, STDERR = 1, 2
 LOG_BYTES = 64 << 20
@@ -25,6 +24,11 @@ _CHUNK = 1 << 18
 _IN_ONE_GO = 64 << 20
 """Bytes of one long line for which other streams wait."""
 _TAIL_BYTES = 8192
+INTERVAL_S = 0.05
+CLOSE_S = 60.0
+"""What a reader that is slow but goes on is given at the end."""
+LINGER_S = 60.0
+"""How long processes that outlive their rank, to finish a checkpoint, are still listened to."""
 QUIET_S = 0.1
 """A line that is not complete is shown when nothing more of it has come for so long."""
 
@@ -81,13 +85,102 @@ class RankOutput:
             reader.close()
 
 
-class _ToFiles:
+class _Follower(ABC):
+    """Brings what is printed to one place."""
+
+    until: float | None = None
+    """When it may be finished with, on the monotonic clock; None while its ranks run."""
+
+    @abstractmethod
+    def pull(self) -> bool:
+        """Pass on what is new; False if nothing is."""
+
+    @property
+    def insists(self) -> bool:
+        """Whether it should be pulled again before the others, as it is in the middle of a line."""
+        return False
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Nothing more will be asked for."""
+
+
+class _Drain:
+    """Pulls its followers until they are finished; a place that stands still holds up this thread only."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._followed: list[_Follower] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._moved = time.monotonic()
+
+    def follow(self, follower: _Follower) -> None:
+        """Pull ``follower`` from now on. Raises OSError if there can be no thread for it."""
+        with self._lock:
+            self._followed.append(follower)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise OSError(errno.EAGAIN, "no thread can be started; see `ulimit -u`") from error
+            self._thread = thread
+
+    def end_generation(self, linger_s: float = LINGER_S) -> None:
+        """The ranks followed so far have ended: finish with each after ``linger_s`` seconds, once it is quiet."""
+        until = time.monotonic() + linger_s
+        with self._lock:
+            for followed in self._followed:
+                followed.until = until if followed.until is None else min(until, followed.until)
+
+    def close(self, patience_s: float) -> bool:
+        """Pass on what is left, until nothing has gone on for ``patience_s`` seconds; False if some is left then."""
+        self.end_generation(0.0)
+        self._wake.set()
+        began = self._moved = time.monotonic()
+        while self._followed:
+            now = time.monotonic()
+            if now - self._moved > patience_s or now - began > CLOSE_S:
+                return False
+            time.sleep(INTERVAL_S / 10)
+        return True
+
+    def _pull(self, follower: _Follower) -> bool:
+        new = False
+        while follower.pull():
+            new, self._moved = True, time.monotonic()
+            if not follower.insists:
+                break
+        return new
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                followed = list(self._followed)
+            busy = False
+            for each in followed:
+                over = each.until is not None and time.monotonic() >= each.until
+                if self._pull(each):
+                    busy = True
+                elif over:
+                    each.finish()
+                    with self._lock:
+                        self._followed.remove(each)
+            if not busy:
+                self._wake.wait(INTERVAL_S)
+                self._wake.clear()
+
+
+class _ToFiles(_Follower):
     """Follows a rank into its log, where both streams are, and into a file of its own for each that wants one."""
 
     def __init__(self, output: RankOutput, log: LogFile, own: Mapping[int, LogFile]) -> None:
         self._output = output
         self._log = log
         self._own = own
+        self._files = (log, *own.values())
         self._mixer = Mixer()
         self._streams = {STDOUT: Stream(), STDERR: Stream()}
         self._fed = {STDOUT: 0.0, STDERR: 0.0}
@@ -95,7 +188,8 @@ class _ToFiles:
 
     def pull(self) -> bool:
         if not self._made:
-            self._write_to_all(b"")
+            for file in self._files:
+                file.write(b"")
             self._made = True
         busy = False
         for number, data, lost in self._output.new():
@@ -109,17 +203,10 @@ class _ToFiles:
                 self._log.write(self._mixer.quiet(stream))
         return busy
 
-    def insists(self) -> bool:
-        return False
-
-    def _write_to_all(self, data: bytes) -> None:
-        for file in (self._log, *self._own.values()):
-            file.write(data)
-
     def finish(self) -> None:
         for stream in self._streams.values():
             self._log.write(self._mixer.quiet(stream))
-        for file in (self._log, *self._own.values()):
+        for file in self._files:
             file.close()
         self._output.close()
 
@@ -142,8 +229,8 @@ class _Screen:
             say(f"output is no longer shown here ({error.strerror}), see the logs")
 
 
-@dataclass(slots=True)
-class _ToScreen:
+@dataclass(eq=False)
+class _ToScreen(_Follower):
     """Follows one stream to the console."""
 
     reader: Reader
@@ -164,6 +251,7 @@ class _ToScreen:
             self.screen.write(mixer.quiet(self.stream))
         return bool(data)
 
+    @property
     def insists(self) -> bool:
         return 0 < self.in_a_row < _IN_ONE_GO
 
@@ -181,8 +269,8 @@ class Console:
     log_bytes: int = LOG_BYTES
     _screens: dict[int, _Screen] = field(init=False)
     _outputs: list[RankOutput] = field(default_factory=list)
-    _to_screen: Drain = field(default_factory=lambda: Drain("console"))
-    _to_files: Drain = field(default_factory=lambda: Drain("logs"))
+    _to_screen: _Drain = field(default_factory=lambda: _Drain("console"))
+    _to_files: _Drain = field(default_factory=lambda: _Drain("logs"))
 
     def __post_init__(self) -> None:
         mixer = Mixer()

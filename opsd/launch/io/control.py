@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 
 MAX_CONNECTIONS = 32
 MAX_LINE = 64 * 1024

@@ -1,4 +1,4 @@
-"""How two launchers that connect find out that they belong together: versions, run, names, and proof of the secret.
+"""How two launchers that connect find out that they belong together: versions, run, names, and proof of their secret.
 
 The caller greets, the other one greets back and proves that it knows the secret, then the caller proves it. Proofs and
 the keys of the connection depend on both greetings, and these on random numbers, so that nothing can be replayed or
@@ -14,15 +14,21 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
-from opsd.launch.io.member import Member, Message
-from opsd.launch.io.protocol import Codec, ProtocolError
+from opsd.launch.io.protocol import Codec, Member, Message, ProtocolError
 from opsd.launch.io.wire import WireError, new_nonce, session_key
 
+SECRET_FILE = ".secret"  # noqa: S105  # no password, a file's name
+"""The file with the secret in the run's folder."""
+SECRET_VARIABLE = "OPSD_JOB_SECRET"  # noqa: S105
+_SECRET_BYTES = 32
 VERSION = 2
 OLDEST = 2
 """The oldest version that this one still understands."""
@@ -154,3 +160,49 @@ class Handshake:
 
 def _neighbours(version: int) -> bool:
     return version >= OLDEST and abs(version - VERSION) <= 1
+
+
+class SecretError(Exception):
+    """There is no secret that can be used; the message says what to do."""
+
+
+def job_secret(folder: Path, environ: Mapping[str, str] = os.environ) -> bytes:
+    """The secret in ``OPSD_JOB_SECRET`` (hexadecimal), or that in the run's folder, made if there is none.
+
+    Launchers that make it at the same moment end up with the same one. Raises SecretError.
+    """
+    if given := environ.get(SECRET_VARIABLE):
+        try:
+            secret = bytes.fromhex(given)
+        except ValueError:
+            secret = b""
+        if len(secret) < 16:
+            raise SecretError(
+                f"{SECRET_VARIABLE} is not a hexadecimal number of at least 16 bytes; openssl rand -hex 32 makes one"
+            )
+        return secret
+    path = folder / SECRET_FILE
+    try:
+        if not path.exists():
+            _make_secret(path)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            info = os.fstat(file.fileno())
+            secret = file.read(4096)
+    except OSError as error:
+        raise SecretError(f"the secret of the run, {path}, cannot be had: {error.strerror}") from error
+    if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o077:
+        raise SecretError(f"{path} could be read or made by others; remove it, or set {SECRET_VARIABLE}")
+    if len(secret) != _SECRET_BYTES:
+        raise SecretError(f"{path} is damaged; remove it while no launcher of the run is running")
+    return secret
+
+
+def _make_secret(path: Path) -> None:
+    draft = path.with_name(f"{SECRET_FILE}.{os.urandom(8).hex()}")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(os.urandom(_SECRET_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    with suppress(FileExistsError):
+        os.link(draft, path)
+    draft.unlink()

@@ -1,19 +1,23 @@
-"""The launcher's event loop: file descriptors, timers and signals, in one thread."""
+"""The launcher's event loop: file descriptors, timers and signals in one thread, and work that may block in others."""
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
 import os
 import selectors
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
+from typing import TypeVar
 
+T = TypeVar("T")
 Callback = Callable[[], None]
 
 
@@ -41,8 +45,7 @@ class Loop:
         self._running = True
         self.last_idle = time.monotonic()
         """Monotonic second at which the loop was last seen waiting: what happened did so after it, or at it."""
-        self.busy: set[str] = set()
-        """Keys of the work that is being done beside the loop, see ``aside``."""
+        self._busy: set[str] = set()
         self._from_threads: deque[Callback] = deque()
         self._woken, self._wake = socket.socketpair()
         for end in (self._woken, self._wake):
@@ -68,6 +71,42 @@ class Loop:
         self._from_threads.append(callback)
         with suppress(BlockingIOError):  # enough has been sent to wake it
             self._wake.send(b"\0")
+
+    def run_in_thread(self, work: Callable[[], T], done: Callable[[T | OSError], None], *, key: str = "") -> bool:
+        """Do ``work`` in a thread, then call ``done`` from the loop with what it returned or the OSError it raised.
+
+        Any other exception comes out of the loop, as if ``work`` had been called there. The thread does not keep the
+        process from ending: a file system that hangs must not hang the launcher.
+
+        Work with a ``key`` is done once at a time: while some of the same key is under way, perhaps for minutes,
+        nothing is done and False returned.
+        """
+        if key:
+            if key in self._busy:
+                return False
+            self._busy.add(key)
+
+        def run() -> None:
+            outcome: T | Exception
+            try:
+                outcome = work()
+            except Exception as error:
+                outcome = error
+            self.call_soon_threadsafe(lambda: finish(outcome))
+
+        def finish(outcome: T | Exception) -> None:
+            self._busy.discard(key)
+            if isinstance(outcome, Exception) and not isinstance(outcome, OSError):
+                raise outcome
+            done(outcome)
+
+        try:
+            threading.Thread(target=run, daemon=True).start()
+        except RuntimeError:
+            why = "no thread can be started; the limit of processes (`ulimit -u`) is reached"
+            no_thread = OSError(errno.EAGAIN, why)
+            self.later(0.0, lambda: finish(no_thread))
+        return True
 
     def _serve_threads(self) -> None:
         self._woken.recv(4096)

@@ -17,16 +17,38 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
 KIND = "kind"
+Message = dict[str, Any]
+"""Anything that JSON can carry."""
 
 Encode = Callable[[Any], Any]
 Decode = Callable[[Any], Any]
 """Raises ``_Wrong``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A launcher: the name of its node and where it listens."""
+
+    name: str
+    address: str
+    port: int
+
+
+def member_to_json(member: Member) -> list[str | int]:
+    """``[name, address, port]``."""
+    return [member.name, member.address, member.port]
+
+
+def member_from_json(raw: Any) -> Member:
+    """The member. Raises TypeError or ValueError."""
+    name, address, port = raw
+    return Member(str(name), str(address), int(port))
 
 
 class ProtocolError(ValueError):
@@ -111,7 +133,10 @@ class _Shape:
         found = {}
         for name, required, _, decode in self._fields:
             if name in raw:
-                found[name] = _below(name, decode, raw[name])
+                try:
+                    found[name] = decode(raw[name])
+                except _Wrong as wrong:
+                    raise wrong.within(name) from None
             elif required:
                 raise _Wrong("there", name)
         return self._cls(**found)
@@ -119,13 +144,6 @@ class _Shape:
 
 def _required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
-
-
-def _below(step: str, decode: Decode, raw: Any) -> Any:
-    try:
-        return decode(raw)
-    except _Wrong as wrong:
-        raise wrong.within(step) from None
 
 
 def _pair(hint: Any) -> tuple[Encode, Decode]:
@@ -210,13 +228,25 @@ def _literal(values: tuple[Any, ...], raw: Any) -> Any:
 def _tuple(decode: Decode, raw: Any) -> tuple[Any, ...]:
     if not isinstance(raw, (list, tuple)):
         raise _Wrong("a list")
-    return tuple(_below(str(index), decode, item) for index, item in enumerate(raw))
+    found: list[Any] = []
+    try:
+        for item in raw:
+            found.append(decode(item))
+    except _Wrong as wrong:
+        raise wrong.within(str(len(found))) from None
+    return tuple(found)
 
 
 def _dict(decode: Decode, raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise _Wrong("an object")
-    return {_str(key): _below(str(key), decode, item) for key, item in raw.items()}
+    found = {}
+    for key, item in raw.items():
+        try:
+            found[_str(key)] = decode(item)
+        except _Wrong as wrong:
+            raise wrong.within(str(key)) from None
+    return found
 
 
 _PLAIN: dict[Any, Decode] = {int: _int, float: _float, str: _str, bool: _bool}

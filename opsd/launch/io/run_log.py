@@ -1,22 +1,34 @@
-"""The events of a run on several nodes, in one file that only the head writes."""
+"""What happens to a run on several nodes: its events in one file that only the head writes, and its story for people.
+
+The story has a readable line for each event that matters to a person:
+
+2026-11-22 08:15:04 n4 is lost with its ranks: silent for 2.1 s
+2026-11-22 08:15:05 generation 3 runs on n1, n2, n5: n5 in the place of n4
+2026-11-22 08:15:08 it goes on with step 121 after 3.6 s; 1 step is done again
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from opsd.launch.io.behind import Behind, Work
-from opsd.launch.io.events import EventFile, EventLog, encoded
-from opsd.launch.io.job_output import StoryLog
+from opsd.launch.io.reporting import EventFile, EventLog, Work, WorkQueue, encoded, say
 
 OF_ONE_LAUNCHER = ("generation_started", "finished")
 """Each launcher has its own of these; the head's stand for the run."""
+STORY = "job.log"
+BATCH_HOST = "OPSD_BATCH_HOST"
+"""The node with the batch script, by which the story comes to the job's output while it lives."""
+JOB_OUTPUT = "OPSD_JOB_OUTPUT"
+"""``INODE:PATH`` of that output, where it is a file."""
+Event = Mapping[str, Any]
 _LOOK_BACK = 1 << 18
+_LONGEST = 400
 
 
 class Log(Protocol):
@@ -52,14 +64,14 @@ class OwnLog:
 class RunLog:
     """``events.jsonl`` of the run folder. Opened when there is something to write, since only a head has anything.
 
-    It is read and written ``behind`` the caller's back, where there is such a thread: the folder is on a file server.
+    It is read and written by ``work``, where there is such a thread: the folder is on a file server.
     """
 
-    def __init__(self, run: str, node: str, path: Path, behind: Behind | None = None) -> None:
+    def __init__(self, run: str, node: str, path: Path, work: WorkQueue | None = None) -> None:
         self._run, self._node = run, node
         self._file = EventFile(path)
         self._story = StoryLog(path.parent)
-        self._do: Callable[[Work], None] = behind.put if behind is not None else lambda work: work()
+        self._do: Callable[[Work], None] = work.put if work is not None else lambda now: now()
         self._once: set[tuple[object, ...]] = set()
         self.generation = 0
         self._do(self._read)
@@ -67,7 +79,8 @@ class RunLog:
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
         """See ``Log.emit``."""
         t = time.time() - age_s
-        self._append({"t": t, "event": event, "generation": self.generation, "node": self._node, **fields})
+        record = {"t": t, "event": event, "generation": self.generation, "node": self._node, **fields}
+        self._do(lambda: self._write(record))
 
     def relay(self, record: Mapping[str, Any], age_s: float) -> None:
         """Append what a node has noted ``age_s`` seconds ago.
@@ -97,9 +110,6 @@ class RunLog:
         self._once.add(key)
         return not known
 
-    def _append(self, record: Mapping[str, Any]) -> None:
-        self._do(lambda: self._write(record))
-
     def _write(self, record: Mapping[str, Any]) -> None:
         self._file.append(encoded({"run": self._run, **record}))
         self._story.tell(record)
@@ -118,3 +128,175 @@ def _written(path: Path) -> Iterator[dict[str, Any]]:
             record = json.loads(line)
             if isinstance(record, dict) and {"event", "generation"} <= record.keys():
                 yield record
+
+
+class StoryLog:
+    """Writes the story to ``job.log`` in ``folder``. A file that cannot be written is reported once."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
+        self._path = folder / STORY
+        self._story = Story()
+        self._batch_host = environ.get(BATCH_HOST, "")
+        inode, _, path = environ.get(JOB_OUTPUT, "").partition(":")
+        self._output = Path(path) if path and inode.isdecimal() else None
+        self._inode = int(inode) if inode.isdecimal() else 0
+        self._orphaned = False
+        self._failed = False
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Append the line of ``event``, if it has one."""
+        line = self.remember(event)
+        if not line:
+            return
+        try:
+            _append_line(self._path, line)
+        except OSError as error:
+            if not self._failed:
+                say(f"the story of the run is not written to {self._path}: {error.strerror}")
+            self._failed = True
+        if self._orphaned and self._output is not None:
+            with suppress(OSError):
+                if self._output.stat().st_ino == self._inode:
+                    _append_line(self._output, f"opsd: {line}", create=False)
+
+    def remember(self, event: Mapping[str, Any]) -> str:
+        """Take ``event`` into account, which an earlier leader may have told already; its line."""
+        if self._batch_host and event.get("event") == "node_lost" and event.get("lost") == self._batch_host:
+            self._orphaned = True
+        elif self._batch_host in _present(event):
+            self._orphaned = False  # it was lost in an earlier start, or came back: the job's output is its own again
+        return self._story.line(event)
+
+
+def _present(event: Mapping[str, Any]) -> tuple[object, ...]:
+    """The nodes that have a launcher, as far as ``event`` says so."""
+    if event.get("event") == "generation_started":
+        return (*(event.get("nodes") or ()), *(event.get("spares") or ()))
+    return (event.get("joined"),)
+
+
+def _append_line(path: Path, line: str, *, create: bool = True) -> None:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if create else 0)
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
+class Story:
+    """Tells a run from its events, one after the other, those of ``ARCHITECTURE.md``'s table."""
+
+    def __init__(self) -> None:
+        self._nodes: tuple[str, ...] = ()
+
+    def line(self, event: Event) -> str:
+        """The line of ``event``, with its time, without an end of line; "" for one that is of no interest."""
+        if event.get("event") not in _TOLD and event.get("event") != "generation_started":
+            return ""
+        try:
+            kind = str(event["event"])
+            told = self._generation(event) if kind == "generation_started" else _TOLD[kind](event)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            told = f"{event.get('event')}"  # of another release: its time and kind are worth a line all the same
+        if not told:
+            return ""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(event.get("t"))))
+        return f"{stamp} {_one_line(told)}"
+
+    def _generation(self, event: Event) -> str:
+        nodes = tuple(map(str, event.get("nodes") or ()))
+        before, self._nodes = self._nodes, nodes
+        if not nodes:
+            return ""
+        spares = list(map(str, event.get("spares") or ()))
+        told = f"generation {event['generation']} runs on {_names(nodes)}"
+        came = [name for name in nodes if name not in before]
+        went = [name for name in before if name not in nodes]
+        if before and came and went:
+            told += f": {_names(came)} in the place of {_names(went)}"
+        elif before and went:
+            told += f", without {_names(went)}"
+        elif before and came:
+            told += f", with {_names(came)} again or for the first time"
+        return f"{told}; {_names(spares)} stand{'s' if len(spares) == 1 else ''} by" if spares else told
+
+
+def _rank_exited(event: Event) -> str:
+    if not event.get("culprit"):
+        return ""
+    told = f"rank {event['rank']} on {event['node']} ended by itself: {event['exit']}"
+    if (step := event.get("step")) is not None:
+        told += f" after step {step}"
+    error = event.get("error")
+    return f"{told}: {error.get('type')}: {error.get('message')}" if error else told
+
+
+def _hang(event: Event) -> str:
+    who = f"rank {event['rank']}" if event.get("rank") is not None else "the run, no rank more than others,"
+    where = f" on {event['culprit_node']}" if event.get("culprit_node") else ""
+    stacks = f"; stacks in {event['stacks']}" if event.get("stacks") else ""
+    return f"{who}{where} hangs in {event['phase']} since {_number(event['stuck_s']):.0f} s{stacks}"
+
+
+def _resumed(event: Event) -> str:
+    lost = int(event.get("lost_steps") or 0)
+    again = f"{lost} step{'s are' if lost != 1 else ' is'} done again" if lost else "no step is lost"
+    return f"it goes on with step {event['step']} after {_number(event['recovered_s']):.1f} s; {again}"
+
+
+def _loaded(event: Event) -> str:
+    return "" if event.get("rank") else f"the state of step {event['step']} is loaded from {event['tier']}"
+
+
+def _node_lost(event: Event) -> str:
+    what = " with its ranks" if event.get("ranks") else ", which stood by"
+    return f"{event['lost']} is lost{what}: silent for {_number(event['silent_s']):.1f} s"
+
+
+def _requeued(event: Event) -> str:
+    step = event.get("step")
+    return f"{f'saved at step {step} and ' if step is not None else ''}stopped after {event['signal']}"
+
+
+def _finished(event: Event) -> str:
+    return f"the run ends with {event['exit_code']}: {event['reason']}"
+
+
+_TOLD: Mapping[str, Callable[[Event], str]] = {
+    "rank_exited": _rank_exited,
+    "hang_detected": _hang,
+    "resumed": _resumed,
+    "restart_requested": lambda event: f"a restart is asked for: {event['reason']}",
+    "requeued": _requeued,
+    "finished": _finished,
+    "node_lost": _node_lost,
+    "ranks_gone": lambda event: f"the ranks of {event['gone']} ended while no launcher led the run",
+    "launcher_joined": lambda event: f"{event['joined']} has joined",
+    "spare_joined": lambda event: f"{event['joined']} stands by and takes place {event['place']}",
+    "node_retired": lambda event: f"{event['retired']} is replaced: {event['reason']}",
+    "swap_refused": lambda event: f"{event['swap']} cannot be replaced: {event['reason']}",
+    "spare_refused": lambda event: f"{event['refused']} must not be used as a spare: {event['reason']}",
+    "spare_wanted": lambda event: f"a spare is wanted in the place of {event['swap']}: {event['reason']}",
+    "checkpoint_loaded": _loaded,
+    "checkpoint_rejected": lambda event: f"the checkpoint of step {event['step']} is not used: {event['why']}",
+    "checkpoint_failed": lambda event: f"the checkpoint of step {event['step']} was not made: {event['why']}",
+    "update_skipped": lambda event: f"the update of step {event['step']} was left out: {event['why']}",
+    "replicas_differ": lambda event: (
+        f"ranks {_names(event['ranks'])} hold different bits of {event['tensor']} since step {event['step']}"
+    ),
+}
+
+
+def _names(names: Sequence[object]) -> str:
+    shown = ", ".join(map(str, names[:8]))
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+
+
+def _one_line(text: str) -> str:
+    plain = "".join(character if character.isprintable() else " " for character in text)
+    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 2]} …"

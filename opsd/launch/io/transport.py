@@ -10,14 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address
 
-from opsd.launch.io import descriptors
-from opsd.launch.io.allowance import Allowance
-from opsd.launch.io.connection import GREETING_S, Connection
+from opsd.launch.io.connection import GREETING_S, Allowance, Connection
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member, Message
-from opsd.launch.io.protocol import ProtocolError
-from opsd.launch.io.strangers import Strangers
+from opsd.launch.io.protocol import Member, Message, ProtocolError
+from opsd.launch.io.strangers import Strangers, is_kept
 from opsd.launch.io.wire import WireError, encode
 
 PROBE_S = 0.15
@@ -179,7 +176,7 @@ class Transport:
         if _is_over(sock):
             sock.close()
             return
-        if descriptors.is_kept(sock.fileno()):
+        if is_kept(sock.fileno()):
             sock.close()
             self._strangers.close_silent()
             self._tell("sockets", "no connections of other launchers: too few descriptors; raise `ulimit -n`")

@@ -12,6 +12,9 @@ from opsd import exitcodes
 
 Kind = Literal["signal", "user", "communication", "hardware", "environment", "hang"]
 
+PROGRAM_NOT_FOUND = "ProgramNotFound"
+"""The error type with which ``worker.py`` says that there is nothing to run."""
+
 _COMMUNICATION = re.compile(
     r"connection (reset|closed|refused|was closed|was reset|aborted)|broken pipe|closed by (the )?(remote )?peer"
     r"|remote (process )?(has )?(exited|error)|ncclRemoteError|ncclSystemError|DistBackendError|DistStoreError"
@@ -108,6 +111,15 @@ class Stop:
 
     code: int
     reason: str
+
+
+def explain(stop: Stop, cause: Failure, node: str, log: str, log_tail: str) -> str:
+    """Why the run stops, in one paragraph: the rule, the rank, its error, its log and how that ends."""
+    step = "before its first step" if cause.step is None else f"after step {cause.step}"
+    tail = "\n".join(f"    {line}" for line in log_tail.splitlines()[-10:])
+    return f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}. Its log is {log}" + (
+        f"; it ends in\n{tail}" if tail else "."
+    )
 
 
 class RestartPolicy:

@@ -1,24 +1,31 @@
-"""The ranks of this node: one generation of them at a time, started together."""
+"""The ranks of this node: a generation of them, started together, how far it comes, and what fails in it."""
 
 from __future__ import annotations
 
+import json
+import math
 import socket
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd.client import PERSIST, PageError, RankPage, read_page
-from opsd.launch.io.console import Console, RankOutput
-from opsd.launch.io.messages import say
-from opsd.launch.ranks.environment import generation_environment
-from opsd.launch.ranks.error_file import read_error
-from opsd.launch.ranks.failure import RankError
-from opsd.launch.ranks.membership import Assignment
+from opsd.client import PERSIST, PageError, RankPage, events_path, read_page
+from opsd.launch.io.console import RankOutput
+from opsd.launch.io.loop import Loop, Timer
+from opsd.launch.io.reporting import EventLog, EventTail
+from opsd.launch.ranks.failure import Failure, RankError, classify
 from opsd.launch.ranks.process import Child, Exit
-from opsd.launch.ranks.rundir import RunFolders
-from opsd.launch.ranks.settings import Settings
-from opsd.launch.ranks.standby import StandbyPool
-from opsd.launch.ranks.worker_channel import Worker, order_run, start_worker
+
+AT_ONCE_S = 60.0
+"""A failure so soon after the first start of a run was no accident on the way."""
+GATHER_S = 0.02
+"""After a failure that is clearly a first cause: time for the other ranks' exits, for the record."""
+GATHER_VICTIM_S = 1.0
+"""After an exit that looks like the consequence of another: time for that other to show."""
+LOOK_S = 0.05
+_OURS = ("t", "event", "generation", "run", "node")
+"""Fields of an event that a rank does not decide."""
 
 
 @dataclass(slots=True)
@@ -57,13 +64,51 @@ class Rank:
             return True
         return not said or b'"failed"' in said
 
+    def log_tail(self, lines: int = 20) -> str:
+        """The last ``lines`` lines that the rank has printed."""
+        return self.output.tail(lines)
+
     def error(self) -> tuple[RankError, float] | None:
         """The exception that the rank has left and its wall second; None without one."""
         return read_error(self.error_file)
 
-    def log_tail(self, lines: int = 20) -> str:
-        """The last ``lines`` lines that the rank has printed."""
-        return self.output.tail(lines)
+    def failure(self, *, at_once: bool) -> Failure | None:
+        """How it has ended badly, or will: it has left an error and is on its way out. None if neither."""
+        if self.exit is not None and self.exit.ok:
+            return None
+        error, t = self.error() or (None, None)
+        if self.exit is None and error is None:
+            return None
+        page = self.page()
+        exit = str(self.exit) if self.exit is not None else "exit code 1"
+        return Failure(
+            self.rank,
+            exit,
+            classify(exit, error, self.log_tail()),
+            t if t is not None else _wall(self.ended or time.monotonic()),
+            page.last_step.step if page is not None and page.last_step is not None else None,
+            page.phase if page is not None else None,
+            error,
+            at_once=at_once,
+        )
+
+    def report_exit(self, events: EventLog, failure: Failure, *, culprit: bool) -> None:
+        """Write the ``rank_exited`` event of its ``failure``."""
+        page, error = self.page(), failure.error
+        last = page.last_step if page is not None else None
+        events.emit(
+            "rank_exited",
+            rank=self.rank,
+            pid=self.child.pid,
+            exit=failure.exit,
+            step=failure.step,
+            phase=failure.phase,
+            culprit=culprit,
+            error=None if error is None else {"type": error.type, "message": error.message, "where": error.where},
+            log_tail=self.log_tail(),
+            last_step_t=None if last is None else round(_wall(last.end), 4),
+            noticed_s=round(self.noticed_s, 4),
+        )
 
 
 @dataclass(slots=True)
@@ -85,59 +130,150 @@ class Generation:
         pages = filter(None, (rank.page() for rank in self.ranks))
         return frozenset(pid for page in pages for pid, role in page.workers if role == PERSIST)
 
+    def failures(self) -> list[tuple[Failure, Rank]]:
+        """The ranks that have ended badly, and those that have left an error and are on their way out."""
+        found = []
+        for rank in self.ranks:
+            at_once = self.number == 1 and (rank.ended or time.monotonic()) - self.started < AT_ONCE_S
+            failure = rank.failure(at_once=at_once)
+            if failure is not None:
+                found.append((failure, rank))
+        return found
 
-class RankStarter:
-    """Starts the ranks of a generation, from warm standby workers where there are any."""
 
-    def __init__(self, settings: Settings, folders: RunFolders, standby: StandbyPool, console: Console) -> None:
-        self._settings = settings
-        self._console = console
-        self._folders = folders
-        self._standby = standby
+class FailureAggregation:
+    """Waits for what else has failed when a rank has: the first to be noticed need not be the first cause.
 
-    def start(self, generation: Generation, place: Assignment, restarts: int) -> None:
-        """Add this node's ranks to ``generation``. Raises OSError, with those that were started in place."""
-        self._folders.forget_pages()
-        for local_rank in range(place.local_size):
-            generation.ranks.append(self._start_rank(generation.number, place, local_rank, restarts))
+    Calls ``settled`` once the failures of this node that matter should have shown.
+    """
 
-    def _start_rank(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> Rank:
-        rank = place.rank_offset + local_rank
-        log = self._folders.generation_logs(generation) / f"rank-{rank:04d}.log"
-        env = self._environment(generation, place, local_rank, restarts)
-        expected = self._environment(generation + 1, place, local_rank, restarts + 1)
-        not_the_living = {"OPSD_RANK_PAGE": f"{expected['OPSD_RANK_PAGE']}.standby"}
-        self._standby.stand_for(local_rank, expected | not_the_living)
-        output = RankOutput(rank)
-        self._console.follow(output, log, self._settings.shows(rank, local_rank))
-        worker, warm = self._worker(local_rank, env, output.descriptors)
-        error_file, page = Path(env["TORCHELASTIC_ERROR_FILE"]), Path(env["OPSD_RANK_PAGE"])
-        return Rank(rank, local_rank, worker.child, worker.channel, output, log, error_file, page, warm)
+    def __init__(self, loop: Loop, settled: Callable[[], None]) -> None:
+        self._loop = loop
+        self._settled = settled
+        self._timer: Timer | None = None
+        self._looking: Timer | None = None
 
-    def _environment(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> dict[str, str]:
-        rank = place.rank_offset + local_rank
-        return self._settings.environment(local_rank, self._folders.folder) | generation_environment(
-            place,
-            local_rank=local_rank,
-            generation=generation,
-            restarts=restarts,
-            max_restarts=self._settings.max_restarts,
-            run_id=self._settings.run_id,
-            role=self._settings.role,
-            error_file=self._folders.error_file(rank),
-            page=self._folders.page(rank),
+    @property
+    def open(self) -> bool:
+        """True while it waits."""
+        return self._timer is not None
+
+    def note(self, generation: Generation) -> None:
+        """A rank has failed, or has said that it is failing."""
+        clear = _has_first_cause(generation)
+        if self._timer is None:
+            self._timer = self._loop.later(GATHER_S if clear else GATHER_VICTIM_S, self._settle)
+            if not clear:
+                self._look_again(generation)
+        elif clear or not generation.running:
+            self._timer.cancel()
+            self._timer = self._loop.later(0.0, self._settle)
+
+    def _look_again(self, generation: Generation) -> None:
+        self._looking = self._loop.later(LOOK_S, lambda: self._look(generation))
+
+    def _look(self, generation: Generation) -> None:
+        """See whether the rank that was first has left its error by now, though it may take long to end."""
+        if _has_first_cause(generation):
+            self.note(generation)
+        else:
+            self._look_again(generation)
+
+    def _settle(self) -> None:
+        self.forget()
+        self._settled()
+
+    def forget(self) -> None:
+        """What has failed is known, or no longer matters."""
+        for timer in (self._timer, self._looking):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._looking = None
+
+
+def _has_first_cause(generation: Generation) -> bool:
+    return any(failure.kind != "communication" for failure, _ in generation.failures())
+
+
+@dataclass(slots=True)
+class Recovery:
+    """A generation on its way back after a failure that was noticed at the monotonic second ``noticed``."""
+
+    noticed: float
+    previous_step: int | None
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the run has come over all generations: highest completed step, highest durable checkpoint."""
+
+    events: EventLog
+    furthest: int | None = None
+    committed: int | None = None
+    recovery: Recovery | None = None
+    _tails: dict[int, EventTail] = field(default_factory=dict)
+
+    def update(self, generation: Generation) -> dict[int, RankPage]:
+        """Read all pages of ``generation``, pass on what is new as events; the usable pages by rank."""
+        pages = {rank.rank: page for rank in generation.ranks if (page := rank.page()) is not None}
+        self._relay(generation.ranks)
+        self._note_resumed(list(pages.values()))
+        for page in pages.values():
+            if page.last_step is not None:
+                self.furthest = max(page.last_step.step, self.furthest if self.furthest is not None else -1)
+            step = page.committed_step
+            if step is not None and (self.committed is None or step > self.committed):
+                self.committed = step
+                self.events.emit("checkpoint_committed", step=step)
+        return pages
+
+    def _note_resumed(self, pages: Sequence[RankPage]) -> None:
+        stepping = [page for page in pages if page.steps]
+        if self.recovery is None or not stepping:
+            return
+        first = min((page.steps[0] for page in stepping), key=lambda record: record.end)
+        previous, noticed = self.recovery.previous_step, self.recovery.noticed
+        self.recovery = None
+        self.events.emit(
+            "resumed",
+            step=first.step,
+            previous_step=previous,
+            lost_steps=0 if previous is None else max(0, previous - first.step + 1),
+            recovered_s=round(first.end - noticed, 4),
         )
 
-    def _worker(self, local_rank: int, env: dict[str, str], outputs: tuple[int, int]) -> tuple[Worker, bool]:
-        program = self._settings.program
-        standby = self._standby.take(local_rank, env)
-        if standby is not None:
-            try:
-                order_run(standby.worker, program, env, outputs)
-                return standby.worker, standby.warm
-            except OSError as error:
-                say(f"a standby worker died when needed ({error}); starting cold")
-                standby.worker.discard()
-        cold = start_worker(program, env, *outputs)
-        order_run(cold, program, env, outputs)
-        return cold, False
+    def _relay(self, ranks: Sequence[Rank]) -> None:
+        for rank in ranks:
+            tail = self._tails.setdefault(rank.rank, EventTail(events_path(rank.page_path)))
+            for record in tail.read():
+                self._pass_on(rank.rank, record)
+
+    def _pass_on(self, rank: int, record: Mapping[str, object]) -> None:
+        t, step = record.get("t"), record.get("step")
+        fields = {key: value for key, value in record.items() if key not in _OURS}
+        moment = t if isinstance(t, int | float) and math.isfinite(t) else None
+        self.events.write(str(record["event"]), moment, {**fields, "rank": rank})
+        if record["event"] == "checkpoint_rejected" and isinstance(step, int) and self.committed is not None:
+            # It will be committed again.
+            self.committed = min(self.committed, step - 1)
+
+
+def read_error(path: Path) -> tuple[RankError, float] | None:
+    """The exception in a rank's error file and its wall second; None without one.
+
+    The file is the one of ``worker.py``, or of a program that uses torch's ``@record`` itself.
+    """
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        if isinstance(message, str):
+            return RankError("Error", message, ""), path.stat().st_mtime
+        extra = message["extraInfo"]
+        name, _, text = str(message["message"]).partition(": ")
+        t = float(extra.get("at") or extra["timestamp"])
+        return RankError(str(extra.get("type") or name), text, str(extra.get("where", ""))), t
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _wall(monotonic: float) -> float:
+    return time.time() - time.monotonic() + monotonic

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from opsd.client import events_path, process_start
+from opsd.client import process_start
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 KEEP_FINISHED_S = 24 * 3600
@@ -250,8 +250,3 @@ def valid_name(text: str) -> str:
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("._-") or "run"
     mark = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=4).hexdigest()
     return f"{words[: _MAX_NAME - len(mark) - 1]}-{mark}"
-
-
-def rank_events(page: Path) -> Path:
-    """The file with the rare events that a rank writes beside its page."""
-    return events_path(page)

@@ -1,20 +1,77 @@
-"""What the command line of ``opsd launch`` settles, in one frozen value."""
+"""What the ranks are started with: program, place among the nodes, environment, and what the command line settles."""
 
 from __future__ import annotations
 
 import os
+import random
+import shutil
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
+from typing import Literal
 
 from opsd.launch.io.console import STDERR, STDOUT, Show
-from opsd.launch.ranks.environment import launch_environment
-from opsd.launch.ranks.program import Program
+from opsd.launch.ranks.process import LAUNCHER, launcher_mark
 
 PREFIX = "[rank${rank}]: "
 StreamMap = Mapping[int | None, int]
 """What is to be done with streams: 0 none, 1 stdout, 2 stderr, 3 both, by local rank; None stands for all others."""
+
+
+class ProgramNotFound(Exception):
+    """The program does not exist or cannot be executed; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A Python script, a module as in ``python -m``, or any executable. ``python`` runs the former two.
+
+    ``given`` is ``name`` as it was given: ``sys.argv[0]`` of a script.
+    """
+
+    kind: Literal["script", "module", "executable"]
+    name: str
+    args: tuple[str, ...]
+    python: str
+    cwd: Path
+    given: str = ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What stands behind ``python`` where Python itself runs the program."""
+        return (*(("-m",) if self.kind == "module" else ()), self.given or self.name, *self.args)
+
+    @property
+    def path(self) -> str:
+        """``sys.path[0]`` of the program, as Python itself would set it."""
+        return str(Path(self.name).resolve().parent) if self.kind == "script" else str(self.cwd)
+
+    @classmethod
+    def find(cls, kind: Literal["script", "module", "executable"], name: str, args: tuple[str, ...]) -> Program:
+        """The program ``name`` as seen from the working directory. Raises ProgramNotFound.
+
+        A module is looked for by the rank itself: only its interpreter knows all places.
+        """
+        cwd, given = Path.cwd(), name
+        if kind == "script":
+            name = os.path.join(cwd, name)  # noqa: PTH118  # Python's __file__ keeps what a Path would tidy up
+            if not Path(name).is_file():
+                raise ProgramNotFound(f"there is no file {name}")
+            if not os.access(name, os.R_OK):
+                raise ProgramNotFound(f"{name} may not be read by this user")
+        elif kind == "executable":
+            found = shutil.which(name)
+            if found is None:
+                raise ProgramNotFound(f"there is no program {name} that can be executed")
+            name = str(Path(found).absolute()) if os.sep in name else found
+        python = os.environ.get("PYTHON_EXEC") or sys.executable
+        if shutil.which(python) is None:
+            named = ", named by PYTHON_EXEC," if os.environ.get("PYTHON_EXEC") else ""
+            raise ProgramNotFound(f"the interpreter {python}{named} cannot be executed")
+        return cls(kind, name, args, python, cwd, given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +148,123 @@ def own_gpu_only(environment: Mapping[str, str], local_rank: int) -> dict[str, s
     gpus = [gpu.strip() for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
     own = gpus[local_rank] if local_rank < len(gpus) else str(local_rank)
     return {**environment, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": own}
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """This node's place in one generation; ranks ``rank_offset`` to ``rank_offset + local_size - 1`` are its own."""
+
+    node_rank: int
+    nodes: int
+    rank_offset: int
+    local_size: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+def free_port(first: int = 20_000, last: int = 30_000) -> int:
+    """A TCP port nobody listens on, below the range from which the kernel gives out ports for connections.
+
+    (A port from that range could be taken between our look and the rank's bind.) Raises OSError if there is none.
+    """
+    for port in random.sample(range(first, last), k=last - first):
+        with socket.socket(socket.AF_INET) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free TCP port between {first} and {last}")
+
+
+VARYING = frozenset(
+    [
+        *("MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "OPSD_RANK_PAGE", "TORCHELASTIC_ERROR_FILE"),
+        "TORCHELASTIC_RESTART_COUNT",
+    ]
+)
+"""What may differ at every restart of the same rank. The page is the living rank's: a standby is told of another."""
+OF_A_GENERATION = VARYING | frozenset(
+    [
+        *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+        *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+    ]
+)
+"""What a rank is told at its start: all of ``generation_environment``."""
+
+
+def launch_environment(
+    base: Mapping[str, str], *, local_rank: int, local_size: int, run: str, run_dir: Path, job: str, node: str
+) -> dict[str, str]:
+    """What stays the same over all generations of a rank, and whatever its place among the nodes."""
+    gpu = gpu_of(base, local_rank)
+    threads = {"OMP_NUM_THREADS": "1"} if local_size > 1 else {}
+    return {
+        **threads,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **base,
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        LAUNCHER: launcher_mark(),
+        "OPSD_RUN": run,
+        "OPSD_RUN_DIR": str(run_dir),
+        "OPSD_JOB": job,
+        "OPSD_NODE": node,
+        "OPSD_GPU": "" if gpu is None else str(gpu),
+    }
+
+
+def generation_environment(
+    place: Assignment,
+    *,
+    local_rank: int,
+    generation: int,
+    restarts: int,
+    max_restarts: int,
+    run_id: str,
+    role: str,
+    error_file: Path,
+    page: Path,
+) -> dict[str, str]:
+    """What a rank is told at its start: its place, and what is of this generation alone."""
+    rank = str(place.rank_offset + local_rank)
+    world = str(place.world_size)
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": role,
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "OPSD_RANK_PAGE": str(page),
+        "OPSD_GENERATION": str(generation),
+    }
+
+
+def gpu_of(env: Mapping[str, str], local_rank: int, proc: str = "/proc") -> int | None:
+    """The index of the GPU that ``local_rank`` will use, None without GPUs or if they are named by UUID."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return local_rank if local_rank < gpu_count(env, proc) else None
+    entries = [entry.strip() for entry in visible.split(",")]
+    return int(entries[local_rank]) if local_rank < len(entries) and entries[local_rank].isdigit() else None
+
+
+def gpu_count(env: Mapping[str, str], proc: str = "/proc") -> int:
+    """GPUs that a rank may use: those in CUDA_VISIBLE_DEVICES if set, otherwise those the NVIDIA driver lists."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    try:
+        return len(list(Path(proc, "driver/nvidia/gpus").iterdir()))
+    except OSError:
+        return 0

@@ -16,12 +16,10 @@ from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Body, Group
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
-from opsd.launch.io.member import Member
-from opsd.launch.io.messages import say
-from opsd.launch.io.protocol import ProtocolError
+from opsd.launch.io.protocol import Member, ProtocolError
+from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
-from opsd.launch.ranks.postmortem import report_exit
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import to_ages
 from opsd.launch.run.formation import Shape, place
@@ -132,7 +130,7 @@ class ClusterRun:
         cause = first_cause([failure for failure, _ in found])
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
             named = failure is cause and (failure.kind != "communication" or len(self._group.roster) == 1)
-            report_exit(self._node.events, rank, failure, culprit=named)
+            rank.report_exit(self._node.events, failure, culprit=named)
         self._failures += found
         self._tell_progress()
         self._tell_failures(found)

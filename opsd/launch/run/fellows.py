@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
-from opsd.launch.io.member import Member
+from opsd.launch.io.protocol import Member
 from opsd.slurm.allocation import cloud_addresses
 from opsd.slurm.hostlist import HostlistError, expand
 

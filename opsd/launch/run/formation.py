@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Group
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 
 REGROUP_S = 2.0
 """How long a new head waits for the others to find it before it says that there are too few."""

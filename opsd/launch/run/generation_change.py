@@ -10,8 +10,8 @@ from opsd.launch.claims.leading import highest
 from opsd.launch.claims.messages import Begun, Ready
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Group
-from opsd.launch.ranks.membership import Assignment, free_port
-from opsd.launch.ranks.watch import Recovery
+from opsd.launch.ranks.ranks import Recovery
+from opsd.launch.ranks.settings import Assignment, free_port
 from opsd.launch.run.messages import CODEC, Waiting
 from opsd.launch.run.readiness import Readiness
 from opsd.launch.run.shutdown import Shutdown

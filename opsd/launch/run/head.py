@@ -16,13 +16,12 @@ from opsd.launch.claims.messages import Begun
 from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Group
 from opsd.launch.hangs.hang import Hang
-from opsd.launch.hangs.hang_watch import hang_fields
+from opsd.launch.hangs.watch import hang_fields
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.member import Member
-from opsd.launch.io.messages import say
+from opsd.launch.io.protocol import Member
+from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import Log
-from opsd.launch.ranks.failure import Failure, RestartPolicy
-from opsd.launch.ranks.postmortem import PROGRAM_NOT_FOUND, explain
+from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, Report, reports
 from opsd.launch.run.formation import Formation, Shape

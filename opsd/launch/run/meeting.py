@@ -18,9 +18,9 @@ from typing import Any
 
 from opsd.checkpoints.claims import newest
 from opsd.launch.claims.plan import Plan
-from opsd.launch.io.member import Member
-from opsd.launch.io.messages import say
-from opsd.launch.ranks.membership import free_port
+from opsd.launch.io.protocol import Member
+from opsd.launch.io.reporting import say
+from opsd.launch.ranks.settings import free_port
 from opsd.launch.run.fellows import Fellows, FellowsError, resolve, way_to
 from opsd.launch.run.options import Meeting
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from opsd.launch.ranks.environment import gpu_count
 from opsd.launch.ranks.rundir import valid_name
+from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run.fellows import Count
 
 C10D_PORT, MASTER_PORT = 29_400, 29_500

@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 
 from opsd.launch.claims.port import Group
-from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 from opsd.launch.run import messages
 from opsd.launch.run.messages import CODEC
 
@@ -33,7 +32,7 @@ class Readiness:
         """Let the head know."""
         if not self._asking:
             self._asking = True
-            aside(self._loop, self._ask, self._answered)
+            self._loop.run_in_thread(self._ask, self._answered)
 
     def before(self, take_part: Callable[[], None]) -> None:
         """Go on with ``take_part`` if the node is ready, as far as was known last; the head has to find another if not.

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from opsd import exitcodes
 from opsd.launch.claims.port import Group
-from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Timer
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 from opsd.launch.run.supervisor import Supervisor
 
 LAST_WORDS_S = 1.0
@@ -96,7 +95,9 @@ class Shutdown:
     def _tell_job(self) -> None:
         assert self._last_word is not None
         (lost, unfit), (code, reason) = self._bad, self._last_word
-        aside(self._node.loop, lambda: self._job.end(code, lost, unfit), lambda _: self._node.finish(code, reason))
+        self._node.loop.run_in_thread(
+            lambda: self._job.end(code, lost, unfit), lambda _: self._node.finish(code, reason)
+        )
 
     def hasten(self) -> None:
         """Exit now if the end has come: Slurm ends the job, as this launcher has asked it to."""

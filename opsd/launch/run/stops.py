@@ -6,7 +6,7 @@ from typing import Protocol
 
 from opsd import exitcodes
 from opsd.launch.claims.port import Group
-from opsd.launch.io.messages import say
+from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import Log
 from opsd.launch.run.formation import Formation
 from opsd.launch.run.messages import CODEC, Stop, StopOrdered, Why

@@ -11,23 +11,17 @@ from typing import Literal
 from opsd import exitcodes
 from opsd.client import RankPage, process_start
 from opsd.launch.hangs.hang import WARM_STEPS, Standing
-from opsd.launch.hangs.hang_watch import HangWatch
+from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import Request
-from opsd.launch.io.events import EventLog
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.messages import say
-from opsd.launch.ranks.gathering import Gathering
-from opsd.launch.ranks.membership import Assignment
-from opsd.launch.ranks.orderly_stop import HASTENED_S, OrderlyStop
-from opsd.launch.ranks.postmortem import failures
+from opsd.launch.io.reporting import EventLog, say
 from opsd.launch.ranks.process import Strangers, collect_orphans
-from opsd.launch.ranks.ranks import Generation, Rank, RankStarter
+from opsd.launch.ranks.ranks import FailureAggregation, Generation, Progress, Rank
 from opsd.launch.ranks.rundir import RunFolders, RunState
-from opsd.launch.ranks.settings import Settings
-from opsd.launch.ranks.standby import StandbyPool
-from opsd.launch.ranks.teardown import Teardown
-from opsd.launch.ranks.watch import Progress
+from opsd.launch.ranks.settings import Assignment, Settings
+from opsd.launch.ranks.shutdown import HASTENED_S, OrderlyStop, Teardown
+from opsd.launch.ranks.workers import RankStarter, StandbyPool
 from opsd.launch.run.run_control import CONTROL, RunControl
 
 State = Literal["waiting", "running", "restarting", "stopping", "spare", "finished", "failed"]
@@ -65,7 +59,7 @@ class Supervisor:
         self._hangs = hangs
         self._console = console
         self.state: State = "waiting"
-        self._gathering = Gathering(loop, self._settle)
+        self._aggregation = FailureAggregation(loop, self._settle)
         self._reported: set[int] = set()
         self._strangers = Strangers()
         self._interrupts = 0
@@ -128,7 +122,7 @@ class Supervisor:
             if not self.stopping and self._settled(pages):
                 self._standby.refill()
             hang = self._hangs.look(self.generation, pages) if self._hangs is not None else None
-            if hang is not None and not self._gathering.open:
+            if hang is not None and not self._aggregation.open:
                 self._control.hung(hang)
         delay = POLL_SUSPICIOUS_S if self._hangs is not None and self._hangs.suspicious else POLL_S
         self.loop.later(POLL_AWAITING_S if self.progress.recovery is not None else delay, self._poll)
@@ -176,7 +170,7 @@ class Supervisor:
         self._close_channel(rank)
         if self._teardown is None and rank.exit is None and rank.error() is not None:
             self._note_end(rank)
-            self._gathering.note(self.generation)
+            self._aggregation.note(self.generation)
 
     def _exited(self, rank: Rank) -> None:
         rank.exit = rank.child.exit()
@@ -186,8 +180,8 @@ class Supervisor:
         if self._teardown is not None:
             self._teardown.advance()
         elif rank.exit is not None and not rank.exit.ok and not self._stop.explains(rank):
-            self._gathering.note(self.generation)
-        elif not self.generation.running and not self._gathering.open and not self._reported:
+            self._aggregation.note(self.generation)
+        elif not self.generation.running and not self._aggregation.open and not self._reported:
             self._all_ended()
 
     def _note_end(self, rank: Rank) -> None:
@@ -203,7 +197,7 @@ class Supervisor:
     def _settle(self) -> None:
         """Report the failures that have not been: a rank may fail, say so, and end only later."""
         self.progress.update(self.generation)
-        failed = [pair for pair in failures(self.generation) if not self._stop.explains(pair[1])]
+        failed = [pair for pair in self.generation.failures() if not self._stop.explains(pair[1])]
         found = [pair for pair in failed if pair[1].rank not in self._reported]
         if found:
             self._reported |= {rank.rank for _, rank in found}
@@ -239,7 +233,7 @@ class Supervisor:
             self._teardown.kill()
 
     def _tear_down(self, *, gently: bool = False, interrupt_s: float | None = None) -> None:
-        self._gathering.forget()
+        self._aggregation.forget()
         if self._hangs is not None:
             self._hangs.relax()
         self._teardown = Teardown(

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from opsd.launch.claims.node import TcpGroup
-from opsd.launch.io.behind import Behind
+from opsd.launch.io.reporting import WorkQueue
 from opsd.launch.io.run_log import Log, OwnLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
@@ -41,7 +41,7 @@ def control_of(
         timeout_s=timeout_s,
     )
 
-    behind = Behind("events of the run")
+    work = WorkQueue("events of the run")
 
     def new_head(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Head:
         policy = RestartPolicy(
@@ -51,9 +51,7 @@ def control_of(
             asked=settings.restarts_asked,
         )
         alone = len(fellows.members) == 1
-        log: Log = (
-            OwnLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", behind)
-        )
+        log: Log = OwnLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
         return Head(shape, group, node.loop, policy, log, over)
 
     job = SlurmJob(os.environ, folder / "requeue.log")

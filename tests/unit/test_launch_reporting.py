@@ -10,34 +10,33 @@ import threading
 import time
 from pathlib import Path
 
-from opsd.launch.io.behind import Behind, flush_all
-from opsd.launch.io.events import EventLog
+from opsd.launch.io.reporting import EventLog, WorkQueue, flush_all
 from opsd.launch.io.run_log import RunLog
 
 
 def test_work_is_done_in_order() -> None:
     """What is put first is done first, and ``flush`` waits for all of it."""
     done: list[int] = []
-    behind = Behind("test")
+    work = WorkQueue("test")
     for number in range(100):
-        behind.put(lambda number=number: done.append(number))  # type: ignore[misc]
-    assert behind.flush(10)
+        work.put(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert work.flush(10)
     assert done == list(range(100))
 
 
 def test_work_that_hangs_holds_up_nobody() -> None:
     """While one piece of work hangs, more is taken up to the limit; the rest is counted and told once it goes on."""
     hung, done, missed = threading.Event(), [], []
-    behind = Behind("test", limit=5, missed=missed.append)
+    work = WorkQueue("test", limit=5, missed=missed.append)
     began = threading.Event()
-    behind.put(lambda: (began.set(), hung.wait(30))[0])
+    work.put(lambda: (began.set(), hung.wait(30))[0])
     began.wait(10)
     for number in range(12):
-        behind.put(lambda number=number: done.append(number))  # type: ignore[misc]
-    assert not behind.flush(0.05)
+        work.put(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert not work.flush(0.05)
     assert "test" in flush_all(0.05)
     hung.set()
-    assert behind.flush(10)
+    assert work.flush(10)
     assert done == [0, 1, 2, 3, 4]
     assert missed == [7]
 
@@ -56,16 +55,16 @@ def test_event_file_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> No
     os.close(reader)
 
 
-def test_run_log_is_read_and_written_behind(tmp_path: Path) -> None:
+def test_run_log_is_read_and_written_in_a_thread(tmp_path: Path) -> None:
     """A head notes what heads before it have written before it adds to it, in order, in a thread."""
     path = tmp_path / "events.jsonl"
     RunLog("r", "n1", path).relay({"event": "checkpoint_committed", "generation": 1, "step": 5}, 0.0)
-    behind = Behind("run log")
-    log = RunLog("r", "n2", path, behind)
+    work = WorkQueue("run log")
+    log = RunLog("r", "n2", path, work)
     log.relay({"event": "checkpoint_committed", "generation": 1, "step": 5}, 0.0)
     log.relay({"event": "checkpoint_committed", "generation": 1, "step": 6}, 0.0)
     log.emit("node_lost", lost="n1")
-    assert behind.flush(10)
+    assert work.flush(10)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(record["event"], record.get("step")) for record in records] == [
         ("checkpoint_committed", 5), ("checkpoint_committed", 6), ("node_lost", None),
@@ -76,7 +75,7 @@ def test_full_stderr_holds_up_nothing() -> None:
     """A program that says more than the pipe takes, to a reader that stands still, goes on and ends."""
     code = (
         "import sys\n"
-        "from opsd.launch.io.messages import say\n"
+        "from opsd.launch.io.reporting import say\n"
         "for number in range(5000):\n    say(f'{number} ' + 'x' * 100)\n"
         "print('done', flush=True)\n"
     )
@@ -91,11 +90,11 @@ def test_what_was_not_shown_is_counted() -> None:
     """Once the reader goes on, it is told how many messages it has missed; those before are whole and in order."""
     code = (
         "import sys, time\n"
-        "from opsd.launch.io import messages\n"
-        "for number in range(6000):\n    messages.say(f'{number} ' + 'x' * 100)\n"
+        "from opsd.launch.io import reporting\n"
+        "for number in range(6000):\n    reporting.say(f'{number} ' + 'x' * 100)\n"
         "print('done', flush=True)\n"
         "sys.stdin.read()\n"
-        "messages.flush(20)\n"
+        "reporting.flush(20)\n"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

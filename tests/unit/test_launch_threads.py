@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.io.aside import aside
 from opsd.launch.io.loop import Loop
 
 
@@ -40,7 +39,7 @@ def test_what_it_returns_comes_from_the_loop(loop: Loop) -> None:
         found.extend((result, threading.current_thread()))
         loop.stop()
 
-    assert aside(loop, lambda: 7, done)
+    assert loop.run_in_thread(lambda: 7, done)
     loop.run()
     assert found == [7, threading.current_thread()]
 
@@ -48,11 +47,11 @@ def test_what_it_returns_comes_from_the_loop(loop: Loop) -> None:
 def test_an_oserror_is_given_and_anything_else_raised(loop: Loop) -> None:
     """The first is the world's, the second a mistake of ours."""
     found: list[object] = []
-    aside(loop, lambda: Path("/nonexistent/folder").stat(), lambda result: (found.append(result), loop.stop()))
+    loop.run_in_thread(lambda: Path("/nonexistent/folder").stat(), lambda result: (found.append(result), loop.stop()))
     loop.run()
     assert isinstance(found[0], FileNotFoundError)
     again = Loop()
-    aside(again, lambda: 1 // 0, found.append)
+    again.run_in_thread(lambda: 1 // 0, found.append)
     with pytest.raises(ZeroDivisionError):
         again.run()
 
@@ -61,7 +60,7 @@ def test_an_oserror_is_given_and_anything_else_raised(loop: Loop) -> None:
 def test_it_needs_no_descriptors(loop: Loop) -> None:
     """The launcher has none left, and still looks whether its generation holds."""
     found: list[object] = []
-    aside(loop, lambda: 7, lambda result: (found.append(result), loop.stop()))
+    loop.run_in_thread(lambda: 7, lambda result: (found.append(result), loop.stop()))
     loop.run()
     assert found == [7]
 
@@ -79,14 +78,14 @@ def test_work_of_one_key_is_done_once_at_a_time(loop: Loop) -> None:
         hanging.wait()
         return "looked"
 
-    assert aside(loop, work, done, key="look")
+    assert loop.run_in_thread(work, done, key="look")
     threads = threading.active_count()
-    assert [aside(loop, work, done, key="look") for _ in range(100)] == [False] * 100
+    assert [loop.run_in_thread(work, done, key="look") for _ in range(100)] == [False] * 100
     assert threading.active_count() == threads
-    assert aside(loop, lambda: "other", lambda _: hanging.set(), key="other")
+    assert loop.run_in_thread(lambda: "other", lambda _: hanging.set(), key="other")
     loop.run()
     assert found == ["looked"]
-    assert aside(loop, work, done, key="look"), "it is over, and may be done again"
+    assert loop.run_in_thread(work, done, key="look"), "it is over, and may be done again"
 
 
 def test_many_threads_at_once_are_all_heard(loop: Loop) -> None:

@@ -1,0 +1,224 @@
+"""What the launcher says: to people on stderr, and as events, one JSON object a line, to every file that wants them.
+
+All of it is written in threads: a reader that stands still and a file system that hangs hold up nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+Work = Callable[[], None]
+LIMIT = 4096
+FLUSH_S = 1.0
+"""What a reader of stderr that stands still is given when the launcher ends."""
+_STDERR = 2
+_AT_ONCE = 1 << 20
+_all: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
+
+
+class WorkQueue:
+    """Does what is ``put``, one after the other. What does not fit into the queue is left out and counted.
+
+    ``missed`` is called in the thread with the number of what was left out, once the work goes on. The thread does not
+    keep the process from ending: a file system that hangs must not hang the launcher. Work handles its own errors.
+    """
+
+    def __init__(self, name: str, *, limit: int = LIMIT, missed: Callable[[int], None] | None = None) -> None:
+        self._name = name
+        self._limit = limit
+        self._tell_missed = missed
+        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._missed = 0
+        self._thread: threading.Thread | None = None
+        _all.add(self)
+
+    @property
+    def name(self) -> str:
+        """What the work is for."""
+        return self._name
+
+    def put(self, work: Work) -> None:
+        """Have ``work`` done after what was put before it; never waits."""
+        with self._lock:
+            if self._queue.qsize() >= self._limit or not self._served():
+                self._missed += 1
+            else:
+                self._queue.put(work)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was put is done, for at most ``timeout_s`` seconds; False if some is left."""
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        self._queue.put(done.set)
+        return done.wait(timeout_s)
+
+    def _served(self) -> bool:
+        """Whether there is a thread; the limit of processes may keep it from being started for now."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+        return self._thread is not None
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()()
+            with self._lock:
+                missed, self._missed = self._missed, 0
+            if missed and self._tell_missed is not None:
+                self._tell_missed(missed)
+
+
+def flush_all(timeout_s: float) -> list[str]:
+    """Wait until everything that was put anywhere is done, for at most ``timeout_s`` seconds; what is late, by name."""
+    deadline = time.monotonic() + timeout_s
+    late = [work.name for work in list(_all) if not work.flush(max(0.0, deadline - time.monotonic()))]
+    return sorted(late)
+
+
+def say(text: str) -> None:
+    """One line or paragraph. Never waits: nobody listening, or reading on, is no reason to hold up a run."""
+    _messages.put(lambda: _print(text))
+
+
+def flush(timeout_s: float = FLUSH_S) -> None:
+    """Wait until all that was said is written, for at most ``timeout_s`` seconds."""
+    _messages.flush(timeout_s)
+
+
+def write_all(descriptor: int, data: bytes | bytearray) -> None:
+    """Write all of ``data``, waiting for room also where somebody has made the descriptor non-blocking. OSError."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            room = select.poll()
+            room.register(descriptor, select.POLLOUT)
+            room.poll()
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        write_all(_STDERR, f"opsd launch: {text}\n".encode(errors="replace"))
+
+
+def _missed(count: int) -> None:
+    _print(f"{count} messages are not shown here: nobody read them in time")
+
+
+_messages = WorkQueue("messages", missed=_missed)
+atexit.register(flush)
+
+
+class EventFile:
+    """One file of events. If it cannot be written, that is reported once and does not stop the run.
+
+    A disk that fills up may take a part of a line: the next one then begins anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._failed = False
+        self._torn = False
+
+    def open(self) -> None:
+        """Make the file if it is not there. Raises OSError."""
+        if self._file is None:
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # for as long as the launcher lives
+
+    def append(self, line: bytes) -> None:
+        """Write one encoded event; waits for as long as the file system does."""
+        whole = b"\n" + line if self._torn else line
+        try:
+            self.open()
+            assert self._file is not None
+            self._torn = self._file.write(whole) != len(whole)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                say(f"events are not written to {self.path}: {error.strerror}")
+
+    def missed(self, count: int) -> None:
+        """Say that so many events were left out."""
+        say(f"{count} events are missing in {self.path}: it did not take them in time")
+
+
+def encoded(record: Mapping[str, object]) -> bytes:
+    """An event as a line of a file."""
+    return (json.dumps(record, default=str) + "\n").encode()
+
+
+class EventLog:
+    """Hands events to several files, each written in a thread of its own: a file system that hangs holds up nothing.
+
+    Raises OSError if a file cannot be made. ``relay`` is given every event as well, for somebody else to write down.
+    """
+
+    def __init__(self, run: str, node: str, targets: Sequence[Path]) -> None:
+        self._common = {"run": run, "node": node}
+        self._files: list[tuple[EventFile, WorkQueue]] = []
+        for path in targets:
+            file = EventFile(path)
+            file.open()
+            self._files.append((file, WorkQueue(f"events for {path}", missed=file.missed)))
+        self.generation = 0
+        self.relay: Callable[[dict[str, object]], None] | None = None
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Append one event of the current generation, with the time of now."""
+        self.write(event, None, fields)
+
+    def write(self, event: str, t: float | None, fields: Mapping[str, object], *, relayed: bool = True) -> None:
+        """Append one event of the current generation; ``t`` in wall seconds, now if None."""
+        own = {"t": time.time() if t is None else t, "event": event, "generation": self.generation}
+        record = {**own, **self._common, **fields}
+        line = encoded(record)
+        for file, work in self._files:
+            work.put(lambda file=file: file.append(line))  # type: ignore[misc]
+        if relayed and self.relay is not None:
+            self.relay(record)
+
+    def flush(self, timeout_s: float = 5.0) -> None:
+        """Wait until the files have all events, for at most ``timeout_s`` seconds each."""
+        for _, work in self._files:
+            work.flush(timeout_s)
+
+
+class EventTail:
+    """Follows the event file of one rank from where it was left."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> Iterator[dict[str, object]]:
+        """The complete lines added since the last call. Lines that are not JSON objects are skipped."""
+        try:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                file.seek(self._offset)
+                data = file.read(_AT_ONCE)
+        except OSError:
+            return
+        whole = data if len(data) == _AT_ONCE and b"\n" not in data else data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("event"), str):
+                    yield record

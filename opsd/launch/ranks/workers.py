@@ -1,0 +1,302 @@
+"""Worker processes: interpreters that become ranks, started cold or kept warm with the program's imports behind them.
+
+What they run is ``worker.py``, which says how it is spoken to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from opsd.launch.io.console import Console, RankOutput
+from opsd.launch.io.loop import Loop, Timer
+from opsd.launch.io.reporting import say
+from opsd.launch.ranks.process import GONE_S, Child, spawn
+from opsd.launch.ranks.ranks import Generation, Rank
+from opsd.launch.ranks.rundir import RunFolders
+from opsd.launch.ranks.settings import OF_A_GENERATION, VARYING, Assignment, Program, Settings, generation_environment
+
+WORKER = Path(__file__).with_name("worker.py")
+IMPORT_LIMIT_S = 600.0
+_MAX_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker process that waits for its orders on ``channel``, in the environment ``env``."""
+
+    program: Program
+    child: Child
+    channel: socket.socket
+    env: Mapping[str, str]
+
+    @classmethod
+    def start(cls, program: Program, env: Mapping[str, str], output: int, error_output: int) -> Worker:
+        """Start a process that waits for its orders. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = (program.python, "-u", str(WORKER), str(theirs.fileno()), *program.words)
+            child = spawn(
+                command, env=env, cwd=program.cwd, output=output, error_output=error_output, keep=(theirs.fileno(),),
+                stdin=None,
+            )  # fmt: skip
+        return cls(program, child, ours, env)
+
+    def import_ahead(self, extra: Sequence[str], watch: Collection[str]) -> None:
+        """Have it import what the program will, and ``extra``. Raises OSError if it is gone.
+
+        It answers with one line once it has, saying which of the variables ``watch`` the imports have read.
+        """
+        self._order("import", {"extra": list(extra), "watch": sorted(watch)})
+
+    def run(self, env: Mapping[str, str], outputs: tuple[int, int]) -> None:
+        """Make it the rank, with ``outputs`` as its stdout and stderr. Raises OSError if it is gone.
+
+        The channel becomes readable when the program has failed, and at the latest when it has ended.
+        """
+        self._order("run", {"changes": changes(self.env, env)}, outputs)
+
+    def discard(self) -> None:
+        """Kill the worker and collect it, unless the kernel holds it."""
+        self.kill()
+        self.child.reap(GONE_S)
+
+    def kill(self) -> None:
+        """Kill the worker; it is still to be collected."""
+        self.channel.close()
+        self.child.kill_group()
+
+    def _order(self, do: str, details: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
+        program = self.program
+        argv0 = program.given if program.kind == "script" and program.given else program.name
+        described = {
+            "kind": program.kind, "name": program.name, "argv0": argv0, "args": program.args, "path": program.path
+        }  # fmt: skip
+        payload = json.dumps({"do": do, **described, **details}).encode()
+        socket.send_fds(self.channel, [len(payload).to_bytes(4, "little")], list(descriptors))
+        self.channel.sendall(payload)
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables that differ, with their new values, None for those that are gone."""
+    return {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker of the pool. ``varying``: what may change before it is used; ``read``: what its imports have read."""
+
+    worker: Worker
+    limit: Timer
+    varying: frozenset[str]
+    ready: bool = False
+    read: frozenset[str] = frozenset()
+
+    def can_become(self, env: Mapping[str, str]) -> bool:
+        """Whether it is as a process would be that is started with ``env``; while it imports, it sees to that."""
+        changed = changes(self.worker.env, env).keys()
+        return changed <= self.varying and changed.isdisjoint(self.read)
+
+
+class StandbyPool:
+    """Keeps one warm worker per local rank, started one at a time. A worker that dies is simply not used.
+
+    A worker has the environment of the rank that it stands for (``stand_for``); on a spare node (``stand_by``) that of
+    ``environment``, in which the place among the nodes is missing. ``extra_modules`` are imported besides what the
+    program imports. With ``size`` 0 there is no standby. What a worker says goes to a file beside ``log``.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        environment: Callable[[int], Mapping[str, str]],
+        *,
+        size: int,
+        extra_modules: Sequence[str] = (),
+        log: Path,
+        loop: Loop,
+    ) -> None:
+        self._program = program
+        self._environment = environment
+        self._size = size
+        self._extra = extra_modules
+        self._log = log
+        self._loop = loop
+        self._places: dict[int, Mapping[str, str]] = {}
+        self._is_spare = False
+        self._members: dict[int, _Member] = {}
+        self._killed: dict[int, Child] = {}
+        self._failures = 0
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The processes of the pool, those that were killed and have not ended yet among them."""
+        return frozenset(member.worker.child.pid for member in self._members.values()) | self._killed.keys()
+
+    @property
+    def ready(self) -> int:
+        """How many workers are warm."""
+        return sum(member.ready for member in self._members.values())
+
+    def stand_for(self, local_rank: int, env: Mapping[str, str]) -> None:
+        """Workers for ``local_rank`` get ``env`` from now on: that of its next start, ``VARYING`` as it may be then."""
+        self._places[local_rank] = env
+        self._is_spare = False
+
+    def stand_by(self) -> None:
+        """This node is a spare: which ranks it will have is not known."""
+        self._places.clear()
+        self._is_spare = True
+
+    def refill(self) -> None:
+        """Start the next worker that is wanted, unless one is still importing or too many have failed."""
+        known = [local_rank for local_rank in range(self._size) if self._is_spare or local_rank in self._places]
+        missing = [local_rank for local_rank in known if local_rank not in self._members]
+        preparing = any(not member.ready for member in self._members.values())
+        if preparing or not missing or self._failures >= _MAX_FAILURES:
+            return
+        try:
+            self._start(missing[0])
+        except OSError as error:
+            self._failed(f"cannot be started: {error.strerror}")
+
+    def run(self, local_rank: int, env: Mapping[str, str], outputs: tuple[int, int]) -> tuple[Worker, bool]:
+        """Run the program with the environment ``env`` as ``local_rank``; its process, and whether that was warm.
+
+        A standby that is still importing is better than a new process: it carries out its next order once it is done.
+        Raises OSError if no process can be started.
+        """
+        member = self._members.get(local_rank)
+        if member is not None:
+            self._release(local_rank)
+            if member.worker.child.exit() is None and member.can_become(env):
+                try:
+                    member.worker.run(env, outputs)
+                    return member.worker, member.ready
+                except OSError as error:
+                    say(f"a standby worker died when needed ({error}); starting cold")
+            member.worker.discard()
+        cold = Worker.start(self._program, env, *outputs)
+        cold.run(env, outputs)
+        return cold, False
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for local_rank in list(self._members):
+            member = self._members[local_rank]
+            self._release(local_rank)
+            member.worker.discard()
+
+    def _start(self, local_rank: int) -> None:
+        env = self._places.get(local_rank)
+        varying = OF_A_GENERATION if env is None else VARYING
+        output = _fresh_log(self._log_of(local_rank))
+        try:
+            worker = Worker.start(self._program, env or self._environment(local_rank), output, output)
+        finally:
+            os.close(output)
+        limit = self._loop.later(IMPORT_LIMIT_S, lambda: self._lost(local_rank, "takes too long to import"))
+        self._members[local_rank] = _Member(worker, limit, varying)
+        self._loop.watch(worker.channel.fileno(), lambda: self._answered(local_rank))
+        try:
+            worker.import_ahead(self._extra, varying)
+        except OSError:
+            self._lost(local_rank, "ended at once")
+
+    def _log_of(self, local_rank: int) -> Path:
+        return self._log.with_stem(f"{self._log.stem}-{local_rank}")
+
+    def _answered(self, local_rank: int) -> None:
+        member = self._members[local_rank]
+        try:
+            said = member.worker.channel.recv(65_536)
+        except OSError:
+            said = b""
+        answer = json.loads(said) if said else {}
+        if not answer.get("ready"):
+            self._lost(local_rank, "cannot import what the program imports" if answer else "ended")
+            return
+        member.ready, member.read = True, frozenset(answer["read"])
+        member.limit.cancel()
+        self.refill()
+
+    def _lost(self, local_rank: int, why: str) -> None:
+        member = self._members[local_rank]
+        self._release(local_rank)
+        self._kill(member.worker)
+        self._failed(f"{why}, see {self._log_of(local_rank)}")
+
+    def _kill(self, worker: Worker) -> None:
+        """Kill ``worker`` without waiting for its end: one that hangs in an import may hang in the kernel."""
+        child = worker.child
+        worker.kill()
+        self._killed[child.pid] = child
+
+        def ended() -> None:
+            self._loop.unwatch(child.pidfd)
+            self._killed.pop(child.pid).reap()
+
+        self._loop.watch(child.pidfd, ended)
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        if self._failures == _MAX_FAILURES:
+            say(f"a standby worker {why}; restarts will start cold")
+
+    def _release(self, local_rank: int) -> None:
+        member = self._members.pop(local_rank)
+        member.limit.cancel()
+        self._loop.unwatch(member.worker.channel.fileno())
+
+
+def _fresh_log(path: Path) -> int:
+    """A descriptor of ``path``, emptied; what it gets becomes the beginning of the rank's log. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o644)
+
+
+class RankStarter:
+    """Starts the ranks of a generation, from warm standby workers where there are any."""
+
+    def __init__(self, settings: Settings, folders: RunFolders, standby: StandbyPool, console: Console) -> None:
+        self._settings = settings
+        self._console = console
+        self._folders = folders
+        self._standby = standby
+
+    def start(self, generation: Generation, place: Assignment, restarts: int) -> None:
+        """Add this node's ranks to ``generation``. Raises OSError, with those that were started in place."""
+        self._folders.forget_pages()
+        for local_rank in range(place.local_size):
+            generation.ranks.append(self._start_rank(generation.number, place, local_rank, restarts))
+
+    def _start_rank(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> Rank:
+        rank = place.rank_offset + local_rank
+        log = self._folders.generation_logs(generation) / f"rank-{rank:04d}.log"
+        env = self._environment(generation, place, local_rank, restarts)
+        expected = self._environment(generation + 1, place, local_rank, restarts + 1)
+        not_the_living = {"OPSD_RANK_PAGE": f"{expected['OPSD_RANK_PAGE']}.standby"}
+        self._standby.stand_for(local_rank, expected | not_the_living)
+        output = RankOutput(rank)
+        self._console.follow(output, log, self._settings.shows(rank, local_rank))
+        worker, warm = self._standby.run(local_rank, env, output.descriptors)
+        error_file, page = Path(env["TORCHELASTIC_ERROR_FILE"]), Path(env["OPSD_RANK_PAGE"])
+        return Rank(rank, local_rank, worker.child, worker.channel, output, log, error_file, page, warm)
+
+    def _environment(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> dict[str, str]:
+        rank = place.rank_offset + local_rank
+        return self._settings.environment(local_rank, self._folders.folder) | generation_environment(
+            place,
+            local_rank=local_rank,
+            generation=generation,
+            restarts=restarts,
+            max_restarts=self._settings.max_restarts,
+            run_id=self._settings.run_id,
+            role=self._settings.role,
+            error_file=self._folders.error_file(rank),
+            page=self._folders.page(rank),
+        )
