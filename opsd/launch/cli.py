@@ -33,12 +33,13 @@ from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, 
 from opsd.launch.run.formation import Shape
 from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
-from opsd.launch.run.options import Meeting, Seconds, join_timeout, meeting, run_name
+from opsd.launch.run.options import Meeting, join_timeout, meeting, run_name
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.launch.run.torchrun import full_name, torchrun_options
 from opsd.launch.run.wiring import control_of
+from opsd.numbers import Finite
 
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0
@@ -68,21 +69,21 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--node-timeout",
-    type=Seconds(0.5, 300),
+    type=Finite(0.5, 300),
     default=1.5,
     show_default=True,
     help="Seconds of silence after which a node is lost, unless it is known to answer slowly.",
 )
 @click.option(
     "--join-timeout",
-    type=Seconds(1),
+    type=Finite(1),
     default=600.0,
     show_default=True,
     help="Seconds within which the nodes must have come.",
 )
 @click.option(
     "--wait-for-node",
-    type=Seconds(0),
+    type=Finite(0),
     default=0.0,
     show_default=True,
     help="Seconds to wait for a node to come back when too few are left, before the run is given back to Slurm.",
@@ -103,21 +104,21 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--hang-limit",
-    type=Seconds(0),
+    type=Finite(0),
     default=5.0,
     show_default=True,
     help="Seconds without any change that are a hang, unless three times the p99 step is longer; 0: never judge.",
 )
 @click.option(
     "--data-hang-limit",
-    type=Seconds(1),
+    type=Finite(1),
     default=20.0,
     show_default=True,
     help="The same while waiting for data; leaves the agent time to repair a loader.",
 )
 @click.option(
     "--startup-limit",
-    type=Seconds(1),
+    type=Finite(1),
     default=1800.0,
     show_default=True,
     help="Seconds without change allowed until the first three steps are done: loading, compiling.",

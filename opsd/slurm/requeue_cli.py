@@ -8,6 +8,7 @@ import os
 import click
 
 from opsd import exitcodes
+from opsd.numbers import Finite
 from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.connect import choose
@@ -45,10 +46,10 @@ def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
 @click.option(
     "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
 )
-@click.option("--lead", default=0.0, type=click.FloatRange(0), hidden=True)
+@click.option("--lead", default=0.0, type=Finite(0), hidden=True)
 @click.option("--leave-hold", is_flag=True, hidden=True)
 @click.option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
-@click.option("--limit", default=LIMIT_S, show_default=True, type=click.FloatRange(1), help="Seconds to keep trying.")
+@click.option("--limit", default=LIMIT_S, show_default=True, type=Finite(1), help="Seconds to keep trying.")
 def requeue(
     job: int,
     lost: tuple[str, ...],

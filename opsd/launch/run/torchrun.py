@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from opsd.launch.run.options import Seconds, local_size, node_count, rank_list, rdzv_settings, streams
+from opsd.launch.run.options import local_size, node_count, rank_list, rdzv_settings, streams
+from opsd.numbers import Finite
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -142,7 +143,7 @@ _TORCHRUN: tuple[Callable[[F], F], ...] = (
         envvar="PET_MAX_RESTARTS",
         help="Restarts within any --restart-window committed steps; torchrun's default is 0.",
     ),
-    click.option("--monitor-interval", type=float, envvar="PET_MONITOR_INTERVAL", hidden=True),
+    click.option("--monitor-interval", type=Finite(0), envvar="PET_MONITOR_INTERVAL", hidden=True),
     click.option(
         "--start-method",
         default="spawn",
@@ -227,7 +228,7 @@ _TORCHRUN: tuple[Callable[[F], F], ...] = (
     click.option(
         "--stop-timeout",
         "--shutdown-timeout",
-        type=Seconds(0),
+        type=Finite(0),
         default=120.0,
         show_default=True,
         envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
