@@ -54,7 +54,7 @@ def run_name(environ: Mapping[str, str]) -> str:
     "count",
     callback=_count,
     metavar="N|MIN:MAX",
-    help="Nodes that run ranks; all but the spares by default.",
+    help="Nodes that run ranks; all but the spares by default. With MIN:MAX a run grows at its next restart only.",
 )
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes of the job that stand by.")
 @click.option("--pool", metavar="PARTITION|reservation:NAME|same",
