@@ -87,8 +87,8 @@ _TORCHRUN: tuple[Callable[[F], F], ...] = (
         callback=node_count,
         envvar="PET_NNODES",
         metavar="N|MIN:MAX",
-        help="Nodes that run ranks; one launcher on each. Further nodes are spares. With MIN:MAX a run goes on with fewer "
-        "than MAX, and one that comes later gets ranks at the next restart: by itself it causes none.",
+        help="Nodes that run ranks; one launcher on each. Further nodes are spares. With MIN:MAX a run goes on with "
+        "fewer than MAX, and one that comes later gets ranks at the next restart: by itself it causes none.",
     ),
     click.option(
         "--standalone",
