@@ -29,7 +29,7 @@ from opsd.launch.ranks.ranks import RankStarter
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import PREFIX, Settings, Streams
 from opsd.launch.ranks.standby import StandbyPool
-from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm
+from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm, usual_port
 from opsd.launch.run.formation import Shape
 from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
@@ -65,7 +65,9 @@ _FILE = click.Path(path_type=Path)
 @click.option("--nodes", default="", help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default.")
 @click.option("--node-name", default="", help="The name of this node among them; Slurm's or the host's by default.")
 @click.option(
-    "--port", type=click.IntRange(1, 65535), help="Where the launchers listen; made from the Slurm job by default."
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="Where the launchers listen; by default made from the Slurm job and the run.",
 )
 @click.option(
     "--node-timeout",
@@ -286,7 +288,8 @@ def _fellows(options: dict[str, Any], settings: Settings, folder: Path, *, sever
     """The launchers of the run: as named, as Slurm says, or who comes to the run's folder. Raises FellowsError."""
     place: Meeting | None = options["meeting"]
     if several and (place is None or options["nodes"] or of_slurm(os.environ)):
-        return find_fellows(options["nodes"], settings.node, options["port"], os.environ)
+        port = options["port"] or usual_port(settings.run, os.environ)
+        return find_fellows(options["nodes"], settings.node, port, os.environ)
     if several and place is not None:
         start = f"{settings.run}, at {place.host}:{place.port}"
         return meet(place, folder, settings.node, options["port"], options["join_timeout"], start=start)
