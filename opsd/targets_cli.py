@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from opsd.agent.ask import fail
+from opsd.numbers import Finite
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Node, Slurm, SlurmError
 
@@ -50,7 +51,7 @@ def replace(file: Path, text: str) -> bool:
 @click.option("--cluster", help="Value of the label cluster; Slurm's ClusterName by default.")
 @click.option("--port", default=PORT, show_default=True, type=click.IntRange(1, 65_535), help="Port of the agents.")
 @click.option("--domain", default="", help="Appended to the nodes' names, for instance cluster.example.com.")
-@click.option("--deadline", default=12.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds for Slurm.")
+@click.option("--deadline", default=12.0, show_default=True, type=Finite(min=0.1), help="Seconds for Slurm.")
 def targets(out: Path | None, cluster: str | None, port: int, domain: str, deadline: float) -> None:
     """Print the agents of all nodes for Prometheus' file_sd, or write them to a file.
 

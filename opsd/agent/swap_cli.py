@@ -11,6 +11,7 @@ from opsd import exitcodes
 from opsd.agent.actions import ActionError, ask_launcher
 from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.config_cli import load
+from opsd.numbers import Finite
 
 TIMEOUT_S = 600.0
 """A step, a checkpoint, and the start of the next generation; or a spare that has to come first."""
@@ -23,7 +24,7 @@ TIMEOUT_S = 600.0
 @click.option("--dry-run", is_flag=True, help="Say which spare would come, and do nothing.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(0),
+    type=Finite(0),
     default=TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",

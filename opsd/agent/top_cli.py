@@ -22,6 +22,7 @@ from rich.text import Text
 
 from opsd import exitcodes
 from opsd.agent.ask import Agent, NoAgent, Refused, fail, plain_table, printable, with_agent
+from opsd.numbers import Finite
 
 _PHASES = {
     "data": "yellow",
@@ -38,9 +39,7 @@ MAX_INCIDENTS = 8
 
 @click.command()
 @with_agent
-@click.option(
-    "--interval", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between looks."
-)
+@click.option("--interval", type=Finite(0.2, 60), default=1.0, show_default=True, help="Seconds between looks.")
 @click.option("--once", is_flag=True, help="Print one look and end.")
 def top(agent: Agent, interval: float, once: bool) -> int:
     """Watch the GPUs, ranks and incidents of a node live; q or Ctrl-C ends it.

@@ -24,16 +24,17 @@ from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter, StandbyPool
-from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm
+from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm, usual_port
 from opsd.launch.run.formation import Shape
 from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
-from opsd.launch.run.options import Meeting, Seconds, join_timeout, meeting, run_name
+from opsd.launch.run.options import Meeting, join_timeout, meeting, run_name
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.launch.run.torchrun import full_name, torchrun_options
 from opsd.launch.run.wiring import control_of
+from opsd.numbers import Finite
 
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0
@@ -59,25 +60,27 @@ _FILE = click.Path(path_type=Path)
 @click.option("--nodes", default="", help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default.")
 @click.option("--node-name", default="", help="The name of this node among them; Slurm's or the host's by default.")
 @click.option(
-    "--port", type=click.IntRange(1, 65535), help="Where the launchers listen; made from the Slurm job by default."
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="Where the launchers listen; by default made from the Slurm job and the run.",
 )
 @click.option(
     "--node-timeout",
-    type=Seconds(0.5, 300),
+    type=Finite(0.5, 300),
     default=1.5,
     show_default=True,
     help="Seconds of silence after which a node is lost, unless it is known to answer slowly.",
 )
 @click.option(
     "--join-timeout",
-    type=Seconds(1),
+    type=Finite(1),
     default=600.0,
     show_default=True,
     help="Seconds within which the nodes must have come.",
 )
 @click.option(
     "--wait-for-node",
-    type=Seconds(0),
+    type=Finite(0),
     default=0.0,
     show_default=True,
     help="Seconds to wait for a node to come back when too few are left, before the run is given back to Slurm.",
@@ -98,21 +101,21 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--hang-limit",
-    type=Seconds(0),
+    type=Finite(0),
     default=5.0,
     show_default=True,
     help="Seconds without any change that are a hang, unless three times the p99 step is longer; 0: never judge.",
 )
 @click.option(
     "--data-hang-limit",
-    type=Seconds(1),
+    type=Finite(1),
     default=20.0,
     show_default=True,
     help="The same while waiting for data; leaves the agent time to repair a loader.",
 )
 @click.option(
     "--startup-limit",
-    type=Seconds(1),
+    type=Finite(1),
     default=1800.0,
     show_default=True,
     help="Seconds without change allowed until the first three steps are done: loading, compiling.",
@@ -280,7 +283,8 @@ def _fellows(options: dict[str, Any], settings: Settings, folder: Path, *, sever
     """The launchers of the run: as named, as Slurm says, or who comes to the run's folder. Raises FellowsError."""
     place: Meeting | None = options["meeting"]
     if several and (place is None or options["nodes"] or of_slurm(os.environ)):
-        return find_fellows(options["nodes"], settings.node, options["port"], os.environ)
+        port = options["port"] or usual_port(settings.run, os.environ)
+        return find_fellows(options["nodes"], settings.node, port, os.environ)
     if several and place is not None:
         start = f"{settings.run}, at {place.host}:{place.port}"
         return meet(place, folder, settings.node, options["port"], options["join_timeout"], start=start)

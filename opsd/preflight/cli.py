@@ -16,6 +16,7 @@ from opsd import exitcodes
 from opsd.agent.ask import clock_time
 from opsd.config import Settings
 from opsd.config_cli import BadConfig, load
+from opsd.numbers import Finite
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS, run_alerts
@@ -48,7 +49,7 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--skip", multiple=True, callback=_split, metavar="CHECK,…", help="Without these checks.")
 @click.option(
     "--hours",
-    type=click.FloatRange(0, burnin.LONGEST_H, min_open=True),
+    type=Finite(0, burnin.LONGEST_H, min_open=True),
     help=f"How long a burn-in goes on, {BURN_IN_H:g} by default. One that was cut off is resumed.",
 )
 @click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")

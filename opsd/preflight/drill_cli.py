@@ -16,6 +16,7 @@ from rich.console import Console
 from opsd import __version__, exitcodes
 from opsd.config import Settings
 from opsd.config_cli import BadConfig
+from opsd.numbers import Finite
 from opsd.preflight import view
 from opsd.preflight.base import Context, CouldNotRunError, Verdict
 from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks
@@ -38,7 +39,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--nproc-per-node", "ranks", type=click.IntRange(1), help="Ranks on each node; by default one per GPU.")
 @click.option("--hosts", default="", metavar="HOSTLIST", help="All nodes, e.g. n[01-04]; by default those of the job.")
 @click.option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
-@click.option("--timeout", default=900.0, show_default=True, metavar="SECONDS", help="For all of it.")
+@click.option("--timeout", type=Finite(0), default=900.0, show_default=True, metavar="SECONDS", help="For all of it.")
 @click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")
 @click.option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML.")
 @click.option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown.")

@@ -51,7 +51,7 @@ def requeue_from_inside(
     try:
         attendant = _submitted(
             slurm,
-            lambda by_others: _attendant(allocation, without, restarts, limit_s, command, log, by_others),
+            _attendant(allocation, without, restarts, limit_s, command, log),
             allocation.job,
             restarts,
             limit_s,
@@ -86,22 +86,18 @@ class Cancelled(SlurmRejected):
     """Somebody ends the job for good; it is not to run again, and nobody is to attend to that."""
 
 
-def _requeued_by_others(slurm: Slurm, job: int, restarts: int) -> bool:
-    """Whether the job stops to be run again already. Raises Cancelled if it is not to be.
+def _refuse_cancelled(slurm: Slurm, job: int, restarts: int) -> None:
+    """Raises Cancelled if the job stops and is not to be run again.
 
     Slurm counts a restart as soon as it is asked for one, so a job that stops without one has been cancelled.
     """
-    for found in slurm.jobs([job]):
-        if is_stopping(found):
-            if found.restarts <= restarts:
-                raise Cancelled(f"job {job} is being ended and is not put back into the queue")
-            return True
-    return False
+    if any(is_stopping(found) and found.restarts <= restarts for found in slurm.jobs([job])):
+        raise Cancelled(f"job {job} is being ended and is not put back into the queue")
 
 
 def _submitted(
     slurm: Slurm,
-    attendant: Callable[[bool], tuple[str, tuple[str, ...]]],
+    attendant: tuple[str, tuple[str, ...]],
     job: int,
     restarts: int,
     limit_s: float,
@@ -116,7 +112,8 @@ def _submitted(
     limit, told = clock() + limit_s, False
     while True:
         try:
-            return slurm.submit(*attendant(_requeued_by_others(slurm, job, restarts)))
+            _refuse_cancelled(slurm, job, restarts)
+            return slurm.submit(*attendant)
         except SlurmUnavailable as error:
             if clock() > limit:
                 raise
@@ -147,13 +144,12 @@ def _attendant(
     limit_s: float,
     command: Sequence[str],
     log: str,
-    by_others: bool,
 ) -> tuple[str, tuple[str, ...]]:
-    """The script and the options of the job that attends to a requeue; what ``by_others`` is held stays held."""
+    """The script and the options of the job that attends to a requeue."""
     told = [f"--lost={name}" for name in without.lost] + [f"--without={name}" for name in without.unfit]
     argv = [
         *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={LEAD_S:g}",
-        f"--limit={limit_s:g}", f"--reason={without.reason}", *told, *(["--leave-hold"] if by_others else []),
+        f"--limit={limit_s:g}", f"--reason={without.reason}", *told,
     ]  # fmt: skip
     options = (
         f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M",

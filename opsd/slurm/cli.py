@@ -9,6 +9,7 @@ from dataclasses import asdict
 import click
 
 from opsd import exitcodes
+from opsd.numbers import Finite
 from opsd.slurm.attend import attend
 from opsd.slurm.check import Report
 from opsd.slurm.check import check as find_out
@@ -29,9 +30,7 @@ slurm.add_command(attend)
 
 @slurm.command()
 @click.option("--node", default=lambda: os.uname().nodename, show_default="host name", help="Its name in Slurm.")
-@click.option(
-    "--deadline", default=12.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds for an answer."
-)
+@click.option("--deadline", default=12.0, show_default=True, type=Finite(min=0.1), help="Seconds for an answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def check(ctx: click.Context, node: str, deadline: float, as_json: bool) -> None:

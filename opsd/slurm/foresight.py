@@ -28,6 +28,8 @@ def foresee(slurm: Slurm, number: int, without: Without, user: str) -> Foreseen:
     move = next_move(job, job.restarts)
     if not operator and job.user != user:
         return Foreseen(False, f"job {number} is {job.user}'s: {user} may not requeue it, that needs {NEEDED}")
+    if move == "held":
+        return Foreseen(False, f"job {number} is on hold ({job.reason or job.state}): would leave it so")
     if move != "requeue":
         return Foreseen(True, f"job {number} is {job.state}: would {_WOULD[move]}")
     return Foreseen(True, f"would {_nodes(job, without, operator)}requeue job {number} and have it start at once")
@@ -35,7 +37,6 @@ def foresee(slurm: Slurm, number: int, without: Without, user: str) -> Foreseen:
 
 _WOULD = {
     "wait": "wait until it has stopped and have it start at once",
-    "release": "release it and have it start at once",
     "start": "have it start at once",
     "done": "leave it alone",
 }

@@ -11,6 +11,7 @@ restart of slurmctld, and it happens once: the number of restarts tells.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,14 @@ A slurmd takes a start for one of the old job if it comes within the second, by 
 REASON = "opsd:requeue node_lost"
 _ALIVE = ("running", "configuring", "suspended", "stopped", "resizing", "signaling", "stage_out")
 _STOPPING = ("completing", "requeued", "requeue_fed")
-_HELD = ("requeue_hold", "special_exit")
+_HELD_STATES = ("requeue_hold", "special_exit")
+_HOLD = re.compile(r"h[eo]ld", re.IGNORECASE)
+"""In the reasons of pending jobs: JobHeldUser, JobHoldMaxRequeue, "job requeued in held state" …
 
-Move = Literal["requeue", "wait", "release", "start", "done"]
+Not in BadConstraints: that hold is Slurm's own, for the nodes that the job is to avoid.
+"""
+
+Move = Literal["requeue", "wait", "held", "start", "done"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Requeued:
     """How the job stands: pending and free to start, running again, or stopping while another process attends to it.
 
     ``avoided`` are nodes it was told to avoid. ``left`` if all that is still to be done is up to another process.
+    ``held`` is why the job is on hold, as somebody else wants it: nothing was done then but to stop it if it ran.
     """
 
     job: int
@@ -72,11 +79,7 @@ class Requeued:
     restarts: int
     avoided: tuple[str, ...] = ()
     left: bool = False
-
-    @property
-    def held(self) -> bool:
-        """Whether it is on hold, as somebody else wants it."""
-        return self.state in _HELD
+    held: str = ""
 
 
 def next_move(job: Job, restarts: int) -> Move:
@@ -84,10 +87,10 @@ def next_move(job: Job, restarts: int) -> Move:
 
     Raises SlurmRejected if the job has ended.
     """
-    if job.state in _HELD:
-        return "release"
     if job.state in _STOPPING:
         return "wait"
+    if job.state in _HELD_STATES or (job.state == "pending" and _HOLD.search(job.reason)):
+        return "held"
     if job.state == "pending":
         return "start"
     if job.state in _ALIVE:
@@ -113,7 +116,6 @@ def requeue_now(
     restarts: int | None = None,
     lead_s: float = 0.0,
     brief: bool = False,
-    leave_hold: bool = False,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
@@ -125,12 +127,12 @@ def requeue_now(
     ``restarts`` is how often it had been restarted when that was decided (SLURM_RESTART_COUNT), so that a job which
     somebody has requeued meanwhile is left alone; None is as often as now. For ``lead_s`` seconds the requeue itself is
     left to another process, unless the job has no steps any more; ``brief`` leaves to it what comes after the job has
-    been stopped, and ``leave_hold`` leaves a job on hold that somebody else has requeued for that. While the controller
-    is down it is asked again. Raises SlurmError: the job is not ours, not known or has ended, a node is not the job's,
-    or ``limit_s`` seconds have passed and it does not just wait for word of its nodes.
+    been stopped. A hold that somebody has set is never taken off. While the controller is down it is asked again.
+    Raises SlurmError: the job is not ours, not known or has ended, a node is not the job's, or ``limit_s`` seconds have
+    passed and it does not just wait for word of its nodes.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, without, restarts, brief, leave_hold, clock, now, say)
+    attempt = _Attempt(slurm, job, without, restarts, brief, clock, now, say)
     while True:
         pause = POLL_S
         try:
@@ -157,7 +159,6 @@ class _Attempt:
         without: Without,
         restarts: int | None,
         brief: bool,
-        leave_hold: bool,
         clock: Callable[[], float],
         now: Callable[[], float],
         say: Callable[[str], object],
@@ -167,7 +168,6 @@ class _Attempt:
         self._without = without
         self._restarts = restarts
         self._brief = brief
-        self._leave_hold = leave_hold
         self._clock = clock
         self._now = now
         self._say = say
@@ -201,11 +201,9 @@ class _Attempt:
             return Requeued(job.id, job.state, job.restarts, self._avoided)
         if move == "start":
             return self._start(job)
-        if move == "release" and self._leave_hold:
-            return Requeued(job.id, job.state, job.restarts)
-        if move == "release":
-            self._slurm.release(job.id)
-        elif move == "requeue":
+        if move == "held":
+            return Requeued(job.id, job.state, job.restarts, held=job.reason or job.state)
+        if move == "requeue":
             if may_requeue or self._deserted(job):
                 self._requeue(job)
         elif move == "wait":

@@ -8,6 +8,7 @@ import os
 import click
 
 from opsd import exitcodes
+from opsd.numbers import Finite
 from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.connect import choose
@@ -45,10 +46,9 @@ def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
 @click.option(
     "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
 )
-@click.option("--lead", default=0.0, type=click.FloatRange(0), hidden=True)
-@click.option("--leave-hold", is_flag=True, hidden=True)
+@click.option("--lead", default=0.0, type=Finite(0), hidden=True)
 @click.option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
-@click.option("--limit", default=LIMIT_S, show_default=True, type=click.FloatRange(1), help="Seconds to keep trying.")
+@click.option("--limit", default=LIMIT_S, show_default=True, type=Finite(1), help="Seconds to keep trying.")
 def requeue(
     job: int,
     lost: tuple[str, ...],
@@ -56,7 +56,6 @@ def requeue(
     reason: str,
     restarts: int | None,
     lead: float,
-    leave_hold: bool,
     dry_run: bool,
     limit: float,
 ) -> int:
@@ -64,6 +63,10 @@ def requeue(
 
     Faster than Slurm by itself, which waits for dead nodes and then two minutes more; opsd slurm check says which
     settings help. The owner of the job needs no further rights unless the node of the batch script is dead.
+
+    A hold that somebody has set (scontrol hold, uhold, requeuehold) is never taken off. Exits with 0 once the job is
+    back in the queue, or will be, 1 if it is held, cannot be requeued, or Slurm refuses, 2 if the command line is
+    wrong.
     """
     slurm, without = choose().slurm, Without(lost, unfit, reason)
     try:
@@ -76,12 +79,16 @@ def requeue(
                 slurm, allocation(os.environ), without, restarts=restarts, limit_s=limit, say=click.echo
             )
         else:
-            done = requeue_now(
-                slurm, job, without, restarts=restarts, lead_s=lead, leave_hold=leave_hold, limit_s=limit,
-                say=click.echo,
-            )  # fmt: skip
+            done = requeue_now(slurm, job, without, restarts=restarts, lead_s=lead, limit_s=limit, say=click.echo)
     except (SlurmError, AllocationError) as error:
         click.echo(f"opsd requeue: {error}", err=True)
+        return exitcodes.FAILED
+    if done.held:
+        click.echo(
+            f"opsd requeue: job {done.job} is on hold ({done.held}), which somebody has set and which stays; scontrol "
+            f"release {done.job} lets it start",
+            err=True,
+        )
         return exitcodes.FAILED
     click.echo(_told(done))
     return exitcodes.OK
@@ -90,8 +97,6 @@ def requeue(
 def _told(done: Requeued) -> str:
     if done.left:
         return f"job {done.job} is being stopped and will start again at once"
-    if done.held:
-        return f"job {done.job} was put on hold by somebody and stays so; scontrol release {done.job} lets it start"
     if done.state != "pending":
         return f"job {done.job} runs again; it has been restarted {done.restarts} times"
     avoided = f", and not on {', '.join(done.avoided)}" if done.avoided else ""

@@ -17,6 +17,7 @@ from opsd import exitcodes
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.ranks.rundir import RUN_NAME, default_root, valid_name
 from opsd.launch.run.fellows import Count, start_of_job
+from opsd.numbers import Finite
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.attend import attend_command
 from opsd.slurm.batch import Batch
@@ -53,12 +54,12 @@ def run_name(environ: Mapping[str, str]) -> str:
     "count",
     callback=_count,
     metavar="N|MIN:MAX",
-    help="Nodes that run ranks; all but the spares by default.",
+    help="Nodes that run ranks; all but the spares by default. With MIN:MAX a run grows at its next restart only.",
 )
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes of the job that stand by.")
 @click.option("--pool", metavar="PARTITION|reservation:NAME|same",
               help="Fetch a spare from there when a node is lost; same: from the job's own partition.")  # fmt: skip
-@click.option("--wait", type=click.FloatRange(0), metavar="S",
+@click.option("--wait", type=Finite(0), metavar="S",
               help="Seconds to wait for a node when too few are left, before the job goes back into the queue. "
               f"[default: {WAIT_FOR_POOL_S:g} with a pool, else 0]")  # fmt: skip
 @click.option("--run-id", "run", callback=_run_id, help="Name of the run; made from the job's name by default.")

@@ -19,6 +19,7 @@ from opsd import exitcodes
 from opsd.agent.ask import clock_time, fail
 from opsd.config import Settings
 from opsd.config_cli import load
+from opsd.numbers import Finite
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import HistoryError
 from opsd.preflight.report import ReportError
@@ -75,7 +76,7 @@ def list_spares(settings: Settings, as_json: bool) -> int:
 
 
 @spare.command()
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
+@click.option("--rate", type=Finite(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
 @click.pass_obj
 def stage(settings: Settings, rate: float | None) -> int:
     """Copy the shards at spare.source to spare.folder of this node.
@@ -103,7 +104,7 @@ def stage(settings: Settings, rate: float | None) -> int:
 
 
 @spare.command()
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
+@click.option("--rate", type=Finite(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
 @click.pass_obj
 def verify(settings: Settings, rate: float | None) -> int:
     """Read the staged data again, look at software and preflight, and say whether this node is a ready spare.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
+from opsd.numbers import Finite
 from opsd.simulated.gpus import NoCompilerError, SimulationError
 from opsd.stack.node import JOB
 from opsd.stack.pictures import PictureError, take
@@ -25,9 +26,7 @@ FIRST_DATA_S, TOLD_S, LEDGER_S = 60.0, 45.0, 30.0
 
 
 @click.command()
-@click.option(
-    "--scrape", default=15.0, show_default=True, type=click.FloatRange(1, 60), help="Seconds between scrapes."
-)
+@click.option("--scrape", default=15.0, show_default=True, type=Finite(1, 60), help="Seconds between scrapes.")
 @click.option("--keep", is_flag=True, help="Leave everything running until Ctrl-C.")
 @click.option(
     "--pictures", type=click.Path(file_okay=False, path_type=Path), help="Take pictures of the pages into this folder."

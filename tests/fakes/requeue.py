@@ -123,7 +123,7 @@ class FakeQueue(FakeSlurm):
         self.job = replace(self.job, reason="BadConstraints" if held else "Resources")
 
     def release(self, job: int) -> None:
-        self._change("requeue_hold", "pending")
+        self._change("pending")
         self.calls.append("release")
         self.job = replace(self.job, state="pending", reason="BeginTime")
 

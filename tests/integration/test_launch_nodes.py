@@ -178,7 +178,7 @@ def test_a_spare_is_asked_for_where_one_may_come(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path) -> None:
-    """So is an address of another machine."""
+    """What to do about it is said as well."""
     with Nodes(tmp_path, ENDLESS, "--nnodes=2", count=2) as nodes, socket.socket() as taken:
         nodes.kill("n1")
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -186,7 +186,8 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path) -> None:
         taken.listen()
         nodes.start("n1")
         assert nodes.processes["n1"].wait(30) == exitcodes.FAILED
-        assert "choose with --port and --nodes" in nodes.said("n1")
+        said = f":{nodes.port}: another program does; give all launchers of the run the same --port, one that is free"
+        assert said in nodes.said("n1")
         assert "Traceback" not in nodes.said("n1")
 
 

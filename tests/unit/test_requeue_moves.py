@@ -180,25 +180,26 @@ def test_a_job_that_was_requeued_meanwhile_is_left_alone() -> None:
     assert done == Requeued(7, "running", 1)
 
 
-def test_a_hold_after_a_requeue_is_taken_off() -> None:
-    """A script that failed after --requeue=expedite, or an exit code in RequeueExitHold, must not end the run."""
-    slurm = queue()
-    slurm.job = replace(slurm.job, state="requeue_hold", nodes=())
-    ask(slurm)
-    assert slurm.calls == ["release", "start"]
-
-
-@pytest.mark.parametrize("state", ["requeue_hold", "special_exit"])
-def test_what_somebody_else_has_requeued_to_be_held_stays_held(state: str) -> None:
-    """After scontrol requeuehold its launchers stop, say that the run is to go on, and ask for a requeue."""
-    slurm, clock = queue(restarts=3), FakeClock()
-    slurm.job = replace(slurm.job, state="completing")
-    requeue_from_inside(slurm, OWN, ANYWHERE, command=["opsd"], clock=clock.monotonic, sleep=clock.advance)
-    assert slurm.submitted[0][0].endswith(" --leave-hold\n")
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("pending", "JobHeldUser"),
+        ("pending", "JobHeldAdmin"),
+        ("pending", "JobHoldMaxRequeue"),
+        ("pending", "job requeued in held state"),
+        ("requeue_hold", "job_requeued_in_held_state"),
+        ("special_exit", ""),
+    ],
+)
+def test_a_hold_stays(state: str, reason: str) -> None:
+    """Nothing is changed: not even the start time, which may be the user's."""
     slurm = queue(restarts=3)
-    slurm.job = replace(slurm.job, state=state, nodes=())
-    done, _ = ask(slurm, restarts=2, leave_hold=True)
-    assert (done.held, slurm.calls) == (True, [])
+    slurm.job = replace(slurm.job, state=state, reason=reason, nodes=())
+    slurm.excluded_at = {"n3": 0.0}
+    done, _ = ask(slurm, Without(unfit=("n2",)), restarts=2)
+    assert (done.held, slurm.calls) == (reason or state, [])
+    would = foresee(slurm, 7, ANYWHERE, "alice")
+    assert (would.possible, would.text) == (False, f"job 7 is on hold ({reason or state}): would leave it so")
 
 
 def test_the_lead_is_left_to_another() -> None:

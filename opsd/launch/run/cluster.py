@@ -22,6 +22,7 @@ from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import to_ages
+from opsd.launch.run.fellows import cannot_listen
 from opsd.launch.run.formation import Shape, place
 from opsd.launch.run.generation_change import GenerationChange
 from opsd.launch.run.hangs import LocalHang
@@ -92,11 +93,7 @@ class ClusterRun:
         try:
             self._group.start(self)
         except OSError as error:
-            own = self._group.own
-            why = error.strerror or str(error)
-            self._node.finish(
-                exitcodes.FAILED, f"cannot listen at {own.address}:{own.port}: {why}; choose with --port and --nodes"
-            )
+            self._node.finish(exitcodes.FAILED, cannot_listen(self._group.own, error))
             return
         self._node.loop.every(PROGRESS_S, self._tell_first_progress)
         self._node.loop.every(READINESS_S, self._tell_readiness)

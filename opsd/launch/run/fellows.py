@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,8 +14,8 @@ from opsd.slurm.allocation import cloud_addresses
 from opsd.slurm.hostlist import HostlistError, expand
 
 DEFAULT_PORT = 29_480
-_JOB_PORTS = range(21_000, 29_000)
-"""Below those from which the kernel gives out ports; one for each job, so that two jobs may share a node."""
+_JOB_PORTS = range(20_000, 32_000)
+"""Below those from which the kernel gives out ports."""
 
 
 class FellowsError(Exception):
@@ -59,7 +61,7 @@ def way_to(address: str) -> str:
 
 
 def find_fellows(
-    nodes: str, own_name: str, port: int | None, environ: Mapping[str, str], way_to: Callable[[str], str] = way_to
+    nodes: str, own_name: str, port: int, environ: Mapping[str, str], way_to: Callable[[str], str] = way_to
 ) -> Fellows:
     """``nodes`` is a hostlist whose names may have addresses, ``n1=10.0.0.1,n2``; "" stands for those of the Slurm job.
 
@@ -71,7 +73,6 @@ def find_fellows(
             "more than one node, and no Slurm job that says which: name them with --nodes n1,n2,…, or give all of them "
             "the same --rdzv-endpoint HOST:PORT"
         )
-    port = port or _job_port(environ)
     told = cloud_addresses(environ)
     members: dict[str, Member] = {}
     for name, address in _pairs(given).items():
@@ -97,13 +98,15 @@ def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: s
 
     Slurm may start the job again while a node that was cut off still runs a launcher of the start before. That one must
     not join once it is back: it may be the next to be told to stop. A launcher that has no fellows is a start of its
-    own, and so is a group outside Slurm that begins with another launcher.
+    own, and so are a step of several nodes and a group outside Slurm that begins with another launcher.
     """
     if fellows.meeting:
         return fellows.meeting
     name, first = start_of_job(run, environ), fellows.members[0]
     if len(fellows.members) == 1:
         return f"{name}, {launcher}"
+    if environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
+        return f"{name}, step {environ.get('SLURM_STEP_ID')}"
     return name if "SLURM_JOB_ID" in environ else f"{name}, {first.name} at {first.address}:{first.port}"
 
 
@@ -150,6 +153,23 @@ def resolve(host: str) -> str:
     return addresses[0]
 
 
-def _job_port(environ: Mapping[str, str]) -> int:
+def usual_port(run: str, environ: Mapping[str, str]) -> int:
+    """Where the launchers of ``run`` listen unless it is said: each run of a Slurm job has a port of its own.
+
+    All launchers come to the same one by themselves. Jobs may share nodes, and the runs of one job mostly do.
+    """
     job = environ.get("SLURM_JOB_ID", "")
-    return _JOB_PORTS[int(job) % len(_JOB_PORTS)] if job.isdigit() else DEFAULT_PORT
+    if not job:
+        return DEFAULT_PORT
+    mark = hashlib.blake2b(f"{job} {run}".encode(), digest_size=8).digest()
+    return _JOB_PORTS[int.from_bytes(mark) % len(_JOB_PORTS)]
+
+
+def cannot_listen(own: Member, error: OSError) -> str:
+    """What to do where ``own`` cannot listen."""
+    place = f"cannot listen at {own.address}:{own.port}"
+    if error.errno == errno.EADDRINUSE:
+        return f"{place}: another program does; give all launchers of the run the same --port, one that is free"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{place}: that is no address of this machine; give the right one as --nodes {own.name}=ADDRESS,…"
+    return f"{place}: {error.strerror or error}; choose with --port and --nodes"

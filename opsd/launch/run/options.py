@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
@@ -29,7 +28,7 @@ def local_size(context: click.Context, parameter: click.Parameter, value: str) -
         raise click.BadParameter("this node has no GPU that may be used; give a number, or cpu")
     if value in counts:
         return counts[value]
-    if not value.isdigit() or not 0 < int(value) <= 1024:
+    if not value.isdecimal() or not 0 < int(value) <= 1024:
         raise click.BadParameter(
             f"{value!r} is not a number of ranks from 1 to 1024, nor cpu, gpu or auto, which counts NVIDIA's GPUs; for "
             "other devices give the number"
@@ -95,17 +94,6 @@ def join_timeout(own: float, given: bool, conf: Mapping[str, str]) -> float:
     if not 1 <= seconds < math.inf:
         raise click.BadParameter(f"--rdzv-conf: {text!r} is not a number of seconds from 1 on")
     return seconds
-
-
-class Seconds(click.FloatRange):
-    """A finite number of them."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Raises click.BadParameter."""
-        seconds = float(super().convert(value, param, ctx))
-        if not math.isfinite(seconds):
-            self.fail(f"{value!r} is no number of seconds", param, ctx)
-        return seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from opsd.launch.run.options import Seconds, local_size, node_count, rank_list, rdzv_settings, streams
+from opsd.launch.run.options import local_size, node_count, rank_list, rdzv_settings, streams
+from opsd.numbers import Finite
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,7 +87,8 @@ _TORCHRUN: tuple[Callable[[F], F], ...] = (
         callback=node_count,
         envvar="PET_NNODES",
         metavar="N|MIN:MAX",
-        help="Nodes that run ranks; one launcher on each. Further nodes are spares.",
+        help="Nodes that run ranks; one launcher on each. Further nodes are spares. With MIN:MAX a run goes on with "
+        "fewer than MAX, and one that comes later gets ranks at the next restart: by itself it causes none.",
     ),
     click.option(
         "--standalone",
@@ -142,7 +144,7 @@ _TORCHRUN: tuple[Callable[[F], F], ...] = (
         envvar="PET_MAX_RESTARTS",
         help="Restarts within any --restart-window committed steps; torchrun's default is 0.",
     ),
-    click.option("--monitor-interval", type=float, envvar="PET_MONITOR_INTERVAL", hidden=True),
+    click.option("--monitor-interval", type=Finite(0), envvar="PET_MONITOR_INTERVAL", hidden=True),
     click.option(
         "--start-method",
         default="spawn",
@@ -227,7 +229,7 @@ _TORCHRUN: tuple[Callable[[F], F], ...] = (
     click.option(
         "--stop-timeout",
         "--shutdown-timeout",
-        type=Seconds(0),
+        type=Finite(0),
         default=120.0,
         show_default=True,
         envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],

@@ -13,6 +13,7 @@ from rich.console import Console
 from opsd import exitcodes
 from opsd.config import Settings
 from opsd.config_cli import BadConfig
+from opsd.numbers import Finite
 from opsd.preflight import view
 from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks
 from opsd.preflight.history import History
@@ -32,7 +33,14 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--profile", type=click.Choice(["quick", "standard"]), default="quick", show_default=True)
 @click.option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default Slurm's.")
 @click.option("--search", "only_search", is_flag=True, help="Only search for bad nodes and links.")
-@click.option("--join-timeout", default=120.0, show_default=True, metavar="SECONDS", help="How long to wait for nodes.")
+@click.option(
+    "--join-timeout",
+    type=Finite(0),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for nodes.",
+)
 @click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")
 @click.option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML.")
 @click.option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown.")

@@ -50,6 +50,8 @@ def starts(cluster: Cluster) -> list[list[str]]:
 
 def begin(cluster: Cluster, slurm: CommandSlurm, *options: str) -> Job:
     """A job of two launchers, both of which run."""
+    for left in [cluster.shared / "starts", *cluster.shared.glob("here-*")]:
+        left.unlink(missing_ok=True)
     job = slurm.submit(TRAINING, ["-N2", "--mem=100M", "--requeue", "--no-kill", f"--chdir={cluster.shared}", *options])
     wait_until(lambda: starts(cluster), "the job runs")
     begun = slurm.jobs([job])[0]
@@ -144,6 +146,27 @@ def test_with_the_controller_away_it_is_done_later_and_once(defaults: Cluster) -
     assert len(done) == 2
     wait_until(lambda: resumed(defaults, slurm, job.id), "the job runs again")
     assert job.nodes[0] not in starts(defaults)[1]
+
+
+@pytest.mark.parametrize("hold", ["hold", "uhold", "requeuehold"])
+def test_a_hold_that_a_person_has_set_stays(cluster: Cluster, hold: str) -> None:
+    """Of a job that runs, too, for its next start. By hand the command says so, and fails."""
+    user = CommandSlurm(runner_on(cluster.controller, "nobody"))
+    job = begin(cluster, user).id
+    cluster.controller.run("scontrol", hold, str(job), user="root" if hold == "uhold" else "nobody")
+    if hold != "requeuehold":
+        assert requeue_now(user, job).held == "JobHeldUser"
+    wait_until(lambda: user.jobs([job])[0].state == "pending", "the job waits")
+    began = user.jobs([job])[0].starts_at
+    said = cluster.nodes["n4"].run(*OPSD.split(), "requeue", str(job), user="nobody", check=False)
+    reason = "job requeued in held state" if hold == "requeuehold" else "JobHeldUser"
+    assert (said.returncode, said.stdout) == (exitcodes.FAILED, "")
+    assert said.stderr == (
+        f"opsd requeue: job {job} is on hold ({reason}), which somebody has set and which stays; scontrol "
+        f"release {job} lets it start\n"
+    )
+    [found] = user.jobs([job])
+    assert (found.state, found.reason, found.starts_at) == ("pending", reason, began)
 
 
 def test_what_cannot_be_requeued_is_refused(cluster: Cluster) -> None:

@@ -1,0 +1,69 @@
+"""Several runs of several nodes in one job, at the same time, as an ordinary user who has said nothing of ports."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from opsd.slurm.commands import CommandSlurm
+from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
+from tests.integration.slurm.templates import USER
+
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow]
+
+PROGRAM = """
+import os, pathlib, sys, time
+own, other = sys.argv[1:]
+rank = os.environ["RANK"]
+pathlib.Path(f"here-{own}-{rank}").write_text(os.environ["OPSD_RUN"])
+limit = time.monotonic() + 40
+while not all(pathlib.Path(f"here-{other}-{rank}").exists() for rank in "01"):
+    assert time.monotonic() < limit, "the other run is not there"
+    time.sleep(0.05)
+pathlib.Path(f"done-{own}-{rank}").touch()
+"""
+LINES = {
+    "slurm run": (2, "$OPSD slurm run --run-id {own} -- prog.py {own} {other}"),
+    "steps with a node in common": (
+        3,
+        "srun --overlap -w {nodes} -N2 -n2 $OPSD launch --nnodes 2 prog.py {own} {other}",
+    ),
+    "steps of one job, named": (
+        2,
+        "srun --overlap -N2 -n2 $OPSD launch --run-id {own} --nnodes 2 prog.py {own} {other}",
+    ),
+}
+
+
+@pytest.fixture
+def folder(cluster: Cluster) -> Path:
+    """Where the job runs."""
+    folder = cluster.shared / f"beside-{len(list(cluster.shared.iterdir()))}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "prog.py").write_text(PROGRAM)
+    return folder
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_two_runs_of_one_job(cluster: Cluster, folder: Path, kind: str) -> None:
+    """Each rank sees those of the other run, and both runs end well."""
+    nodes, line = LINES[kind]
+    first = line.format(own="a", other="b", nodes="n1,n2")
+    second = line.format(own="b", other="a", nodes="n2,n3")
+    script = (
+        f"#!/bin/bash\nexport HOME={folder} PYTHONPATH={':'.join(sys.path)} OPSD='{sys.executable} -m opsd'\n"
+        f"{first} & one=$!\n{second} & two=$!\nwait $one && wait $two && touch both\n"
+    )
+    slurm = CommandSlurm(runner_on(cluster.controller, USER))
+    options = [f"--chdir={folder}", "--output=job.out", f"--nodelist=n[1-{nodes}]", f"--nodes={nodes}", "--no-kill"]
+    job = slurm.submit(script, options)
+    wait_until(lambda: not slurm.jobs([job]), "the job has ended", 60)
+    said = (folder / "job.out").read_text()
+    assert (folder / "both").exists(), said
+    runs = [{(folder / f"here-{own}-{rank}").read_text() for rank in "01"} for own in "ab"]
+    assert [len(run) for run in runs] == [1, 1]
+    assert runs[0] != runs[1]
+    assert len(list(folder.glob("done-*"))) == 4
