@@ -10,8 +10,8 @@ from opsd.launch.claims.messages import Begun
 from opsd.launch.claims.plan import Plan
 from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
-from opsd.launch.run.formation import Shape
 from opsd.launch.run.messages import Progress, Told
+from opsd.launch.run.nodes import Shape
 from tests.fakes.head import NODES, PlayedGroup, PlayedLoop, member
 
 OWN, HEAD = "n2", "n1"

@@ -19,7 +19,7 @@ from opsd.launch.claims.looks import Look
 from opsd.launch.claims.messages import Begun, Message, Ready
 from opsd.launch.claims.plan import Plan
 from opsd.launch.io.protocol import Member
-from opsd.launch.run.formation import Shape, place
+from opsd.launch.run.nodes import Shape, place
 
 TICK_S = 0.05
 KEPT_MESSAGES_S = 3.0

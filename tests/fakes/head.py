@@ -17,9 +17,9 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.io.run_log import RunLog
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.run import messages
-from opsd.launch.run.formation import Shape
 from opsd.launch.run.head import Head
 from opsd.launch.run.messages import CODEC, Ordered, Stop, Told, Why
+from opsd.launch.run.nodes import Shape
 
 NODES = ("n1", "n2", "n3")
 SPARE = "n4"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 from opsd.checkpoints.claims import End
-from opsd.launch.run.formation import Shape
+from opsd.launch.run.nodes import Shape
 from tests.fakes.group import Launcher, World
 
 LOOK_LIMIT_S = 3.0

@@ -9,7 +9,7 @@ import pytest
 
 from opsd.checkpoints.claims import Claim, End
 from opsd.launch.claims.plan import Plan
-from opsd.launch.run.formation import Shape
+from opsd.launch.run.nodes import Shape
 from tests.fakes.group import Launcher, PlayedFolder, World, member
 from tests.fakes.judge import Judge, Trouble
 

@@ -1,4 +1,4 @@
-"""What a generation died of: the failures that its nodes report, and which of them was first.
+"""What a generation died of or hangs in: what its nodes report, and which rank was first.
 
 Moments travel as ages, so that clocks need not agree.
 """
@@ -6,17 +6,26 @@ Moments travel as ages, so that clocks need not agree.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from opsd.launch.hangs.hang import Hang, Standing, name_culprit, stuck_together
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.ranks.failure import Failure, first_cause
-from opsd.launch.run.messages import FailedRank
+from opsd.launch.run.messages import FailedRank, HangFound, Standings
 from opsd.launch.run.run_control import Failed
+from opsd.launch.run.supervisor import Supervisor
 
 GATHER_S = 0.1
 """After a failure that is clearly a first cause: time for the other nodes' reports, for the record."""
 LOG_LINES = 10
+STANDINGS_S = 1.0
+"""How long a node may take to say where its ranks stand."""
+AGAIN_S = 1.0
+"""How often the head is told of a hang that lasts."""
+
+Stacks = Mapping[str, str | None]
+"""By node: the file with the stacks of its ranks, None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +99,100 @@ class FailureAggregation:
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._reports = None, []
+
+
+def standings(ranks: Sequence[Standing], now: float) -> tuple[Standing, ...]:
+    """Where ranks stand, the moments turned into ages, and back."""
+    return tuple(replace(rank, changed=now - rank.changed) for rank in ranks)
+
+
+class LocalHang:
+    """The hang of this node's ranks, as it was last seen here."""
+
+    def __init__(self, node: Supervisor) -> None:
+        self._node = node
+        self._last: Hang | None = None
+        self._generation = 0
+        self._stacks: str | None = None
+        self._told = 0.0
+
+    def seen(self, hang: Hang) -> bool:
+        """Keep what was seen; True if the head is to be told."""
+        now = time.monotonic()
+        if now - self._told < AGAIN_S:
+            return False
+        self._told = now
+        self._last, self._generation, self._stacks = hang, self._node.generation.number, hang.stacks
+        return True
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a hang was seen of the ranks that run."""
+        return self._last is not None and self._generation == self._node.generation.number
+
+    def report(self) -> Standings:
+        """Where the ranks stand, and the file with their stacks; the head may ask before a hang was seen."""
+        if self._generation != self._node.generation.number:
+            self._last, self._generation, self._stacks = None, self._node.generation.number, None
+        if self._stacks is None:
+            self._stacks = self._node.write_stacks()
+        return Standings(self._generation, standings(self._standings(), time.monotonic()), self._stacks)
+
+    def _standings(self) -> list[Standing]:
+        """Where the ranks stand now, with what the stacks have said of those that have not moved since."""
+        seen = {rank.rank: rank for rank in self._last.ranks} if self._last is not None else {}
+        return [
+            replace(rank, waits=seen[rank.rank].waits, where=seen[rank.rank].where)
+            if rank.rank in seen and seen[rank.rank].changed == rank.changed
+            else rank
+            for rank in self._node.standings()
+        ]
+
+    def judged(self, found: HangFound) -> None:
+        """The head restarts the run for it: note the event where the agent of this node looks, if it is its to note."""
+        fields = found.fields
+        self._node.accept_hang(str(fields["phase"]), found.score)
+        ranks = [rank.rank for rank in self._node.generation.ranks]
+        if fields["rank"] is None or fields["rank"] in ranks:
+            self._node.events.write("hang_detected", None, {**fields, "stacks": self._stacks}, relayed=False)
+
+
+class HangInquiry:
+    """Asks all nodes where their ranks stand when one of them reports a hang; ``found`` is called if it is one.
+
+    It is none while somebody waits for a rank that is within its limit, or while a node does not answer: then it is
+    asked again at the next report. Nodes whose ranks have all ended have nothing to answer, and are not asked.
+    """
+
+    def __init__(self, loop: Loop, ask: Callable[[], None], found: Callable[[Hang, Stacks], None]) -> None:
+        self._loop = loop
+        self._ask = ask
+        self._found = found
+        self._nodes: frozenset[str] = frozenset()
+        self._standings: dict[str, list[Standing]] = {}
+        self._stacks: dict[str, str | None] = {}
+        self._timer: Timer | None = None
+
+    def begin(self, nodes: Iterable[str]) -> None:
+        """Ask ``nodes``, unless that is going on."""
+        if self._timer is None:
+            self._nodes, self._standings, self._stacks = frozenset(nodes), {}, {}
+            self._timer = self._loop.later(STANDINGS_S, self.forget)
+            self._ask()
+
+    def add(self, node: str, ranks: list[Standing], stacks: str | None) -> None:
+        """Take in an answer."""
+        if self._timer is None:
+            return
+        self._standings[node], self._stacks[node] = ranks, stacks
+        if self._standings.keys() >= self._nodes:
+            everyone = [rank for ranks in self._standings.values() for rank in ranks]
+            self.forget()
+            if everyone and stuck_together(everyone):
+                self._found(name_culprit(everyone), self._stacks)
+
+    def forget(self) -> None:
+        """Nobody is asked any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None

@@ -21,14 +21,13 @@ from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
 from opsd.launch.run import messages
-from opsd.launch.run.aggregation import to_ages
+from opsd.launch.run.aggregation import LocalHang, to_ages
 from opsd.launch.run.fellows import cannot_listen
-from opsd.launch.run.formation import Shape, place
 from opsd.launch.run.generation_change import GenerationChange
-from opsd.launch.run.hangs import LocalHang
 from opsd.launch.run.head import Head
 from opsd.launch.run.isolation import Isolation
 from opsd.launch.run.messages import CODEC, Stop, Told, Why
+from opsd.launch.run.nodes import Shape, place
 from opsd.launch.run.readiness import Readiness
 from opsd.launch.run.requests import answer
 from opsd.launch.run.run_control import CONTROL, Failed

@@ -23,11 +23,9 @@ from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import Log
 from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain
 from opsd.launch.run import messages
-from opsd.launch.run.aggregation import FailureAggregation, Report, reports
-from opsd.launch.run.formation import Formation, Shape
-from opsd.launch.run.hangs import HangInquiry, standings
+from opsd.launch.run.aggregation import FailureAggregation, HangInquiry, Report, reports, standings
 from opsd.launch.run.messages import CODEC, Stop, Told
-from opsd.launch.run.node_health import NodeHealth
+from opsd.launch.run.nodes import Formation, NodeHealth, Shape
 from opsd.launch.run.stops import Stops
 
 
@@ -50,8 +48,8 @@ class Head:
         self._policy = policy
         self._log = log
         self._over = over
-        self._formation = Formation(shape, group, loop, self)
         self._health = NodeHealth(log, lambda: self._formation.spares)
+        self._formation = Formation(shape, group, loop, self._health, self)
         self._stops = Stops(self._formation, group, self._health, log, self)
         self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_standings, self._hung)
@@ -122,16 +120,6 @@ class Head:
         cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
         self._noticed = time.monotonic() - silent_s
         self._recover(Report(name, cause, "not within reach", ""))
-
-    @property
-    def unfit(self) -> set[str]:
-        """The nodes that are to run no ranks."""
-        return self._health.unfit
-
-    @property
-    def flaps(self) -> Mapping[str, int]:
-        """How often nodes have been lost and have come back."""
-        return self._health.flaps
 
     def payload(self, keep: int) -> dict[str, Any]:
         """What the plan tells a successor, and the launchers of what was before."""

@@ -8,9 +8,8 @@ from opsd import exitcodes
 from opsd.launch.claims.port import Group
 from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import Log
-from opsd.launch.run.formation import Formation
 from opsd.launch.run.messages import CODEC, Stop, StopOrdered, Why
-from opsd.launch.run.node_health import NodeHealth
+from opsd.launch.run.nodes import Formation, NodeHealth
 
 
 class Decisions(Protocol):

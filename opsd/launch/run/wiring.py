@@ -12,8 +12,8 @@ from opsd.launch.io.run_log import Log, OwnLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.fellows import Fellows, start_of
-from opsd.launch.run.formation import Shape
 from opsd.launch.run.head import Head
+from opsd.launch.run.nodes import Shape
 from opsd.launch.run.supervisor import Supervisor
 from opsd.slurm.job_end import SlurmJob as SlurmJob
 

@@ -1,9 +1,10 @@
-"""Which nodes run the ranks of the next generation: finds them, proposes it, and waits where there are too few."""
+"""The nodes of a run, as the head knows them: who is fit, who runs the ranks of the next generation, who stands by."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,9 +12,13 @@ from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.port import Group
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import say
+from opsd.launch.io.run_log import Log
+from opsd.launch.ranks.failure import Failure
 
 REGROUP_S = 2.0
 """How long a new head waits for the others to find it before it says that there are too few."""
+BLAMED_OFTEN = 2
+"""So many faults make a node unfit, though its hardware has not said that it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +65,96 @@ def place(
     return tuple(nodes) if len(nodes) >= shape.least else None
 
 
+class NodeHealth:
+    """What the head knows about nodes. ``spares`` gives those that could take a place."""
+
+    def __init__(self, log: Log, spares: Callable[[], Collection[str]]) -> None:
+        self.gone: set[str] = set()
+        self.flaps: Counter[str] = Counter()
+        """How often nodes have been lost and have come back."""
+        self._log = log
+        self._spares = spares
+        self._faults: Counter[str] = Counter()
+        self._retired: set[str] = set()
+        """Nodes whose place a spare has taken, or is about to take."""
+        self._unready: dict[str, str] = {}
+
+    @property
+    def unfit(self) -> set[str]:
+        """The nodes that are to run no ranks."""
+        return self._retired | self._unready.keys()
+
+    @property
+    def retired(self) -> set[str]:
+        """Nodes that are still there, and are not to be used again."""
+        return self._retired - self.gone
+
+    def memory(self) -> dict[str, Any]:
+        """What a successor has to know, for JSON."""
+        return {
+            "unfit": sorted(self._retired), "blamed": self._faults, "gone": sorted(self.gone), "flaps": self.flaps,
+        }  # fmt: skip
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on from what the head before remembered."""
+        self._retired, self._faults = set(memory["unfit"]), Counter(memory["blamed"])
+        self.gone, self.flaps = set(memory["gone"]), Counter(memory["flaps"])
+
+    def came(self, node: str) -> None:
+        """A launcher has joined; whether it is ready it will say."""
+        if node in self.gone:
+            self.gone.discard(node)
+            self.flaps[node] += 1
+        self._unready.pop(node, None)
+
+    def note_readiness(self, node: str, why: str) -> bool:
+        """Use a spare only while it says that it may be; True if that has changed."""
+        known = self._unready.pop(node, "")
+        if why:
+            self._unready[node] = why
+        if why and why != known:
+            self._log.emit("spare_refused", refused=node, reason=why)
+        return why != known
+
+    def call_back(self, node: str, reason: str) -> None:
+        """The node is wanted elsewhere: it does not count as a spare until it comes again."""
+        self._unready[node] = reason
+
+    def judge(self, node: str, cause: Failure) -> None:
+        """Let a spare take the place of a node that is still there, and has proven unfit.
+
+        An error of the program, or a connection lost, is no node's fault.
+        """
+        if node in self.gone or cause.kind not in ("hardware", "signal", "hang"):
+            return
+        self._faults[node] += 1
+        if cause.kind == "hardware" or self._faults[node] >= BLAMED_OFTEN:
+            self.retire(node, f"{cause.cause}, fault number {self._faults[node]} of this node")
+
+    def retire(self, node: str, reason: str) -> bool:
+        """Have ``node`` run no more ranks if another can take its place."""
+        if not self._spares():
+            return False
+        self._retired.add(node)
+        self._log.emit("node_retired", retired=node, reason=reason)
+        return True
+
+    def keep(self, slots: Collection[str]) -> None:
+        """Who of ``slots`` was to go, and is still there, stays if nobody can take its place."""
+        if self._spares():
+            return
+        leaving = self.retired & set(slots)
+        self._retired -= leaving
+        for node in sorted(leaving):
+            self.refuse_swap(node)
+
+    def refuse_swap(self, node: str) -> None:
+        """Note that ``node`` stays."""
+        self._log.emit("swap_refused", swap=node, reason="there is no spare for it")
+
+
 class Purpose(Protocol):
     """What the head wants with the nodes that are there."""
-
-    @property
-    def unfit(self) -> Collection[str]:
-        """The nodes that are to run no ranks."""
-        ...
-
-    @property
-    def flaps(self) -> Mapping[str, int]:
-        """How often nodes have been lost and have come back."""
-        ...
 
     def payload(self, keep: int) -> Mapping[str, Any]:
         """What successors have to know, with the plan; ``keep`` is the generation whose ranks run on, or 0."""
@@ -89,7 +172,7 @@ class Purpose(Protocol):
 class Formation:
     """The proposals of one head. A proposal replaces the one before; ``begun`` is called when one holds."""
 
-    def __init__(self, shape: Shape, group: Group, loop: Loop, purpose: Purpose) -> None:
+    def __init__(self, shape: Shape, group: Group, loop: Loop, health: NodeHealth, purpose: Purpose) -> None:
         self.plan: Plan | None = None
         """The newest that has begun, or that a head before this one has left."""
         self.changing = False
@@ -97,6 +180,7 @@ class Formation:
         self._shape = shape
         self._group = group
         self._loop = loop
+        self._health = health
         self._purpose = purpose
         self._waiting: Timer | None = None
         self._regroup_until = 0.0
@@ -115,7 +199,7 @@ class Formation:
     @property
     def spares(self) -> set[str]:
         """Those that could take a place."""
-        return self._group.alive.keys() - set(self._purpose.unfit) - set(self.slots)
+        return self._group.alive.keys() - self._health.unfit - set(self.slots)
 
     def take_over(self, plan: Plan) -> None:
         """Go on from ``plan``, made by the head before; some of the others may not have found this one yet."""
@@ -130,7 +214,7 @@ class Formation:
         """Propose the next generation; if there are too few nodes, one without ranks, to wait for more."""
         if self._closed:
             return
-        slots = place(self._shape, self.slots, self._group.alive.keys(), self._purpose.unfit, self._purpose.flaps)
+        slots = place(self._shape, self.slots, self._group.alive.keys(), self._health.unfit, self._health.flaps)
         if slots is not None:
             self._stop_waiting()
             self._propose(slots)
@@ -157,7 +241,7 @@ class Formation:
 
     def _too_few(self) -> None:
         self._waiting = None
-        fit = self._group.alive.keys() - set(self._purpose.unfit)
+        fit = self._group.alive.keys() - self._health.unfit
         self._purpose.too_few(f"too few nodes are left: {len(fit)} are there, {self._shape.least} are needed")
 
     def _stop_waiting(self) -> None:
