@@ -23,7 +23,7 @@ from opsd.launch.io.reporting import EventLog, flush_all, say
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
-from opsd.launch.ranks.workers import RankStarter, StandbyPool
+from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm
 from opsd.launch.run.formation import Shape
 from opsd.launch.run.meeting import meet
@@ -323,14 +323,7 @@ def _supervise(
     become_subreaper()
     loop = Loop()
     console = Console(log_bytes=log_bytes)
-    standby = StandbyPool(
-        settings.program,
-        lambda local_rank: settings.environment(local_rank, folders.folder),
-        size=settings.local_size if settings.standby else 0,
-        extra_modules=settings.standby_imports,
-        log=folders.logs / "standby.log",
-        loop=loop,
-    )
+    starter = RankStarter(settings, folders, loop, console)
     hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix) if limits is not None else None
     loop.every(TRIM_S, console.trim)
     supervisor = Supervisor(
@@ -338,8 +331,7 @@ def _supervise(
         folders,
         events,
         loop,
-        starter=RankStarter(settings, folders, standby, console),
-        standby=standby,
+        starter=starter,
         hangs=hangs,
         console=console,
     )
@@ -348,7 +340,7 @@ def _supervise(
         return supervisor.run(new_control(supervisor))
     finally:
         control.close()
-        standby.close()
+        starter.standby.close()
         console.close()
         for late in flush_all(FLUSH_S):
             say(f"some {late} are missing: they could not be written in time")
