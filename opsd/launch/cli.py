@@ -23,7 +23,7 @@ from opsd.launch.io.reporting import EventLog, flush_all, say
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
-from opsd.launch.ranks.workers import RankStarter, StandbyPool
+from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm, usual_port
 from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
@@ -327,14 +327,7 @@ def _supervise(
     become_subreaper()
     loop = Loop()
     console = Console(log_bytes=log_bytes)
-    standby = StandbyPool(
-        settings.program,
-        lambda local_rank: settings.environment(local_rank, folders.folder),
-        size=settings.local_size if settings.standby else 0,
-        extra_modules=settings.standby_imports,
-        log=folders.logs / "standby.log",
-        loop=loop,
-    )
+    starter = RankStarter(settings, folders, loop, console)
     hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix) if limits is not None else None
     loop.every(TRIM_S, console.trim)
     supervisor = Supervisor(
@@ -342,8 +335,7 @@ def _supervise(
         folders,
         events,
         loop,
-        starter=RankStarter(settings, folders, standby, console),
-        standby=standby,
+        starter=starter,
         hangs=hangs,
         console=console,
     )
@@ -352,7 +344,7 @@ def _supervise(
         return supervisor.run(new_control(supervisor))
     finally:
         control.close()
-        standby.close()
+        starter.standby.close()
         console.close()
         for late in flush_all(FLUSH_S):
             say(f"some {late} are missing: they could not be written in time")

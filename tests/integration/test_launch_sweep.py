@@ -12,7 +12,8 @@ from pathlib import Path
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import collect_orphans, descendants, spawn, sweep
 from opsd.launch.ranks.ranks import Generation
-from opsd.launch.ranks.settings import Program
+from opsd.launch.ranks.rundir import RunFolders
+from opsd.launch.ranks.settings import Program, Settings
 from opsd.launch.ranks.shutdown import Teardown
 from opsd.launch.ranks.workers import StandbyPool
 from opsd.slurm.runner import Output, run_command
@@ -90,7 +91,8 @@ def test_a_standby_worker_that_was_killed_is_collected_by_the_loop(tmp_path: Pat
     python.chmod(0o755)
     loop = Loop()
     program = Program("script", str(python), (), str(python), tmp_path)
-    pool = StandbyPool(program, lambda _: os.environ, size=1, log=tmp_path / "log", loop=loop)
+    folders = RunFolders.create("r", folder=tmp_path / "run", logs=None, shared=tmp_path / "shm")
+    pool = StandbyPool(Settings(program, "r", "", "n1", 1, "r"), folders, loop)
     pool.stand_by()
     pool.refill()
     (pid,) = pool.pids

@@ -6,7 +6,6 @@ import errno
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +16,7 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Program, Settings
+from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.cluster import UNBEGUN_S
 from opsd.launch.run.isolation import LASTING_S, SILENT_S
 from opsd.launch.run.messages import (
@@ -359,15 +359,15 @@ def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
     """After a planned swap it warms up interpreters, and tells nobody of the swap any more."""
     settings = Settings(Program.find("executable", "true", ()), "r", "", "n1", 1, "r")
     folders = RunFolders.create("r", folder=tmp_path / "run", logs=None, shared=tmp_path / "shm")
+    loop, console = Loop(), Console()
     supervisor = Supervisor(
         settings,
         folders,
         EventLog("r", "n1", []),
-        Loop(),
-        starter=None,  # type: ignore[arg-type]
-        standby=SimpleNamespace(stand_by=lambda: None),  # type: ignore[arg-type]
+        loop,
+        starter=RankStarter(settings, folders, loop, console),
         hangs=None,
-        console=Console(),
+        console=console,
     )
     supervisor.stop("the swap of n1")
     supervisor.stand_by(2)

@@ -26,11 +26,11 @@ from opsd.launch.ranks.settings import (
     OF_A_GENERATION,
     VARYING,
     Assignment,
+    Program,
+    Settings,
     free_port,
-    generation_environment,
     gpu_count,
     gpu_of,
-    launch_environment,
 )
 
 
@@ -45,15 +45,18 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 # -- environment -----------------------------------------------------------------------------------------------------
 
 
+def settings_of(local_size: int) -> Settings:
+    """Those of the run r in job 77, with so many ranks on this node, n1."""
+    program = Program("script", "/train.py", (), "python", Path("/"))
+    return Settings(program, "r", "77", "n1", local_size, "id")
+
+
 def test_environment_is_torchruns(tmp_path: Path) -> None:
     """A rank finds every variable that torchrun sets, and opsd's own."""
-    place = Assignment(0, 1, 0, 4, 4, "127.0.0.1", 29_501)
-    env = launch_environment(
-        {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, local_rank=2, local_size=4, run="r", run_dir=tmp_path, job="77", node="n1"
-    ) | generation_environment(
-        place, local_rank=2, generation=3, restarts=1, max_restarts=8, run_id="id", role="default",
-        error_file=tmp_path / "error.json", page=tmp_path / "page",
-    )  # fmt: skip
+    place, settings = Assignment(0, 1, 0, 4, 4, "127.0.0.1", 29_501), settings_of(4)
+    env = settings.environment(2, tmp_path, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) | settings.generation_environment(
+        place, 2, generation=3, restarts=1, error_file=tmp_path / "error.json", page=tmp_path / "page"
+    )
     assert env == {
         "CUDA_VISIBLE_DEVICES": "4,5,6,7", "OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0",
@@ -69,18 +72,15 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
 def test_what_a_generation_tells_is_known(tmp_path: Path) -> None:
     """A standby on a spare node is told which variables it has yet to be told."""
     place = Assignment(0, 1, 0, 1, 1, "127.0.0.1", 29_501)
-    env = generation_environment(
-        place, local_rank=0, generation=1, restarts=0, max_restarts=8, run_id="id", role="default",
-        error_file=tmp_path / "error.json", page=tmp_path / "page",
-    )  # fmt: skip
+    env = settings_of(1).generation_environment(
+        place, 0, generation=1, restarts=0, error_file=tmp_path / "error.json", page=tmp_path / "page"
+    )
     assert env.keys() == OF_A_GENERATION > VARYING
 
 
 def test_user_settings_win(tmp_path: Path) -> None:
     """What the user has set for the ranks is left alone."""
-    env = launch_environment(
-        {"OMP_NUM_THREADS": "7"}, local_rank=0, local_size=2, run="r", run_dir=tmp_path, job="", node="n"
-    )
+    env = settings_of(2).environment(0, tmp_path, {"OMP_NUM_THREADS": "7"})
     assert env["OMP_NUM_THREADS"] == "7"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from opsd.checkpoints.manifest import Manifest, commit, folder_of
 from opsd.client import Reporter, events_path
-from opsd.launch.ranks.settings import Assignment, generation_environment, launch_environment
+from opsd.launch.ranks.settings import Assignment, Program, Settings
 from trainer.config import load
 from trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, of_no_rank
 
@@ -19,11 +19,11 @@ def test_an_evaluation_is_no_rank() -> None:
     """Nothing of what the launcher gives to its ranks alone is left but its mark, by which it finds what they began."""
     base = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "OPSD_CONFIG": "/etc/opsd.toml", "HOME": "/home/a"}
     kept = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": "1"}
-    fixed = launch_environment(base, local_rank=0, local_size=2, run="r", run_dir=Path("/r"), job="1", node="n1")
-    changing = generation_environment(
-        Assignment(0, 2, 0, 2, 4, "n1", 29500), local_rank=0, generation=3, restarts=2, max_restarts=8, run_id="r",
-        role="default", error_file=Path("/e"), page=Path("/p"),
-    )  # fmt: skip
+    settings = Settings(Program("module", "train", (), "python", Path("/r")), "r", "1", "n1", 2, "r")
+    fixed = settings.environment(0, Path("/r"), base)
+    changing = settings.generation_environment(
+        Assignment(0, 2, 0, 2, 4, "n1", 29500), 0, generation=3, restarts=2, error_file=Path("/e"), page=Path("/p")
+    )
     assert of_no_rank({**fixed, **changing}) == base | kept | {"OPSD_LAUNCHER": fixed["OPSD_LAUNCHER"]}
 
 

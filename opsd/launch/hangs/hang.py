@@ -37,7 +37,7 @@ EARLY_S = 0.3
 _STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
 _APART_S = 0.1
 _PAUSE_S = 3.0
-"""Not asked for this long, the launcher itself was stopped (a suspended job), and time begins anew."""
+"""Not asked for this long, the launcher itself was stopped (a suspended job), and time starts from zero again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ atexit.register(flush)
 class EventFile:
     """One file of events. If it cannot be written, that is reported once and does not stop the run.
 
-    A disk that fills up may take a part of a line: the next one then begins anew.
+    A disk that fills up may take a part of a line: the next one then begins on a new line.
     """
 
     def __init__(self, path: Path) -> None:

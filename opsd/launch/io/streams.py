@@ -87,7 +87,7 @@ class Spool:
             return os.pread(self.descriptor, last, start)
 
     def _size(self) -> int:
-        """Bytes written so far; a program that opens its output anew, as ``> /dev/stderr`` does, begins anew."""
+        """Bytes written so far; a program that reopens its output, as ``> /dev/stderr`` does, truncates it."""
         size = os.fstat(self.descriptor).st_size
         if size < max([self._freed, *(reader.position for reader in self._readers)]):
             self._freed = 0
@@ -193,7 +193,7 @@ def missing(count: int) -> bytes:
 
 
 class LogFile:
-    """``path``, begun anew every ``limit`` bytes, 0 for never. What cannot be written is left out, and said once."""
+    """``path``, rotated every ``limit`` bytes, 0 for never. What cannot be written is left out, and said once."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path

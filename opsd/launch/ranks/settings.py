@@ -19,6 +19,20 @@ from opsd.launch.ranks.process import LAUNCHER, launcher_mark
 PREFIX = "[rank${rank}]: "
 StreamMap = Mapping[int | None, int]
 """What is to be done with streams: 0 none, 1 stdout, 2 stderr, 3 both, by local rank; None stands for all others."""
+VARYING = frozenset(
+    [
+        *("MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "OPSD_RANK_PAGE", "TORCHELASTIC_ERROR_FILE"),
+        "TORCHELASTIC_RESTART_COUNT",
+    ]
+)
+"""What may differ at every restart of the same rank. The page is the living rank's: a standby is told of another."""
+OF_A_GENERATION = VARYING | frozenset(
+    [
+        *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+        *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+    ]
+)
+"""What a rank is told at its start: all of ``Settings.generation_environment``."""
 
 
 class ProgramNotFound(Exception):
@@ -100,6 +114,19 @@ class Streams:
 
 
 @dataclass(frozen=True, slots=True)
+class Assignment:
+    """This node's place in one generation; ranks ``rank_offset`` to ``rank_offset + local_size - 1`` are its own."""
+
+    node_rank: int
+    nodes: int
+    rank_offset: int
+    local_size: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Seconds throughout.
 
@@ -129,18 +156,49 @@ class Settings:
         names = {"rank": rank, "local_rank": local_rank, "role_name": self.role}
         return {stream: self.streams.show(stream, local_rank, names) for stream in (STDOUT, STDERR)}
 
-    def environment(self, local_rank: int, run_dir: Path) -> dict[str, str]:
-        """What the environment of ``local_rank`` has in every generation: the launcher's own and opsd's."""
-        environment = launch_environment(
-            os.environ,
-            local_rank=local_rank,
-            local_size=self.local_size,
-            run=self.run,
-            run_dir=run_dir,
-            job=self.job,
-            node=self.node,
-        )
+    def environment(self, local_rank: int, run_dir: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """What the environment of ``local_rank`` has in every generation, wherever its node is placed."""
+        gpu = gpu_of(base, local_rank)
+        threads = {"OMP_NUM_THREADS": "1"} if self.local_size > 1 else {}
+        environment = {
+            **threads,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **base,
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            LAUNCHER: launcher_mark(),
+            "OPSD_RUN": self.run,
+            "OPSD_RUN_DIR": str(run_dir),
+            "OPSD_JOB": self.job,
+            "OPSD_NODE": self.node,
+            "OPSD_GPU": "" if gpu is None else str(gpu),
+        }
         return own_gpu_only(environment, local_rank) if self.virtual_local_rank else environment
+
+    def generation_environment(
+        self, place: Assignment, local_rank: int, *, generation: int, restarts: int, error_file: Path, page: Path
+    ) -> dict[str, str]:
+        """What a rank is told at its start: its place, and what is of this generation alone."""
+        rank = str(place.rank_offset + local_rank)
+        world = str(place.world_size)
+        return {
+            "RANK": rank,
+            "WORLD_SIZE": world,
+            "GROUP_RANK": str(place.node_rank),
+            "GROUP_WORLD_SIZE": str(place.nodes),
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": world,
+            "ROLE_NAME": self.role,
+            "MASTER_ADDR": place.master_addr,
+            "MASTER_PORT": str(place.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            "OPSD_RANK_PAGE": str(page),
+            "OPSD_GENERATION": str(generation),
+        }
 
 
 def own_gpu_only(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
@@ -148,19 +206,6 @@ def own_gpu_only(environment: Mapping[str, str], local_rank: int) -> dict[str, s
     gpus = [gpu.strip() for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
     own = gpus[local_rank] if local_rank < len(gpus) else str(local_rank)
     return {**environment, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": own}
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """This node's place in one generation; ranks ``rank_offset`` to ``rank_offset + local_size - 1`` are its own."""
-
-    node_rank: int
-    nodes: int
-    rank_offset: int
-    local_size: int
-    world_size: int
-    master_addr: str
-    master_port: int
 
 
 def free_port(first: int = 20_000, last: int = 30_000) -> int:
@@ -176,78 +221,6 @@ def free_port(first: int = 20_000, last: int = 30_000) -> int:
                 continue
             return port
     raise OSError(f"no free TCP port between {first} and {last}")
-
-
-VARYING = frozenset(
-    [
-        *("MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "OPSD_RANK_PAGE", "TORCHELASTIC_ERROR_FILE"),
-        "TORCHELASTIC_RESTART_COUNT",
-    ]
-)
-"""What may differ at every restart of the same rank. The page is the living rank's: a standby is told of another."""
-OF_A_GENERATION = VARYING | frozenset(
-    [
-        *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-        *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
-    ]
-)
-"""What a rank is told at its start: all of ``generation_environment``."""
-
-
-def launch_environment(
-    base: Mapping[str, str], *, local_rank: int, local_size: int, run: str, run_dir: Path, job: str, node: str
-) -> dict[str, str]:
-    """What stays the same over all generations of a rank, and whatever its place among the nodes."""
-    gpu = gpu_of(base, local_rank)
-    threads = {"OMP_NUM_THREADS": "1"} if local_size > 1 else {}
-    return {
-        **threads,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **base,
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_size),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        LAUNCHER: launcher_mark(),
-        "OPSD_RUN": run,
-        "OPSD_RUN_DIR": str(run_dir),
-        "OPSD_JOB": job,
-        "OPSD_NODE": node,
-        "OPSD_GPU": "" if gpu is None else str(gpu),
-    }
-
-
-def generation_environment(
-    place: Assignment,
-    *,
-    local_rank: int,
-    generation: int,
-    restarts: int,
-    max_restarts: int,
-    run_id: str,
-    role: str,
-    error_file: Path,
-    page: Path,
-) -> dict[str, str]:
-    """What a rank is told at its start: its place, and what is of this generation alone."""
-    rank = str(place.rank_offset + local_rank)
-    world = str(place.world_size)
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "GROUP_RANK": str(place.node_rank),
-        "GROUP_WORLD_SIZE": str(place.nodes),
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
-        "ROLE_NAME": role,
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_ERROR_FILE": str(error_file),
-        "OPSD_RANK_PAGE": str(page),
-        "OPSD_GENERATION": str(generation),
-    }
 
 
 def gpu_of(env: Mapping[str, str], local_rank: int, proc: str = "/proc") -> int | None:

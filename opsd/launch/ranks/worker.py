@@ -8,9 +8,9 @@ in front. Each has the program: ``kind`` (script, module or executable), ``name`
 
 ``{"do": "import", "extra": [modules], "watch": [variables]}`` -> ``{"ready": bool, "read": [variables]}``
     become a warm standby; ``read`` are those of the watched variables that an import has read. If an import fails,
-    begin anew as a cold one;
+    start over as a cold one;
 ``{"do": "run", "changes": {variable: value or null}}`` with the descriptors of stdout and stderr attached
-    become the rank. If an import has read what changes now, or the program was edited, begin anew and run. A program
+    become the rank. If an import has read what changes now, or the program was edited, start over and run. A program
     that ends with an exception answers ``{"failed": true}`` at once: the interpreter's own end may take seconds.
 """
 
@@ -99,7 +99,7 @@ class _Standby:
             traceback.print_exc()
             _answer(self._channel, ready=False)
             _take_stdin_back(stdin)
-            _begin_anew(self._channel, self._given)
+            _start_over(self._channel, self._given)
         _take_stdin_back(stdin)
         # What has been imported stays: collections of garbage that looked at it would take a tenth of a second each.
         gc.freeze()
@@ -111,7 +111,7 @@ class _Standby:
         if self._prelude.edited or not changes.keys().isdisjoint(self._reads.names):
             _write_to(descriptors)
             new = {name: value for name, value in (self._given | changes).items() if value is not None}
-            _begin_anew(self._channel, new, order | {"changes": {}})
+            _start_over(self._channel, new, order | {"changes": {}})
         said = os.pread(1, os.fstat(1).st_size, 0)
         _write_to(descriptors)
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ class _Standby:
 
 
 def _change(environment: dict[str, str | None]) -> None:
-    """What has changed since this process was given its environment: of a standby that began anew, a good deal."""
+    """What has changed since this process was given its environment: of a standby that started over, a good deal."""
     for name, value in environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -163,7 +163,7 @@ def _write_to(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
-def _begin_anew(channel: socket.socket, env: dict[str, str], order: Order | None = None) -> NoReturn:
+def _start_over(channel: socket.socket, env: dict[str, str], order: Order | None = None) -> NoReturn:
     """Become a cold worker in the environment ``env``, which carries out ``order`` at once if there is one."""
     descriptors = str(channel.fileno())
     channel.set_inheritable(True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from opsd.launch.io.reporting import say
 from opsd.launch.ranks.process import GONE_S, Child, spawn
 from opsd.launch.ranks.ranks import Generation, Rank
 from opsd.launch.ranks.rundir import RunFolders
-from opsd.launch.ranks.settings import OF_A_GENERATION, VARYING, Assignment, Program, Settings, generation_environment
+from opsd.launch.ranks.settings import OF_A_GENERATION, VARYING, Assignment, Program, Settings
 
 WORKER = Path(__file__).with_name("worker.py")
 IMPORT_LIMIT_S = 600.0
@@ -105,26 +105,13 @@ class _Member:
 class StandbyPool:
     """Keeps one warm worker per local rank, started one at a time. A worker that dies is simply not used.
 
-    A worker has the environment of the rank that it stands for (``stand_for``); on a spare node (``stand_by``) that of
-    ``environment``, in which the place among the nodes is missing. ``extra_modules`` are imported besides what the
-    program imports. With ``size`` 0 there is no standby. What a worker says goes to a file beside ``log``.
+    A worker has the environment of the rank that it stands for (``stand_for``); on a spare node (``stand_by``) one in
+    which the place among the nodes is missing. What it says goes to a file beside the ranks' logs.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        environment: Callable[[int], Mapping[str, str]],
-        *,
-        size: int,
-        extra_modules: Sequence[str] = (),
-        log: Path,
-        loop: Loop,
-    ) -> None:
-        self._program = program
-        self._environment = environment
-        self._size = size
-        self._extra = extra_modules
-        self._log = log
+    def __init__(self, settings: Settings, folders: RunFolders, loop: Loop) -> None:
+        self._settings = settings
+        self._folders = folders
         self._loop = loop
         self._places: dict[int, Mapping[str, str]] = {}
         self._is_spare = False
@@ -154,7 +141,8 @@ class StandbyPool:
 
     def refill(self) -> None:
         """Start the next worker that is wanted, unless one is still importing or too many have failed."""
-        known = [local_rank for local_rank in range(self._size) if self._is_spare or local_rank in self._places]
+        size = self._settings.local_size if self._settings.standby else 0
+        known = [local_rank for local_rank in range(size) if self._is_spare or local_rank in self._places]
         missing = [local_rank for local_rank in known if local_rank not in self._members]
         preparing = any(not member.ready for member in self._members.values())
         if preparing or not missing or self._failures >= _MAX_FAILURES:
@@ -180,7 +168,7 @@ class StandbyPool:
                 except OSError as error:
                     say(f"a standby worker died when needed ({error}); starting cold")
             member.worker.discard()
-        cold = Worker.start(self._program, env, *outputs)
+        cold = Worker.start(self._settings.program, env, *outputs)
         cold.run(env, outputs)
         return cold, False
 
@@ -192,23 +180,24 @@ class StandbyPool:
             member.worker.discard()
 
     def _start(self, local_rank: int) -> None:
-        env = self._places.get(local_rank)
-        varying = OF_A_GENERATION if env is None else VARYING
+        env, varying = self._places.get(local_rank), VARYING
+        if env is None:
+            env, varying = self._settings.environment(local_rank, self._folders.folder), OF_A_GENERATION
         output = _fresh_log(self._log_of(local_rank))
         try:
-            worker = Worker.start(self._program, env or self._environment(local_rank), output, output)
+            worker = Worker.start(self._settings.program, env, output, output)
         finally:
             os.close(output)
         limit = self._loop.later(IMPORT_LIMIT_S, lambda: self._lost(local_rank, "takes too long to import"))
         self._members[local_rank] = _Member(worker, limit, varying)
         self._loop.watch(worker.channel.fileno(), lambda: self._answered(local_rank))
         try:
-            worker.import_ahead(self._extra, varying)
+            worker.import_ahead(self._settings.standby_imports, varying)
         except OSError:
             self._lost(local_rank, "ended at once")
 
     def _log_of(self, local_rank: int) -> Path:
-        return self._log.with_stem(f"{self._log.stem}-{local_rank}")
+        return self._folders.logs / f"standby-{local_rank}.log"
 
     def _answered(self, local_rank: int) -> None:
         member = self._members[local_rank]
@@ -262,11 +251,11 @@ def _fresh_log(path: Path) -> int:
 class RankStarter:
     """Starts the ranks of a generation, from warm standby workers where there are any."""
 
-    def __init__(self, settings: Settings, folders: RunFolders, standby: StandbyPool, console: Console) -> None:
+    def __init__(self, settings: Settings, folders: RunFolders, loop: Loop, console: Console) -> None:
+        self.standby = StandbyPool(settings, folders, loop)
         self._settings = settings
-        self._console = console
         self._folders = folders
-        self._standby = standby
+        self._console = console
 
     def start(self, generation: Generation, place: Assignment, restarts: int) -> None:
         """Add this node's ranks to ``generation``. Raises OSError, with those that were started in place."""
@@ -280,23 +269,20 @@ class RankStarter:
         env = self._environment(generation, place, local_rank, restarts)
         expected = self._environment(generation + 1, place, local_rank, restarts + 1)
         not_the_living = {"OPSD_RANK_PAGE": f"{expected['OPSD_RANK_PAGE']}.standby"}
-        self._standby.stand_for(local_rank, expected | not_the_living)
+        self.standby.stand_for(local_rank, expected | not_the_living)
         output = RankOutput(rank)
         self._console.follow(output, log, self._settings.shows(rank, local_rank))
-        worker, warm = self._standby.run(local_rank, env, output.descriptors)
+        worker, warm = self.standby.run(local_rank, env, output.descriptors)
         error_file, page = Path(env["TORCHELASTIC_ERROR_FILE"]), Path(env["OPSD_RANK_PAGE"])
         return Rank(rank, local_rank, worker.child, worker.channel, output, log, error_file, page, warm)
 
     def _environment(self, generation: int, place: Assignment, local_rank: int, restarts: int) -> dict[str, str]:
         rank = place.rank_offset + local_rank
-        return self._settings.environment(local_rank, self._folders.folder) | generation_environment(
+        return self._settings.environment(local_rank, self._folders.folder) | self._settings.generation_environment(
             place,
-            local_rank=local_rank,
+            local_rank,
             generation=generation,
             restarts=restarts,
-            max_restarts=self._settings.max_restarts,
-            run_id=self._settings.run_id,
-            role=self._settings.role,
             error_file=self._folders.error_file(rank),
             page=self._folders.page(rank),
         )

@@ -21,7 +21,7 @@ from opsd.launch.ranks.ranks import FailureAggregation, Generation, Progress, Ra
 from opsd.launch.ranks.rundir import RunFolders, RunState
 from opsd.launch.ranks.settings import Assignment, Settings
 from opsd.launch.ranks.shutdown import HASTENED_S, OrderlyStop, Teardown
-from opsd.launch.ranks.workers import RankStarter, StandbyPool
+from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.run_control import CONTROL, RunControl
 
 State = Literal["waiting", "running", "restarting", "stopping", "spare", "finished", "failed"]
@@ -42,7 +42,6 @@ class Supervisor:
         loop: Loop,
         *,
         starter: RankStarter,
-        standby: StandbyPool,
         hangs: HangWatch | None,
         console: Console,
     ) -> None:
@@ -55,7 +54,7 @@ class Supervisor:
         self.done = False
         """True once the ranks of the generation have all ended in good order."""
         self._starter = starter
-        self._standby = standby
+        self._standby = starter.standby
         self._hangs = hangs
         self._console = console
         self.state: State = "waiting"
