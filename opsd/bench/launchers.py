@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.messages import Begun, Ready
+from opsd.launch.claims.messages import Begun, Body, Ready
 from opsd.launch.claims.node import TcpGroup
 from opsd.launch.claims.plan import Plan
-from opsd.launch.claims.port import Body
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.protocol import Member
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opsd.checkpoints.claims import Claim, End
-from opsd.launch.claims.core import Core
-from opsd.launch.claims.looks import Look
+from opsd.launch.claims.authority import Look
+from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Message, Ready
 from opsd.launch.claims.plan import Plan
 from opsd.launch.io.protocol import Member
@@ -132,6 +132,8 @@ class World:
 class PlayedFolder:
     """The ``Folder`` of one launcher."""
 
+    error = None
+
     def __init__(self, world: World, name: str, process: Launcher) -> None:
         self._world, self._name, self._process = world, name, process
 
@@ -188,7 +190,7 @@ class PlayedFolder:
 
         self._world.later(0.0005 + self._world.random.random() * 0.003, serve)
 
-    def _answer(self, call: Callable[[Core, float], None]) -> None:
+    def _answer(self, call: Callable[[Group, float], None]) -> None:
         process = self._process
 
         def give() -> None:
@@ -241,11 +243,11 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self.launcher = f"{self.name}-{next(self.incarnations)}"
-        self.core = Core(
+        self.core = Group(
             member(self.name), [member(name) for name in self.expected],
             lambda target, message: self.world.send(self.name, target, message),
-            self.world.folder(self.world, self.name, self), size=1, start=self.start, launcher=self.launcher,
-            now=self.world.now,
+            self.world.folder(self.world, self.name, self), lambda: None,
+            size=1, start=self.start, launcher=self.launcher, now=self.world.now,
         )  # fmt: skip
         self.core.start(self)
         self.world.launchers[self.name] = self

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from opsd.launch.claims.core import TIMEOUT_S
+from opsd.launch.claims.claimant import TIMEOUT_S
 from opsd.launch.ranks.settings import free_port
 from tests.fakes import group_process
 

@@ -10,15 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.claiming import AGAIN_S, Claiming
+from opsd.launch.claims.authority import CLAIM_AGAIN_S, LOOK_AGAIN_S, LOOK_S, Claiming, Look, Looks
 from opsd.launch.claims.leading import Leading
-from opsd.launch.claims.looks import AGAIN_S as LOOK_AGAIN_S
-from opsd.launch.claims.looks import LOOK_S, Look, Looks
-from opsd.launch.claims.mail import Inbox, Outbox
-from opsd.launch.claims.messages import MESSAGES, Begun, Here, Message, Near, Order, Ready, Roster, Seek
-from opsd.launch.claims.peers import MOST_PATIENCE, Peer, Share, share
+from opsd.launch.claims.messages import MESSAGES, Body, Here, Message, Near, Order, Ready, Roster, Seek
+from opsd.launch.claims.peers import MOST_PATIENCE, Inbox, Outbox, Peer, Share, share
 from opsd.launch.claims.plan import Plan
-from opsd.launch.claims.port import Body
 from opsd.launch.claims.seeking import Seeking
 from opsd.launch.io.protocol import Codec, Member
 
@@ -119,6 +115,8 @@ def test_a_message_of_a_version_with_fewer_fields_is_understood() -> None:
 class Asked:
     """A folder that notes what it is asked."""
 
+    error = None
+
     def __init__(self) -> None:
         self.wholes: list[bool] = []
         self.claims: list[Claim] = []
@@ -139,30 +137,26 @@ def seen(number: int, beat: int = 0) -> Look:
 def test_what_waits_for_a_look_waits_for_one_that_began_later() -> None:
     """One that was under way may have read the folder before."""
     folder = Asked()
-    done: list[str] = []
     looks = Looks(folder, 0.0)
-    looks.want(0.0)
-    looks.want(0.1, lambda: done.append("then"))
+    under_way, later = looks.want(0.0), looks.want(0.1)
     looks.answered(0.2, seen(1), 1)
-    looks.done()
-    assert done == []
+    assert looks.confirmed == under_way < later
     looks.tick(0.2, 3)
     looks.answered(0.3, seen(1), 1)
-    looks.done()
-    assert (done, folder.wholes) == (["then"], [True, True])
+    assert (looks.confirmed, folder.wholes) == (later, [True, True])
 
 
 def test_a_stale_look_is_repeated() -> None:
     """It came back with less than is known: what waits for a fresh one goes on waiting."""
     folder = Asked()
-    done: list[str] = []
     looks = Looks(folder, 0.0)
-    looks.want(0.0, lambda: done.append("then"))
+    wanted = looks.want(0.0)
     looks.answered(0.1, seen(4), 5)
+    assert looks.confirmed < wanted
     looks.tick(0.1 + LOOK_AGAIN_S, 3)
     looks.answered(0.5, seen(5), 5)
-    looks.done()
-    assert (done, folder.wholes) == (["then"], [True, True])
+    assert looks.confirmed >= wanted
+    assert folder.wholes == [True, True]
 
 
 def test_of_many_launchers_not_all_read_the_whole_folder_each_second() -> None:
@@ -248,7 +242,7 @@ def test_a_claim_of_which_nothing_is_known_is_made_again() -> None:
         wishes.claiming.settled(1.0, None, newest)
         wishes.claiming.tick(1.0)
         assert wishes.made == ["a"]
-        wishes.claiming.tick(1.0 + AGAIN_S)
+        wishes.claiming.tick(1.0 + CLAIM_AGAIN_S)
     assert [wishes.made for wishes in (unknown, found, unwanted)] == [["a", "a"], ["a"], ["a"]]
 
 
@@ -259,7 +253,7 @@ def test_a_newer_wish_outlives_the_failure_of_the_one_before(mine: bool | None) 
     wishes.want("a")
     wishes.want("b")
     wishes.claiming.settled(1.0, mine, 4)
-    wishes.claiming.tick(1.0 + AGAIN_S)
+    wishes.claiming.tick(1.0 + CLAIM_AGAIN_S)
     assert wishes.made == ["a", "b"]
 
 
@@ -280,7 +274,7 @@ class Others:
     def __init__(self) -> None:
         self.heard: dict[str, list[Body]] = {"n2": [], "n3": []}
         self._inboxes = {name: Inbox() for name in self.heard}
-        self.head = Leading(member("n1"), 1, self._send, self, 2.0)
+        self.head = Leading(member("n1"), 1, self._send, 2.0)
 
     def _send(self, target: Member, message: Message) -> None:
         body = self._inboxes[target.name].take(*astuple(message)) if isinstance(message, Order) else None
@@ -290,12 +284,6 @@ class Others:
     def answer(self, *names: str, now: float) -> None:
         for name in names:
             self.head.here(member(name), Here(1, 1, f"{name}-1", orders=self._inboxes[name].heard), now)
-
-    def joined(self, member: Member) -> None: ...
-    def lost(self, name: str, silent_s: float) -> None: ...
-    def too_few(self) -> None: ...
-    def all_ready(self, begun: Begun) -> None: ...
-    def told(self, sender: str, body: Body) -> None: ...
 
 
 @pytest.mark.parametrize("how", ["lost", "stepped down"])

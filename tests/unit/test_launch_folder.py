@@ -10,8 +10,8 @@ from queue import Queue
 import pytest
 
 from opsd.checkpoints.claims import FOLDER, Claim, newest_number
-from opsd.launch.claims.folder import RunFolder
-from opsd.launch.claims.looks import Look
+from opsd.launch.claims.authority import Look
+from opsd.launch.claims.node import RunFolder
 from opsd.launch.io.loop import Loop
 
 

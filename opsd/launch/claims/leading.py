@@ -3,65 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
-from opsd.launch.claims.mail import Outbox
-from opsd.launch.claims.messages import Beat, Begun, Here, Message, Order, Ready, Roster, Tell, Told
-from opsd.launch.claims.peers import Follower, Share, share
+from opsd.launch.claims.messages import Beat, Begun, Body, Here, Message, Order, Ready, Roster, Tell, Told
+from opsd.launch.claims.peers import BEATS_MISSED, REPEAT_S, Follower, Outbox, Share, interval_s, share
 from opsd.launch.claims.plan import Plan
-from opsd.launch.claims.port import Body
 from opsd.launch.io.protocol import Member
 
-LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 0.8
-BEATS_PER_SECOND = 1280
-"""Heartbeats a second that the head of many launchers is up to; beyond that they become rarer."""
-BEATS_MISSED = 2.5
-"""Where heartbeats are rare, at least so many intervals of silence are a loss."""
-REPEAT_S = 1.0
-"""What may have been lost is said again after this."""
 ROSTER_S = 0.2
 """After somebody has come or gone: how long others may follow before all are told."""
 READY_LIMIT_S = 90.0
 """A node that is there and has not ended its ranks for so long is given up, once all others are ready."""
 
 
-class Report(Protocol):
-    """Whom the head's side tells what it finds."""
-
-    def joined(self, member: Member) -> None:
-        """Somebody has answered for the first time."""
-        ...
-
-    def lost(self, name: str, silent_s: float) -> None:
-        """Somebody is silent."""
-        ...
-
-    def too_few(self) -> None:
-        """So many are silent that the others may go on without this side."""
-        ...
-
-    def all_ready(self, begun: Begun) -> None:
-        """No node of the plan runs an older generation any more."""
-        ...
-
-    def told(self, sender: str, body: Body) -> None:
-        """Somebody has said something."""
-        ...
-
-
 class Leading:
     """While this launcher is head. ``send`` may lose messages."""
 
-    def __init__(
-        self, own: Member, size: int, send: Callable[[Member, Message], None], report: Report, timeout_s: float
-    ) -> None:
+    def __init__(self, own: Member, size: int, send: Callable[[Member, Message], None], timeout_s: float) -> None:
         self.peers: dict[str, Follower] = {}
         self.body: dict[str, Member] = {}
         """All whose silence counts: who was there when it was last agreed on."""
         self._own = own
         self._size = size
         self._send = send
-        self._report = report
         self._timeout = timeout_s
         self._coming: dict[str, Follower] = {}
         self._ordered = 0
@@ -119,25 +82,23 @@ class Leading:
         for peer in (*self.peers.values(), *self._coming.values()):
             self._send(peer.member, beat)
 
-    def own_ready(self, answer: Ready) -> None:
-        """This node is ready for the plan."""
-        self._own_ready = answer
-        self.complete()
-
-    def complete(self) -> None:
-        """See whether all nodes of the plan are ready."""
+    def ready(self, name: str, answer: Ready) -> Begun | None:
+        """The node ``name`` is ready for the plan. With the last of its nodes: what they all begin with."""
+        if name == self._own.name:
+            self._own_ready = answer
+        else:
+            self.peers[name].ready = answer
         plan = self._plan
         if plan is None or self._complete or self._beat.begun is not None or not plan.slots:
-            return
+            return None
         answers = {self._own.name: self._own_ready} | {name: peer.ready for name, peer in self.peers.items()}
         first = answers.get(plan.slots[0])
         if first is None or any(answers.get(name) is None for name in plan.slots):
-            return
+            return None
         self._complete = True
         known = [answer for answer in answers.values() if answer is not None]
-        host = self.alive[plan.slots[0]].address
         furthest, committed = highest(a.furthest for a in known), highest(a.committed for a in known)
-        self._report.all_ready(Begun(host, first.port, furthest, committed))
+        return Begun(self.alive[plan.slots[0]].address, first.port, furthest, committed)
 
     def begun(self, begun: Begun, now: float) -> None:
         """The plan holds: let all begin."""
@@ -153,58 +114,50 @@ class Leading:
         self._coming = {name: peer for name, peer in self._coming.items() if now - peer.heard < self._timeout_s}
         if self._roster_at is not None and now >= self._roster_at:
             self._tell_roster(now)
-        self._give_up_unready(now)
-        self._lose_silent(now)
 
     def forgive(self, stall_s: float) -> None:
         """This launcher was held up for so long."""
         for peer in self.peers.values():
             peer.heard += stall_s
 
-    def _give_up_unready(self, now: float) -> None:
+    def unready(self, now: float) -> list[str]:
+        """Nodes of the plan that all others have been waiting for too long."""
         plan = self._plan
         if plan is None or self._complete or now - self._claimed_at < READY_LIMIT_S:
-            return
+            return []
         waiting = [name for name in plan.slots if name in self.peers and self.peers[name].ready is None]
-        if waiting and self._own_ready is not None and len(waiting) < len(plan.slots):
-            self._claimed_at = now
-            for name in waiting:
-                self.lose(name, 0.0)
+        if not waiting or self._own_ready is None or len(waiting) == len(plan.slots):
+            return []
+        self._claimed_at = now
+        return waiting
 
-    def _lose_silent(self, now: float) -> None:
-        """Lose those that are silent, unless it is this side that has lost the others.
+    def silent(self, now: float) -> list[str] | None:
+        """Those that are lost. None if it is this side that has lost the others.
 
         Whether it has is judged by the usual timeout, whatever patience single ones have earned: after that the others
         may go on without this side. While it is open, because many have just fallen silent, nobody is lost.
         """
         limit_s = self._timeout_s
         late = {name: peer for name, peer in self.peers.items() if now - peer.heard > limit_s / 2}
-        if not late:
-            return
         overdue = [name for name, peer in late.items() if now - peer.heard > limit_s]
-        if overdue and self._share_without(overdue) is Share.MINORITY:
-            self._report.too_few()
-            return
-        silent = {name: seconds for name in overdue if (seconds := late[name].silence(now, limit_s)) is not None}
-        if silent and self._share_without(late) is not Share.MINORITY:
-            for name, seconds in silent.items():
-                self._drop(name, now)
-                self._report.lost(name, seconds)
+        if not overdue:
+            return []
+        if self._share_without(overdue) is Share.MINORITY:
+            return None
+        silent = [name for name in overdue if late[name].silence(now, limit_s) is not None]
+        return silent if silent and self._share_without(late) is not Share.MINORITY else []
 
     def _share_without(self, names: Iterable[str]) -> Share:
         return share(self.alive.keys() - set(names), self.body)
 
-    def lose(self, name: str, now: float) -> None:
-        """``name`` is gone for certain, or of no use."""
-        peer = self.peers.get(name)
-        if peer is not None:
-            self._drop(name, now)
-            self._report.lost(name, max(0.0, now - peer.heard) if now else 0.0)
-
-    def _drop(self, name: str, now: float) -> None:
-        del self.peers[name]
+    def lose(self, name: str, now: float) -> float | None:
+        """Lead ``name`` no longer. Returns for how long it has been silent, None if it was not led."""
+        peer = self.peers.pop(name, None)
+        if peer is None:
+            return None
         self.body.pop(name, None)
         self.note_change(now)
+        return max(0.0, now - peer.heard)
 
     # -- the others ----------------------------------------------------------------------------------------------
 
@@ -214,43 +167,42 @@ class Leading:
             self._coming.setdefault(sender.name, Follower(sender, now)).heard = now
         self._send(sender, self._beat)
 
-    def here(self, sender: Member, message: Here, now: float) -> None:
-        """Somebody has answered a heartbeat."""
+    def is_successor(self, sender: Member, message: Here) -> bool:
+        """Whether its process is another one: whatever ran there has ended with the old."""
         peer = self.peers.get(sender.name)
-        if peer is not None and peer.incarnation not in ("", message.incarnation):
-            self.lose(sender.name, now)  # its process is another one: whatever ran there has ended with the old
-            peer = None
-        if peer is None:
-            peer = self._coming.pop(sender.name, None) or Follower(sender, now)
-            self.peers[sender.name] = self._taken_in(peer, sender, message, now)
-            self._report.joined(sender)
+        return peer is not None and peer.incarnation not in ("", message.incarnation)
+
+    def here(self, sender: Member, message: Here, now: float) -> bool:
+        """Somebody has answered a heartbeat. Returns whether it is led only from now on."""
+        joined = sender.name not in self.peers
+        if joined:
+            peer = self.peers[sender.name] = self._coming.pop(sender.name, Follower(sender, now))
+            peer.orders = Outbox(self._ordered + 1)
+            self.body[sender.name] = sender
+            self.note_change(now)
+        peer = self.peers[sender.name]
         peer.hear(now, self.interval_s)
         peer.incarnation, peer.size, peer.roster = message.incarnation, message.size, message.roster
         peer.orders.confirm(message.orders)
-        if message.number == self._beat.number and message.ready is not None and peer.ready is None:
-            peer.ready = message.ready
-            self.complete()
         if peer.due(now, REPEAT_S):
             for parcel in peer.orders.again():
                 self._send(sender, Order(*parcel))
             if peer.roster < self._roster.version and self._roster_at is None:
                 self._send(sender, self._roster)
+        return joined
 
-    def _taken_in(self, peer: Follower, sender: Member, message: Here, now: float) -> Follower:
-        peer.size, peer.incarnation, peer.orders = message.size, message.incarnation, Outbox(self._ordered + 1)
-        self.body[sender.name] = sender
-        self.note_change(now)
-        return peer
+    def awaits(self, sender: Member, message: Here) -> bool:
+        """Whether it says for the first time that it is ready for the newest plan."""
+        return message.number == self._beat.number and self.peers[sender.name].ready is None
 
-    def tell(self, sender: Member, message: Tell) -> None:
-        """Somebody says something; it is heard once."""
+    def tell(self, sender: Member, message: Tell) -> Body | None:
+        """Somebody says something; returns what, if it has not been heard before."""
         peer = self.peers.get(sender.name)
         if peer is None:
-            return
+            return None
         body = peer.tells.take(message.number, message.oldest, message.body)
         self._send(sender, Told(peer.tells.heard))
-        if body is not None:
-            self._report.told(sender.name, body)
+        return body
 
     def order(self, body: Body) -> None:
         """Say something to all."""
@@ -269,11 +221,6 @@ class Leading:
         self._roster = Roster(self._beat.number, self._roster.version + 1, tuple(self.body.values()))
         for peer in self.peers.values():
             self._send(peer.member, self._roster)
-
-
-def interval_s(launchers: int) -> float:
-    """Seconds between two heartbeats of the head of so many."""
-    return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, launchers / BEATS_PER_SECOND))
 
 
 def highest(steps: Iterable[int | None]) -> int | None:

@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 
 from opsd.launch.io.protocol import Member
 
+Body = dict[str, Any]
+"""What the launchers tell each other through the group: anything that JSON can carry, at most 64 KiB encoded."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -111,7 +114,7 @@ class Tell:
 
     number: int
     oldest: int
-    body: dict[str, Any]
+    body: Body
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class Order:
 
     number: int
     oldest: int
-    body: dict[str, Any]
+    body: Body
 
 
 @dataclass(frozen=True, slots=True)

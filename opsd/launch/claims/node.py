@@ -1,17 +1,21 @@
-"""The group over TCP, in the launcher's loop; a launcher that is alone in it has no network."""
+"""The group over TCP and in the run's folder, in the launcher's loop; a launcher that is alone in it has no network."""
 
 from __future__ import annotations
 
+import errno
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opsd.launch.claims.core import TIMEOUT_S, Core
-from opsd.launch.claims.folder import RunFolder
-from opsd.launch.claims.messages import MESSAGES, Message, Ready
-from opsd.launch.claims.plan import Plan
-from opsd.launch.claims.port import Body, Listener
+from opsd.checkpoints import claims
+from opsd.checkpoints.claims import Claim
+from opsd.launch.claims.authority import Look
+from opsd.launch.claims.claimant import TIMEOUT_S
+from opsd.launch.claims.group import Group
+from opsd.launch.claims.messages import MESSAGES, Message
+from opsd.launch.claims.plan import Listener
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Codec, Member
@@ -23,15 +27,16 @@ TICK_S = 0.05
 ALONE_TICK_S = 0.25
 FEW = 64
 """With more launchers than this, ticks are twice as long."""
+LASTING = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTSUP, errno.ENOENT, errno.EISDIR, errno.EEXIST}
+)
+"""Errors of the folder that do not go away by themselves."""
+SAY_S = 60.0
 _CODEC = Codec(MESSAGES)
 
 
-class TcpGroup:
-    """The ``Group`` of a launcher, the process ``launcher``, whose node runs ``size`` ranks.
-
-    ``expected`` are the launchers of the run, the own one included. ``start`` is what those of one start of it have in
-    common. A launcher that is not among those of the others comes later.
-    """
+class TcpGroup(Group):
+    """Arguments are as for ``Claimant``. A launcher that is not among the ``expected`` of the others comes later."""
 
     def __init__(
         self,
@@ -50,142 +55,147 @@ class TcpGroup:
         self._loop = loop
         self._left = False
         self._alone = len(expected) == 1
+        self._encoded: tuple[Message | None, dict[str, Any]] = (None, {})
         self._transport = Transport(
-            Identity(own, start, secret), loop, received=self._receive, unreachable=self._lose, say=say
-        )
-        self._sent: tuple[Message | None, dict[str, Any]] = (None, {})
-        self._folder = RunFolder(
-            folder, loop,
-            lambda found: self._unless_left(lambda now: self._core.looked(now, found)),
-            lambda mine: self._unless_left(lambda now: self._core.claimed(now, mine)),
-            say,
+            Identity(own, start, secret), loop, say=say,
+            received=self._decode, unreachable=partial(self._unless_left, self.unreachable),
         )  # fmt: skip
-        self._core = Core(
-            own, expected, self._send, self._folder, size=size, start=start, launcher=launcher, timeout_s=timeout_s,
-            now=time.monotonic(),
+        super().__init__(
+            own, expected, self._encode,
+            RunFolder(
+                folder, loop, partial(self._unless_left, self.looked), partial(self._unless_left, self.claimed), say
+            ),
+            partial(loop.later, 0.0, self.flush),
+            start=start, launcher=launcher, size=size, timeout_s=timeout_s, now=time.monotonic(),
         )  # fmt: skip
-
-    @property
-    def own(self) -> Member:
-        """This launcher."""
-        return self._core.own
-
-    @property
-    def head(self) -> str | None:
-        """The name of the head within reach, None while there is none."""
-        return self._core.head
-
-    @property
-    def plan(self) -> Plan | None:
-        """The newest that is known."""
-        return self._core.plan
-
-    @property
-    def begun(self) -> bool:
-        """Whether the ranks of the newest plan were started, as far as is known here."""
-        return self._core.begun
-
-    @property
-    def holds(self) -> bool:
-        """Whether the newest claim is this launcher's."""
-        return self._core.holds
-
-    @property
-    def headless_s(self) -> float:
-        """For how long nothing is heard of the last head."""
-        return self._core.headless_s
-
-    @property
-    def alive(self) -> Mapping[str, Member]:
-        """(On the head.) The launchers that are being heard of."""
-        return self._core.alive
-
-    @property
-    def roster(self) -> Collection[str]:
-        """The launchers that the head was last known to hear of."""
-        return self._core.roster.keys()
-
-    @property
-    def folder_silent_s(self) -> float:
-        """For how many seconds the run's folder has not answered, or takes no claims."""
-        since = self._folder.failing_since
-        return time.monotonic() - min(self._core.looked_at, since if since is not None else self._core.looked_at)
-
-    @property
-    def replacing(self) -> bool:
-        """(On the head.) Whether a claim is wanted or under way that ends the ranks which run."""
-        return self._core.replacing
-
-    @property
-    def folder_error(self) -> OSError | None:
-        """Why the run's folder cannot be used, None while it answers, or has not answered yet."""
-        return self._folder.error
 
     def start(self, listener: Listener) -> None:
-        """Listen and look for the others. Raises OSError if the port cannot be had."""
-        self._core.start(listener)
+        """As for ``Group``, and listen. Raises OSError if the port cannot be had."""
+        super().start(listener)
+        few = len(self.roster) <= FEW
         if not self._alone:
-            ask_for_descriptors(len(self._core.roster))
+            ask_for_descriptors(len(self.roster))
             self._transport.listen()
-        self._loop.every(self._tick_s, self._tick)
-        self._tick()
-
-    @property
-    def _tick_s(self) -> float:
-        few = len(self._core.roster) <= FEW
-        return ALONE_TICK_S if self._alone else TICK_S if few else 2 * TICK_S
-
-    def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
-        """See ``Group.propose``."""
-        self._core.propose(slots, payload)
-        self._flush_soon()
-
-    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
-        """See ``Group.end``."""
-        self._core.end(code, reason, lost, unfit)
-        self._flush_soon()
-
-    def ready(self, number: int, answer: Ready) -> None:
-        """See ``Group.ready``."""
-        self._core.ready(number, answer)
-        self._flush_soon()
-
-    def tell_head(self, body: Body) -> None:
-        """See ``Group.tell_head``."""
-        self._core.tell_head(body)
-        self._flush_soon()
-
-    def tell_all(self, body: Body) -> None:
-        """See ``Group.tell_all``."""
-        self._core.tell_all(body)
-        self._flush_soon()
+        tick = partial(self._unless_left, self.tick)
+        self._loop.every(ALONE_TICK_S if self._alone else TICK_S if few else 2 * TICK_S, tick)
+        tick()
 
     def leave(self) -> None:
-        """Say goodbye and stop listening."""
+        """As for ``Group``, and stop listening."""
         if not self._left:
             self._left = True
-            self._core.leave()
+            super().leave()
             self._transport.close()
 
-    def _send(self, member: Member, message: Message) -> None:
-        """What is said to many is encoded once."""
-        if self._sent[0] is not message:
-            self._sent = (message, _CODEC.encode(message))
-        self._transport.send(member, self._sent[1])
-
-    def _flush_soon(self) -> None:
-        self._loop.later(0.0, self._core.flush)
-
-    def _tick(self) -> None:
-        self._unless_left(self._core.tick)
-
-    def _unless_left(self, call: Callable[[float], None]) -> None:
+    def _unless_left(self, call: Callable[..., None], *args: Any) -> None:
         if not self._left:
-            call(time.monotonic())
+            call(time.monotonic(), *args)
 
-    def _lose(self, name: str) -> None:
-        self._unless_left(lambda now: self._core.unreachable(now, name))
+    def _encode(self, member: Member, message: Message) -> None:
+        """What is said to many is encoded once."""
+        if self._encoded[0] is not message:
+            self._encoded = (message, _CODEC.encode(message))
+        self._transport.send(member, self._encoded[1])
 
-    def _receive(self, sender: Member, raw: dict[str, Any]) -> None:
-        message = _CODEC.decode(raw)
-        self._unless_left(lambda now: self._core.receive(now, sender, message))
+    def _decode(self, sender: Member, raw: dict[str, Any]) -> None:
+        self._unless_left(self.receive, sender, _CODEC.decode(raw))
+
+
+class RunFolder:
+    """The ``Folder`` in ``path``, asked in threads, since a file server may pause.
+
+    ``looked`` and ``claimed`` are the group's.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        loop: Loop,
+        looked: Callable[[Look | None], None],
+        claimed: Callable[[bool | None], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.error: OSError | None = None
+        """Why the newest look, or the newest claim, has failed; None while all is well."""
+        self._claim_error: OSError | None = None
+        self._path = path
+        self._loop = loop
+        self._looked = looked
+        self._claimed = claimed
+        self._say = say
+        self._said_at = -SAY_S
+        self._known = 0
+        self._place: tuple[int, int] | None = None
+        self._tried = False
+
+    def look(self, *, whole: bool) -> None:
+        """See ``Folder.look``."""
+        self._loop.run_in_thread(partial(self._look, whole), self._answer)
+
+    def _look(self, whole: bool) -> Look:
+        if not self._tried:
+            claims.try_primitive(self._path)
+            self._tried = True
+        known, place = self._known, _place(self._path)
+        lease = claims.lease(self._path)
+        if not whole and lease[0] <= known and place == self._place:
+            return Look(lease, None, False)
+        found = Look(lease, claims.newest(self._path), True)
+        self._recognise(place, found.number, known)
+        return found
+
+    def _recognise(self, place: tuple[int, int] | None, newest: int, known: int) -> None:
+        """Raises OSError for what lies below a mount that is gone: there this side would claim what others have.
+
+        The same folder without its claims has been emptied by somebody: that is the run's folder all the same.
+        """
+        if newest < known and place != self._place:
+            why = f"{self._path} is another folder than before, without generation {known}: is it still mounted?"
+            raise OSError(errno.ESTALE, why)
+        self._known, self._place = max(self._known, newest), place
+
+    def _answer(self, found: Look | OSError) -> None:
+        self._note(found)
+        self._looked(None if isinstance(found, OSError) else found)
+
+    def claim(self, claim: Claim) -> None:
+        """See ``Folder.claim``."""
+        self._loop.run_in_thread(partial(self._make, claim), partial(self._made, claim.number))
+
+    def _make(self, claim: Claim) -> bool:
+        place = _place(self._path)
+        if place != self._place:
+            self._recognise(place, claims.newest_number(self._path), self._known)
+        return claims.create(self._path, claim)
+
+    def _made(self, number: int, mine: bool | OSError) -> None:
+        self._claim_error = mine if isinstance(mine, OSError) else None
+        self._note(mine)
+        if mine is True:
+            self._known = max(self._known, number)
+        self._claimed(None if isinstance(mine, OSError) else mine)
+
+    def _note(self, outcome: object) -> None:
+        """Say now and then what is wrong; not at the start, where the launcher ends of what will not go away."""
+        self.error = outcome if isinstance(outcome, OSError) else self._claim_error
+        now = time.monotonic()
+        if self.error is not None and (self._tried or self.error.errno not in LASTING) and now - self._said_at >= SAY_S:
+            self._said_at = now
+            self._say(f"{self.error.strerror or self.error}; trying again")
+
+    def renew(self, number: int, beat: int) -> None:
+        """See ``Folder.renew``; left out while the one before is still under way."""
+        self._loop.run_in_thread(partial(claims.renew, self._path, number, beat), _ignore, key="lease")
+
+
+def _ignore(outcome: object) -> None:
+    """A lease that was not renewed is renewed the next time."""
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one with its name, None if there is none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from opsd.launch.claims.port import Group
+from opsd.launch.claims.group import Group
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import say
 from opsd.launch.run import messages

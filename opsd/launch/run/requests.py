@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from opsd.launch.claims.port import Group
+from opsd.launch.claims.group import Group
 from opsd.launch.io.control import Request
 from opsd.launch.run.messages import RestartWanted, SpareWanted, SwapWanted, Told
 

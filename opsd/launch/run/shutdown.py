@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from opsd import exitcodes
-from opsd.launch.claims.port import Group
+from opsd.launch.claims.group import Group
 from opsd.launch.io.loop import Timer
 from opsd.launch.io.reporting import say
 from opsd.launch.run.supervisor import Supervisor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from opsd import exitcodes
-from opsd.launch.claims.port import Group
+from opsd.launch.claims.group import Group
 from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import Log
 from opsd.launch.run.messages import CODEC, Stop, StopOrdered, Why

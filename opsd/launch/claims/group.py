@@ -1,0 +1,315 @@
+"""The launchers of a run as a group, seen by one of them: what it asks, and what time and messages do.
+
+Heartbeats show who is there and carry what the head and the others have to say; they decide nothing, claims do. A state
+machine: time, messages and the folder's answers come in; messages, looks, claims and calls of the listener go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opsd.launch.claims.authority import Look
+from opsd.launch.claims.claimant import Claimant
+from opsd.launch.claims.messages import Beat, Body, Bye, Here, Join, Message, Near, Order, Roster, Seek, Tell, Told
+from opsd.launch.claims.peers import interval_s
+from opsd.launch.claims.plan import Listener
+from opsd.launch.claims.seeking import TURN_S, Situation
+from opsd.launch.io.protocol import Member
+
+STALL_S = 0.5
+"""Not called for so long, the launcher itself was held up: the others are given that time, and it looks at once."""
+CLAIM_S = 5.0
+"""Who is to claim and has nothing to claim leaves it to another after this."""
+LEASE_S = 1.0
+CUT_OFF_S = 5.0
+"""Without a head and without an answer of the folder for so long, what runs here may have been passed over."""
+
+
+class Group(Claimant):
+    """Called from the launcher's loop, as its ``Listener`` is."""
+
+    def start(self, listener: Listener) -> None:
+        """Begin to look for the others, and call ``listener`` from now on. Raises OSError if the port is taken."""
+        self._listener = listener
+        self._gone: set[str] = set()
+        self._ticked = self._headless_since = self._now
+        self._cut_off = False
+        self._beats = 0
+
+    # -- what the launcher asks ------------------------------------------------------------------------------------
+
+    @property
+    def roster(self) -> Mapping[str, Member]:
+        """The launchers that the head was last known to hear of."""
+        return self.alive if self.phase == "leading" else self._body
+
+    @property
+    def headless_s(self) -> float:
+        """For how long nothing is heard of the last head."""
+        return self._now - self._following.heard
+
+    @property
+    def replacing(self) -> bool:
+        """(On the head.) Whether a claim is wanted or under way that ends the ranks which run."""
+        return self.head == self.own.name and self._claiming.replacing
+
+    @property
+    def folder_silent_s(self) -> float:
+        """For how many seconds the run's folder has not answered, or takes no claims."""
+        failing = self._claiming.failing_since
+        return self._now - min(self._looks.last, self._now if failing is None else failing)
+
+    @property
+    def folder_error(self) -> OSError | None:
+        """Why the run's folder cannot be used, None while it answers, or has not answered yet."""
+        return self._folder.error
+
+    def tell_head(self, body: Body) -> None:
+        """Send to the head; kept until one is there, and sent to the next one if it was not confirmed."""
+        if self.phase == "leading":
+            self._notify(self._listener.received, self.own.name, body)
+            self._wake()
+        else:
+            self._following.tell(body, now_heard=self.head is not None)
+
+    def tell_all(self, body: Body) -> None:
+        """(Head only.) Send to every launcher that is alive, itself included."""
+        self._leading.order(body)
+        self._notify(self._listener.received, self.own.name, body)
+        self._wake()
+
+    def leave(self) -> None:
+        """Say goodbye, so that nobody waits for this launcher's silence."""
+        for name, member in {**self._body, **self.alive}.items():
+            if name != self.own.name:
+                self._send(member, Bye())
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Time has passed; to be called some ten times a second."""
+        stall = now - self._ticked
+        self._now = self._ticked = now
+        if stall > STALL_S:
+            self._forgive(stall)
+        if self.phase == "following":
+            self._watch_head()
+        elif self.phase == "seeking":
+            self._look_around()
+            self._renew()
+        elif self.phase == "leading":
+            self._watch_others()
+            self._renew()
+        elif self.phase == "claiming" and not self._claiming.busy and now >= self._chosen_at + CLAIM_S:
+            self._lose_head()
+        self._claiming.tick(now)
+        self._note_cut_off()
+        self._looks.tick(now, len(self._body))
+        self.flush()
+
+    def _forgive(self, stall_s: float) -> None:
+        self._leading.forgive(stall_s)
+        self._seeking.forgive(stall_s)
+        self._following.forgive(stall_s)
+        self._looks.want(self._now)
+
+    def _watch_head(self) -> None:
+        if self._following.silent(self._now):
+            self._lose_head()
+        elif self.head is None:
+            self._following.join(self._now, self.number)
+
+    def _watch_others(self) -> None:
+        """As the head."""
+        self._following.heard = self._now
+        self._leading.tick(self._now)
+        for name in self._leading.unready(self._now):
+            self._lose(name)
+        silent = self._leading.silent(self._now)
+        if silent is None:  # be silent too, so that the others see that they are on their own
+            self._body = dict(self._leading.body)
+            self._lose_head()
+        for name in silent or ():
+            self._lose(name)
+
+    def _lose(self, name: str) -> None:
+        silent_s = self._leading.lose(name, self._now)
+        if silent_s is not None:
+            self._notify(self._listener.lost, name, silent_s)
+
+    def _renew(self) -> None:
+        """Renew the lease, as the head, and as one that hopes to be it again."""
+        soon = self._now - self._seeking.since < TURN_S
+        hopes = self.phase == "leading" or soon or self._enough() or not self._listener.stuck()
+        if self.holds and hopes and self._now >= self._lease_at:
+            self._lease_at = self._now + LEASE_S
+            self._beats += 1
+            self._folder.renew(self.number, self._beats)
+
+    def _note_cut_off(self) -> None:
+        """As a head, too, that waits for the folder to take its next generation: others may have theirs."""
+        if (self.head is not None and not self.replacing) or self.phase in ("looking", "over"):
+            self._headless_since, self._cut_off = self._now, False
+        elif not self._cut_off and self._now - max(self._headless_since, self._looks.last) >= CUT_OFF_S:
+            self._cut_off = True
+            self._notify(self._listener.cut_off)
+
+    # -- the folder ------------------------------------------------------------------------------------------------
+
+    def looked(self, now: float, found: Look | None) -> None:
+        """A look has come back, None if it failed."""
+        self._now = now
+        self._looks.answered(now, found, self.number)
+        if found is not None and self.phase != "over":
+            self._see(found)
+            if self.phase == "seeking":
+                self._look_around()
+        self.flush()
+
+    def claimed(self, now: float, mine: bool | None) -> None:
+        """The claim under way is made, or somebody else's is; None if that is not known."""
+        self._now = now
+        self._settle(mine)
+        self.flush()
+
+    # -- without a head --------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """Ask who is there, and claim the next generation if it is this launcher's turn."""
+        situation = self._situation()
+        if len(self._known) > 1:
+            others = dict.fromkeys((*situation.order, *self._known))
+            left = self._gone - {situation.head}  # the head does not look for others
+            asked = [name for name in others if name != self.own.name and name not in left]
+            ahead = sum(name not in self._gone for name in situation.order[: situation.place])
+            message, settled = Seek(**self._view()), situation.settled
+            self._seeking.ask(self._now, asked, ahead, self._known, self._send, message, settled=settled)
+        if self._seeking.to_lead(self._now, situation, self._timeout):
+            self._take_lead()
+            if self.plan is not None and self.holds:
+                self._resume(self.plan)
+
+    def _situation(self) -> Situation:
+        plan = self.plan
+        head = plan.head if plan is not None else ""
+        if head == self.own.name and not self.holds:
+            head = ""
+        order = (head, *plan.slots, *sorted(self._body)) if plan is not None else tuple(self._body)
+        return Situation(
+            self.own.name, tuple(dict.fromkeys(filter(None, order))), self._body, self._gone, head,
+            plan is not None, self._fresh, self._looks.lease_idle_s(self._now), self._enough, self._listener.stuck,
+        )  # fmt: skip
+
+    def _enough(self) -> bool:
+        return self._listener.enough({self.own.name, *self._seeking.near(self._now)})
+
+    def _view(self) -> dict[str, Any]:
+        """What this launcher says of itself to those who seek."""
+        head: Member | None = None
+        if self.phase == "leading":
+            head = self.own
+        elif self.head is not None and self._following.hears(self._now):
+            head = self._following.head
+        return {
+            "number": self.number, "size": self._size, "head": head, "fresh": self._fresh,
+            "incarnation": self._launcher,
+        }  # fmt: skip
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def receive(self, now: float, sender: Member, message: Message) -> None:
+        """``message`` has come from ``sender``, whose name is proven."""
+        self._now = now
+        self._known[sender.name] = sender
+        if not isinstance(message, Bye):
+            self._gone.discard(sender.name)
+        if isinstance(message, Seek | Near | Join | Beat | Here) and message.number > self.number:
+            self._looks.want(now)
+        match message:
+            case Bye():
+                self.unreachable(now, sender.name)
+            case Seek() if self.phase not in (
+                "looking",
+                "over",
+            ):  # else it would not know for its own what counts it in
+                self._send(sender, Near(**self._view()))
+            case Near() if self.phase == "seeking":
+                self._note_near(sender, message)
+            case Beat() if self.phase in ("following", "seeking"):
+                self._heed(sender, message)
+            case Join() | Here() | Tell() if self.phase == "leading":
+                self._hear(sender, message)
+            case Roster() | Order() | Told() if self.head == sender.name:
+                self._hear_head(sender, message)
+            case _:
+                pass
+        self.flush()
+
+    def _note_near(self, sender: Member, message: Near) -> None:
+        self._seeking.note(sender, message, self._now)
+        plan, head = self.plan, message.head
+        if head is None or head.name == self.own.name or message.number < self.number:
+            return
+        self._seeking.vouch(self._now)
+        if plan is not None and head.name == plan.head:
+            self._send(head, Join(self.number))
+
+    def _heed(self, sender: Member, beat: Beat) -> None:
+        """Somebody leads: follow it if the newest claim is its."""
+        plan = self.plan
+        if plan is not None and sender.name == plan.head and beat.number == plan.number == self.number:
+            self.phase = "following"
+            self._following.begin(sender, self._now, self.number)
+            self._following.hear(self._now, interval_s(len(self._body)), new=self.head is None)
+            self._follow(sender.name)
+            if beat.begun is not None and self._begun is None:
+                self._begun = beat.begun
+                # If this node has not been ready another process of its name was: this one has no place in it.
+                missed = self.own.name in plan.slots and self._following.ready is None
+                self._hold(plan.number, None if missed else beat.begun)
+        if beat.number > 0:
+            self._following.answer(sender, self.number)
+
+    def _hear(self, sender: Member, message: Join | Here | Tell) -> None:
+        """(On the head.) One that is led, or wants to be, says something."""
+        match message:
+            case Join():
+                self._leading.join(sender, self._now)
+            case Here():
+                if self._leading.is_successor(sender, message):
+                    self._lose(sender.name)
+                if self._leading.here(sender, message, self._now):
+                    self._notify(self._listener.joined, sender)
+                if message.ready is not None and self._leading.awaits(sender, message):
+                    self._note_ready(sender.name, message.ready)
+            case Tell():
+                body = self._leading.tell(sender, message)
+                if body is not None:
+                    self._notify(self._listener.received, sender.name, body)
+
+    def _hear_head(self, sender: Member, message: Roster | Order | Told) -> None:
+        match message:
+            case Roster() if message.number == self.number:
+                self._body = {member.name: member for member in message.members}
+                self._known |= self._body
+                self._following.roster = message.version
+            case Order():
+                body = self._following.take(message)
+                if body is not None:
+                    self._notify(self._listener.received, sender.name, body)
+            case Told():
+                self._following.tells.confirm(message.number)
+            case _:
+                pass
+
+    def unreachable(self, now: float, name: str) -> None:
+        """The launcher ``name`` is no longer there: its machine answers and says so, or it has said goodbye."""
+        self._now = now
+        self._gone.add(name)
+        self._seeking.drop(name)
+        if self.phase in ("leading", "claiming"):
+            self._lose(name)
+        elif self._following.head is not None and name == self._following.head.name:
+            self._lose_head()
+        self.flush()
