@@ -174,7 +174,9 @@ def _make_shared_root(root: Path) -> None:
     if os.getuid() == 0 and root.lstat().st_uid != 0:
         above = root.parent.stat()
         if above.st_uid != 0 or not above.st_mode & stat.S_ISVTX:
-            raise RunError(f"{root} belongs to another user, who could redirect what root writes; set OPSD_SHM to another folder")
+            raise RunError(
+                f"{root} belongs to another user, who could redirect what root writes; set OPSD_SHM to another folder"
+            )
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             os.fchown(descriptor, 0, 0)
