@@ -33,7 +33,7 @@ def launcher_mark() -> str:
     return f"{os.getpid()}-{process_start(os.getpid())}"
 
 
-class Strangers:
+class ForeignChildren:
     """Children of this process that no rank has started, and that are left alone for that; made before any rank.
 
     A shell that has become the launcher by ``exec`` leaves it what it ran in the background, and these leave it their

@@ -16,7 +16,7 @@ from opsd.launch.io.console import Console
 from opsd.launch.io.control import Request
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, say
-from opsd.launch.ranks.process import Strangers, collect_orphans
+from opsd.launch.ranks.process import ForeignChildren, collect_orphans
 from opsd.launch.ranks.ranks import FailureAggregation, Generation, Progress, Rank
 from opsd.launch.ranks.rundir import RunFolders, RunState
 from opsd.launch.ranks.settings import Assignment, Settings
@@ -60,7 +60,7 @@ class Supervisor:
         self.state: State = "waiting"
         self._aggregation = FailureAggregation(loop, self._settle)
         self._reported: set[int] = set()
-        self._strangers = Strangers()
+        self._foreign_children = ForeignChildren()
         self._interrupts = 0
         self._teardown: Teardown | None = None
         self._after: Callable[[], None] = loop.stop
@@ -137,7 +137,7 @@ class Supervisor:
         return ranks or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
 
     def _is_left_alone(self, pid: int) -> bool:
-        return self._is_own_child(pid) or pid in self._strangers
+        return self._is_own_child(pid) or pid in self._foreign_children
 
     def accept_hang(self, phase: str, score: int) -> None:
         """The run will be restarted for a hang in ``phase`` for which so much spoke."""
