@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opsd.launch.io.connection import BYTES_PER_S, MESSAGES_PER_S, PATIENCE_S, Allowance
-from opsd.launch.io.wire import WireError
+from opsd.launch.io.handshake import WireError
 
 
 class Clock:

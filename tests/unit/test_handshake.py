@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from opsd.launch.io.handshake import VERSION, Handshake, Identity, Refusal, new_incarnation
+from opsd.launch.io.handshake import VERSION, Handshake, Identity, Refusal, WireError, new_incarnation
 from opsd.launch.io.protocol import Member
-from opsd.launch.io.wire import WireError
 
 ONE = Identity(Member("n1", "10.0.0.1", 7), "run", b"s" * 32)
 TWO = Identity(Member("n2", "10.0.0.2", 7), "run", b"s" * 32)

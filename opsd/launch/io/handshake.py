@@ -23,7 +23,6 @@ from functools import cached_property
 from pathlib import Path
 
 from opsd.launch.io.protocol import Codec, Member, Message, ProtocolError
-from opsd.launch.io.wire import WireError, new_nonce, session_key
 
 SECRET_FILE = ".secret"  # noqa: S105  # no password, a file's name
 """The file with the secret in the run's folder."""
@@ -70,6 +69,10 @@ class Proof:
 _CODEC = Codec((Greeting, Proof))
 
 
+class WireError(Exception):
+    """What comes over a connection is not from a launcher of this run; the message says why, in a sentence."""
+
+
 class Refusal(WireError):
     """The other side is a launcher, but none to work with; it is told why."""
 
@@ -92,7 +95,7 @@ class Handshake:
     @cached_property
     def _mine(self) -> Message:
         own = self._own
-        return _CODEC.encode(Greeting(VERSION, own.run, own.member, new_nonce(), own.incarnation))
+        return _CODEC.encode(Greeting(VERSION, own.run, own.member, os.urandom(16).hex(), own.incarnation))
 
     def begin(self) -> Sequence[Message]:
         """What this side says without being asked."""
@@ -153,9 +156,13 @@ class Handshake:
         return _CODEC.encode(Proof(self._code(f"proof of the {who}").hex()))
 
     def _code(self, label: str) -> bytes:
-        """Both greetings under the secret; what a newer version says in its greeting is part of it."""
+        """A key or a proof for one purpose and this connection, that only who knows the secret can make.
+
+        It is of both greetings; what a newer version says in its greeting is part of it.
+        """
         pair = (self._mine, self._theirs) if self._expected is not None else (self._theirs, self._mine)
-        return session_key(self._own.secret, label, *(json.dumps(greeting, sort_keys=True) for greeting in pair))
+        greetings = [json.dumps(greeting, sort_keys=True) for greeting in pair]
+        return hmac.digest(self._own.secret, json.dumps([label, *greetings]).encode(), "sha256")
 
 
 def _neighbours(version: int) -> bool:

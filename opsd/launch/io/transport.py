@@ -10,12 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address
 
-from opsd.launch.io.connection import GREETING_S, Allowance, Connection
-from opsd.launch.io.handshake import Identity
+from opsd.launch.io.connection import GREETING_S, Allowance, Connection, encode
+from opsd.launch.io.handshake import Identity, WireError
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, Message, ProtocolError
 from opsd.launch.io.strangers import Strangers, is_kept
-from opsd.launch.io.wire import WireError, encode
 
 PROBE_S = 0.15
 REFUSALS = 2

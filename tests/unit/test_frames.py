@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.launch.io.wire import MAX_FRAME, Frames, WireError, encode
+from opsd.launch.io.connection import MAX_FRAME, Frames, encode
+from opsd.launch.io.handshake import WireError
 
 MESSAGES = st.lists(st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=20), max_size=4), max_size=6)
 
