@@ -316,7 +316,7 @@ def test_a_message_of_another_version_is_named(fellow: Fellow, capfd: pytest.Cap
     """One sentence with the sender and what is wrong, and nothing else happens."""
     fellow.run.received("n1", {"kind": "dance"})
     fellow.run.received("n1", {"kind": "stop_ordered", "generation": 1, "stop": {"why": "boredom"}})
-    flush()
+    flush(20)
     said = capfd.readouterr().err
     assert "n1 sends a message of the unknown kind 'dance'; it is ignored" in said
     assert "n1 sends a message 'stop_ordered' whose stop.why is not one of signal, request, swap; it is ignored" in said

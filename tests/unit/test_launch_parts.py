@@ -236,7 +236,7 @@ def test_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFi
     for step in range(3):
         log.emit("checkpoint_committed", step=step)
     log.flush()
-    reporting.flush()
+    reporting.flush(20)
     assert len((tmp_path / "b").read_text().splitlines()) == 3
     assert capfd.readouterr().err.count("/dev/full") == 1
 
@@ -402,5 +402,5 @@ def test_control_socket_that_cannot_be_made_is_reported(
 ) -> None:
     """Without a control socket the run goes on, with a word."""
     ControlServer(tmp_path / "missing/control.sock", loop, lambda request: {}).close()
-    reporting.flush()
+    reporting.flush(20)
     assert "no control socket" in capfd.readouterr().err
