@@ -25,7 +25,7 @@ MAX_SAID = 32
 BACKLOG = 4096
 PAUSE_S = 1.0
 """How long nobody is let in if there are no descriptors."""
-FAREWELL_S = 0.3
+CLOSING_S = 0.3
 
 
 def _ignore(member: Member, incarnation: str) -> None:
@@ -120,7 +120,7 @@ class Transport:
                 self._loop.unwatch(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        end = time.monotonic() + FAREWELL_S
+        end = time.monotonic() + CLOSING_S
         for name in [*self._proven, *self._calling]:
             for connection in self._proven.get(name, []):
                 connection.drain(max(0.0, end - time.monotonic()))
