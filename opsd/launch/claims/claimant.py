@@ -42,8 +42,8 @@ class Claimant:
     """``send`` may lose messages; ``expected`` are the launchers of a run that has not begun, the own one included.
 
     ``launcher`` names this process, ``start`` is what those of one start of the run have in common, and ``size`` is how
-    many ranks this node runs. ``wake`` makes ``flush`` be called soon. ``once``: no later attempt at the run has the same
-    ``start``, so that who comes after its end has nothing to wait for.
+    many ranks this node runs. ``wake`` makes ``flush`` be called soon. ``once``: no later attempt at the run has the
+    same ``start``, so that who comes after its end has nothing to wait for.
     """
 
     def __init__(
