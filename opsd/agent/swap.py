@@ -26,19 +26,27 @@ class UnderWay(SwapError):
 class Members:
     """Who takes part in a run: nodes with ranks by node rank, its spares, and the node that leads.
 
-    A run that ``waits`` for nodes may be brought a spare.
+    A run that ``waits`` for nodes may be brought a spare. ``generation`` is the one of the launcher that was asked.
     """
 
     nodes: tuple[str, ...]
     spares: tuple[str, ...]
     head: str
     waits: bool
+    generation: int = 0
 
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> Members:
         """The members in a launcher's answer to ``status``. A launcher of one node tells only its own name."""
         nodes = _names(status.get("nodes")) or _names([status.get("node", "")])
-        return cls(nodes, _names(status.get("spares")), str(status.get("head") or ""), status.get("waits") is True)
+        generation = status.get("generation")
+        return cls(
+            nodes,
+            _names(status.get("spares")),
+            str(status.get("head") or ""),
+            status.get("waits") is True,
+            generation if isinstance(generation, int) else 0,
+        )
 
     def why_not(self, node: str) -> str:
         """Why ``node`` cannot be swapped out, "" if it can."""
@@ -58,7 +66,8 @@ def planned_swap(
 ) -> str:
     """Have ``node`` swapped out, wait until it has no ranks any more, and say who took over.
 
-    A run without a spare may be brought one, from a pool; that is waited for. Raises SwapError if that cannot be or the
+    A run without a spare may be brought one, from a pool; that is waited for. Another head, or a later generation with
+    ``node`` in it, is asked again. Raises SwapError if that cannot be or the
     launcher refuses, UnderWay if it agreed and ``node`` is still there after ``patience_s`` seconds, and whatever
     ``ask`` raises.
     """
@@ -77,7 +86,12 @@ def planned_swap(
         raise SwapError(NO_SPARE)
     if answer.get("ok") is not True:
         raise SwapError(f"the launcher refused: {answer.get('error') or 'no reason given'}")
+    told = before.head, before.generation
     while node in (now := Members.of(ask({"cmd": "status"}))).nodes:
+        if now.head and told != (now.head, now.generation):
+            # Who was to see to it is head no more, or all ranks were restarted before it came to that.
+            again = ask({"cmd": "swap", "node": node, "reason": reason})
+            told = (now.head, now.generation) if again.get("ok") is True else told
         if clock() > deadline:
             raise UnderWay(f"{node} leaves at the next step boundary; the launcher agreed {patience_s:.0f} s ago")
         sleep(POLL_S)

@@ -12,13 +12,14 @@ from pathlib import Path
 import click
 
 from opsd import exitcodes
+from opsd.launch.run.fellows import BATCH
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import STOPPING
 from opsd.slurm.connect import choose
 from opsd.slurm.fetch import Fetcher, Guest
 
 LOOK_S = 0.2
-_HANDED_ON = ("SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT", "LC_ALL")
+_HANDED_ON = ("SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT", BATCH, "LC_ALL")
 """Of the environment, what Slurm's commands run without and a guest has to have."""
 
 

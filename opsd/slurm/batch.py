@@ -17,7 +17,18 @@ from opsd.checkpoints import claims
 from opsd.checkpoints.claims import ClaimError
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.attendant import requeue_from_inside
-from opsd.slurm.ending import UNLAUNCHED, WORDLESS_MOST, Ending, Look, Wordless, ending, hurried
+from opsd.slurm.ending import (
+    HURRIED_S,
+    STOPPED_MOST,
+    STOPPED_MOST_USUALLY,
+    UNLAUNCHED,
+    WORDLESS_MOST,
+    Ending,
+    Look,
+    Wordless,
+    ending,
+    stopped_by,
+)
 from opsd.slurm.fetch import dismiss
 from opsd.slurm.port import Slurm, SlurmError
 from opsd.slurm.requeue import Without, is_stopping
@@ -81,13 +92,9 @@ class Batch:
         self._asked = 0
         self._interrupted = False
         self._told = ""
-        self._before = 0
-        """The newest claim as this command begins: what another one in the same start of the job has said."""
-        with suppress(ClaimError):
-            self._before = claims.newest_number(self.folder)
         self._events = RunEvents(self.folder)
         self._wordless = Wordless(self.folder / "wordless.json")
-        self._hurried = Wordless(self.folder / "hurried.json")
+        self._stopped = Wordless(self.folder / "hurried.json")
 
     def listen(self) -> None:
         """Take the signals that ask for a stop. Children do not inherit this."""
@@ -126,8 +133,6 @@ class Batch:
                 self._tell("no launcher is left on the job's nodes; the run goes on elsewhere, and this job waits")
             self._beat = beat
         gone_s = now - self._gone_at if self._gone_at is not None else 0.0
-        if claim is not None and claim.number <= self._before:
-            claim = None
         codes = self.steps.codes
         if self._unlaunched_at is None and UNLAUNCHED in codes.values():
             self._unlaunched_at = now
@@ -193,13 +198,7 @@ class Batch:
             self._dismiss()
             return exitcodes.INTERRUPTED
         lasted_s = self.clock() - self._began
-        if not hurried(end, lasted_s):
-            self._hurried.forget()
-        elif (count := self._hurried.note(self._events.step, lasted_s)) >= WORDLESS_MOST:
-            self._tell(
-                f"that was start {count} in a row that was told to stop as soon as it had begun; it is the last: the "
-                "time limit is not longer than the notice of --signal"
-            )
+        if self._stopped_too_often(end, lasted_s):
             self._dismiss()
             return exitcodes.FAILED
         count = 0 if end.told or end.lost else self._wordless.note(self._events.step, lasted_s)
@@ -208,6 +207,24 @@ class Batch:
             self._dismiss()
             return exitcodes.FAILED
         return self._requeue(end)
+
+    def _stopped_too_often(self, end: Ending, lasted_s: float) -> bool:
+        """Whether starts are told to stop, again and again, before they come any further.
+
+        After a while that can be said of runs only that tell how far they are.
+        """
+        signal_name, tells = stopped_by(end), self._events.step or self._stopped.step
+        if not signal_name or (lasted_s >= HURRIED_S and not tells) or self._ending_by_slurm():
+            self._stopped.forget()
+            return False
+        count = self._stopped.note(self._events.step, lasted_s)
+        if count < STOPPED_MOST.get(signal_name, STOPPED_MOST_USUALLY):
+            return False
+        self._tell(
+            f"that was start {count} in a row that was told to stop by {signal_name} before it came any further; it is "
+            "the last: is the time limit longer than the notice of --signal and what the program takes to begin?"
+        )
+        return True
 
     def _requeue(self, end: Ending) -> int:
         lost = tuple(sorted((set(end.lost) | self._events.lost) & set(self.job.nodes)))

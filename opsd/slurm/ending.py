@@ -7,6 +7,7 @@ is 0 after a node has failed, and a launcher that was cut off leaves while the o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +26,17 @@ LONG_S = 1800.0
 """A start that lasted this long has made progress, also where a program tells of none."""
 HURRIED_S = 120.0
 """A start that is over after this time had no more than a minute before it was told to stop, and one to do so."""
+STOPPED_MOST = {"SIGUSR1": 3, "SIGUSR2": 3}
+STOPPED_MOST_USUALLY = 10
+"""So many starts in a row may be told to stop by a signal before they come any further.
+
+SIGTERM may also come from a preemption, while the job still counts as running (GraceTime): that is nobody's mistake.
+"""
 UNLAUNCHED = 233
 """What srun ends with where it could not start its task: ESLURMD_EXECVE_FAILED and its kin, 1001, in one byte."""
 UNLAUNCHED_S = 20.0
 """So long the launchers that did start have to begin the run without the others."""
+_STOPPED = re.compile(r" after (SIG[A-Z0-9]+)$")
 _HOPELESS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcodes.INTERRUPTED)
 
 
@@ -46,10 +54,10 @@ class Ending:
     unfit: tuple[str, ...] = ()
 
 
-def hurried(end: Ending, lasted_s: float) -> bool:
-    """Whether a start of ``lasted_s`` seconds was told to stop, by a signal as of --signal, as soon as it had begun."""
-    told = end.told and end.code == exitcodes.REQUEUE and end.reason.endswith(("after SIGUSR1", "after SIGUSR2"))
-    return told and lasted_s < HURRIED_S
+def stopped_by(end: Ending) -> str:
+    """The signal that told the run to stop, "" if it has ended in another way."""
+    match = _STOPPED.search(end.reason) if end.told and end.code == exitcodes.REQUEUE else None
+    return match[1] if match is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,7 @@ def _belongs(claim: Claim, start: str) -> bool:
 class Wordless:
     """Counts in ``path`` the starts of a run in a row that ended in one bad way and without progress.
 
-    That is without a word, or told to stop as soon as they had begun.
+    That is without a word, or told to stop before they came any further.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,6 +147,11 @@ class Wordless:
         with suppress(OSError):
             self._path.write_text(json.dumps({"count": count, "step": max(step, before)}) + "\n", encoding="utf-8")
         return count
+
+    @property
+    def step(self) -> int:
+        """How far the run had come, 0 if it has never told."""
+        return self._read()[1]
 
     def forget(self) -> None:
         """A start has ended in another way."""

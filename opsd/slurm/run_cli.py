@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import stat
 import sys
@@ -16,7 +17,7 @@ import click
 from opsd import exitcodes
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.ranks.rundir import RUN_NAME, default_root, valid_name
-from opsd.launch.run.fellows import Count, start_of_job
+from opsd.launch.run.fellows import BATCH, Count, start_of_job
 from opsd.numbers import Finite
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.attend import attend_command
@@ -141,8 +142,8 @@ def _start(job: Allocation, plan: Plan, commands: Mapping[str, list[str]], envir
     except OSError as error:
         raise click.UsageError(f"the run's folder {plan.folder} cannot be made: {error.strerror}") from error
     own = environ.get("SLURMD_NODENAME", "")
-    told = {**environ, BATCH_HOST: own, JOB_OUTPUT: _output(1)}
-    batch = Batch(plan.folder, start_of_job(plan.run, environ), job, lambda: choose().slurm, plan.needs, say=_say)
+    told = {**environ, BATCH_HOST: own, JOB_OUTPUT: _output(1), BATCH: secrets.token_hex(4)}
+    batch = Batch(plan.folder, start_of_job(plan.run, told), job, lambda: choose().slurm, plan.needs, say=_say)
     batch.listen()
     try:
         return batch.run(Steps(commands, told))

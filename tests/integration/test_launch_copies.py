@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from opsd import exitcodes
 from opsd.checkpoints.claims import End, Fence, newest
 from tests.fakes.launched import TRAIN, Launched
@@ -92,3 +94,41 @@ def test_a_folder_that_cannot_be_claimed(tmp_path: Path) -> None:
         assert one.wait() == exitcodes.FAILED
         assert "generations" in one.err and len(one.err.splitlines()) == 1, one.err
         assert not one.events("generation_started")
+
+
+def late(tmp_path: Path, environ: dict[str, str]) -> Nodes:
+    """A run on two of three nodes; the launcher of the third is not started."""
+    names = ("n1", "n2", "n3")
+    return Nodes(
+        tmp_path,
+        f"{TRAIN}\ntrain(3)",
+        "--nnodes=2:3",
+        "--join-timeout=600",
+        count=3,
+        environ=dict.fromkeys(names, environ),
+    )
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "3"}
+
+
+@pytest.mark.parametrize("environ", [STEP, {"SLURM_JOB_ID": "7", "OPSD_BATCH": "ab"}], ids=["step", "slurm run"])
+def test_who_comes_after_the_end_ends_like_the_others(tmp_path: Path, environ: dict[str, str]) -> None:
+    """A launcher whose node was slow to start it: nobody will come any more, and it holds its node no longer."""
+    with late(tmp_path, environ) as nodes:
+        nodes.kill("n3")
+        nodes.until(lambda: nodes.events("finished"))
+        nodes.start("n3")
+        assert nodes.wait(20) == {"n1": exitcodes.OK, "n2": exitcodes.OK, "n3": exitcodes.OK}
+
+
+def test_the_end_of_another_step_is_nobodys(tmp_path: Path) -> None:
+    """The next step of the job has the run's name, and goes on from what is there."""
+    with late(tmp_path, STEP) as nodes:
+        nodes.kill("n3")
+        assert nodes.wait(40)["n1"] == exitcodes.OK
+        for name in nodes.names:
+            nodes._environ = {**nodes._environ, name: {**STEP, "SLURM_STEP_ID": "1"}}
+            nodes.start(name)
+        assert set(nodes.wait(40).values()) == {exitcodes.OK}
+        assert len(nodes.events("generation_started")) == 2

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.agent.actions import Executor
 from opsd.agent.drainer import SlurmDrainer
+from opsd.agent.swap import planned_swap
 from opsd.agent.swap_cli import swap
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
@@ -42,3 +45,24 @@ def test_a_node_that_must_go_is_swapped_and_drained(tmp_path: Path) -> None:
         nodes.until(lambda: nodes.state("n3")["state"] == "running")
         assert not nodes.events("rank_exited")
     assert slurm.by_name["n1"].reason.startswith("opsd:gpu_lost-1 gpu_lost: GPU 2 is lost")
+
+
+def test_a_swap_is_done_though_the_head_dies_of_which_it_was_asked(tmp_path: Path) -> None:
+    """In the very moment in which it has agreed; one spare takes its place, the other that of the node in question."""
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=2", count=4) as nodes:
+        nodes.until(lambda: all(nodes.state(name)["state"] in ("running", "spare") for name in nodes.names))
+        nodes.until(lambda: len(nodes.ask("n2", cmd="status")["spares"]) == 2)
+        first = nodes.ask("n2", cmd="status")
+        head = first["head"]
+        node, other = next(name for name in first["nodes"] if name != head), next(iter(first["spares"]))
+
+        def ask(request: Mapping[str, object]) -> Mapping[str, Any]:
+            answer = nodes.ask(other, **{key: str(value) for key, value in request.items()})
+            if request["cmd"] == "swap" and nodes.processes[head].poll() is None:
+                assert answer == {"ok": True}
+                nodes.kill(head)
+            return answer
+
+        said = planned_swap(ask, node, "ecc", patience_s=40)
+        assert said.startswith(f"{node} is out of the run")
+        nodes.until(lambda: set(nodes.ask(other, cmd="status")["nodes"]) == set(first["spares"]))

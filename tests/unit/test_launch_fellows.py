@@ -12,9 +12,11 @@ import pytest
 
 from opsd.launch.io.handshake import SECRET_FILE, SECRET_VARIABLE, SecretError, job_secret
 from opsd.launch.run.fellows import (
+    BATCH,
     DEFAULT_PORT,
     Count,
     FellowsError,
+    comes_once,
     find_fellows,
     start_of,
     start_of_job,
@@ -118,6 +120,16 @@ def test_a_start_is_not_the_one_before() -> None:
     starts = {start_of_job("r", env) for env in ({}, job, {**job, "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"})}
     assert len(starts) == 4
     assert start_of_job("r", job) == start_of_job("r", {**job, "SLURM_RESTART_COUNT": "0", "SLURMD_NODENAME": "n2"})
+
+
+def test_which_starts_come_once() -> None:
+    """What ``opsd slurm run`` starts, and a step of several nodes; not what a script starts again and again."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert comes_once({**job, BATCH: "ab"})
+    assert comes_once({**job, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "2"})
+    assert not comes_once({**job, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "1"})
+    assert not comes_once({BATCH: "ab"})
+    assert start_of_job("r", {**job, BATCH: "ab"}) == "r, job 7.0, ab"
 
 
 def test_two_steps_of_a_job_are_not_one_start() -> None:

@@ -87,11 +87,12 @@ def test_a_planned_swap_loses_nothing(stage: Stage) -> None:
 
 
 def test_a_swap_outlives_its_head(stage: Stage) -> None:
-    """The next head learns from the ranks' end that they were stopped for a swap, and does not end the run."""
+    """The next head learns from the ranks' end that they were stopped for a swap, and sees to it."""
     stage.swap("n3")
     stage.succeed()
     stage.finish_ranks(*NODES, told=swap_of("n3"))
-    assert not stage.over
+    assert (stage.slots[-1], stage.over) == (("n1", "n2", SPARE), [])
+    assert [event["retired"] for event in stage.events("node_retired")] == ["n3", "n3"]
     assert [plan.payload["keep"] for plan in stage.group.proposals] == [0, 1, 0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from opsd.launch.run import messages
@@ -69,6 +70,8 @@ class Asked:
         self._answers = list(answers)
         self.refused: list[str] = []
         self.taken = 0
+        self._goes_on = threading.Event()
+        self._goes_on.set()
         self._loop = PlayedLoop()
         self._group = PlayedGroup(SPARE)
         self._readiness = Readiness(self._loop, self._group, self._answer, self.refused.append)  # type: ignore[arg-type]
@@ -77,7 +80,21 @@ class Asked:
     def told(self) -> list[str]:
         return [message.why for message in self._group.told if isinstance(message, messages.Readiness)]
 
+    def hang(self) -> threading.Event:
+        """Let the next answer wait for this."""
+        self._goes_on = threading.Event()
+        return self._goes_on
+
+    def pass_time(self, seconds: float) -> None:
+        """Some time goes by."""
+        self._loop.advance(seconds)
+
+    def settle(self) -> None:
+        """The answer has come."""
+        self._loop.settle()
+
     def _answer(self) -> str:
+        assert self._goes_on.wait(20)
         answer = self._answers.pop(0)
         if isinstance(answer, OSError):
             raise answer
@@ -88,11 +105,11 @@ class Asked:
         self._readiness.tell()
         self._loop.settle()
 
-    def take_a_place(self) -> None:
+    def take_a_place(self, *, answered: bool = True) -> None:
         """The head has made a plan with this node at work."""
         asks = bool(self._answers)
         self._readiness.before(self._take)
-        if asks:
+        if asks and answered:
             self._loop.settle()
 
     def _take(self) -> None:
@@ -115,6 +132,20 @@ def test_a_node_of_which_nothing_is_known_is_not_used() -> None:
     assert (asked.told, asked.taken) == (["the controller is away"], 0)
     asked.take_a_place()
     assert (asked.told[-1], asked.taken) == ("", 1)
+
+
+def test_a_node_that_cannot_find_out_whether_it_is_ready_gives_its_place_up() -> None:
+    """A file server hangs: nobody else ends that wait if the node is the head."""
+    asked = Asked("")
+    hang = asked.hang()
+    asked.take_a_place(answered=False)
+    asked.pass_time(59.0)
+    assert asked.told == []
+    asked.pass_time(2.0)
+    assert asked.told == ["whether it is ready could not be found out within 60 s"]
+    hang.set()
+    asked.settle()
+    assert (asked.told[-1], asked.taken) == ("", 0)
 
 
 def test_a_node_that_is_not_ready_says_so_again_when_it_is_wanted() -> None:

@@ -52,10 +52,11 @@ class Scene:
         self.then: list[Callable[[], object]] = []
         self.begin()
 
-    def begin(self, needs: int = 1) -> None:
-        """Another ``opsd slurm run`` in the same start of the job."""
+    def begin(self, needs: int = 1, start: str = START) -> None:
+        """Another ``opsd slurm run``, in the same start of the job."""
+        self.start = start
         self.batch = Batch(
-            self.folder, START, JOB, lambda: self.slurm, needs,
+            self.folder, start, JOB, lambda: self.slurm, needs,
             clock=self.clock.monotonic, sleep=self._sleep, say=self.said.append,
         )  # fmt: skip
 
@@ -68,7 +69,7 @@ class Scene:
     def ends(self, code: int, **more: object) -> None:
         """The run says how it has ended, and its launchers leave."""
         plan = {"end": {"code": code, "reason": "all is said"} | more}
-        claims.create(self.folder, Claim(claims.newest_number(self.folder) + 1, START, "n1.1", plan=plan))
+        claims.create(self.folder, Claim(claims.newest_number(self.folder) + 1, self.start, "n1.1", plan=plan))
         self.steps.codes = dict.fromkeys(JOB.nodes, code)
 
     def run(self, *then: Callable[[], object]) -> int:
@@ -93,7 +94,7 @@ def test_the_jobs_end_is_the_runs(scene: Scene, code: int) -> None:
 def test_an_earlier_end_in_the_same_start_of_the_job_is_not_this_ones(scene: Scene) -> None:
     """A script may train twice, and a user in salloc may start what ended with 75 again."""
     scene.ends(exitcodes.OK)
-    scene.begin()
+    scene.begin(start="train, job 7.0, second")
     scene.steps.codes = {}
     goes_on = [lambda: None] * 150
     assert scene.run(*goes_on, lambda: scene.ends(exitcodes.FAILED)) == exitcodes.FAILED
@@ -103,7 +104,7 @@ def test_an_earlier_end_in_the_same_start_of_the_job_is_not_this_ones(scene: Sce
 def test_the_jobs_end_of_a_second_command_is_what_its_launchers_say(scene: Scene) -> None:
     """They did not begin the run; that an earlier one did says nothing of them."""
     claims.create(scene.folder, Claim(1, START, "n1.1"))
-    scene.begin()
+    scene.begin(start="train, job 7.0, second")
     scene.steps.codes = dict.fromkeys(JOB.nodes, exitcodes.FAILED)
     assert scene.run() == exitcodes.FAILED
     assert scene.slurm.submitted == []
@@ -166,11 +167,19 @@ def test_a_job_that_is_cancelled_is_not_requeued(scene: Scene) -> None:
     assert (scene.slurm.calls, scene.slurm.submitted) == ([], [])
 
 
-def hurry(scene: Scene, *, step: int = 0, last_s: float = 10.0, reason: str = "stopped after SIGUSR1") -> int:
+def hurry(
+    scene: Scene,
+    *,
+    step: int = 0,
+    last_s: float = 10.0,
+    reason: str = "stopped after SIGUSR1",
+    state: str = "running",
+) -> int:
     """One more start of the job, which is told to stop; the exit code of its batch script."""
-    scene.slurm = FakeQueue([Node(name, "idle") for name in JOB.nodes], running(*JOB.nodes))
+    job = replace(running(*JOB.nodes), state=state, restarts=1 if state == "completing" else 0)
+    scene.slurm = FakeQueue([Node(name, "idle") for name in JOB.nodes], job)
     scene.steps.codes = {}
-    scene.begin()
+    scene.begin(start=f"train, job 7.{claims.newest_number(scene.folder)}")
 
     def end() -> None:
         with (scene.folder / "events.jsonl").open("a") as file:
@@ -184,14 +193,34 @@ def test_a_job_whose_time_is_up_as_it_starts_does_not_start_for_ever(scene: Scen
     """Its limit is not longer than the notice that its script asks for; each start was told to stop at once."""
     assert [hurry(scene) for _ in range(3)] == [exitcodes.OK, exitcodes.OK, exitcodes.FAILED]
     assert scene.slurm.calls == []
-    assert "the time limit is not longer than the notice of --signal" in scene.said[-1]
+    assert (
+        "start 3 in a row that was told to stop by SIGUSR1 before it came any further; it is the last" in scene.said[-1]
+    )
+    assert "is the time limit longer than the notice of --signal" in scene.said[-1]
+
+
+def test_nor_after_sigterm(scene: Scene) -> None:
+    """``--signal=TERM@300`` does the same; but so does a preemption with GraceTime, which may come some times."""
+    codes = [hurry(scene, reason="stopped between generations after SIGTERM") for _ in range(10)]
+    assert codes == [*[exitcodes.OK] * 9, exitcodes.FAILED]
+
+
+def test_a_preempted_job_comes_back_however_often(scene: Scene) -> None:
+    """Slurm is putting it back into the queue by itself."""
+    assert {hurry(scene, state="completing") for _ in range(4)} == {exitcodes.OK}
 
 
 def test_what_starts_and_stops_with_progress_goes_on(scene: Scene) -> None:
-    """Also what lasted longer, and what somebody else stopped."""
-    assert {hurry(scene, step=step) for step in range(5)} == {exitcodes.OK}
-    assert {hurry(scene, last_s=200.0) for _ in range(5)} == {exitcodes.OK}
-    assert {hurry(scene, reason="stopped after SIGTERM") for _ in range(5)} == {exitcodes.OK}
+    """So does what lasted longer and tells of no steps, and what stopped for another reason."""
+    assert {hurry(scene, last_s=200.0) for _ in range(4)} == {exitcodes.OK}
+    assert {hurry(scene, reason="all is said") for _ in range(4)} == {exitcodes.OK}
+    assert {hurry(scene, step=step) for step in range(4)} == {exitcodes.OK}
+
+
+def test_a_program_that_takes_longer_to_begin_than_it_has_does_not_start_for_ever(scene: Scene) -> None:
+    """It has told of steps before, so that none is known to have been done."""
+    assert hurry(scene, step=7, last_s=200.0) == exitcodes.OK
+    assert [hurry(scene, step=7, last_s=200.0) for _ in range(2)] == [exitcodes.OK, exitcodes.FAILED]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])

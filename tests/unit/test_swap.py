@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,24 @@ def test_a_launcher_of_one_node_has_no_spare() -> None:
     """It tells neither nodes nor spares; that is an answer and no error."""
     with pytest.raises(SwapError, match="the run has no spare"):
         planned_swap(lambda _request: {"ok": True, "node": "n00"}, "n00", "x", patience_s=20)
+
+
+def test_a_swap_is_asked_for_again_of_the_next_head() -> None:
+    """The one that was to see to it has died; or ranks have failed, and were all restarted before it came to that."""
+    seen = iter([("n01", 1), ("n01", 1), ("", 1), ("n03", 1), ("n03", 1), ("n03", 2)])
+    answers, asked = iter([True, False, True, True]), list[tuple[str, int]]()
+    status: dict[str, object] = {"spares": ["s1"]}
+
+    def ask(request: Mapping[str, object]) -> dict[str, object]:
+        if request["cmd"] == "swap":
+            asked.append((str(status["head"]), int(str(status["generation"]))))
+            return {"ok": next(answers)}
+        head, generation = next(seen, ("n03", 2))
+        status.update(head=head, generation=generation, nodes=["n01", "s1" if len(asked) == 4 else "n02"])
+        return dict(status)
+
+    assert "s1 took its place" in planned_swap(ask, "n02", "x", patience_s=20, sleep=lambda _: None)
+    assert asked == [("n01", 1), ("n03", 1), ("n03", 1), ("n03", 2)]
 
 
 def by_hand(root: Path, *arguments: str) -> tuple[int, str]:

@@ -42,7 +42,8 @@ class Claimant:
     """``send`` may lose messages; ``expected`` are the launchers of a run that has not begun, the own one included.
 
     ``launcher`` names this process, ``start`` is what those of one start of the run have in common, and ``size`` is how
-    many ranks this node runs. ``wake`` makes ``flush`` be called soon.
+    many ranks this node runs. ``wake`` makes ``flush`` be called soon. ``once``: no later attempt at the run has the
+    same ``start``, so that who comes after its end has nothing to wait for.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Claimant:
         size: int,
         start: str,
         launcher: str,
+        once: bool = False,
         timeout_s: float = TIMEOUT_S,
         now: float = 0.0,
     ) -> None:
@@ -74,6 +76,7 @@ class Claimant:
         self._size = size
         self._start = start
         self._launcher = launcher
+        self._once = once
         self._timeout = timeout_s
         self._now = now
         self._known = {member.name: member for member in expected}
@@ -193,7 +196,7 @@ class Claimant:
         self._seeking = Seeking(self._now)
         if newest is None:
             return
-        if newest.start == self._start and newest.end is None:
+        if newest.start == self._start and (newest.end is None or self._once):
             self._missed = newest.number
             self._learn(newest)
         elif is_older(self._start, newest.start):

@@ -49,6 +49,7 @@ class TcpGroup(Group):
         launcher: str,
         secret: bytes,
         size: int,
+        once: bool = False,
         timeout_s: float = TIMEOUT_S,
         say: Callable[[str], None] = say_to_user,
     ) -> None:
@@ -66,7 +67,7 @@ class TcpGroup(Group):
                 folder, loop, partial(self._unless_left, self.looked), partial(self._unless_left, self.claimed), say
             ),
             partial(loop.later, 0.0, self.flush),
-            start=start, launcher=launcher, size=size, timeout_s=timeout_s, now=time.monotonic(),
+            start=start, launcher=launcher, size=size, once=once, timeout_s=timeout_s, now=time.monotonic(),
         )  # fmt: skip
 
     def start(self, listener: Listener) -> None:

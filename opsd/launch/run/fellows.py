@@ -18,6 +18,10 @@ _JOB_PORTS = range(20_000, 32_000)
 """Below those from which the kernel gives out ports."""
 
 
+BATCH = "OPSD_BATCH"
+"""What tells the launchers of one ``opsd slurm run`` from those of another one in the same start of the job."""
+
+
 class FellowsError(Exception):
     """The launchers of the run cannot be known; the message says what to give."""
 
@@ -105,15 +109,31 @@ def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: s
     name, first = start_of_job(run, environ), fellows.members[0]
     if len(fellows.members) == 1:
         return f"{name}, {launcher}"
-    if environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
-        return f"{name}, step {environ.get('SLURM_STEP_ID')}"
+    if (step := _step(environ)) is not None:
+        return f"{name}, step {step}"
     return name if "SLURM_JOB_ID" in environ else f"{name}, {first.name} at {first.address}:{first.port}"
 
 
 def start_of_job(run: str, environ: Mapping[str, str]) -> str:
     """What the starts of all launchers of this start of the Slurm job are, or begin with; ``run`` outside of Slurm."""
-    job = environ.get("SLURM_JOB_ID", "")
-    return f"{run}, job {job}.{environ.get('SLURM_RESTART_COUNT') or '0'}" if job else run
+    job, batch = environ.get("SLURM_JOB_ID", ""), environ.get(BATCH, "")
+    if not job:
+        return run
+    name = f"{run}, job {job}.{environ.get('SLURM_RESTART_COUNT') or '0'}"
+    return f"{name}, {batch}" if batch else name
+
+
+def comes_once(environ: Mapping[str, str]) -> bool:
+    """Whether the launchers of this start are the only ones that will ever have it, so that its end is theirs.
+
+    Outside of Slurm, and for launchers that a script has started one by one, a later attempt has the same start.
+    """
+    return "SLURM_JOB_ID" in environ and (BATCH in environ or _step(environ) is not None)
+
+
+def _step(environ: Mapping[str, str]) -> str | None:
+    """The step's number if it has several nodes."""
+    return environ.get("SLURM_STEP_ID") if environ.get("SLURM_STEP_NUM_NODES", "1") != "1" else None
 
 
 def _pairs(given: str) -> dict[str, str]:

@@ -11,6 +11,9 @@ from opsd.launch.io.reporting import say
 from opsd.launch.run import messages
 from opsd.launch.run.messages import CODEC
 
+ANSWER_S = 60.0
+"""How long a node that has been given a place may take to find out whether it may have it."""
+
 
 class Readiness:
     """``ask`` says why the node must not be used, "" if it may; it may block. ``refused`` hears of each refusal.
@@ -41,6 +44,7 @@ class Readiness:
         """
         if self._known is None:
             self._then = take_part
+            self._loop.later(ANSWER_S, lambda: self._give_up(take_part))
             self.tell()
         elif self._known:
             self._tell_head(self._known)
@@ -60,6 +64,12 @@ class Readiness:
         then, self._then = self._then, None
         if then is not None and not text:
             then()
+
+    def _give_up(self, take_part: Callable[[], None]) -> None:
+        """A file server that hangs must not hold up the run, also where this node is the head."""
+        if self._then is take_part:
+            self._then = None
+            self._tell_head(f"whether it is ready could not be found out within {ANSWER_S:g} s")
 
     def _tell_head(self, why: str) -> None:
         self._group.tell_head(CODEC.encode(messages.Readiness(why)))

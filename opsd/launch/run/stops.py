@@ -128,7 +128,13 @@ class Stops:
         elif stop.for_good:
             self._decisions.stopped(stop)
         else:
+            self._take_over(stop)
             self._decisions.renew()
+
+    def _take_over(self, stop: Stop) -> None:
+        """Go on with a swap that a head before this one has ordered."""
+        if self._stop is None and stop.what not in self._health.unfit:
+            self._health.retire(stop.what, str(stop))
 
     def ranks_gone(self, node: str) -> None:
         """The ranks of ``node`` no longer run: the others cannot stop in good order any more."""
@@ -143,6 +149,7 @@ class Stops:
         stop = self._stop or told
         if stop is not None and not stop.for_good:
             say(f"{reason}; restarting all ranks")
+            self._take_over(stop)
             self._decisions.restart_all()
         else:
             self._decisions.end(exitcodes.FAILED, reason)

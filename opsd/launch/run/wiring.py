@@ -11,7 +11,7 @@ from opsd.launch.io.reporting import WorkQueue
 from opsd.launch.io.run_log import Log, OwnLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
-from opsd.launch.run.fellows import Fellows, start_of
+from opsd.launch.run.fellows import Fellows, comes_once, start_of
 from opsd.launch.run.head import Head
 from opsd.launch.run.nodes import Shape
 from opsd.launch.run.supervisor import Supervisor
@@ -38,6 +38,7 @@ def control_of(
         launcher=launcher,
         secret=secret,
         size=settings.local_size,
+        once=comes_once(os.environ),
         timeout_s=timeout_s,
     )
 

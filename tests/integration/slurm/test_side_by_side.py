@@ -30,6 +30,7 @@ LINES = {
         3,
         "srun --overlap -w {nodes} -N2 -n2 $OPSD launch --nnodes 2 prog.py {own} {other}",
     ),
+    "steps without": (4, "srun -w {nodes} -N2 -n2 $OPSD launch --nnodes 2 prog.py {own} {other}"),
     "steps of one job, named": (
         2,
         "srun --overlap -N2 -n2 $OPSD launch --run-id {own} --nnodes 2 prog.py {own} {other}",
@@ -47,12 +48,8 @@ def folder(cluster: Cluster) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", LINES)
-def test_two_runs_of_one_job(cluster: Cluster, folder: Path, kind: str) -> None:
-    """Each rank sees those of the other run, and both runs end well."""
-    nodes, line = LINES[kind]
-    first = line.format(own="a", other="b", nodes="n1,n2")
-    second = line.format(own="b", other="a", nodes="n2,n3")
+def run_both(cluster: Cluster, folder: Path, nodes: int, first: str, second: str) -> str:
+    """What a job said that has run both commands; ``both`` is there if both have ended well."""
     script = (
         f"#!/bin/bash\nexport HOME={folder} PYTHONPATH={':'.join(sys.path)} OPSD='{sys.executable} -m opsd'\n"
         f"{first} & one=$!\n{second} & two=$!\nwait $one && wait $two && touch both\n"
@@ -61,9 +58,27 @@ def test_two_runs_of_one_job(cluster: Cluster, folder: Path, kind: str) -> None:
     options = [f"--chdir={folder}", "--output=job.out", f"--nodelist=n[1-{nodes}]", f"--nodes={nodes}", "--no-kill"]
     job = slurm.submit(script, options)
     wait_until(lambda: not slurm.jobs([job]), "the job has ended", 60)
-    said = (folder / "job.out").read_text()
+    return (folder / "job.out").read_text()
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_two_runs_of_one_job(cluster: Cluster, folder: Path, kind: str) -> None:
+    """Each rank sees those of the other run, and both runs end well."""
+    nodes, line = LINES[kind]
+    first = line.format(own="a", other="b", nodes="n1,n2")
+    second = line.format(own="b", other="a", nodes="n3,n4" if nodes == 4 else "n2,n3")
+    said = run_both(cluster, folder, nodes, first, second)
     assert (folder / "both").exists(), said
     runs = [{(folder / f"here-{own}-{rank}").read_text() for rank in "01"} for own in "ab"]
     assert [len(run) for run in runs] == [1, 1]
     assert runs[0] != runs[1]
     assert len(list(folder.glob("done-*"))) == 4
+
+
+def test_two_runs_with_one_name_never_mix(cluster: Cluster, folder: Path) -> None:
+    """Steps of all nodes, each of which could be a later attempt at the job's run: the sentence says what to do."""
+    line = "srun --overlap -N2 -n2 $OPSD launch --join-timeout 8 --nnodes 2 --no-python sh -c"
+    first, second = (f"{line} 'touch here-{own}-$RANK; sleep 2'" for own in "ab")
+    said = run_both(cluster, folder, 2, first, second)
+    assert "run job-" in said and "give this one another name with --run-id" in said
+    assert [len(list(folder.glob(f"here-{own}-*"))) % 2 for own in "ab"] == [0, 0], said
