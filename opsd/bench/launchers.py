@@ -1,19 +1,23 @@
-"""Launchers that claim and run no ranks, many of them in one process: ``python -m opsd.bench.launchers JSON``.
+"""Launchers that claim and run no ranks, a process for each: ``python -m opsd.bench.launchers JSON``.
 
-To a line on standard input it answers with the oldest of the newest plans of its launchers, its number of slots, when
-the last of them began, and whether the head is one of them.
+Says the process ids on standard output and ends with standard input. The processes are forked, so that a thousand of
+them have room; where each has got to, they write into a file that ``States`` reads.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
+import mmap
 import os
-import resource
+import signal
+import struct
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opsd.checkpoints.claims import End
 from opsd.launch.claims.messages import Begun, Ready
@@ -29,6 +33,8 @@ RANKS = 8
 ANSWER = Ready(29_500, 1_234_567, 1_234_500)
 """As long as what a launcher answers."""
 PAYLOAD = {"first": False, "restarts": 0, "noticed_s": 0.0, "keep": 0}
+_STATE = struct.Struct("=dqq?")
+_PR_SET_PDEATHSIG = 1
 
 
 def member(number: int, port: int) -> Member:
@@ -36,17 +42,41 @@ def member(number: int, port: int) -> Member:
     return Member(f"n{number:05d}", f"127.77.{number // 250}.{number % 250 + 1}", port)
 
 
+class State(NamedTuple):
+    """When a launcher began its newest plan, on the monotonic clock, its number and slots; whether it is head."""
+
+    at: float
+    number: int
+    slots: int
+    head: bool
+
+
+class States:
+    """The states of ``launchers``, numbered from 1 on, in a file that their processes share."""
+
+    def __init__(self, path: Path, launchers: int) -> None:
+        with open(path, "a+b") as file:
+            file.truncate(launchers * _STATE.size)
+            self._memory = mmap.mmap(file.fileno(), launchers * _STATE.size)
+
+    def __getitem__(self, launcher: int) -> State:
+        return State(*_STATE.unpack_from(self._memory, (launcher - 1) * _STATE.size))
+
+    def __setitem__(self, launcher: int, state: State) -> None:
+        _STATE.pack_into(self._memory, (launcher - 1) * _STATE.size, *state)
+
+
 class Simulated:
     """One launcher and its listener; as head it gives a slot to each that is alive, once all ``expected`` are."""
 
-    def __init__(self, own: Member, members: Sequence[Member], settings: Mapping[str, Any], loop: Loop) -> None:
-        self.loop = loop
-        self.begun: tuple[int, int, float] = (0, 0, 0.0)
-        """Number and slots of the newest plan, and when it began."""
+    def __init__(self, number: int, members: Sequence[Member], settings: Mapping[str, Any], states: States) -> None:
+        self.loop = Loop()
+        self._number, self._states = number, states
         self._expected = len(members)
         self._pending: Timer | None = None
+        own = members[number - 1]
         self.group = TcpGroup(
-            own, members, Path(settings["folder"]), loop,
+            own, members, Path(settings["folder"]), self.loop,
             start="bench", launcher=own.name, secret=bytes.fromhex(settings["secret"]), size=RANKS,
         )  # fmt: skip
         self.group.start(self)
@@ -58,6 +88,7 @@ class Simulated:
         return True
 
     def head_changed(self, head: str | None) -> None:
+        self._states[self._number] = self._states[self._number]._replace(head=head == self.group.own.name)
         self._propose_soon()
 
     def joined(self, member: Member) -> None:
@@ -74,7 +105,7 @@ class Simulated:
     def _propose(self) -> None:
         self._pending = None
         alive = self.group.alive if self.group.head == self.group.own.name else {}
-        if len(alive) >= max(self._expected, 1) and len(alive) != self.begun[1]:
+        if len(alive) >= max(self._expected, 1) and len(alive) != self._states[self._number].slots:
             self.group.propose(tuple(sorted(alive)), PAYLOAD)
 
     def prepare(self, plan: Plan) -> None:
@@ -82,7 +113,8 @@ class Simulated:
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
         self._expected = 0
-        self.begun = (plan.number, len(plan.slots), time.monotonic())
+        head = self.group.head == self.group.own.name
+        self._states[self._number] = State(time.monotonic(), plan.number, len(plan.slots), head)
 
     def cut_off(self) -> None:
         """Nothing runs here that would have to end."""
@@ -97,33 +129,29 @@ class Simulated:
         """Nothing is said in this benchmark."""
 
 
-class Launchers:
-    """The launchers of this process."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.loop = Loop()
-        everybody = [member(number, settings["port"]) for number in range(1, settings["nodes"] + 1)]
-        first, last = settings["numbers"]
-        self._launchers = [Simulated(own, everybody, settings, self.loop) for own in everybody[first - 1 : last]]
-        self.loop.watch(sys.stdin.fileno(), self._answer)
-
-    def _answer(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            self.loop.stop()
-            return
-        begun = [launcher.begun for launcher in self._launchers]
-        number, slots, _ = min(begun)
-        head = any(launcher.group.head == launcher.group.own.name for launcher in self._launchers)
-        print(json.dumps([number, slots, max(at for _, _, at in begun), head]), flush=True)
+def _fork(number: int, members: Sequence[Member], settings: Mapping[str, Any], states: States) -> int:
+    """The launcher ``number`` in a process that does not outlive this one."""
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        return pid
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == parent:
+        Simulated(number, members, settings, states).loop.run()
+    os._exit(1)
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    launchers = Launchers(json.loads(sys.argv[1]))
-    print(json.dumps(time.monotonic()), flush=True)
-    launchers.loop.run()
+    """Run the launchers until standard input ends."""
+    settings = json.loads(sys.argv[1])
+    members = [member(number, settings["port"]) for number in range(1, settings["nodes"] + 1)]
+    states = States(Path(settings["states"]), len(members))
+    gc.collect()
+    gc.freeze()
+    pids = [_fork(number, members, settings, states) for number in range(1, len(members) + 1)]
+    print(json.dumps(pids), flush=True)
+    sys.stdin.buffer.read()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
