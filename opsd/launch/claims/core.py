@@ -435,8 +435,7 @@ class Core:
             left = self._gone - {self.plan.head if self.plan is not None else ""}  # the head does not look for others
             asked = [name for name in others if name != self.own.name and name not in left]
             ahead = sum(name not in self._gone for name in situation.order[: situation.place])
-            message, settled = Seek(**self._view()), situation.settled
-            seeking.ask(now, asked, ahead, self._known, self._send, message, settled=settled)
+            seeking.ask(now, asked, ahead, self._known, self._send, Seek(**self._view()))
         if seeking.to_lead(now, situation, self._timeout):
             self._take_lead()
             plan = self.plan
@@ -496,6 +495,8 @@ class Core:
             case Seek():
                 if self.phase not in ("looking", "over"):  # it would not know for its own, or obey, what counts it in
                     self._send(sender, Near(**self._view()))
+                    if self.phase == "seeking" and not self._seeking.knows(sender.name, now):
+                        self._send(sender, Seek(**self._view()))
                 self._compare(message.number)
             case Near():
                 self._note_near(sender, message)
