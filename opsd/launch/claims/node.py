@@ -51,8 +51,9 @@ class TcpGroup:
         self._left = False
         self._alone = len(expected) == 1
         self._transport = Transport(
-            Identity(own, start, secret), loop, received=self._receive, unreachable=self._lose, say=say
-        )
+            Identity(own, start, secret), loop,
+            received=self._receive, unreachable=self._lose, say=say, launchers=lambda: len(self._core.roster),
+        )  # fmt: skip
         self._sent: tuple[Message | None, dict[str, Any]] = (None, {})
         self._folder = RunFolder(
             folder, loop,
