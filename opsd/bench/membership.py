@@ -1,6 +1,6 @@
 """How soon launchers begin a new generation, and what it costs the head to hear of them all.
 
-All launchers are processes on this machine, over TCP on the loopback network, and claim in a folder in its memory.
+Each launcher is a process on this machine; they talk over TCP on the loopback network and claim in a folder in memory.
 A launcher is lost by SIGSTOP, which is as silent as a power loss, or by SIGKILL, which its machine tells the others.
 """
 
@@ -55,7 +55,7 @@ def _running(nodes: int) -> Iterator[tuple[list[int], States]]:
 
 
 def _agreed(states: States, there: Collection[int], after: int) -> tuple[int, float]:
-    """Wait until those ``there`` have begun a plan newer than ``after`` with just them; its number and when."""
+    """Wait until those ``there`` have begun a plan newer than ``after`` that is just theirs; its number and when."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         found = [states[launcher] for launcher in there]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opsd.launch.io.wire import Frames, encode
 
 from opsd.launch.io.connection import Connection
-from opsd.launch.io.handshake import VERSION, Identity
+from opsd.launch.io.handshake import VERSION, Handshake, Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.transport import Transport
@@ -25,6 +26,7 @@ from opsd.launch.ranks.settings import free_port
 from tests.fakes import strangers
 
 SECRET = b"s" * 32
+LAUNCHERS = 150
 FEW = 24
 """Descriptors that launchers and their strangers may have in these tests at most, beside those of the test itself."""
 
@@ -44,6 +46,7 @@ class Launcher:
             received=self._receive,
             unreachable=self.gone.append,
             say=self.said.append,
+            launchers=lambda: LAUNCHERS,
             opened=lambda other, incarnation: self.opened.append((other.name, incarnation)),
         )  # fmt: skip
         self.transport.listen()
@@ -346,6 +349,42 @@ class Calling:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+class Caller:
+    """A launcher that takes its time with the handshake."""
+
+    def __init__(self, target: Launcher, number: int) -> None:
+        address = f"127.{NET}.3.{number}"
+        own = Identity(Member(f"c{number}", address, 9), "run", SECRET)
+        self._handshake, self._frames = Handshake(own, target.member), Frames()
+        self._socket = socket.create_connection(
+            (target.member.address, target.member.port), timeout=10, source_address=(address, 0)
+        )
+        for message in self._handshake.begin():
+            self._socket.sendall(self._frames.pack(encode(message)))
+
+    def prove(self) -> None:
+        while not self._handshake.proven:
+            for heard in self._frames.feed(self._socket.recv(4096)):
+                for message in self._handshake.hear(heard):
+                    self._socket.sendall(self._frames.pack(encode(message)))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def test_all_launchers_of_a_run_may_call_at_once(launchers: Launchers) -> None:
+    """Their leader is gone, and this one leads next: each gets in, though others and strangers call meanwhile."""
+    one = launchers.start(1)
+    callers = [Caller(one, number) for number in range(1, LAUNCHERS + 1)]
+    with Calling(one, idle=200, sources=100):
+        launchers.pass_time(0.5)
+        for caller in callers:
+            caller.prove()
+        launchers.until(lambda: len(one.opened) == LAUNCHERS)
+    for caller in callers:
+        caller.close()
 
 
 @pytest.fixture

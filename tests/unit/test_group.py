@@ -8,7 +8,9 @@ from contextlib import nullcontext
 import pytest
 
 from opsd.checkpoints.claims import Claim, End
+from opsd.launch.claims.messages import Message, Seek
 from opsd.launch.claims.plan import Plan
+from opsd.launch.io.protocol import Member
 from opsd.launch.run.nodes import Shape
 from tests.fakes.group import Launcher, PlayedFolder, World, member
 from tests.fakes.judge import Judge, Trouble
@@ -647,3 +649,31 @@ def test_a_claim_whose_answer_is_lost_is_made_once() -> None:
     run.until_claim(2)
     run.world.run(5.0)
     assert run.slots == [["n1", "n2"], ["n1", "n3"]]
+
+
+class Counting(World):
+    """Counts who asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def send(self, source: str, target: Member, message: Message) -> None:
+        self.asked += isinstance(message, Seek)
+        super().send(source, target, message)
+
+
+@pytest.mark.parametrize(("lost", "within_s"), [(1, 2.5), (12, 6.0)])
+def test_many_launchers_lose_their_head(lost: int, within_s: float) -> None:
+    """And perhaps the rack around it: all others go on at once, and none of them has to ask them all."""
+    world = Counting()
+    run = Run(128, 64, 128, world=world).rests()
+    assert run.head == "n1"
+    before = world.asked
+    for number in range(1, lost + 1):
+        run[f"n{number}"].pause()
+    newest = len(run.slots)
+    assert run.until_claim(newest + 1) < within_s
+    world.run(1.0)
+    assert len(run.slots[newest]) == 128 - lost
+    assert world.asked - before < 128 * 80

@@ -183,8 +183,7 @@ class Group(Claimant):
             left = self._gone - {situation.head}  # the head does not look for others
             asked = [name for name in others if name != self.own.name and name not in left]
             ahead = sum(name not in self._gone for name in situation.order[: situation.place])
-            message, settled = Seek(**self._view()), situation.settled
-            self._seeking.ask(self._now, asked, ahead, self._known, self._send, message, settled=settled)
+            self._seeking.ask(self._now, asked, ahead, self._known, self._send, Seek(**self._view()))
         if self._seeking.to_lead(self._now, situation, self._timeout):
             self._take_lead()
             if self.plan is not None and self.holds:
@@ -229,11 +228,10 @@ class Group(Claimant):
         match message:
             case Bye():
                 self.unreachable(now, sender.name)
-            case Seek() if self.phase not in (
-                "looking",
-                "over",
-            ):  # else it would not know for its own what counts it in
+            case Seek() if self.phase not in ("looking", "over"):  # it would not know for its own what counts it in
                 self._send(sender, Near(**self._view()))
+                if self.phase == "seeking" and not self._seeking.knows(sender.name, now):
+                    self._send(sender, Seek(**self._view()))
             case Near() if self.phase == "seeking":
                 self._note_near(sender, message)
             case Beat() if self.phase in ("following", "seeking"):

@@ -14,6 +14,8 @@ from opsd.launch.claims.peers import Share, share
 from opsd.launch.io.protocol import Member
 
 SEEK_S = 0.2
+ASK_AGAIN_S = 0.5
+"""Who has answered is not asked again before this: the first in order hears of all others."""
 NEAR_S = 1.5
 """For so long an answer counts."""
 GATHER_S = 0.4
@@ -29,14 +31,19 @@ LEASE_S = 4.0
 """A side with half of the launchers or fewer waits so long, and until the lease was not renewed for so long."""
 LAST_S = 30.0
 """The same for a few that could not even run a generation: nobody else will, and the run ends, to be started again."""
-ALL_AT_ONCE = 64
-"""Of more launchers than this a few are asked first, those whose turn comes first."""
-FEW_ROUNDS, MORE_ROUNDS = 3, 15
-"""After so many rounds twice as many are asked: as long as nobody is found whose turn comes before, and then."""
-FIRST = 4
-"""So many launchers, one of which most likely leads next, ask twice as many in each round."""
-ASKED_AT_ONCE = 256
-"""More than so many are asked more rarely."""
+GROWING_S = 2.0
+"""For up to so much longer, while others still come: of a thousand not all have answered at once."""
+MANY = 64
+"""Of more launchers than this each asks a few first, and more rarely, so that all of them together do not drown those
+whose turn comes first. These hear of everybody all the same: whoever is asked asks back."""
+SLOWEST = 3.0
+"""Times ``SEEK_S``: still often enough for an answer to count until the next."""
+FIRST = 2
+"""So many are asked at first; twice as many in each round in which nobody has answered whose turn comes before …"""
+MORE_ROUNDS = 15
+"""… and after so many rounds if somebody has."""
+SILENT_AT_ONCE, MOST_PATIENCE_S = 8, 4.0
+"""So many in a round, at most, that have not answered; each of them is asked half as often every time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +91,14 @@ class Seeking:
         self._near: dict[str, Neighbour] = {}
         self._vouched = -1e9
         self._enough_since: float | None = None
+        self._grew = now
+        """When somebody new has answered last."""
         self._ask_at = -1e9
         self._rounds = 0.0
+        self._due: dict[str, float] = {}
+        """When a silent one is asked again …"""
+        self._patience: dict[str, float] = {}
+        """… and how long it was given to answer."""
 
     def forgive(self, stall_s: float) -> None:
         """This launcher was held up for so long."""
@@ -94,31 +107,43 @@ class Seeking:
 
     def ask(
         self, now: float, order: Sequence[str], ahead: int, known: Mapping[str, Member],
-        send: Callable[[Member, Message], None], message: Seek, *, settled: bool,
+        send: Callable[[Member, Message], None], message: Seek,
     ) -> None:  # fmt: skip
         """Ask the others in this order, some times a second; the turn of the first ``ahead`` comes before this one's.
 
-        Of very many a few are asked first, and then more: soon if none of those is there whose turn comes first, since
-        this launcher has to know all of them then, and slowly if it only has to hear who leads. ``settled`` as in
-        ``Situation``: while nothing runs yet there is no hurry.
+        Of very many only the first few are asked, unless these do not answer: nobody has to ask everybody, since those
+        who are asked ask back.
         """
         if now < self._ask_at:
             return
         names = [name for name in order if name in known]
-        if len(names) > ALL_AT_ONCE:
-            near = self.near(now)
-            if not near.keys().isdisjoint(order[:ahead]):
-                self._rounds += 1 / MORE_ROUNDS
-            else:
-                self._rounds += 1.0 if settled and ahead <= FIRST else 1 / FEW_ROUNDS
-            names = names[: 4 << min(int(self._rounds), 20)]
-        self._ask_at = now + SEEK_S * max(1.0, len(names) / ASKED_AT_ONCE)
-        for name in names:
-            send(known[name], message)
+        self._ask_at = now + SEEK_S * min(SLOWEST, max(1.0, len(names) / MANY))
+        for name in names if len(names) <= MANY else self._few(now, names, ahead):
+            if not self.knows(name, now):
+                send(known[name], message)
+
+    def _few(self, now: float, order: Sequence[str], ahead: int) -> Sequence[str]:
+        """The first that answer, and some of the silent ones, more from round to round."""
+        near = self.near(now)
+        asked = order[: FIRST << min(int(self._rounds), 20)]
+        self._rounds += 1.0 if near.keys().isdisjoint(order[:ahead]) else 1 / MORE_ROUNDS
+        due = [name for name in asked if name not in near and now >= self._due.get(name, now)]
+        silent = sorted(due, key=lambda name: self._patience.get(name, 0.0))[:SILENT_AT_ONCE]
+        for name in silent:
+            self._patience[name] = min(2 * self._patience.get(name, SEEK_S), MOST_PATIENCE_S)
+            self._due[name] = now + self._patience[name]
+        return [name for name in asked if name in near][:FIRST] + silent
 
     def note(self, sender: Member, answer: Near, now: float) -> None:
         """Somebody has answered."""
+        if sender.name not in self._near:
+            self._grew = now
         self._near[sender.name] = Neighbour(sender, now, answer.size, answer.fresh, answer.incarnation)
+
+    def knows(self, name: str, now: float) -> bool:
+        """Whether this one has answered just now."""
+        one = self._near.get(name)
+        return one is not None and now - one.heard < ASK_AGAIN_S
 
     def vouch(self, now: float) -> None:
         """Somebody hears the head."""
@@ -145,7 +170,7 @@ class Seeking:
         if self._enough_since is None:
             self._enough_since = now
         ahead = sum(name in near for name in situation.order[: situation.place])
-        waited = now - self._enough_since
+        waited = now - max(self._enough_since, min(self._grew, self._enough_since + GROWING_S))
         return waited >= self._pause_s(here, situation, near, now) + ahead * STAGGER_S
 
     def _may(self, here: Collection[str], situation: Situation, now: float) -> bool:

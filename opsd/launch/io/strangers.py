@@ -6,6 +6,7 @@ File descriptors are few: what the launcher needs for its own work is kept from 
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 
 from opsd.launch.io.connection import Connection
 
@@ -18,9 +19,14 @@ _STRANGERS = 64
 
 
 class Strangers:
-    """In the order in which they came. Whoever is new is let in; for it the oldest of those that say nothing goes."""
+    """In the order in which they came. Whoever is new is let in; for it the oldest of those that say nothing goes.
 
-    def __init__(self) -> None:
+    ``launchers`` says how many there are in the run: so many more may be proving who they are, since all of them call
+    at once when this one begins to lead.
+    """
+
+    def __init__(self, launchers: Callable[[], int]) -> None:
+        self._launchers = launchers
         self._all: dict[Connection, str] = {}
 
     def add(self, connection: Connection, address: str) -> bool:
@@ -50,9 +56,10 @@ class Strangers:
         of_this_address = [each for each in silent if self._all[each] == address]
         if len(of_this_address) >= SILENT_PER_ADDRESS:
             return of_this_address[0]
-        if len(self._all) >= _most():
-            return silent[0] if silent else next(iter(self._all))
-        return None
+        full = len(self._all) >= _most() + self._launchers()
+        if silent and (full or len(silent) >= _most()):
+            return silent[0]
+        return next(iter(self._all)) if full else None
 
 
 def ask_for_descriptors(launchers: int) -> None:

@@ -51,10 +51,11 @@ class Transport:
     """Sends messages to launchers by name. What cannot be delivered soon is dropped; who must know asks again.
 
     ``received`` is called with every message of a proven launcher, in the order in which it sent them as long as a
-    connection lasts; a ProtocolError that it raises is said, once a minute. ``opened`` is called for each connection
-    that is proven, before its first message, with the incarnation: another one is another process of that name, and
-    what the one before had said is no longer heard. Of two that are there at once, the one that was started later
-    stays. ``unreachable`` is called when a launcher is known to have ended, because its machine refuses connections.
+    connection lasts; a ProtocolError that it raises is said, once a minute. ``launchers`` says how many the run has.
+    ``opened`` is called for each connection that is proven, before its first message, with the incarnation: another one
+    is another process of that name, and what the one before had said is no longer heard. Of two that are there at once,
+    the one that was started later stays. ``unreachable`` is called when a launcher is known to have ended, because its
+    machine refuses connections.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Transport:
         received: Callable[[Member, Message], None],
         unreachable: Callable[[str], None],
         say: Callable[[str], None],
+        launchers: Callable[[], int],
         opened: Callable[[Member, str], None] = _ignore,
     ) -> None:
         self._own = own
@@ -78,7 +80,7 @@ class Transport:
         self._proven: dict[str, list[Connection]] = {}
         """One that this side has called and one that the other has, at most; the first is sent on."""
         self._calling: dict[str, Connection] = {}
-        self._strangers = Strangers()
+        self._strangers = Strangers(launchers)
         self._allowances: dict[str, Allowance] = {}
         self._refused: dict[str, int] = {}
         self._closing = self._paused = False
