@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from opsd.checkpoints.claims import Claim, End
-from opsd.launch.claims.plan import Plan
+from opsd.launch.claims.authority import Plan
 from opsd.launch.run.nodes import Shape
 from tests.fakes.group import Launcher, PlayedFolder, World, member
 from tests.fakes.judge import Judge, Trouble
