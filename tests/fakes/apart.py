@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import signal
 import subprocess
 from collections.abc import Iterable
@@ -200,9 +202,10 @@ class Apart(Nodes):
                 found += [target.name for target in targets if target.parent == self.steps]
         return found
 
-    def claimed_at(self) -> dict[int, float]:
-        """When each generation was claimed, in wall seconds: when its claim was linked, not when it was written."""
-        return {int(path.stem): path.stat().st_ctime for path in (self.run / FOLDER).glob("[0-9]*.json")}
+    def claims(self) -> dict[int, tuple[float, int]]:
+        """When each generation was claimed (linked, in wall seconds), and whose ranks it keeps, 0 if nobody's."""
+        found = (self.run / FOLDER).glob("[0-9]*.json")
+        return {int(path.stem): (path.stat().st_ctime, json.loads(path.read_bytes())["keeps"]) for path in found}
 
 
 def check_steps(traces: Iterable[Trace], healed_at: float) -> None:
@@ -220,9 +223,10 @@ def check_steps(traces: Iterable[Trace], healed_at: float) -> None:
                 )
 
 
-def check_commits(traces: Iterable[Trace], claimed_at: dict[int, float]) -> None:
-    """Fails if a generation has committed after a later one was claimed; a commit takes a moment."""
+def check_commits(traces: Iterable[Trace], claims: dict[int, tuple[float, int]]) -> None:
+    """Fails if a generation has committed after a later one was claimed without its ranks; a commit takes a moment."""
     for trace in traces:
-        later = [at for number, at in claimed_at.items() if number > trace.generation]
-        late = [at - min(later) for at in trace.commits if later and at > min(later) + BUSY_S]
-        assert not late, f"generation {trace.generation} committed {max(late):.1f} s after a later one was claimed"
+        own = trace.generation
+        passed_over = min((at for number, (at, keeps) in claims.items() if number > own != keeps), default=math.inf)
+        late = [at - passed_over for at in trace.commits if at > passed_over + BUSY_S]
+        assert not late, f"generation {own} committed {max(late):.1f} s after a later one was claimed"

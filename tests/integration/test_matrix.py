@@ -134,7 +134,7 @@ def settles(run: Apart, healed_at: float) -> None:
     run.until(alone, SETTLE_S)
     traces = run.traces()
     check_steps(traces, healed_at)
-    check_commits(traces, run.claimed_at())
+    check_commits(traces, run.claims())
     assert {name: process.poll() for name, process in run.processes.items()} == dict.fromkeys(run.names)
     newest = max(traces, key=lambda trace: trace.generation)
     run.until(lambda: len(run.ranks_alive()) == newest.world, 10.0)

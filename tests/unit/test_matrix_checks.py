@@ -24,8 +24,9 @@ def test_two_generations_at_once_are_seen() -> None:
 def test_a_commit_after_a_later_claim_is_seen() -> None:
     """Whatever the fault: the fence does not depend on the network."""
     traces = [trace(1, 0.0, 10.0, 1.0, 5.0), trace(2, 6.0, 20.0, 19.0)]
-    check_commits(traces, {1: 0.0, 2: 4.5})
+    check_commits(traces, {1: (0.0, 0), 2: (4.5, 0)})
     with pytest.raises(AssertionError, match=r"generation 1 committed 2\.0 s after a later one was claimed"):
-        check_commits(traces, {1: 0.0, 2: 3.0})
+        check_commits(traces, {1: (0.0, 0), 2: (3.0, 0)})
     with pytest.raises(AssertionError, match=r"generation 2 committed"):
-        check_commits(traces, {1: 0.0, 2: 4.5, 3: 17.0})
+        check_commits(traces, {1: (0.0, 0), 2: (4.5, 0), 3: (17.0, 0)})
+    check_commits(traces, {1: (0.0, 0), 2: (4.5, 0), 3: (17.0, 2)})  # its ranks run on

@@ -1,10 +1,13 @@
-"""What launchers say to each other to know who is there. None of it decides anything: claims do."""
+"""What launchers say to each other, none of which decides anything, and what the launcher around the group is told."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+from opsd.checkpoints.claims import End
+from opsd.launch.claims.authority import Plan
 from opsd.launch.io.protocol import Member
 
 Body = dict[str, Any]
@@ -38,7 +41,6 @@ class Seek:
     """
 
     direction: ClassVar[str] = "seeking launcher to others"
-
     number: int
     size: int
     head: Member | None = None
@@ -51,7 +53,6 @@ class Near:
     """The answer to ``Seek``, with the same said of oneself."""
 
     direction: ClassVar[str] = "others to seeking launcher"
-
     number: int
     size: int
     head: Member | None = None
@@ -64,7 +65,6 @@ class Join:
     """To the head of the newest claim: here is somebody to lead."""
 
     direction: ClassVar[str] = "member to head"
-
     number: int
 
 
@@ -73,7 +73,6 @@ class Beat:
     """From the head, some times a second: generation ``number`` is the newest, and whether it has begun."""
 
     direction: ClassVar[str] = "head to member"
-
     number: int
     begun: Begun | None = None
 
@@ -86,7 +85,6 @@ class Here:
     """
 
     direction: ClassVar[str] = "member to head"
-
     number: int
     size: int
     incarnation: str
@@ -100,7 +98,6 @@ class Roster:
     """From the head: who is there, so that anybody can find the others should it be gone."""
 
     direction: ClassVar[str] = "head to members"
-
     number: int
     version: int
     members: tuple[Member, ...]
@@ -111,7 +108,6 @@ class Tell:
     """To the head: message ``number``; those before ``oldest`` were heard. Sent again until it is confirmed."""
 
     direction: ClassVar[str] = "member to head"
-
     number: int
     oldest: int
     body: Body
@@ -122,7 +118,6 @@ class Told:
     """From the head: everything up to message ``number`` was heard."""
 
     direction: ClassVar[str] = "head to member"
-
     number: int
 
 
@@ -131,7 +126,6 @@ class Order:
     """From the head, the same way; ``Here`` confirms it."""
 
     direction: ClassVar[str] = "head to members"
-
     number: int
     oldest: int
     body: Body
@@ -146,3 +140,46 @@ class Bye:
 
 Message = Seek | Near | Join | Beat | Here | Roster | Tell | Told | Order | Bye
 MESSAGES: tuple[type[Message], ...] = (Seek, Near, Join, Beat, Here, Roster, Tell, Told, Order, Bye)
+
+
+class Listener(Protocol):
+    """What a launcher does with what it is told."""
+
+    def enough(self, near: Collection[str]) -> bool:
+        """Whether a generation could be formed of the nodes ``near``, the own one among them."""
+
+    def stuck(self) -> bool:
+        """Whether the ranks of this node make no progress: nobody ends ranks that do for being alone."""
+
+    def head_changed(self, head: str | None) -> None:
+        """``head`` is the head within reach from now on, None while there is none.
+
+        If it is this launcher itself: it may make plans, with ``Group.propose``.
+        """
+
+    def prepare(self, plan: Plan) -> None:
+        """``plan`` is claimed: end the ranks of earlier generations, then answer with ``Group.ready``.
+
+        May come again with a higher number before the first one has begun. For members without a slot too.
+        """
+
+    def begin(self, plan: Plan, begun: Begun | None) -> None:
+        """All nodes of ``plan`` are ready: start the ranks. None: it has begun without this process, see what to do."""
+
+    def cut_off(self) -> None:
+        """Neither a head nor the run's folder is within reach: what runs here may have been passed over, end it."""
+
+    def overtaken(self) -> None:
+        """Another copy of the run has claimed its folder."""
+
+    def over(self, end: End) -> None:
+        """The run has ended."""
+
+    def joined(self, member: Member) -> None:
+        """(On the head.) A launcher has come or come back."""
+
+    def lost(self, name: str, silent_s: float) -> None:
+        """(On the head.) Nothing has been heard of this launcher for longer than a living one would be silent."""
+
+    def received(self, sender: str, body: Body) -> None:
+        """A message: on the head from a launcher (itself included), on all launchers from the head."""
