@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.messages import Begun
-from opsd.launch.claims.plan import Plan
 from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.messages import Progress, Told

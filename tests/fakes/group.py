@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opsd.checkpoints.claims import Claim, End
-from opsd.launch.claims.authority import Look
+from opsd.launch.claims.authority import Look, Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Message, Ready
-from opsd.launch.claims.plan import Plan
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.nodes import Shape, place
 

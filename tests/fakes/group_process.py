@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints.claims import End
+from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.messages import Begun, Body, Ready
 from opsd.launch.claims.node import TcpGroup
-from opsd.launch.claims.plan import Plan
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
 

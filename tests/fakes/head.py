@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opsd.launch.claims.messages import Begun, Body, Ready
-from opsd.launch.claims.plan import Listener, Plan
+from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.messages import Begun, Body, Listener, Ready
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.run_log import RunLog

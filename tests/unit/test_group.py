@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import pytest
 
 from opsd.checkpoints.claims import Claim, End
+from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.messages import Message, Seek
-from opsd.launch.claims.plan import Plan
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.nodes import Shape
 from tests.fakes.group import Launcher, PlayedFolder, World, member

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.authority import CLAIM_AGAIN_S, LOOK_AGAIN_S, LOOK_S, Claiming, Look, Looks
+from opsd.launch.claims.authority import CLAIM_AGAIN_S, LOOK_AGAIN_S, LOOK_S, Claiming, Look, Looks, Plan
 from opsd.launch.claims.leading import Leading
 from opsd.launch.claims.messages import MESSAGES, Body, Here, Message, Near, Order, Ready, Roster, Seek
 from opsd.launch.claims.peers import MOST_PATIENCE, Inbox, Outbox, Peer, Share, share
-from opsd.launch.claims.plan import Plan
 from opsd.launch.claims.seeking import Seeking
 from opsd.launch.io.protocol import Codec, Member
 

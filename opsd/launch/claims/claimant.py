@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, Literal, ParamSpec
 
 from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.authority import Claiming, Folder, Look, Looks, is_older
+from opsd.launch.claims.authority import Claiming, Folder, Look, Looks, Plan, is_older
 from opsd.launch.claims.leading import Leading
-from opsd.launch.claims.messages import Beat, Begun, Message, Ready
+from opsd.launch.claims.messages import Beat, Begun, Listener, Message, Ready
 from opsd.launch.claims.peers import Following
-from opsd.launch.claims.plan import Listener, Plan
 from opsd.launch.claims.seeking import Seeking
 from opsd.launch.io.protocol import Member
 

@@ -11,9 +11,22 @@ from typing import Any
 
 from opsd.launch.claims.authority import Look
 from opsd.launch.claims.claimant import Claimant
-from opsd.launch.claims.messages import Beat, Body, Bye, Here, Join, Message, Near, Order, Roster, Seek, Tell, Told
+from opsd.launch.claims.messages import (
+    Beat,
+    Body,
+    Bye,
+    Here,
+    Join,
+    Listener,
+    Message,
+    Near,
+    Order,
+    Roster,
+    Seek,
+    Tell,
+    Told,
+)
 from opsd.launch.claims.peers import interval_s
-from opsd.launch.claims.plan import Listener
 from opsd.launch.claims.seeking import TURN_S, Situation
 from opsd.launch.io.protocol import Member
 

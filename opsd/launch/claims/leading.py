@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.messages import Beat, Begun, Body, Here, Message, Order, Ready, Roster, Tell, Told
 from opsd.launch.claims.peers import BEATS_MISSED, REPEAT_S, Follower, Outbox, Share, interval_s, share
-from opsd.launch.claims.plan import Plan
 from opsd.launch.io.protocol import Member
 
 ROSTER_S = 0.2

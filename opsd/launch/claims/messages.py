@@ -1,10 +1,13 @@
-"""What launchers say to each other to know who is there. None of it decides anything: claims do."""
+"""What launchers say to each other, none of which decides anything, and what the launcher around the group is told."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+from opsd.checkpoints.claims import End
+from opsd.launch.claims.authority import Plan
 from opsd.launch.io.protocol import Member
 
 Body = dict[str, Any]
@@ -146,3 +149,57 @@ class Bye:
 
 Message = Seek | Near | Join | Beat | Here | Roster | Tell | Told | Order | Bye
 MESSAGES: tuple[type[Message], ...] = (Seek, Near, Join, Beat, Here, Roster, Tell, Told, Order, Bye)
+
+
+class Listener(Protocol):
+    """What a launcher does with what it is told."""
+
+    def enough(self, near: Collection[str]) -> bool:
+        """Whether a generation could be formed of the nodes ``near``, the own one among them."""
+        ...
+
+    def stuck(self) -> bool:
+        """Whether the ranks of this node make no progress: nobody ends ranks that do for being alone."""
+        ...
+
+    def head_changed(self, head: str | None) -> None:
+        """``head`` is the head within reach from now on, None while there is none.
+
+        If it is this launcher itself: it may make plans, with ``Group.propose``.
+        """
+        ...
+
+    def prepare(self, plan: Plan) -> None:
+        """``plan`` is claimed: end the ranks of earlier generations, then answer with ``Group.ready``.
+
+        May come again with a higher number before the first one has begun. For members without a slot too.
+        """
+        ...
+
+    def begin(self, plan: Plan, begun: Begun | None) -> None:
+        """All nodes of ``plan`` are ready: start the ranks. None: it has begun without this process, see what to do."""
+        ...
+
+    def cut_off(self) -> None:
+        """Neither a head nor the run's folder is within reach: what runs here may have been passed over, end it."""
+        ...
+
+    def overtaken(self) -> None:
+        """Another copy of the run has claimed its folder."""
+        ...
+
+    def over(self, end: End) -> None:
+        """The run has ended."""
+        ...
+
+    def joined(self, member: Member) -> None:
+        """(On the head.) A launcher has come or come back."""
+        ...
+
+    def lost(self, name: str, silent_s: float) -> None:
+        """(On the head.) Nothing has been heard of this launcher for longer than a living one would be silent."""
+        ...
+
+    def received(self, sender: str, body: Body) -> None:
+        """A message: on the head from a launcher (itself included), on all launchers from the head."""
+        ...

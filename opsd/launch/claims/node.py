@@ -14,8 +14,7 @@ from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.authority import Look
 from opsd.launch.claims.claimant import TIMEOUT_S
 from opsd.launch.claims.group import Group
-from opsd.launch.claims.messages import MESSAGES, Message
-from opsd.launch.claims.plan import Listener
+from opsd.launch.claims.messages import MESSAGES, Listener, Message
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Codec, Member

@@ -11,9 +11,9 @@ from typing import cast
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import End
+from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Body
-from opsd.launch.claims.plan import Plan
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
 from opsd.launch.io.protocol import Member, ProtocolError

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 from opsd import exitcodes
+from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.leading import highest
 from opsd.launch.claims.messages import Begun, Ready
-from opsd.launch.claims.plan import Plan
 from opsd.launch.ranks.ranks import Recovery
 from opsd.launch.ranks.settings import Assignment, free_port
 from opsd.launch.run.messages import CODEC, Waiting

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from opsd import exitcodes
+from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun
-from opsd.launch.claims.plan import Plan
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.hangs.watch import hang_fields
 from opsd.launch.io.loop import Loop

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.group import Group
-from opsd.launch.claims.plan import Plan
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import Log
