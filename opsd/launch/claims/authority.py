@@ -28,7 +28,7 @@ class Plan:
 
     ``slots`` are the nodes that run ranks, by node rank; without any the run waits for nodes. ``members`` are the
     launchers that were there, spares included, and ``sizes`` how many ranks each node has. ``payload`` is what the head
-    leaves to its successors; ``keep`` in it is the generation whose ranks run on, 0 if they are started anew.
+    leaves to its successors; ``keep`` in it is the generation whose ranks run on, 0 if they are restarted.
     """
 
     number: int
@@ -96,19 +96,15 @@ class Folder(Protocol):
     @property
     def error(self) -> OSError | None:
         """Why the newest look, or the newest claim, has failed; None while all is well."""
-        ...
 
     def look(self, *, whole: bool) -> None:
         """Read the lease, and the newest claim if ``whole`` or if the lease names one that is not known."""
-        ...
 
     def claim(self, claim: Claim) -> None:
         """Make a claim."""
-        ...
 
     def renew(self, number: int, beat: int) -> None:
         """Renew the lease."""
-        ...
 
 
 class Looks:

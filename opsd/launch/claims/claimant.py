@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, ParamSpec
@@ -22,6 +23,7 @@ from opsd.launch.io.protocol import Member
 
 TIMEOUT_S = 1.5
 Phase = Literal["looking", "seeking", "claiming", "leading", "following", "over"]
+"""Before the first look; without a head; chosen to lead; head; led; done: the run has ended or goes on elsewhere."""
 P = ParamSpec("P")
 
 
@@ -100,11 +102,6 @@ class Claimant:
     # -- the head proposes: a claim is made ------------------------------------------------------------------------
 
     @property
-    def begun(self) -> bool:
-        """Whether the ranks of the newest plan were started, as far as is known here."""
-        return self._begun is not None
-
-    @property
     def holds(self) -> bool:
         """Whether the newest claim is this launcher's."""
         return self._ours == self.number > 0
@@ -117,7 +114,7 @@ class Claimant:
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
         """(Head only.) Claim the next generation, with all that are alive as members; ``Listener.prepare`` follows.
 
-        ``payload["keep"]`` is the generation whose ranks run on under this head, 0 if they are started anew. Replaces a
+        ``payload["keep"]`` is the generation whose ranks run on under this head, 0 if they are restarted. Replaces a
         proposal that is not claimed yet. Somebody else's claim ends this launcher's time as head.
         """
         members = tuple(member for _, member in sorted(self.alive.items()))
@@ -163,8 +160,8 @@ class Claimant:
         if self.phase not in ("claiming", "leading"):
             self._take_lead()
         elif not self._claiming.answers(claim.plan):
-            self._follow(None)
-            self._follow(self.own.name)
+            self._set_head(None)
+            self._set_head(self.own.name)
         if self.phase == "claiming":
             self._leading.forgive(self._now - self._chosen_at)  # nobody has been asked meanwhile
         self.phase = "leading"
@@ -180,7 +177,7 @@ class Claimant:
     def _see(self, found: Look) -> None:
         """What a look has found."""
         if self.phase == "looking" and found.whole:
-            self._begin(found.claim)
+            self._arrive(found.claim)
         elif found.claim is not None and found.number > self.number:
             self._learn(found.claim)
         elif found.lease[0] > self.number:
@@ -189,13 +186,13 @@ class Claimant:
             self._release()
             self._mend(found.claim)
 
-    def _begin(self, newest: Claim | None) -> None:
+    def _arrive(self, newest: Claim | None) -> None:
         """The first look: what there was before this launcher."""
         self.phase = "seeking"
         self._seeking = Seeking(self._now)
         if newest is None:
-            return
-        if newest.start == self._start and (newest.end is None or self._once):
+            pass
+        elif newest.start == self._start and (newest.end is None or self._once):
             self._missed = newest.number
             self._learn(newest)
         elif is_older(self._start, newest.start):
@@ -208,34 +205,31 @@ class Claimant:
         self.number = claim.number
         self._held.clear()
         self._looks.renewed(self._now)
+        of_this_start = claim.start == self._start or not claim.launcher
         if claim.launcher == self._launcher:
             self._won(claim)
-        elif claim.start == self._start or not claim.launcher:
-            if claim.end is not None:
-                self._leave_run(self._listener.over, claim.end)
-            else:
-                self._obey(self._plan_of(claim))
-        elif is_older(claim.start, self._start):
-            # A launcher that Slurm's requeue has left behind: it has no say.
-            self._obey(self._nobody(claim.number))
-        else:
+        elif not of_this_start and not is_older(claim.start, self._start):
             self._leave_run(self._listener.overtaken)
+        elif of_this_start and claim.end is not None:
+            self._leave_run(self._listener.over, claim.end)
+        else:
+            self._obey(self._plan_of(claim, its_maker_counts=of_this_start))
 
-    def _plan_of(self, claim: Claim) -> Plan:
-        try:
-            return Plan.from_json(claim.number, claim.plan)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return self._nobody(claim.number)
+    def _plan_of(self, claim: Claim, *, its_maker_counts: bool) -> Plan:
+        """If nobody can follow the claim its number counts, and somebody has to claim the next.
 
-    def _nobody(self, number: int) -> Plan:
-        """What a claim comes to that nobody can follow: its number counts, and somebody has to claim the next."""
+        It is damaged, or its maker does not count: a launcher that Slurm's requeue has left behind.
+        """
+        if its_maker_counts:
+            with suppress(KeyError, TypeError, ValueError, AttributeError):
+                return Plan.from_json(claim.number, claim.plan)
         payload = self.plan.payload if self.plan is not None else {}
-        return Plan(number, "", (), tuple(self._body.values()), {}, {**payload, "keep": 0})
+        return Plan(claim.number, "", (), tuple(self._body.values()), {}, {**payload, "keep": 0})
 
     def _obey(self, plan: Plan) -> None:
         """Somebody else has claimed the next generation."""
         if self.head != plan.head:
-            self._follow(None)
+            self._set_head(None)
         self._following.roster = 0
         self._claiming.forget()
         self._prepare(plan)
@@ -261,7 +255,7 @@ class Claimant:
         if intact or plan is None or self.phase != "leading" or self._claiming.busy:
             return
         if self.alive.keys() >= set(plan.slots):
-            self.propose(plan.slots, {**plan.payload, "keep": plan.generation} if self.begun else plan.payload)
+            self.propose(plan.slots, {**plan.payload, "keep": plan.generation} if self._begun else plan.payload)
 
     def _leave_run(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """It has ended, or goes on without this launcher."""
@@ -281,37 +275,41 @@ class Claimant:
         self._held.append(Held(self._looks.want(self._now), number, what))
 
     def _release(self) -> None:
+        """A look has shown that the newest generation that is known is the newest: do what waited for that."""
         due = [held for held in self._held if held.look <= self._looks.confirmed]
         self._held = [held for held in self._held if held.look > self._looks.confirmed]
-        for held in due:
-            if held.number != self.number or self.plan is None:
-                continue
-            if isinstance(held.what, Ready):
-                self._answer(held.number, held.what)
-            elif not self.holds:
-                self._fresh = False
-                self._notify(self._listener.begin, self.plan, held.what)
-            elif self.phase == "leading" and held.what is not None:
-                self._begun = held.what
-                self._leading.begun(held.what, self._now)
-                self._notify(self._listener.begin, self.plan, held.what)
+        for what in (held.what for held in due if held.number == self.number):
+            if isinstance(what, Ready):
+                self._say_ready(what)
+            else:
+                self._begin(what)
 
-    def _answer(self, number: int, answer: Ready) -> None:
+    def _say_ready(self, answer: Ready) -> None:
         self._following.ready = answer
         if self.phase == "leading":
             self._note_ready(self.own.name, answer)
         elif self._following.head is not None:
-            self._following.answer(self._following.head, number)
+            self._following.answer(self._following.head, self.number)
 
     def _note_ready(self, name: str, answer: Ready) -> None:
         """(On the head.) A node of the plan is ready; with the last of them all may begin."""
-        begun = self._leading.ready(name, answer)
-        if begun is not None:
+        if (begun := self._leading.ready(name, answer)) is not None:
             self._hold(self.number, begun)
+
+    def _begin(self, begun: Begun | None) -> None:
+        assert self.plan is not None
+        if not self.holds:
+            self._fresh = False
+        elif self.phase == "leading" and begun is not None:
+            self._begun = begun
+            self._leading.begun(begun, self._now)
+        else:
+            return
+        self._notify(self._listener.begin, self.plan, begun)
 
     # -- who leads -------------------------------------------------------------------------------------------------
 
-    def _follow(self, head: str | None) -> None:
+    def _set_head(self, head: str | None) -> None:
         """``head`` leads from now on, None if nobody does."""
         if self.head != head:
             self.head = head
@@ -325,7 +323,7 @@ class Claimant:
         self._seeking = Seeking(self._now)
 
     def _lose_head(self) -> None:
-        self._follow(None)
+        self._set_head(None)
         self._seek()
 
     def _take_lead(self) -> None:
@@ -335,16 +333,7 @@ class Claimant:
         self._chosen_at = self._now
         self._following.end()
         self._leading.begin(((one.member, one.size, one.incarnation) for one in near.values()), self._now)
-        self._follow(self.own.name)
-
-    def _resume(self, plan: Plan) -> None:
-        """Lead again what nobody has claimed meanwhile: its ranks may be running."""
-        self.phase = "leading"
-        self._leading.claimed(plan, self._now)
-        if self._begun is not None:
-            self._leading.begun(self._begun, self._now)
-        elif self._following.ready is not None:
-            self._note_ready(self.own.name, self._following.ready)
+        self._set_head(self.own.name)
 
     # -- calls of the listener -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opsd.launch.claims.authority import Look
+from opsd.launch.claims.authority import Look, Plan
 from opsd.launch.claims.claimant import Claimant
 from opsd.launch.claims.messages import (
     Beat,
@@ -51,6 +51,11 @@ class Group(Claimant):
         self._beats = 0
 
     # -- what the launcher asks ------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether the ranks of the newest plan were started, as far as is known here."""
+        return self._begun is not None
 
     @property
     def roster(self) -> Mapping[str, Member]:
@@ -105,7 +110,9 @@ class Group(Claimant):
         stall = now - self._ticked
         self._now = self._ticked = now
         if stall > STALL_S:
-            self._forgive(stall)
+            for part in (self._leading, self._seeking, self._following):
+                part.forgive(stall)
+            self._looks.want(now)
         if self.phase == "following":
             self._watch_head()
         elif self.phase == "seeking":
@@ -120,12 +127,6 @@ class Group(Claimant):
         self._note_cut_off()
         self._looks.tick(now, len(self._body))
         self.flush()
-
-    def _forgive(self, stall_s: float) -> None:
-        self._leading.forgive(stall_s)
-        self._seeking.forgive(stall_s)
-        self._following.forgive(stall_s)
-        self._looks.want(self._now)
 
     def _watch_head(self) -> None:
         if self._following.silent(self._now):
@@ -202,6 +203,15 @@ class Group(Claimant):
             if self.plan is not None and self.holds:
                 self._resume(self.plan)
 
+    def _resume(self, plan: Plan) -> None:
+        """Lead again what nobody has claimed meanwhile: its ranks may be running."""
+        self.phase = "leading"
+        self._leading.claimed(plan, self._now)
+        if self._begun is not None:
+            self._leading.begun(self._begun, self._now)
+        elif self._following.ready is not None:
+            self._note_ready(self.own.name, self._following.ready)
+
     def _situation(self) -> Situation:
         plan = self.plan
         head = plan.head if plan is not None else ""
@@ -249,10 +259,20 @@ class Group(Claimant):
                 self._note_near(sender, message)
             case Beat() if self.phase in ("following", "seeking"):
                 self._heed(sender, message)
-            case Join() | Here() | Tell() if self.phase == "leading":
+            case Join() if self.phase == "leading":
+                self._leading.join(sender, now)
+            case Here() if self.phase == "leading":
                 self._hear(sender, message)
-            case Roster() | Order() | Told() if self.head == sender.name:
-                self._hear_head(sender, message)
+            case Tell() if self.phase == "leading":
+                self._deliver(sender, self._leading.tell(sender, message))
+            case Roster() if self.head == sender.name and message.number == self.number:
+                self._body = {member.name: member for member in message.members}
+                self._known |= self._body
+                self._following.roster = message.version
+            case Order() if self.head == sender.name:
+                self._deliver(sender, self._following.take(message))
+            case Told() if self.head == sender.name:
+                self._following.tells.confirm(message.number)
             case _:
                 pass
         self.flush()
@@ -273,7 +293,7 @@ class Group(Claimant):
             self.phase = "following"
             self._following.begin(sender, self._now, self.number)
             self._following.hear(self._now, interval_s(len(self._body)), new=self.head is None)
-            self._follow(sender.name)
+            self._set_head(sender.name)
             if beat.begun is not None and self._begun is None:
                 self._begun = beat.begun
                 # If this node has not been ready another process of its name was: this one has no place in it.
@@ -282,37 +302,18 @@ class Group(Claimant):
         if beat.number > 0:
             self._following.answer(sender, self.number)
 
-    def _hear(self, sender: Member, message: Join | Here | Tell) -> None:
-        """(On the head.) One that is led, or wants to be, says something."""
-        match message:
-            case Join():
-                self._leading.join(sender, self._now)
-            case Here():
-                if self._leading.is_successor(sender, message):
-                    self._lose(sender.name)
-                if self._leading.here(sender, message, self._now):
-                    self._notify(self._listener.joined, sender)
-                if message.ready is not None and self._leading.awaits(sender, message):
-                    self._note_ready(sender.name, message.ready)
-            case Tell():
-                body = self._leading.tell(sender, message)
-                if body is not None:
-                    self._notify(self._listener.received, sender.name, body)
+    def _hear(self, sender: Member, message: Here) -> None:
+        """(On the head.) One that is led, or wants to be, has answered a heartbeat."""
+        if self._leading.is_successor(sender, message):
+            self._lose(sender.name)
+        if self._leading.here(sender, message, self._now):
+            self._notify(self._listener.joined, sender)
+        if message.ready is not None and self._leading.awaits(sender, message):
+            self._note_ready(sender.name, message.ready)
 
-    def _hear_head(self, sender: Member, message: Roster | Order | Told) -> None:
-        match message:
-            case Roster() if message.number == self.number:
-                self._body = {member.name: member for member in message.members}
-                self._known |= self._body
-                self._following.roster = message.version
-            case Order():
-                body = self._following.take(message)
-                if body is not None:
-                    self._notify(self._listener.received, sender.name, body)
-            case Told():
-                self._following.tells.confirm(message.number)
-            case _:
-                pass
+    def _deliver(self, sender: Member, body: Body | None) -> None:
+        if body is not None:
+            self._notify(self._listener.received, sender.name, body)
 
     def unreachable(self, now: float, name: str) -> None:
         """The launcher ``name`` is no longer there: its machine answers and says so, or it has said goodbye."""

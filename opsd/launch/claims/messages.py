@@ -41,7 +41,6 @@ class Seek:
     """
 
     direction: ClassVar[str] = "seeking launcher to others"
-
     number: int
     size: int
     head: Member | None = None
@@ -54,7 +53,6 @@ class Near:
     """The answer to ``Seek``, with the same said of oneself."""
 
     direction: ClassVar[str] = "others to seeking launcher"
-
     number: int
     size: int
     head: Member | None = None
@@ -67,7 +65,6 @@ class Join:
     """To the head of the newest claim: here is somebody to lead."""
 
     direction: ClassVar[str] = "member to head"
-
     number: int
 
 
@@ -76,7 +73,6 @@ class Beat:
     """From the head, some times a second: generation ``number`` is the newest, and whether it has begun."""
 
     direction: ClassVar[str] = "head to member"
-
     number: int
     begun: Begun | None = None
 
@@ -89,7 +85,6 @@ class Here:
     """
 
     direction: ClassVar[str] = "member to head"
-
     number: int
     size: int
     incarnation: str
@@ -103,7 +98,6 @@ class Roster:
     """From the head: who is there, so that anybody can find the others should it be gone."""
 
     direction: ClassVar[str] = "head to members"
-
     number: int
     version: int
     members: tuple[Member, ...]
@@ -114,7 +108,6 @@ class Tell:
     """To the head: message ``number``; those before ``oldest`` were heard. Sent again until it is confirmed."""
 
     direction: ClassVar[str] = "member to head"
-
     number: int
     oldest: int
     body: Body
@@ -125,7 +118,6 @@ class Told:
     """From the head: everything up to message ``number`` was heard."""
 
     direction: ClassVar[str] = "head to member"
-
     number: int
 
 
@@ -134,7 +126,6 @@ class Order:
     """From the head, the same way; ``Here`` confirms it."""
 
     direction: ClassVar[str] = "head to members"
-
     number: int
     oldest: int
     body: Body
@@ -156,50 +147,39 @@ class Listener(Protocol):
 
     def enough(self, near: Collection[str]) -> bool:
         """Whether a generation could be formed of the nodes ``near``, the own one among them."""
-        ...
 
     def stuck(self) -> bool:
         """Whether the ranks of this node make no progress: nobody ends ranks that do for being alone."""
-        ...
 
     def head_changed(self, head: str | None) -> None:
         """``head`` is the head within reach from now on, None while there is none.
 
         If it is this launcher itself: it may make plans, with ``Group.propose``.
         """
-        ...
 
     def prepare(self, plan: Plan) -> None:
         """``plan`` is claimed: end the ranks of earlier generations, then answer with ``Group.ready``.
 
         May come again with a higher number before the first one has begun. For members without a slot too.
         """
-        ...
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
         """All nodes of ``plan`` are ready: start the ranks. None: it has begun without this process, see what to do."""
-        ...
 
     def cut_off(self) -> None:
         """Neither a head nor the run's folder is within reach: what runs here may have been passed over, end it."""
-        ...
 
     def overtaken(self) -> None:
         """Another copy of the run has claimed its folder."""
-        ...
 
     def over(self, end: End) -> None:
         """The run has ended."""
-        ...
 
     def joined(self, member: Member) -> None:
         """(On the head.) A launcher has come or come back."""
-        ...
 
     def lost(self, name: str, silent_s: float) -> None:
         """(On the head.) Nothing has been heard of this launcher for longer than a living one would be silent."""
-        ...
 
     def received(self, sender: str, body: Body) -> None:
         """A message: on the head from a launcher (itself included), on all launchers from the head."""
-        ...
