@@ -14,7 +14,7 @@ from opsd.launch.claims.authority import CLAIM_AGAIN_S, LOOK_AGAIN_S, LOOK_S, Cl
 from opsd.launch.claims.leading import Leading
 from opsd.launch.claims.messages import MESSAGES, Body, Here, Message, Near, Order, Ready, Roster, Seek
 from opsd.launch.claims.peers import MOST_PATIENCE, Inbox, Outbox, Peer, Share, share
-from opsd.launch.claims.seeking import Seeking
+from opsd.launch.claims.seeking import Seeking, Situation
 from opsd.launch.io.protocol import Codec, Member
 
 NAMES = st.lists(st.sampled_from([f"n{number}" for number in range(12)]), min_size=1, max_size=12, unique=True)
@@ -188,11 +188,13 @@ def test_a_lease_is_idle_only_as_far_as_it_was_seen() -> None:
 def test_of_many_launchers_each_asks_few(answers: tuple[str, ...], most: int) -> None:
     """A thousand that ask a thousand hear nobody; whose turn comes first hears of all that ask it."""
     others = {f"n{number:04d}": member(f"n{number:04d}") for number in range(1024)}
+    order = ("n0000", "own", *others)
+    situation = Situation("own", order, others, (), "", True, False, 0.0, lambda: True, lambda: False)
     sent: list[str] = []
     seeking = Seeking(0.0)
     for tick in range(100):
         now, before = 0.1 * tick, len(sent)
-        seeking.ask(now, list(others), 1, others, lambda to, _: sent.append(to.name), Seek(0, 8))
+        seeking.ask(now, situation, others, lambda to, _: sent.append(to.name), Seek(0, 8))
         for name in {*answers}.intersection(sent[before:]):
             seeking.note(others[name], Near(0, 8), now)
     assert len(sent) < most

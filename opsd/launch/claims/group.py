@@ -192,12 +192,7 @@ class Group(Claimant):
     def _look_around(self) -> None:
         """Ask who is there, and claim the next generation if it is this launcher's turn."""
         situation = self._situation()
-        if len(self._known) > 1:
-            others = dict.fromkeys((*situation.order, *self._known))
-            left = self._gone - {situation.head}  # the head does not look for others
-            asked = [name for name in others if name != self.own.name and name not in left]
-            ahead = sum(name not in self._gone for name in situation.order[: situation.place])
-            self._seeking.ask(self._now, asked, ahead, self._known, self._send, Seek(**self._view()))
+        self._seeking.ask(self._now, situation, self._known, self._send, Seek(**self._view()))
         if self._seeking.to_lead(self._now, situation, self._timeout):
             self._take_lead()
             if self.plan is not None and self.holds:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from opsd.launch.claims.authority import Plan
 from opsd.launch.claims.messages import Beat, Begun, Body, Here, Message, Order, Ready, Roster, Tell, Told
-from opsd.launch.claims.peers import BEATS_MISSED, REPEAT_S, Follower, Outbox, Share, interval_s, share
+from opsd.launch.claims.peers import BEATS_MISSED, Follower, Outbox, Share, interval_s, share
 from opsd.launch.io.protocol import Member
 
 ROSTER_S = 0.2
@@ -74,7 +74,7 @@ class Leading:
         for peer in self.peers.values():
             peer.ready = None
         self.say(Beat(plan.number), now)
-        self.note_change(now)
+        self._note_change(now)
 
     def say(self, beat: Beat, now: float) -> None:
         """Tell everybody at once."""
@@ -156,7 +156,7 @@ class Leading:
         if peer is None:
             return None
         self.body.pop(name, None)
-        self.note_change(now)
+        self._note_change(now)
         return max(0.0, now - peer.heard)
 
     # -- the others ----------------------------------------------------------------------------------------------
@@ -179,12 +179,12 @@ class Leading:
             peer = self.peers[sender.name] = self._coming.pop(sender.name, Follower(sender, now))
             peer.orders = Outbox(self._ordered + 1)
             self.body[sender.name] = sender
-            self.note_change(now)
+            self._note_change(now)
         peer = self.peers[sender.name]
         peer.hear(now, self.interval_s)
         peer.incarnation, peer.size, peer.roster = message.incarnation, message.size, message.roster
         peer.orders.confirm(message.orders)
-        if peer.due(now, REPEAT_S):
+        if peer.due(now):
             for parcel in peer.orders.again():
                 self._send(sender, Order(*parcel))
             if peer.roster < self._roster.version and self._roster_at is None:
@@ -210,7 +210,7 @@ class Leading:
         for peer in self.peers.values():
             self._send(peer.member, Order(*peer.orders.add(body)))
 
-    def note_change(self, now: float) -> None:
+    def _note_change(self, now: float) -> None:
         """Somebody has come or gone."""
         if self._roster_at is None:
             self._roster_at = now + ROSTER_S

@@ -95,9 +95,9 @@ class Peer:
         silent = now - self.heard
         return silent if silent > allowed else None
 
-    def due(self, now: float, every_s: float) -> bool:
+    def due(self, now: float) -> bool:
         """True once in a while: what it has not confirmed is to be sent again."""
-        if now - self.repeated < every_s:
+        if now - self.repeated < REPEAT_S:
             return False
         self.repeated = now
         return True
@@ -178,7 +178,7 @@ class Following:
         self._interval = interval_s
         self._peer.hear(now, interval_s)
         self.heard = now
-        if self._peer.due(now, REPEAT_S) or new:
+        if self._peer.due(now) or new:
             for parcel in self.tells.again():
                 self._send(self._peer.member, Tell(*parcel))
 

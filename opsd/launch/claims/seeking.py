@@ -106,17 +106,19 @@ class Seeking:
         self._vouched += stall_s
 
     def ask(
-        self, now: float, order: Sequence[str], ahead: int, known: Mapping[str, Member],
+        self, now: float, situation: Situation, known: Mapping[str, Member],
         send: Callable[[Member, Message], None], message: Seek,
     ) -> None:  # fmt: skip
-        """Ask the others in this order, some times a second; the turn of the first ``ahead`` comes before this one's.
+        """Ask the others, in the order in which it is their turn to lead, some times a second.
 
         Of very many only the first few are asked, unless these do not answer: nobody has to ask everybody, since those
         who are asked ask back.
         """
         if now < self._ask_at:
             return
-        names = [name for name in order if name in known]
+        left = {*situation.gone} - {situation.head} | {situation.own}  # the head does not look for others
+        names = [name for name in dict.fromkeys((*situation.order, *known)) if name in known and name not in left]
+        ahead = sum(name not in situation.gone for name in situation.order[: situation.place])
         self._ask_at = now + SEEK_S * min(SLOWEST, max(1.0, len(names) / MANY))
         for name in names if len(names) <= MANY else self._few(now, names, ahead):
             if not self.knows(name, now):
