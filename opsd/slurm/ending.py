@@ -34,6 +34,8 @@ SIGTERM may also come from a preemption, while the job still counts as running (
 """
 UNLAUNCHED = 233
 """What srun ends with where it could not start its task: ESLURMD_EXECVE_FAILED and its kin, 1001, in one byte."""
+KILLED = 128
+"""From here on it is a signal that has ended the task, before it could say anything of that."""
 MISSING_S = 20.0
 """So long the launchers that are there have to begin the run without the others."""
 _STOPPED = re.compile(r" after (SIG[A-Z0-9]+)$")
@@ -107,7 +109,7 @@ def ending(look: Look, start: str) -> Ending | None:
         if code in codes:
             return Ending(code, f"the launchers ended with {code}", told=False)
     begun = look.claim is not None and _belongs(look.claim, start)
-    if not begun and len(codes) == 1 and 0 not in codes and min(codes) > 0:
+    if not begun and len(codes) == 1 and (0 < min(codes) < KILLED or UNLAUNCHED in codes):
         return Ending(codes.pop(), "no launcher came to begin the run; what they said is above", told=False)
     seen = ", ".join(f"{node} {code}" for node, code in sorted(look.codes.items()))
     return Ending(exitcodes.REQUEUE, f"all launchers are gone and none has said why ({seen})", told=False)
