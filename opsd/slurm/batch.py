@@ -21,12 +21,12 @@ from opsd.slurm.ending import (
     HURRIED_S,
     STOPPED_MOST,
     STOPPED_MOST_USUALLY,
-    UNLAUNCHED,
     WORDLESS_MOST,
     Ending,
     Look,
     Wordless,
     ending,
+    missing,
     stopped_by,
 )
 from opsd.slurm.fetch import dismiss
@@ -88,7 +88,7 @@ class Batch:
         self._beat: tuple[int, int] | None = None
         self._beat_at = float("-inf")
         self._gone_at: float | None = None
-        self._unlaunched_at: float | None = None
+        self._missing_at: float | None = None
         self._asked = 0
         self._interrupted = False
         self._told = ""
@@ -134,10 +134,10 @@ class Batch:
             self._beat = beat
         gone_s = now - self._gone_at if self._gone_at is not None else 0.0
         codes = self.steps.codes
-        if self._unlaunched_at is None and UNLAUNCHED in codes.values():
-            self._unlaunched_at = now
-        unlaunched_s = now - self._unlaunched_at if self._unlaunched_at is not None else 0.0
-        look = Look(claim, left, codes, gone_s, now - self._beat_at, unlaunched_s, self.needs)
+        if self._missing_at is None and missing(codes):
+            self._missing_at = now
+        missing_s = now - self._missing_at if self._missing_at is not None else 0.0
+        look = Look(claim, left, codes, gone_s, now - self._beat_at, missing_s, self.needs)
         return ending(look, self.start)
 
     def _follow(self) -> None:

@@ -34,9 +34,12 @@ SIGTERM may also come from a preemption, while the job still counts as running (
 """
 UNLAUNCHED = 233
 """What srun ends with where it could not start its task: ESLURMD_EXECVE_FAILED and its kin, 1001, in one byte."""
-UNLAUNCHED_S = 20.0
-"""So long the launchers that did start have to begin the run without the others."""
+KILLED = 128
+"""From here on it is a signal that has ended the task, before it could say anything of that."""
+MISSING_S = 20.0
+"""So long the launchers that are there have to begin the run without the others."""
 _STOPPED = re.compile(r" after (SIG[A-Z0-9]+)$")
+_WELL = (exitcodes.OK, exitcodes.FENCED, exitcodes.INTERRUPTED, exitcodes.REQUEUE)
 _HOPELESS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcodes.INTERRUPTED)
 
 
@@ -65,7 +68,7 @@ class Look:
     """What is known of a run: its newest claim, the steps that are ``left``, and what srun said of the others.
 
     ``gone_s`` seconds ago the last step ended, and ``silent_s`` ago the lease was last seen to be renewed, infinity if
-    it was not since. ``unlaunched_s`` ago srun was first seen to have started nothing; the run ``needs`` so many nodes.
+    it was not since. ``missing_s`` ago a launcher was first seen to be ``missing``; the run ``needs`` so many nodes.
     """
 
     claim: Claim | None
@@ -73,7 +76,7 @@ class Look:
     codes: Mapping[str, int]
     gone_s: float = 0.0
     silent_s: float = float("inf")
-    unlaunched_s: float = 0.0
+    missing_s: float = 0.0
     needs: int = 1
 
 
@@ -106,24 +109,34 @@ def ending(look: Look, start: str) -> Ending | None:
         if code in codes:
             return Ending(code, f"the launchers ended with {code}", told=False)
     begun = look.claim is not None and _belongs(look.claim, start)
-    if not begun and len(codes) == 1 and 0 not in codes and min(codes) > 0:
+    if not begun and len(codes) == 1 and (0 < min(codes) < KILLED or UNLAUNCHED in codes):
         return Ending(codes.pop(), "no launcher came to begin the run; what they said is above", told=False)
     seen = ", ".join(f"{node} {code}" for node, code in sorted(look.codes.items()))
     return Ending(exitcodes.REQUEUE, f"all launchers are gone and none has said why ({seen})", told=False)
 
 
-def _too_few(look: Look, start: str) -> Ending | None:
-    """The end of a start that cannot begin: srun reached a node not at all, and too few launchers wait for it.
+def missing(codes: Mapping[str, int]) -> list[str]:
+    """The nodes whose launcher did not start, or has failed."""
+    return sorted(node for node, code in codes.items() if code not in _WELL)
 
-    None once the run has begun, which sees to its nodes itself, and where nothing was started on any node: that is no
-    node's fault.
+
+def _too_few(look: Look, start: str) -> Ending | None:
+    """The end of a start that cannot begin: too few launchers wait, and nobody starts the others again.
+
+    A node that srun did not reach is lost; one whose launcher has failed, while others have not, is avoided: a GPU or a
+    file system is missing there, or its port is taken. None once the run has begun, which sees to its nodes itself, and
+    where no launcher is left: that is no node's fault.
     """
-    never = tuple(sorted(node for node, code in look.codes.items() if code == UNLAUNCHED))
+    nodes = missing(look.codes)
     begun = look.claim is not None and _belongs(look.claim, start)
-    if begun or not never or look.unlaunched_s < UNLAUNCHED_S or not 0 < len(look.left) < look.needs:
+    if begun or not nodes or look.missing_s < MISSING_S or not 0 < len(look.left) < look.needs:
         return None
-    why = f"no launcher could be started on {', '.join(never)}; {look.needs} are needed and {len(look.left)} are there"
-    return Ending(exitcodes.REQUEUE, why, False, never)
+    lost = tuple(node for node in nodes if look.codes[node] == UNLAUNCHED)
+    unfit = tuple(node for node in nodes if node not in lost)
+    whys = [f"no launcher could be started on {', '.join(lost)}"] if lost else []
+    whys += [f"the launcher of {node} ended with {look.codes[node]}" for node in unfit]
+    why = f"{', '.join(whys)}; {look.needs} are needed and {len(look.left)} are there"
+    return Ending(exitcodes.REQUEUE, why, False, lost, unfit)
 
 
 def _belongs(claim: Claim, start: str) -> bool:

@@ -15,7 +15,7 @@ from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.slurm.allocation import allocation
 from opsd.slurm.batch import POLL_S, Batch
-from opsd.slurm.ending import BEAT_S, SILENT_S, UNLAUNCHED_S
+from opsd.slurm.ending import BEAT_S, MISSING_S, SILENT_S
 from opsd.slurm.port import Node
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
@@ -126,8 +126,38 @@ def test_a_start_on_a_dead_node_ends_without_it(scene: Scene) -> None:
         began = scene.clock.monotonic()
         assert scene.run() == exitcodes.OK
         assert scene.slurm.calls == ["drain n2", "down n2", "requeue"]
-        assert UNLAUNCHED_S <= scene.clock.monotonic() - began < UNLAUNCHED_S + 10.0
+        assert MISSING_S <= scene.clock.monotonic() - began < MISSING_S + 10.0
     assert any("no launcher could be started on n2" in sentence for sentence in scene.said)
+
+
+def test_a_start_with_a_node_of_no_use_ends_without_it(scene: Scene) -> None:
+    """A port that is taken, no GPU, no file system: the others would wait ten minutes. Three times it is tried."""
+    codes = []
+    for code in (exitcodes.FAILED, exitcodes.USAGE, exitcodes.NOT_FOUND):
+        scene.slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n3", "n4")], running(*JOB.nodes))
+        scene.begin(needs=3)
+        scene.steps.codes = {"n2": code}
+        codes.append(scene.run())
+    assert codes == [exitcodes.OK, exitcodes.OK, exitcodes.FAILED]
+    assert any("the launcher of n2 ended with 127; 3 are needed and 2 are there" in sentence for sentence in scene.said)
+    assert "start 3 in a row without a word and without progress" in scene.said[-1]
+
+
+def test_a_node_of_no_use_is_avoided(scene: Scene) -> None:
+    """It is neither drained nor taken down: what is wrong there may be the run's own fault."""
+    scene.begin(needs=3)
+    scene.steps.codes = {"n2": exitcodes.FAILED}
+    assert scene.run() == exitcodes.OK
+    assert scene.slurm.calls == ["requeue"]
+    assert "--without=n2" in scene.slurm.submitted[0][0]
+
+
+@pytest.mark.parametrize("code", [exitcodes.FENCED, exitcodes.INTERRUPTED])
+def test_who_left_for_a_reason_of_the_run_is_not_missing(scene: Scene, code: int) -> None:
+    """Another copy has begun, or its user has interrupted a launcher: the others will say what comes of it."""
+    scene.begin(needs=3)
+    scene.steps.codes = {"n2": code}
+    assert scene.run(*[lambda: None] * 200, lambda: scene.ends(exitcodes.OK)) == exitcodes.OK
 
 
 def test_a_start_that_has_enough_nodes_goes_on_without_the_dead_one(scene: Scene) -> None:

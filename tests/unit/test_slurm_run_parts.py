@@ -130,11 +130,20 @@ def test_what_another_start_would_not_mend_ends_the_job(code: int) -> None:
     assert found.code == code
 
 
-def test_launchers_that_all_fail_before_anything_began_end_the_job() -> None:
-    """No claim of this start: they could not make the folder, or reach each other."""
-    found = ending(gone(Claim(2, "train, job 6.0", "n1.1"), n1=1, n2=1), START)
+@pytest.mark.parametrize("code", [1, 233])
+def test_launchers_that_all_fail_before_anything_began_end_the_job(code: int) -> None:
+    """No claim of this start: they could not make the folder, reach each other, or be started."""
+    found = ending(gone(Claim(2, "train, job 6.0", "n1.1"), n1=code, n2=code), START)
     assert found is not None
-    assert found.code == 1
+    assert found.code == code
+
+
+@pytest.mark.parametrize("code", [137, 138, 143])
+def test_launchers_that_are_killed_before_anything_began_run_again(code: int) -> None:
+    """By a signal to stop that came before they could hear it, or for want of memory."""
+    found = ending(gone(None, n1=code, n2=code), START)
+    assert found is not None
+    assert (found.code, found.told) == (exitcodes.REQUEUE, False)
 
 
 def test_a_run_that_began_and_ended_without_a_word_is_run_again() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from opsd.launch.run.fellows import usual_port
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
 from tests.integration.slurm.templates import USER
@@ -82,3 +84,33 @@ def test_two_runs_with_one_name_never_mix(cluster: Cluster, folder: Path) -> Non
     said = run_both(cluster, folder, 2, first, second)
     assert "run job-" in said and "give this one another name with --run-id" in said
     assert [len(list(folder.glob(f"here-{own}-*"))) % 2 for own in "ab"] == [0, 0], said
+
+
+LISTEN = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))):
+    print("listening", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_node_on_which_a_stranger_has_the_port_is_avoided(cluster: Cluster, folder: Path) -> None:
+    """Its launcher says what to do; the others do not wait for it, and the job starts again on other nodes."""
+    slurm = CommandSlurm(runner_on(cluster.controller, USER))
+    script = (
+        f"#!/bin/bash\nexport HOME={folder} PYTHONPATH={':'.join(sys.path)}\n"
+        f"exec {sys.executable} -m opsd slurm run --run-id r --no-python touch done\n"
+    )
+    options = ["--requeue", "--open-mode=append", "--no-kill", f"--chdir={folder}", "--output=job.out"]
+    job = slurm.submit(script, ["--hold", "--nodes=2", "--exclusive", "--exclude=n4", *options])
+    port = usual_port("r", {"SLURM_JOB_ID": str(job)})
+    command = cluster.nodes["n2"].command(sys.executable, "-c", LISTEN, "10.77.0.3", str(port))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline() == b"listening\n"
+        slurm.release(job)
+        wait_until(lambda: not slurm.jobs([job]), "the job has ended", 120)
+        stranger.communicate()
+    said = (folder / "job.out").read_text()
+    assert f"cannot listen at 10.77.0.3:{port}: another program does; give all launchers of the run the same" in said
+    assert "the launcher of n2 ended with 1; 2 are needed and 1 are there" in said
+    assert (folder / "done").exists(), said
