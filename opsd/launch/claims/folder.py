@@ -42,6 +42,7 @@ class RunFolder:
         self._say = say
         self._said_at = -SAY_S
         self._known = 0
+        self._found: claims.Found | None = None
         self._place: tuple[int, int] | None = None
         self._tried = False
 
@@ -57,7 +58,8 @@ class RunFolder:
         lease = claims.lease(self._path)
         if not whole and lease[0] <= known and place == self._place:
             return Look(lease, None, False)
-        claim = claims.newest(self._path)
+        self._found = claims.newest_unless(self._path, self._found)
+        claim = self._found.claim if self._found is not None else None
         self._recognise(place, claim.number if claim is not None else 0, known)
         return Look(lease, claim, True)
 
