@@ -29,6 +29,8 @@ from opsd.launch.io.protocol import Member
 GATHER_S = 0.02
 """Changes that come so shortly after each other make one plan."""
 RANKS = 8
+HEADS, NICE = 8, 10
+"""The first launchers, which lead in turn, come before the others: on a cluster each has a machine of its own."""
 ANSWER = Ready(29_500, 1_234_567, 1_234_500)
 """As long as what a launcher answers."""
 PAYLOAD = {"first": False, "restarts": 0, "noticed_s": 0.0, "keep": 0}
@@ -134,6 +136,8 @@ def _fork(number: int, members: Sequence[Member], settings: Mapping[str, Any], s
     if pid:
         return pid
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if number > HEADS:
+        os.nice(NICE)
     if os.getppid() == parent:
         Simulated(number, members, settings, states).loop.run()
     os._exit(1)

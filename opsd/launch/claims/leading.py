@@ -218,7 +218,11 @@ class Leading:
     def _tell_roster(self, now: float) -> None:
         self._roster_at = None
         self.body = self.alive
-        self._roster = Roster(self._beat.number, self._roster.version + 1, tuple(self.body.values()))
+        number, plan = self._beat.number, self._plan
+        if plan is not None and self._roster.number != number and {*plan.members} == {*self.body.values()}:
+            self._roster = Roster(number, 0, ())  # who obeys the claim has read as much in it
+            return
+        self._roster = Roster(number, self._roster.version + 1, tuple(self.body.values()))
         for peer in self.peers.values():
             self._send(peer.member, self._roster)
 

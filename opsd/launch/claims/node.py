@@ -126,6 +126,7 @@ class RunFolder:
         self._say = say
         self._said_at = -SAY_S
         self._known = 0
+        self._found: claims.Found | None = None
         self._place: tuple[int, int] | None = None
         self._tried = False
 
@@ -141,7 +142,8 @@ class RunFolder:
         lease = claims.lease(self._path)
         if not whole and lease[0] <= known and place == self._place:
             return Look(lease, None, False)
-        found = Look(lease, claims.newest(self._path), True)
+        self._found = claims.newest_unless(self._path, self._found)
+        found = Look(lease, self._found.claim if self._found is not None else None, True)
         self._recognise(place, found.number, known)
         return found
 

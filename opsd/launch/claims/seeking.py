@@ -42,7 +42,9 @@ FIRST = 2
 """So many are asked at first; twice as many in each round in which nobody has answered whose turn comes before …"""
 MORE_ROUNDS = 15
 """… and after so many rounds if somebody has."""
-SILENT_AT_ONCE, MOST_PATIENCE_S = 8, 4.0
+FOUND_S = 6.0
+"""Somebody who has answered within this is slow, perhaps, and not gone: no reason to ask more of the others."""
+SILENT_AT_ONCE, MOST_PATIENCE_S = 6, 4.0
 """So many in a round, at most, that have not answered; each of them is asked half as often every time."""
 
 
@@ -128,7 +130,8 @@ class Seeking:
         """The first that answer, and some of the silent ones, more from round to round."""
         near = self.near(now)
         asked = order[: FIRST << min(int(self._rounds), 20)]
-        self._rounds += 1.0 if near.keys().isdisjoint(order[:ahead]) else 1 / MORE_ROUNDS
+        found = any(now - self._near[name].heard < FOUND_S for name in order[:ahead] if name in self._near)
+        self._rounds += 1 / MORE_ROUNDS if found else 1.0
         due = [name for name in asked if name not in near and now >= self._due.get(name, now)]
         silent = sorted(due, key=lambda name: self._patience.get(name, 0.0))[:SILENT_AT_ONCE]
         for name in silent:
