@@ -322,10 +322,6 @@ class Claimant:
         self._following.end()
         self._seeking = Seeking(self._now)
 
-    def _lose_head(self) -> None:
-        self._set_head(None)
-        self._seek()
-
     def _take_lead(self) -> None:
         """Lead those that are near: claim the next generation."""
         near = self._seeking.near(self._now)

@@ -134,6 +134,10 @@ class Group(Claimant):
         elif self.head is None:
             self._following.join(self._now, self.number)
 
+    def _lose_head(self) -> None:
+        self._set_head(None)
+        self._seek()
+
     def _watch_others(self) -> None:
         """As the head."""
         self._following.heard = self._now
