@@ -245,7 +245,7 @@ class Launcher:
         self.core = Group(
             member(self.name), [member(name) for name in self.expected],
             lambda target, message: self.world.send(self.name, target, message),
-            self.world.folder(self.world, self.name, self), lambda: None,
+            self.world.folder(self.world, self.name, self), self._wake,
             size=1, start=self.start, launcher=self.launcher, now=self.world.now,
         )  # fmt: skip
         self.core.start(self)
@@ -258,6 +258,10 @@ class Launcher:
         if not self.paused:
             self.core.tick(self.world.now)
         self.world.later(TICK_S, self._tick)
+
+    def _wake(self) -> None:
+        """As the launcher's loop does: soon, unless the process is gone or stands still by then."""
+        self.world.later(0.0, lambda: None if self.dead or self.paused else self.core.flush())
 
     def kill(self, *, noticed: bool = False) -> None:
         """End the process; ``noticed``: its machine says so to whoever calls."""
@@ -331,7 +335,6 @@ class Launcher:
             if not self.dead and self.preparing == plan.number:
                 self.ranks = None
                 self.core.ready(plan.number, Ready(20_001, plan.number, None))
-                self.core.flush()
 
         def when_awake() -> None:
             if self.paused:

@@ -24,7 +24,7 @@ from opsd.launch.io.protocol import Member
 TIMEOUT_S = 1.5
 Phase = Literal["looking", "seeking", "claiming", "leading", "following", "over"]
 """Before the first look; without a head; chosen to lead; head; led; done: the run has ended or goes on elsewhere."""
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class Claimant:
         if self.alive.keys() >= set(plan.slots):
             self.propose(plan.slots, {**plan.payload, "keep": plan.generation} if self._begun else plan.payload)
 
-    def _leave_run(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _leave_run(self, call: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
         """It has ended, or goes on without this launcher."""
         self.phase = "over"
         self._claiming.forget()
@@ -333,7 +333,7 @@ class Claimant:
 
     # -- calls of the listener -------------------------------------------------------------------------------------
 
-    def _notify(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _notify(self, call: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
         self._calls.append(partial(call, *args, **kwargs))
 
     def flush(self) -> None:
