@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opsd.launch.io.wire import Frames, encode
 
-from opsd.launch.io.connection import Connection
+from opsd.launch.io.connection import Connection, Frames, encode
 from opsd.launch.io.handshake import VERSION, Handshake, Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, ProtocolError

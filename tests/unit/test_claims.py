@@ -102,6 +102,22 @@ def test_what_has_been_overtaken_cannot_be_claimed(tmp_path: Path) -> None:
     assert found is not None and (found.number, found.launcher) == (3, "n2 8")
 
 
+def test_a_claim_is_read_again_only_if_it_is_another_one(tmp_path: Path) -> None:
+    """Or if somebody has changed it."""
+    claims.create(tmp_path, Claim(1, "run", "n1-1"))
+    first = claims.newest_unless(tmp_path, None)
+    assert first is not None
+    assert claims.newest_unless(tmp_path, first) is first
+    (tmp_path / "generations/000001.json").write_text("{}")
+    damaged = claims.newest_unless(tmp_path, first)
+    assert damaged is not None
+    assert damaged.claim.launcher == ""
+    claims.create(tmp_path, Claim(2, "run", "n1-1"))
+    second = claims.newest_unless(tmp_path, damaged)
+    assert second is not None
+    assert second.claim.number == 2
+
+
 def test_the_last_word_of_a_run_is_in_its_claim(tmp_path: Path) -> None:
     """The exit code and the reason; a plan without one goes on."""
     assert create(tmp_path, claim_of(4, end={"code": 70, "reason": "the same failure came back"}))

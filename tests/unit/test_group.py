@@ -9,7 +9,7 @@ import pytest
 
 from opsd.checkpoints.claims import Claim, End
 from opsd.launch.claims.authority import Plan
-from opsd.launch.claims.messages import Message, Seek
+from opsd.launch.claims.messages import Message, Roster, Seek
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.nodes import Shape
 from tests.fakes.group import Launcher, PlayedFolder, World, member
@@ -677,3 +677,25 @@ def test_many_launchers_lose_their_head(lost: int, within_s: float) -> None:
     world.run(1.0)
     assert len(run.slots[newest]) == 128 - lost
     assert world.asked - before < 128 * 80
+
+
+def test_who_has_read_the_claim_is_not_told_who_is_there() -> None:
+    """It is a long list in a large run, and the claim has it; a spare that goes is told to all."""
+    told: list[Roster] = []
+
+    class Listening(World):
+        def send(self, source: str, target: Member, message: Message) -> None:
+            if isinstance(message, Roster):
+                told.append(message)
+            super().send(source, target, message)
+
+    run = Run(4, 3, 3, world=Listening()).rests()
+    told.clear()
+    run["n2"].kill()
+    run.until_claim(len(run.slots) + 1)
+    run.rests()
+    assert [len(roster.members) for roster in told if roster.number == len(run.slots)] == []
+    Launcher(run.world, "n2", run.names, run.shape)
+    run.world.run(5.0)
+    assert {len(roster.members) for roster in told} == {4}
+    assert all(len(one.core.roster) == 4 for one in run.world.alive)

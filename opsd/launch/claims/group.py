@@ -45,6 +45,7 @@ class Group(Claimant):
     def start(self, listener: Listener) -> None:
         """Begin to look for the others, and call ``listener`` from now on. Raises OSError if the port is taken."""
         self._listener = listener
+        self._ordered: tuple[Plan | None, Mapping[str, Member], str, tuple[str, ...]] = (None, {}, "", ())
         self._gone: set[str] = set()
         self._ticked = self._headless_since = self._now
         self._cut_off = False
@@ -216,11 +217,18 @@ class Group(Claimant):
         head = plan.head if plan is not None else ""
         if head == self.own.name and not self.holds:
             head = ""
-        order = (head, *plan.slots, *sorted(self._body)) if plan is not None else tuple(self._body)
         return Situation(
-            self.own.name, tuple(dict.fromkeys(filter(None, order))), self._body, self._gone, head,
+            self.own.name, self._order(head), self._body, self._gone, head,
             plan is not None, self._fresh, self._looks.lease_idle_s(self._now), self._enough, self._listener.stuck,
         )  # fmt: skip
+
+    def _order(self, head: str) -> tuple[str, ...]:
+        """Whose turn comes first. Kept, since it is wanted at every tick, and there may be a thousand to sort."""
+        plan, body = self.plan, self._body
+        if self._ordered[0] is not plan or self._ordered[1] is not body or self._ordered[2] != head:
+            order = (head, *plan.slots, *sorted(body)) if plan is not None else tuple(body)
+            self._ordered = (plan, body, head, tuple(dict.fromkeys(filter(None, order))))
+        return self._ordered[3]
 
     def _enough(self) -> bool:
         return self._listener.enough({self.own.name, *self._seeking.near(self._now)})
