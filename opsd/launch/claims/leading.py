@@ -32,8 +32,9 @@ class Leading:
         self._beat = Beat(0)
         self._beat_at = 0.0
         self._claimed_at = 0.0
-        self._own_ready: Ready | None = None
         self._plan: Plan | None = None
+        self._answers: dict[str, Ready] = {}
+        """Of the nodes that are ready for the plan."""
         self._complete = False
         self._roster = Roster(0, 0, ())
         self._roster_at: float | None = None
@@ -69,10 +70,8 @@ class Leading:
 
     def claimed(self, plan: Plan, now: float) -> None:
         """``plan`` is the newest; its nodes are to be ready."""
-        self._plan, self._own_ready, self._complete = plan, None, False
+        self._plan, self._answers, self._complete = plan, {}, False
         self._claimed_at = now
-        for peer in self.peers.values():
-            peer.ready = None
         self.say(Beat(plan.number), now)
         self._note_change(now)
 
@@ -84,21 +83,16 @@ class Leading:
 
     def ready(self, name: str, answer: Ready) -> Begun | None:
         """The node ``name`` is ready for the plan. With the last of its nodes: what they all begin with."""
-        if name == self._own.name:
-            self._own_ready = answer
-        else:
-            self.peers[name].ready = answer
+        self._answers[name] = answer
         plan = self._plan
         if plan is None or self._complete or self._beat.begun is not None or not plan.slots:
             return None
-        answers = {self._own.name: self._own_ready} | {name: peer.ready for name, peer in self.peers.items()}
-        first = answers.get(plan.slots[0])
-        if first is None or any(answers.get(name) is None for name in plan.slots):
+        if not self._answers.keys() >= set(plan.slots):
             return None
         self._complete = True
-        known = [answer for answer in answers.values() if answer is not None]
-        furthest, committed = highest(a.furthest for a in known), highest(a.committed for a in known)
-        return Begun(self.alive[plan.slots[0]].address, first.port, furthest, committed)
+        first, answers = plan.slots[0], self._answers.values()
+        furthest, committed = highest(one.furthest for one in answers), highest(one.committed for one in answers)
+        return Begun(self.alive[first].address, self._answers[first].port, furthest, committed)
 
     def begun(self, begun: Begun, now: float) -> None:
         """The plan holds: let all begin."""
@@ -125,8 +119,8 @@ class Leading:
         plan = self._plan
         if plan is None or self._complete or now - self._claimed_at < READY_LIMIT_S:
             return []
-        waiting = [name for name in plan.slots if name in self.peers and self.peers[name].ready is None]
-        if not waiting or self._own_ready is None or len(waiting) == len(plan.slots):
+        waiting = [name for name in plan.slots if name in self.peers and name not in self._answers]
+        if not waiting or self._own.name not in self._answers or len(waiting) == len(plan.slots):
             return []
         self._claimed_at = now
         return waiting
@@ -156,6 +150,7 @@ class Leading:
         if peer is None:
             return None
         self.body.pop(name, None)
+        self._answers.pop(name, None)
         self._note_change(now)
         return max(0.0, now - peer.heard)
 
@@ -193,7 +188,7 @@ class Leading:
 
     def awaits(self, sender: Member, message: Here) -> bool:
         """Whether it says for the first time that it is ready for the newest plan."""
-        return message.number == self._beat.number and self.peers[sender.name].ready is None
+        return message.number == self._beat.number and sender.name not in self._answers
 
     def tell(self, sender: Member, message: Tell) -> Body | None:
         """Somebody says something; returns what, if it has not been heard before."""

@@ -109,7 +109,6 @@ class Follower(Peer):
 
     size: int = 0
     incarnation: str = ""
-    ready: Ready | None = None
     roster: int = 0
     """The newest list of launchers that it has."""
     orders: Outbox = field(default_factory=Outbox)
