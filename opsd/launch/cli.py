@@ -28,7 +28,7 @@ from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, 
 from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import Shape
-from opsd.launch.run.options import Meeting, join_timeout, meeting, run_name
+from opsd.launch.run.options import Meeting, meeting, rdzv_seconds, run_name
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
@@ -77,6 +77,13 @@ _FILE = click.Path(path_type=Path)
     default=600.0,
     show_default=True,
     help="Seconds within which the nodes must have come.",
+)
+@click.option(
+    "--last-call",
+    type=Finite(0),
+    default=30.0,
+    show_default=True,
+    help="With --nnodes MIN:MAX: seconds to wait for more nodes at the start, once MIN have come.",
 )
 @click.option(
     "--wait-for-node",
@@ -202,7 +209,11 @@ def _settle_meeting(options: dict[str, Any]) -> None:
         if _several(options):
             raise click.UsageError("--standalone is for one node, and --nnodes or --spares ask for more; leave one out")
         options["rdzv_id"] = None
-    options["join_timeout"] = join_timeout(options["join_timeout"], _is_given("join_timeout"), options["rdzv_conf"])
+    for option, keys, least in (
+        ("join_timeout", ("join_timeout", "timeout"), 1.0),
+        ("last_call", ("last_call_timeout",), 0.0),
+    ):
+        options[option] = rdzv_seconds(options[option], _is_given(option), options["rdzv_conf"], *keys, least=least)
     options["meeting"] = meeting(
         count,
         options["spares"],
@@ -287,7 +298,8 @@ def _fellows(options: dict[str, Any], settings: Settings, folder: Path, *, sever
         return find_fellows(options["nodes"], settings.node, port, os.environ)
     if several and place is not None:
         start = f"{settings.run}, at {place.host}:{place.port}"
-        return meet(place, folder, settings.node, options["port"], options["join_timeout"], start=start)
+        limits_s = options["join_timeout"], options["last_call"]
+        return meet(place, folder, settings.node, options["port"], *limits_s, start=start)
     own = Member(settings.node, options["master_addr"] or LOOPBACK, options["port"] or DEFAULT_PORT)
     return Fellows(own, (own,))
 
@@ -302,6 +314,7 @@ def _shape(options: dict[str, Any], fellows: Fellows) -> Shape:
         count.most,
         tuple(member.name for member in fellows.members),
         join_s=options["join_timeout"],
+        last_call_s=0.0 if fellows.meeting else min(options["last_call"], options["join_timeout"] / 2),
         wait_s=options["wait_for_node"],
         victim_s=options["node_timeout"] + 1.0,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,38 @@ def test_ranks_are_numbered_over_the_nodes(tmp_path: Path) -> None:
     assert {rank["WORLD_SIZE"] for rank in seen} == {"4"}
     assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in seen}) == 1
     assert nodes.events("finished")[-1]["exit_code"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["n1", "n3"])
+def test_a_node_that_comes_late_is_waited_for(tmp_path: Path, late: str) -> None:
+    """With MIN:MAX too: a run that began without it would go on without it for days."""
+    nodes = Nodes(tmp_path, TRAIN + "\ntrain(5)\n", "--nnodes=2:3", count=3)
+    first = [name for name in nodes.names if name != late]
+    try:
+        for name in first:
+            nodes.start(name)
+        nodes.until(lambda: all((tmp_path / name / "r").exists() for name in first))
+        time.sleep(5.0)
+        assert slots(nodes) == []
+        nodes.start(late)
+        assert set(nodes.wait().values()) == {exitcodes.OK}
+        assert slots(nodes) == [["n1", "n2", "n3"]]
+    finally:
+        nodes.__exit__(None, None, None)
+
+
+@pytest.mark.slow
+def test_the_last_call_ends(tmp_path: Path) -> None:
+    """Who has not come by then is not waited for."""
+    nodes = Nodes(tmp_path, TRAIN + "\ntrain(5)\n", "--nnodes=1:3", "--last-call=1", count=3)
+    try:
+        nodes.start("n2")
+        nodes.start("n3")
+        assert nodes.wait() == {"n2": exitcodes.OK, "n3": exitcodes.OK}
+        assert slots(nodes) == [["n2", "n3"]]
+    finally:
+        nodes.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("victim", ["n1", "n2"])

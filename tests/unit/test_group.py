@@ -159,6 +159,17 @@ def test_the_last_one_goes_on_alone() -> None:
     assert run.slots[-1] == ["n4"]
 
 
+def test_one_of_two_begins_alone_if_the_other_does_not_come() -> None:
+    """Where one is enough; should the other one come after all, it follows."""
+    run = Run(2, 1, 2)
+    run["n1"].pause()
+    assert 29.0 < run.until_claim(1, 60.0) < 40.0
+    assert run.slots == [["n2"]]
+    run["n1"].resume()
+    run.rests()
+    assert run.head == "n2"
+
+
 def test_too_few_never_claim() -> None:
     """They wait, and go on once enough are back; nobody's state but the folder's is needed."""
     run = Run(3, 2, 3).rests()

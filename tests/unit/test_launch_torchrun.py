@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from opsd.launch.cli import launch
 from opsd.launch.run.fellows import Count
-from opsd.launch.run.options import Meeting, join_timeout, meeting, parse_endpoint
+from opsd.launch.run.options import Meeting, meeting, parse_endpoint, rdzv_seconds
 from opsd.launch.run.torchrun import OPTIONS
 
 VALUES = {"nnodes": "2", "nproc_per_node": "2", "log_dir": "/tmp/logs", "redirects": "0:1,1:2", "tee": "3"}
@@ -196,8 +196,11 @@ def test_node_rank_that_does_not_exist() -> None:
 
 def test_rendezvous_timeouts() -> None:
     """``--rdzv-conf`` says how long nodes are waited for unless opsd's own option does."""
-    assert join_timeout(600.0, False, {"join_timeout": "30", "timeout": "9"}) == 30.0
-    assert join_timeout(600.0, False, {"timeout": "900", "is_host": "1"}) == 900.0
-    assert join_timeout(5.0, True, {"timeout": "900"}) == 5.0
-    with pytest.raises(click.BadParameter):
-        join_timeout(600.0, False, {"timeout": "soon"})
+    keys = ("join_timeout", "timeout")
+    assert rdzv_seconds(600.0, False, {"join_timeout": "30", "timeout": "9"}, *keys) == 30.0
+    assert rdzv_seconds(600.0, False, {"timeout": "900", "is_host": "1"}, *keys) == 900.0
+    assert rdzv_seconds(5.0, True, {"timeout": "900"}, *keys) == 5.0
+    assert rdzv_seconds(30.0, False, {"last_call_timeout": "0"}, "last_call_timeout", least=0.0) == 0.0
+    for text in ("soon", "0.5", "nan", "inf"):
+        with pytest.raises(click.BadParameter, match="not a number of seconds from 1 on"):
+            rdzv_seconds(600.0, False, {"timeout": text}, *keys)

@@ -30,7 +30,8 @@ TURN_S = 3.0
 LEASE_S = 4.0
 """A side with half of the launchers or fewer waits so long, and until the lease was not renewed for so long."""
 LAST_S = 30.0
-"""The same for a few that could not even run a generation: nobody else will, and the run ends, to be started again."""
+"""The same for a few that could not even run a generation: nobody else will, and the run ends, to be started again.
+And at the beginning for half of those expected or fewer, if they are enough: the others have not come."""
 GROWING_S = 2.0
 """For up to so much longer, while others still come: of a thousand not all have answered at once."""
 MANY = 64
@@ -184,7 +185,7 @@ class Seeking:
         if part is Share.MAJORITY or (part is Share.HALF and situation.head == situation.own):
             return situation.settled or situation.enough()
         if not situation.settled:
-            return False
+            return situation.enough() and now - self.since >= LAST_S
         can = part is Share.HALF or situation.enough()
         if not can and not situation.stuck():
             return False

@@ -77,6 +77,7 @@ class ClusterRun:
             node, group, self._change, self._shutdown, self.stuck, join_s=shape.join_s, isolated_s=isolated_s
         )
         self._head: Head | None = None
+        self._enough_since: float | None = None
         self._gone_s = 0.0
         self._stop: Stop | None = None
         self._wanted: Stop | None = None
@@ -216,10 +217,15 @@ class ClusterRun:
     # -- the group's side ----------------------------------------------------------------------------------------
 
     def enough(self, near: Collection[str]) -> bool:
-        """Whether a generation could be formed of the nodes ``near``."""
+        """Whether a generation could be formed of the nodes ``near``; at the start others may follow for a while."""
         plan = self._group.plan
         slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
-        return place(self._shape, slots, near, unfit) is not None
+        placed = place(self._shape, slots, near, unfit)
+        if placed is None or plan is not None or len(placed) >= min(self._shape.most, len(self._shape.order)):
+            self._enough_since = None
+            return placed is not None
+        self._enough_since = self._enough_since or time.monotonic()
+        return time.monotonic() - self._enough_since >= self._shape.last_call_s
 
     def stuck(self) -> bool:
         """Whether the ranks here make no progress, as far as can be seen."""

@@ -26,8 +26,6 @@ from opsd.launch.run.options import Meeting
 
 FOLDER = "launchers"
 BEAT_S = 0.5
-SETTLE_S = 2.0
-"""Once enough have come: how long others that are of use may follow."""
 SAY_S = 10.0
 LINGER_S = 60.0
 """For so long a launcher that has met the others can still be seen by those who are late."""
@@ -120,13 +118,15 @@ def meet(
     own_name: str,
     port: int | None,
     limit_s: float,
+    last_call_s: float,
     *,
     start: str,
     pause: Callable[[float], None] = time.sleep,
 ) -> Fellows:
     """The launchers that have come to the run's ``folder``. Raises FellowsError, OSError.
 
-    A run of this ``start`` that has begun is joined, whoever has come.
+    The least of them have to come within ``limit_s``, and more of them, or spares, may within ``last_call_s`` after
+    that. A run of this ``start`` that has begun is joined, whoever has come.
     """
     host = resolve(meeting.host)
     own = Member(own_name, meeting.local_address or _own_address(host), port or free_port())
@@ -144,7 +144,7 @@ def meet(
         now, count = time.monotonic(), len(watch.there)
         if count >= meeting.least and own.name in watch.there:
             enough_at = enough_at or now
-            if count >= meeting.most or now - enough_at >= SETTLE_S:
+            if count >= meeting.most or now - enough_at >= last_call_s:
                 presence.linger()
                 return Fellows(own, watch.members, meeting=start)
         elif now - begun > limit_s:

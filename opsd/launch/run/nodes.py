@@ -25,7 +25,8 @@ BLAMED_OFTEN = 2
 class Shape:
     """How many nodes run ranks, at least and at most, and which of them first.
 
-    For ``join_s`` seconds the first generation waits for nodes, for ``wait_s`` a later one that has too few. After
+    For ``join_s`` seconds the first generation waits for the least, and then for ``last_call_s`` for more of them; a
+    later one that has too few waits for ``wait_s``. After
     failures that all look like the consequence of another on another node, that other has ``victim_s`` to show; longer
     than it takes to notice that a node is lost.
     """
@@ -34,6 +35,7 @@ class Shape:
     most: int
     order: tuple[str, ...]
     join_s: float = 600.0
+    last_call_s: float = 0.0
     wait_s: float = 0.0
     victim_s: float = 3.0
 

@@ -79,20 +79,20 @@ def rdzv_settings(context: click.Context, parameter: click.Parameter, value: str
     return {key.strip(): text.strip() for key, _, text in pairs}
 
 
-def join_timeout(own: float, given: bool, conf: Mapping[str, str]) -> float:
-    """Seconds within which the nodes must have come: ``--join-timeout`` if given, else as ``--rdzv-conf`` says.
+def rdzv_seconds(own: float, given: bool, conf: Mapping[str, str], *keys: str, least: float = 1.0) -> float:
+    """``own`` if it was given as an option, else the first of ``keys`` that ``--rdzv-conf`` has, else ``own``.
 
     Raises click.BadParameter.
     """
-    text = conf.get("join_timeout") or conf.get("timeout")
+    text = next((conf[key] for key in keys if conf.get(key)), None)
     if given or text is None:
         return own
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 1 <= seconds < math.inf:
-        raise click.BadParameter(f"--rdzv-conf: {text!r} is not a number of seconds from 1 on")
+    if not least <= seconds < math.inf:
+        raise click.BadParameter(f"--rdzv-conf: {text!r} is not a number of seconds from {least:g} on")
     return seconds
 
 
