@@ -103,6 +103,7 @@ def late(tmp_path: Path, environ: dict[str, str]) -> Nodes:
         tmp_path,
         f"{TRAIN}\ntrain(3)",
         "--nnodes=2:3",
+        "--last-call=0",
         "--join-timeout=600",
         count=3,
         environ=dict.fromkeys(names, environ),
