@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from opsd import exitcodes
+from opsd.checkpoints.claims import newest_number
 from opsd.launch.ranks.settings import free_port
 
 PROGRAM = """
@@ -18,14 +21,16 @@ print("PLACE", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["GROUP_R
 """
 
 
-def launch(folder: Path, name: str, *flags: str, run: Path | None = None) -> subprocess.Popen[str]:
+def launch(
+    folder: Path, name: str, *flags: str, run: Path | None = None, program: str = PROGRAM, shm: str = ""
+) -> subprocess.Popen[str]:
     """A launcher that takes itself for one on the node ``name``."""
     script = folder / "prog.py"
-    script.write_text(PROGRAM)
+    script.write_text(program)
     command = [sys.executable, "-m", "opsd", "launch", "--node-name", name, *flags]
     command += ["--run-dir", str(run or folder / "run"), str(script)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environ |= {"OPSD_SHM": str(folder / name)}
+    environ |= {"OPSD_SHM": str(folder / (shm + name))}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True)
 
@@ -58,3 +63,41 @@ def test_who_waits_alone_is_told_why(tmp_path: Path) -> None:
     assert alone.returncode not in (exitcodes.OK, exitcodes.REQUEUE)
     assert f"1 of 2 launchers have come to {tmp_path}/run within 2 s; all nodes must see this folder" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_other_launchers_of_the_same_names_replace_those_that_run(tmp_path: Path) -> None:
+    """In other containers of the same names, while the run goes on: the older launchers end, the run goes on."""
+    flags = ("--nnodes=2:3", "--rdzv-backend=c10d", "--rdzv-id=7", f"--rdzv-endpoint=localhost:{free_port()}")
+    launchers: list[subprocess.Popen[str]] = []
+
+    def start_all(containers: str) -> list[subprocess.Popen[str]]:
+        program = "import time; time.sleep(600)"
+        launchers.extend(launch(tmp_path, name, *flags, program=program, shm=containers) for name in "xyz")
+        return launchers[-3:]
+
+    try:
+        older = start_all("older-")
+        wait_for(lambda: newest_number(tmp_path / "run") == 1)
+        younger = start_all("younger-")
+        assert [each.wait(60) for each in older] == [exitcodes.FENCED] * 3
+        wait_for(lambda: settled(tmp_path / "run"))
+        assert [each.poll() for each in younger] == [None] * 3
+    finally:
+        for each in launchers:
+            each.kill()
+            each.communicate()
+
+
+def settled(run: Path) -> bool:
+    """Whether no generation is claimed for a while."""
+    before = newest_number(run)
+    time.sleep(6)
+    return newest_number(run) == before
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

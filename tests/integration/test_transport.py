@@ -37,6 +37,7 @@ class Launcher:
         self.member = member
         self.heard: list[tuple[str, Any]] = []
         self.gone: list[str] = []
+        self.superseded = 0
         self.said: list[str] = []
         self.opened: list[tuple[str, str]] = []
         self.own = Identity(member, **{"run": "run", "secret": SECRET, **identity})
@@ -44,6 +45,7 @@ class Launcher:
             self.own, loop,
             received=self._receive,
             unreachable=self.gone.append,
+            superseded=self._stand_down,
             say=self.said.append,
             launchers=lambda: LAUNCHERS,
             opened=lambda other, incarnation: self.opened.append((other.name, incarnation)),
@@ -54,6 +56,9 @@ class Launcher:
         if message["n"] < 0:
             raise ProtocolError("a message of an unknown kind")
         self.heard.append((sender.name, message["n"]))
+
+    def _stand_down(self) -> None:
+        self.superseded += 1
 
     def send(self, other: Launcher, number: int = 1, **more: Any) -> None:
         self.transport.send(other.member, {"n": number, **more})
@@ -183,9 +188,12 @@ def test_the_next_process_of_a_launcher_is_told_apart(launchers: Launchers, pair
     launchers.until(lambda: ("n2", 7) in one.heard)
     assert one.opened == [("n2", two.own.incarnation), ("n2", again.own.incarnation)]
     assert one.gone == []
+    launchers.until(lambda: two.superseded == 1)
     before = len(one.heard)
     two.send(one, 8)
-    launchers.until(lambda: any("another launcher n2, which was started later" in said for said in two.said))
+    launchers.until(lambda: two.superseded == 2)
+    assert any("another launcher n2, which was started later" in said for said in two.said)
+    assert (one.superseded, again.superseded) == (0, 0)
     again.send(one, 9)
     launchers.until(lambda: len(one.heard) > before)
     assert one.heard[before:] == [("n2", 9)]

@@ -322,6 +322,13 @@ class Group(Claimant):
         if body is not None:
             self._notify(self._listener.received, sender.name, body)
 
+    def superseded(self, now: float) -> None:
+        """The others work with a process of this launcher's name that was started later."""
+        self._now = now
+        if self.phase != "over":
+            self._leave_run(self._listener.overtaken)
+        self.flush()
+
     def unreachable(self, now: float, name: str) -> None:
         """The launcher ``name`` is no longer there: its machine answers and says so, or it has said goodbye."""
         self._now = now

@@ -59,7 +59,7 @@ class TcpGroup(Group):
         self._transport = Transport(
             Identity(own, start, secret), loop, say=say,
             received=self._decode, unreachable=partial(self._unless_left, self.unreachable),
-            launchers=lambda: len(self.roster),
+            superseded=partial(self._unless_left, self.superseded), launchers=lambda: len(self.roster),
         )  # fmt: skip
         super().__init__(
             own, expected, self._encode,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from opsd.launch.io.handshake import Handshake, Identity, Refusal, WireError
+from opsd.launch.io.handshake import Handshake, Identity, Refusal, Superseded, WireError
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, Message
 
@@ -188,10 +188,10 @@ class Connection:
         elif sum(map(len, self._held)) + len(payload) <= MAX_WAITING:
             self._held.append(payload)
 
-    def refuse(self, why: str) -> None:
-        """End the connection and tell the other side why."""
+    def refuse(self, why: str, *, superseded: bool = False) -> None:
+        """End the connection and tell the other side why; ``superseded``: its part in the run is over."""
         if not self._over:
-            self._write(self._frames.pack(encode({"refused": why})))
+            self._write(self._frames.pack(encode({"refused": why} | ({"superseded": True} if superseded else {}))))
             self.close(WireError(why))
 
     def close(self, why: Exception | None = None) -> None:
@@ -283,6 +283,8 @@ class Connection:
                 self.allowance.spend(1, 0)
             self._received(self, message)
             return
+        if self.peer is not None and message.get("superseded"):
+            raise Superseded(str(message["refused"])[:200])
         for answer in self._handshake.hear(message):
             self._write(self._frames.pack(encode(answer)))
         if self._handshake.proven and not self._over:

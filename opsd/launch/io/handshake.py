@@ -77,6 +77,10 @@ class Refusal(WireError):
     """The other side is a launcher, but none to work with; it is told why."""
 
 
+class Superseded(WireError):
+    """A proven launcher works with a process of this launcher's name that was started later."""
+
+
 class Handshake:
     """One side of it; ``expected`` is whom this side calls, None if it is called itself.
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 
 from opsd.launch.io.connection import GREETING_S, Allowance, Connection, encode
-from opsd.launch.io.handshake import Identity, WireError
+from opsd.launch.io.handshake import Identity, Superseded, WireError
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, Message, ProtocolError
 from opsd.launch.io.strangers import Strangers, is_kept
@@ -30,6 +30,10 @@ CLOSING_S = 0.3
 
 def _ignore(member: Member, incarnation: str) -> None:
     """Nobody asks who comes."""
+
+
+def _later(member: Member) -> str:
+    return f"another launcher {member.name}, which was started later, takes part in the run"
 
 
 def _go_together(one: Connection, other: Connection) -> bool:
@@ -54,8 +58,8 @@ class Transport:
     connection lasts; a ProtocolError that it raises is said, once a minute. ``launchers`` says how many the run has.
     ``opened`` is called for each connection that is proven, before its first message, with the incarnation: another one
     is another process of that name, and what the one before had said is no longer heard. Of two that are there at once,
-    the one that was started later stays. ``unreachable`` is called when a launcher is known to have ended, because its
-    machine refuses connections.
+    the one that was started later stays, and ``superseded`` is called in the other. ``unreachable`` is called when a
+    launcher is known to have ended, because its machine refuses connections.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Transport:
         *,
         received: Callable[[Member, Message], None],
         unreachable: Callable[[str], None],
+        superseded: Callable[[], None],
         say: Callable[[str], None],
         launchers: Callable[[], int],
         opened: Callable[[Member, str], None] = _ignore,
@@ -73,6 +78,7 @@ class Transport:
         self._loop = loop
         self._received = received
         self._unreachable = unreachable
+        self._superseded = superseded
         self._say = say
         self._opened_to = opened
         self._said: dict[str, float] = {}
@@ -208,12 +214,14 @@ class Transport:
             del self._calling[member.name]
         others = self._proven.get(member.name, [])
         if any(other.incarnation > connection.incarnation for other in others):
-            connection.refuse(f"another launcher {member.name}, which was started later, takes part in the run")
+            connection.refuse(_later(member), superseded=True)
             return
         kept = [other for other in others if _go_together(other, connection)]
         self._proven[member.name] = [*kept, connection]
         for other in others:
-            if other not in kept:
+            if other.incarnation < connection.incarnation:
+                other.refuse(_later(member), superseded=True)
+            elif other not in kept:
                 other.close()
         self._refused[member.name] = 0
         connection.allowance = self._allowances.setdefault(member.name, Allowance())
@@ -233,6 +241,8 @@ class Transport:
         if isinstance(why, WireError):
             who = f"the launcher at {member.address} ({member.name})" if member is not None else "somebody who calls"
             self._tell(f"{who}: {why}", f"no connection with {who}: {why}")
+        if isinstance(why, Superseded) and not self._closing:
+            self._superseded()
         if member is None:
             return
         was_open = self._forget(member.name, connection)
