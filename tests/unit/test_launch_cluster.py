@@ -16,6 +16,7 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Program, Settings
+from opsd.launch.ranks.shutdown import HASTENED_S
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.cluster import UNBEGUN_S
 from opsd.launch.run.isolation import LASTING_S, SILENT_S
@@ -382,6 +383,18 @@ def test_nobody_leaves_its_ranks_to_themselves(fellow: Fellow) -> None:
     fellow.run.received("n1", CODEC.encode(StopOrdered(2, SIGTERM)))
     fellow.loop.advance(121)
     assert (fellow.node.stopping, fellow.node.left) == ("SIGTERM", None)
+
+
+@pytest.mark.parametrize(("signals", "limit_s"), [(2, HASTENED_S), (3, 0.0)])
+def test_more_signals_hasten_a_launcher_whose_ranks_are_gone(fellow: Fellow, signals: int, limit_s: float) -> None:
+    """There is no head that could end the run, nor a folder in which one could be found."""
+    fellow.elect(None)
+    fellow.run.cut_off()
+    for _ in range(signals):
+        fellow.run.asked_to_stop("SIGTERM")
+    assert fellow.node.left is None
+    fellow.loop.advance(limit_s)
+    assert fellow.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")
 
 
 def test_a_launcher_that_never_met_the_others_stops_soon() -> None:

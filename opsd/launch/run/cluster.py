@@ -20,6 +20,7 @@ from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.reporting import say
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
+from opsd.launch.ranks.shutdown import HASTENED_S
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import LocalHang, to_ages
 from opsd.launch.run.fellows import cannot_listen
@@ -81,6 +82,8 @@ class ClusterRun:
         self._gone_s = 0.0
         self._stop: Stop | None = None
         self._wanted: Stop | None = None
+        self._idle_stops = 0
+        """How often a stop was asked for while no ranks ran here."""
         self._ordered: messages.StopOrdered | None = None
         self._failures: list[Failed] = []
         self._called_back = ""
@@ -165,8 +168,10 @@ class ClusterRun:
         self._wanted = self._wanted or stop
         self._tell(messages.StopWanted(stop))
         if not self._node.generation.running:
+            self._idle_stops += 1
             limit = self._node.settings.stop_timeout_s if self._change.plan is not None else UNBEGUN_S
-            self._node.loop.later(limit, lambda: self._leave_idle(f"stopped after {by}"))
+            limit_s = (limit, min(limit, HASTENED_S), 0.0)[min(self._idle_stops, 3) - 1]
+            self._node.loop.later(limit_s, lambda: self._leave_idle(f"stopped after {by}"))
 
     def _leave_idle(self, reason: str) -> None:
         """Leave if nobody has ended the run: ranks that were started meanwhile stop in their own time."""
