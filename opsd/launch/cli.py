@@ -28,7 +28,7 @@ from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, 
 from opsd.launch.run.meeting import meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import Shape
-from opsd.launch.run.options import Meeting, meeting, rdzv_seconds, run_name
+from opsd.launch.run.options import Meeting, meeting, node_name, rdzv_seconds, run_name
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
@@ -58,7 +58,12 @@ _FILE = click.Path(path_type=Path)
 @torchrun_options
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes that stand by.")
 @click.option("--nodes", default="", help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default.")
-@click.option("--node-name", default="", help="The name of this node among them; Slurm's or the host's by default.")
+@click.option(
+    "--node-name",
+    callback=node_name,
+    default="",
+    help="The name of this node among them; Slurm's or the host's by default.",
+)
 @click.option(
     "--port",
     type=click.IntRange(1, 65535),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import opsd
 from opsd import exitcodes
 from tests.fakes.launched import Launched
 
@@ -27,6 +28,8 @@ TWO = "--nproc-per-node=2"
         (("--tee=9",), ("prog.py",), exitcodes.USAGE, "pairs such as 0:3,1:1"),
         (("--standalone", "--nnodes=2"), ("prog.py",), exitcodes.USAGE, "is for one node"),
         (("--rdzv-endpoint=n1:0", "--nnodes=2"), ("prog.py",), exitcodes.USAGE, "one from 1 to 65535"),
+        (("--node-name=../n1",), ("prog.py",), exitcodes.USAGE, "cannot name a node"),
+        (("--node-name=.n1",), ("prog.py",), exitcodes.USAGE, "cannot name a node"),
         (("--rdzv-backend=etcd",), ("prog.py",), exitcodes.USAGE, "without etcd"),
         (("-m", "--no-python"), ("prog.py",), exitcodes.USAGE, "exclude each other"),
         (("--events=/proc/x",), ("prog.py",), exitcodes.USAGE, "/proc/x cannot be written"),
@@ -40,6 +43,14 @@ def test_bad_input(tmp_path: Path, flags: tuple[str, ...], program: tuple[str, .
         assert says in launched.err
         assert "Traceback" not in launched.err
         assert len(launched.events("generation_started")) <= 1
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    """Somebody has removed it below the shell: the paths of the command line mean nothing."""
+    within = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh")
+    with Launched(tmp_path, "", within=within, env={"PYTHONPATH": str(Path(opsd.__file__).parents[1])}) as launched:
+        assert launched.wait() == exitcodes.NOT_FOUND
+        assert launched.err.splitlines() == ["opsd launch: the working directory does not exist any more"]
 
 
 def test_program_that_ends_at_once(tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ class Program:
 
         A module is looked for by the rank itself: only its interpreter knows all places.
         """
-        cwd, given = Path.cwd(), name
+        try:
+            cwd, given = Path.cwd(), name
+        except FileNotFoundError:
+            raise ProgramNotFound("the working directory does not exist any more") from None
         if kind == "script":
             name = os.path.join(cwd, name)  # noqa: PTH118  # Python's __file__ keeps what a Path would tidy up
             if not Path(name).is_file():

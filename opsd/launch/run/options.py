@@ -16,6 +16,7 @@ from opsd.launch.run.fellows import Count
 
 C10D_PORT, MASTER_PORT = 29_400, 29_500
 """Torchrun's ports for those who name none."""
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<host>[\w.-]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
@@ -47,6 +48,15 @@ def node_count(context: click.Context, parameter: click.Parameter, value: str) -
 def run_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """``--run-id``: any text, as the name of a Slurm job is; None if there is none."""
     return valid_name(value) if value else None
+
+
+def node_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """``--node-name``: what can be part of a file's name."""
+    if value and not _NODE_NAME.fullmatch(value):
+        raise click.BadParameter(
+            f"{value!r:.80} cannot name a node: give letters, digits, '.', '_' and '-', first a letter or digit"
+        )
+    return value
 
 
 def streams(context: click.Context, parameter: click.Parameter, value: str) -> dict[int | None, int]:
