@@ -532,6 +532,12 @@ def process_start(pid: int, proc: str = "/proc") -> int | None:
     return int(fields[19]) if fields else None
 
 
+def process_runs(pid: int, start: int) -> bool:
+    """Whether this process runs; one that has ended and that nobody has waited for (a zombie) does not."""
+    fields = _stat_fields(pid, "/proc")
+    return fields is not None and int(fields[19]) == start and fields[0] not in ("Z", "X")
+
+
 def process_state(page: RankPage, proc: str = "/proc") -> str | None:
     """The kernel's state letter of the rank's process (R, S, D, T, Z …), or None if it is gone or its pid is reused."""
     fields = _stat_fields(page.pid, proc)

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -145,6 +146,16 @@ def test_run_of_a_dead_launcher_is_taken_over(tmp_path: Path) -> None:
     again = folders_of("r", tmp_path)
     assert sorted(path.name for path in again.memory.iterdir()) == ["mine.bin"]
     assert again.last_generation() == 4
+
+
+def test_run_of_a_launcher_that_nobody_has_waited_for_is_taken_over(tmp_path: Path) -> None:
+    """It was killed in a container whose first process does not collect the dead: it is there, and runs no more."""
+    folders = folders_of("r", tmp_path)
+    with subprocess.Popen(["true"]) as launcher:
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
+        folders.write_state(state(launcher.pid, process_start(launcher.pid) or 0))
+        folders.release()
+        assert folders_of("r", tmp_path).run == "r"
 
 
 def test_link_in_shared_memory_is_not_followed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from opsd.client import process_start
+from opsd.client import process_runs
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 KEEP_FINISHED_S = 24 * 3600
@@ -159,7 +159,7 @@ def owner_pid(memory: Path) -> int | None:
         pid, start = int(state["launcher_pid"]), int(state["launcher_start"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return pid if pid != os.getpid() and process_start(pid) == start else None
+    return pid if pid != os.getpid() and process_runs(pid, start) else None
 
 
 def _make_shared_root(root: Path) -> None:
