@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,16 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     with Launched(tmp_path, TRAIN + "train(3)", TWO) as launched:
         assert launched.wait() == exitcodes.OK
         assert launched.events("generation_started")[-1]["generation"] == 2
+
+
+def test_ranks_whose_launcher_was_killed_before_they_ran_never_do(tmp_path: Path) -> None:
+    """Its interpreter may need seconds to start on a busy node; nobody would ever end such a rank."""
+    slow = tmp_path / "slow-python"
+    slow.write_text(f'#!/bin/sh\ntouch {tmp_path}/starting\nsleep 1\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    program = f"open({str(tmp_path / 'ran')!r}, 'w').close()"
+    with Launched(tmp_path, program, env={"PYTHON_EXEC": str(slow)}) as launched:
+        launched.until(lambda: (tmp_path / "starting").exists())
+        launched.process.kill()
+        time.sleep(3)
+    assert not (tmp_path / "ran").exists()

@@ -26,6 +26,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -45,13 +46,13 @@ Order = dict[str, Any]
 
 def main() -> None:
     """Serve the launcher until it says what to run, or is gone."""
-    _tie_to(os.getppid())
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell that runs the launcher in the background ignores it; the launcher passes it on all the same.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     descriptor, _, waiting = sys.argv[_OF_THE_CHANNEL].partition(":")
     channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)
+    _tie_to(os.getppid(), channel)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell that runs the launcher in the background ignores it; the launcher passes it on all the same.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if waiting:
         with open(int(waiting), encoding="utf-8") as file:
             return _run(json.load(file), channel)
@@ -175,12 +176,18 @@ def _start_over(channel: socket.socket, env: dict[str, str], order: Order | None
     os.execve(sys.executable, [sys.executable, "-u", __file__, descriptors, *sys.argv[2:]], env)  # noqa: S606
 
 
-def _tie_to(launcher: int) -> None:
-    """Die with the launcher, and let it (with what it starts) take stacks where Yama restricts ptrace."""
+def _tie_to(launcher: int, channel: socket.socket) -> None:
+    """Die with the launcher, and let it (with what it starts) take stacks where Yama restricts ptrace.
+
+    A launcher that had died already when this process began is not its parent; its end of the channel is closed. The
+    orders in the channel would be carried out all the same.
+    """
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_PTRACER, launcher, 0, 0, 0)
-    if os.getppid() != launcher:
+    closed = select.poll()
+    closed.register(channel, select.POLLRDHUP)
+    if os.getppid() != launcher or closed.poll(0):
         os._exit(1)
 
 
