@@ -69,6 +69,7 @@ def test_a_step_is_one_task_on_one_node_and_outlives_the_others() -> None:
     argv = srun("n2", 64, ["opsd", "launch"])
     assert argv[-2:] == ["opsd", "launch"]
     assert {"--no-kill", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap", "--cpus-per-task=64"} <= set(argv)
+    assert "--export=ALL" in argv
 
 
 def test_processors_are_those_of_each_node() -> None:
