@@ -209,3 +209,13 @@ def test_a_command_that_no_shell_would_take_is_a_wrong_command_line() -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_STEP_ID": "", "OPSD": "/home/o'brien/opsd"}
     done = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", "--", "train.py"], env=job)
     assert (done.exit_code, "is no command of the shell" in done.output) == (exitcodes.USAGE, True), done.output
+
+
+def test_options_of_the_program_stay_with_it() -> None:
+    """Behind ``--`` nothing is read; without it the program could not be told from the value of an option."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "OPSD": "opsd"}
+    given = ["train.py", "--run-id", "mine", "--wait", "3", "--help"]
+    done = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", "--", *given], env=job)
+    assert done.exit_code == exitcodes.OK and done.output.rstrip().endswith(" ".join(given)), done.output
+    refused = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", *given[:-1]], env=job)
+    assert (refused.exit_code, "write -- before the program" in refused.output) == (exitcodes.USAGE, True)

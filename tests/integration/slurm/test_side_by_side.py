@@ -115,7 +115,7 @@ def test_a_node_on_which_a_stranger_has_the_port_is_avoided(cluster: Cluster, fo
     slurm = CommandSlurm(runner_on(cluster.controller, USER))
     script = (
         f"#!/bin/bash\nexport HOME={folder} PYTHONPATH={':'.join(sys.path)}\n"
-        f"exec {sys.executable} -m opsd slurm run --run-id r --no-python touch done\n"
+        f"exec {sys.executable} -m opsd slurm run --run-id r --no-python -- touch done\n"
     )
     options = ["--requeue", "--open-mode=append", "--no-kill", f"--chdir={folder}", "--output=job.out"]
     job = slurm.submit(script, ["--hold", "--nodes=2", "--exclusive", "--exclude=n4", *options])
