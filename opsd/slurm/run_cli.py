@@ -49,7 +49,19 @@ def run_name(environ: Mapping[str, str]) -> str:
     return valid_name(f"{job}-{task}" if task else job)
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "max_content_width": 110})
+class _Separated(click.Command):
+    """A command whose options end at ``--``: which of the unknown ones take a value is not known here.
+
+    So the program could not be found, and an option of its own, --run-id say, would be taken from it.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and "--" not in args and not {"--help", "-h"} & set(args):
+            raise click.UsageError("write -- before the program, opsd slurm run [OPTIONS] -- train.py [ARGS]", ctx)
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Separated, context_settings={"ignore_unknown_options": True, "max_content_width": 110})
 @click.option(
     "--nnodes",
     "count",

@@ -17,11 +17,13 @@ _CPUS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 def srun(node: str, cpus: int | None, command: Sequence[str]) -> list[str]:
     """The command that runs ``command`` once on ``node``, with so many ``cpus``.
 
-    A step of several nodes would end with the first of them, and one without --no-kill when Slurm notices a death.
+    A step of several nodes would end with the first of them, and one without --no-kill when Slurm notices a death. The
+    task has the environment of the batch script, also in a job of ``sbatch --export=NONE``, whose steps have none by
+    default.
     """
     bound = [f"--cpus-per-task={cpus}"] if cpus else []
     return [
-        "srun", "--no-kill", "--wait=0", "--kill-on-bad-exit=0", "--overlap", "--nodes=1", "--ntasks=1",
+        "srun", "--no-kill", "--wait=0", "--kill-on-bad-exit=0", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1",
         f"--nodelist={node}", *bound, *command,
     ]  # fmt: skip
 

@@ -69,6 +69,7 @@ def test_a_step_is_one_task_on_one_node_and_outlives_the_others() -> None:
     argv = srun("n2", 64, ["opsd", "launch"])
     assert argv[-2:] == ["opsd", "launch"]
     assert {"--no-kill", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap", "--cpus-per-task=64"} <= set(argv)
+    assert "--export=ALL" in argv
 
 
 def test_processors_are_those_of_each_node() -> None:
@@ -208,3 +209,13 @@ def test_a_command_that_no_shell_would_take_is_a_wrong_command_line() -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_STEP_ID": "", "OPSD": "/home/o'brien/opsd"}
     done = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", "--", "train.py"], env=job)
     assert (done.exit_code, "is no command of the shell" in done.output) == (exitcodes.USAGE, True), done.output
+
+
+def test_options_of_the_program_stay_with_it() -> None:
+    """Behind ``--`` nothing is read; without it the program could not be told from the value of an option."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "OPSD": "opsd"}
+    given = ["train.py", "--run-id", "mine", "--wait", "3", "--help"]
+    done = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", "--", *given], env=job)
+    assert done.exit_code == exitcodes.OK and done.output.rstrip().endswith(" ".join(given)), done.output
+    refused = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", *given[:-1]], env=job)
+    assert (refused.exit_code, "write -- before the program" in refused.output) == (exitcodes.USAGE, True)

@@ -77,6 +77,22 @@ def test_two_runs_of_one_job(cluster: Cluster, folder: Path, kind: str) -> None:
     assert len(list(folder.glob("done-*"))) == 4
 
 
+def test_a_job_that_exports_nothing_ends_as_its_run(cluster: Cluster, folder: Path) -> None:
+    """The steps of such a job have no environment by default; the launchers and ranks have that of the batch script."""
+    slurm = CommandSlurm(runner_on(cluster.controller, USER))
+    program = "import os, pathlib; pathlib.Path('seen-' + os.environ['RANK']).write_text(os.environ['LOADED'])"
+    script = (
+        f"#!/bin/bash\nexport HOME={folder} PYTHONPATH={':'.join(sys.path)} LOADED='a module'\n"
+        f'exec {sys.executable} -m opsd slurm run --run-id r --no-python -- {sys.executable} -c "{program}"\n'
+    )
+    options = ["--export=NONE", "--requeue", "--no-kill", "--nodes=2", f"--chdir={folder}", "--output=job.out"]
+    job = slurm.submit(script, options)
+    wait_until(lambda: not slurm.jobs([job]), "the job has ended", 60)
+    said = (folder / "job.out").read_text()
+    assert "the run is over (0): all ranks finished" in said and "requeue" not in said, said
+    assert [path.read_text() for path in folder.glob("seen-*")] == ["a module"] * 2
+
+
 def test_two_runs_with_one_name_never_mix(cluster: Cluster, folder: Path) -> None:
     """Steps of all nodes, each of which could be a later attempt at the job's run: the sentence says what to do."""
     line = "srun --overlap -N2 -n2 $OPSD launch --join-timeout 8 --nnodes 2 --no-python sh -c"
@@ -99,7 +115,7 @@ def test_a_node_on_which_a_stranger_has_the_port_is_avoided(cluster: Cluster, fo
     slurm = CommandSlurm(runner_on(cluster.controller, USER))
     script = (
         f"#!/bin/bash\nexport HOME={folder} PYTHONPATH={':'.join(sys.path)}\n"
-        f"exec {sys.executable} -m opsd slurm run --run-id r --no-python touch done\n"
+        f"exec {sys.executable} -m opsd slurm run --run-id r --no-python -- touch done\n"
     )
     options = ["--requeue", "--open-mode=append", "--no-kill", f"--chdir={folder}", "--output=job.out"]
     job = slurm.submit(script, ["--hold", "--nodes=2", "--exclusive", "--exclude=n4", *options])
