@@ -87,6 +87,9 @@ _STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQ")
 _LEARNING_RATE = struct.Struct("<d")
 _LEARNING_RATE_SINCE = 2
 _MODEL_AT, _CONTROL_AT, _WORKERS_AT, _SLOTS_AT, _SLOT_STRIDE = 448, 512, 576, 1024, 256
+_SLOTS_BYTES = _SLOT_STRIDE + _SLOT.size
+_READS = 64
+"""So often a page is read anew whose writer never rests; one read takes some microseconds."""
 _RING_AT, _STEP_STRIDE = 2048, 160
 
 _PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
@@ -422,33 +425,37 @@ def write_request(path: Path, request: str) -> None:
 def read_page(path: Path, known: RankPage | None = None) -> RankPage:
     """Read the rank page at ``path``. Steps are taken over from ``known``, an earlier copy, where it has them.
 
-    Reads with one ``pread`` and not through a mapping, so that a file truncated by its owner cannot kill the reader.
+    Reads with ``pread`` and not through a mapping, so that a file truncated by its owner cannot kill the reader.
     Raises PageError when there is no usable page: missing, truncated, foreign, of a newer major version, damaged.
     """
-    data = b""
-    for _ in range(8):
-        data = _read_bytes(path)
+    for _ in range(_READS):
+        data, slots, after = _read_bytes(path)
         header = _parse_header(path, data)
-        slot = _newest_slot(data)
+        slot = _newest_slot(*slots)
         if slot is not None:
-            return _decode(data, header, slot, known)
+            return _decode(data, header, slot, known, max(_count(after), slot[4]))
     raise PageError(f"{path}: no slot of the page is whole; its writer may have died while creating it")
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> tuple[bytes, tuple[bytes, bytes, bytes], bytes]:
+    """The page; the slots three times before it; the slots after it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise PageError(f"{path}: cannot be opened: {error.strerror}") from error
     try:
+        earlier = os.pread(descriptor, _SLOTS_BYTES, _SLOTS_AT)
+        slots = os.pread(descriptor, _SLOTS_BYTES, _SLOTS_AT)
+        later = os.pread(descriptor, _SLOTS_BYTES, _SLOTS_AT)
         data = os.pread(descriptor, PAGE_BYTES, 0)
+        after = os.pread(descriptor, _SLOTS_BYTES, _SLOTS_AT)
     except OSError as error:
         raise PageError(f"{path}: cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
-    if len(data) < PAGE_BYTES:
+    if min(len(data) - PAGE_BYTES, *(len(part) - _SLOTS_BYTES for part in (earlier, slots, later, after))) < 0:
         raise PageError(f"{path}: {len(data)} bytes long, a rank page has {PAGE_BYTES}")
-    return data
+    return data, (earlier, slots, later), after
 
 
 def _parse_header(path: Path, data: bytes) -> tuple[int | bytes, ...]:
@@ -465,18 +472,34 @@ def _parse_header(path: Path, data: bytes) -> tuple[int | bytes, ...]:
     return header
 
 
-def _newest_slot(data: bytes) -> tuple[int, ...] | None:
+def _newest_slot(earlier: bytes, slots: bytes, later: bytes) -> tuple[int, ...] | None:
+    """The newest of ``slots`` that is whole: ended before ``earlier``, and not begun to be written again by ``later``.
+
+    The two sequence numbers of one copy do not tell that: its bytes were read one after the other, beside the writer.
+    """
     whole = []
-    for index in range(2):
-        slot = _SLOT.unpack_from(data, _SLOTS_AT + index * _SLOT_STRIDE)
-        if slot[0] and slot[0] == slot[-1] and slot[1] < len(PHASES) and slot[2] < len(STATES):
+    for at in (0, _SLOT_STRIDE):
+        slot = _SLOT.unpack_from(slots, at)
+        written, begun = _SLOT.unpack_from(earlier, at)[-1], _SLOT.unpack_from(later, at)[0]
+        if slot[0] and written == slot[0] == slot[-1] == begun and slot[1] < len(PHASES) and slot[2] < len(STATES):
             whole.append(slot)
     return max(whole, default=None)
 
 
-def _decode_steps(data: bytes, minor: int, count: int, known: RankPage | None) -> tuple[tuple[StepRecord, ...], int]:
-    """The steps in the ring of a page with ``count`` steps, and the tokens of all steps; ``known`` is of that page."""
-    oldest = max(1, count - RING_STEPS + 1)
+def _count(slots: bytes) -> int:
+    """How many steps there are at least."""
+    found = [_SLOT.unpack_from(slots, at) for at in (0, _SLOT_STRIDE)]
+    return max((int(slot[4]) for slot in found if slot[0] == slot[-1]), default=0)
+
+
+def _decode_steps(
+    data: bytes, minor: int, count: int, known: RankPage | None, reached: int
+) -> tuple[tuple[StepRecord, ...], int]:
+    """The steps in the ring of a page with ``count`` steps, and the tokens of all steps; ``known`` is of that page.
+
+    Steps in whose place the one after ``reached`` comes, or an earlier one, may have been overwritten meanwhile.
+    """
+    oldest = max(1, reached - RING_STEPS + 2)
     records: list[StepRecord] = []
     decoded, tokens = 0, 0
     if known is not None and oldest <= known.steps_reported <= count:
@@ -486,7 +509,7 @@ def _decode_steps(data: bytes, minor: int, count: int, known: RankPage | None) -
         at = _RING_AT + (number - 1) % RING_STEPS * _STEP_STRIDE
         entry = _STEP.unpack_from(data, at)
         if entry[0] != number or entry[-1] != number:
-            continue  # overwritten by a newer step, or being written right now
+            continue
         _, step, end, duration, step_tokens, tokens, loss, norm, *phases, _ = entry
         phase_s = tuple(ns / 1e9 for ns in phases)
         rate = _LEARNING_RATE.unpack_from(data, at + _STEP.size)[0] if minor >= _LEARNING_RATE_SINCE else math.nan
@@ -498,7 +521,9 @@ def _decode_steps(data: bytes, minor: int, count: int, known: RankPage | None) -
     return tuple(records), tokens
 
 
-def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...], known: RankPage | None) -> RankPage:
+def _decode(
+    data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...], known: RankPage | None, reached: int
+) -> RankPage:
     def number(index: int) -> int:
         return int(header[index])
 
@@ -508,7 +533,7 @@ def _decode(data: bytes, header: tuple[int | bytes, ...], slot: tuple[int, ...],
     _, phase, state, since, count, committed, _ = slot
     writer = number(9), number(10), number(12) / 1e9
     same_writer = known is not None and (known.pid, known.pid_start, known.created) == writer
-    steps, tokens = _decode_steps(data, number(2), count, known if same_writer else None)
+    steps, tokens = _decode_steps(data, number(2), count, known if same_writer else None, reached)
     workers = (_WORKER.unpack_from(data, _WORKERS_AT + i * _WORKER.size) for i in range(MAX_WORKERS))
     flops_per_token, peak_flops = _MODEL.unpack_from(data, _MODEL_AT)
     request = min(_CONTROL.unpack_from(data, _CONTROL_AT)[0], len(REQUESTS) - 1)

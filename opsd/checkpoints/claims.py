@@ -36,6 +36,8 @@ EXIT_FENCED = 76
 """What a rank ends with that finds its generation superseded when it starts."""
 MAX_BYTES = 8 << 20
 """A claim of 10,000 launchers has about one."""
+_ROOM, _ROOM_BYTES = ".room", 128 << 10
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 """What somebody is answered who may look and not write."""
 _POLL_S = 1.0
@@ -106,14 +108,42 @@ def create(folder: Path, claim: Claim, link: Link = os.link) -> bool:
     with _explained(claims, f"generation {claim.number} cannot be claimed"):
         _make(claims)
         content = _encode(claim)
-        exclusive.put(content, claims / _name(claim.number), link)
+        try:
+            exclusive.put(content, claims / _name(claim.number), link)
+        except OSError as error:
+            if error.errno not in _FULL or not _give_room(claims):
+                raise
+            exclusive.put(content, claims / _name(claim.number), link)
         found = _claims(claims)
         if max(found, default=0) != claim.number:
             return False
         mine = _same(_read(found[claim.number]), _decode(content, claim.number))
     if mine:
         _forget(claims, claim.number)
+        _keep_room(claims)
     return mine
+
+
+def _keep_room(claims: Path) -> None:
+    """Hold some space for the next claim: that of the end, say, of a run whose last checkpoint has filled the disk."""
+    room = claims / _ROOM
+    try:
+        with open(room, "xb") as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+    except FileExistsError:
+        pass
+    except OSError:
+        with suppress(OSError):
+            room.unlink()
+
+
+def _give_room(claims: Path) -> bool:
+    """Whether there was some."""
+    try:
+        (claims / _ROOM).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def newest(folder: Path) -> Claim | None:

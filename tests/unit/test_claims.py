@@ -48,7 +48,7 @@ def place_of(folder: Path, number: int) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / FOLDER).iterdir())
+    return sorted(path.name for path in (folder / FOLDER).iterdir() if path.name != ".room")
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -587,6 +587,17 @@ def test_a_full_shared_folder_is_named(disk: Path) -> None:
     with pytest.raises(ClaimError, match=rf"generation 1 cannot be claimed in {disk}.*: No space left on device"):
         create(disk, claim_of(1))
     assert newest(disk) is None
+
+
+def test_the_end_of_a_run_is_claimed_on_a_disk_that_has_become_full(disk: Path) -> None:
+    """Its last checkpoint may have filled it: a finished run is not to be taken for one that has died."""
+    subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+    assert create(disk, claim_of(1))
+    with open(disk / "filler", "wb") as file, pytest.raises(OSError, match="No space left"):
+        file.write(bytes(2 << 20))
+    assert create(disk, claim_of(2))
+    found = newest(disk)
+    assert found is not None and found.number == 2
 
 
 def test_a_read_only_shared_folder_can_be_looked_into(disk: Path) -> None:

@@ -113,7 +113,10 @@ def test_timed_marks_the_wait_for_each_item(path: Path) -> None:
 @given(count=st.integers(0, 3 * RING_STEPS), tokens=st.integers(0, 2**40))
 @settings(max_examples=25, deadline=None)
 def test_ring_keeps_the_newest_steps(count: int, tokens: int) -> None:
-    """After any number of steps the page holds the last ones in order, and the total of all tokens."""
+    """After any number of steps the page holds the last ones in order, and the total of all tokens.
+
+    But for the one in whose place the next comes: that may be being written.
+    """
     path = Path("/dev/shm") / f"opsd-test-{os.getpid()}.page"
     try:
         reporter = Reporter(path)
@@ -122,7 +125,7 @@ def test_ring_keeps_the_newest_steps(count: int, tokens: int) -> None:
         page = read_page(path)
     finally:
         path.unlink(missing_ok=True)
-    assert [step.step for step in page.steps] == list(range(max(0, count - RING_STEPS), count))
+    assert [step.step for step in page.steps] == list(range(max(0, count - RING_STEPS + 1), count))
     assert page.tokens == count * tokens
     assert page.steps_reported == count
 
