@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from trainer.settings import ParallelSettings, RunSettings
 
 _PENDING = torch.iinfo(torch.int64).min
 MEET_S = 1.0
+STORE_S, STORE_POLL_S = 60.0, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,21 @@ class World:
         return int(packed.item())
 
 
+def await_store(address: str, port: int, limit_s: float = STORE_S) -> None:
+    """Wait until the first rank listens, or for ``limit_s``.
+
+    torch's own client, refused once, tries again half a second later: a quarter of what a swap takes.
+    """
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=1.0).close()
+        except OSError:
+            time.sleep(STORE_POLL_S)
+        else:
+            return
+
+
 def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str] = os.environ) -> World:
     """Join the process group that torchrun's variables describe; without them this process is the whole world.
 
@@ -144,6 +161,8 @@ def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str
     torch._C._set_deterministic_fill_uninitialized_memory(False)  # what is empty here is always filled
     backend = "nccl" if cuda else "gloo"
     if "RANK" in environ:
+        if rank > 0:
+            await_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -87,7 +87,7 @@ def test_the_node_of_the_leader_asks_and_nobody_else(scene: Scene) -> None:
     for fetcher in (other, leader):
         fetcher.look()
     assert len(scene.pool.submitted) == 1
-    assert len(list((scene.folder / FOLDER).iterdir())) == 1
+    assert len(list((scene.folder / FOLDER).glob("*.json"))) == 1
 
 
 def test_another_one_asks_if_the_leader_is_gone(scene: Scene) -> None:
