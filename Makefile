@@ -45,11 +45,11 @@ lint: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/lint-imports --no-cache
 
 test: $(STAMP) test-packages lint ## Linters and the tests, but for a few long ones; what cannot run is listed by name
-	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long and not matrix'
+	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long and not waiting'
 
 test-long: $(STAMP) test-packages ## What takes longest: stories on a Slurm cluster, alerts, peers, every fault on every launcher
 	$(BIN)/python -m pytest --durations=10 -m long
-	$(BIN)/python -m pytest --durations=3 -n 4 -m matrix tests/integration/test_matrix.py
+	$(BIN)/python -m pytest --durations=3 -n 4 -m waiting
 
 # As root on Debian or Ubuntu the real programs that some tests drive are installed; elsewhere those tests are skipped by name.
 test-packages:
@@ -63,7 +63,7 @@ test-packages:
 	else echo "not root or no apt-get: tests that need these are skipped by name:" $$missing; fi
 
 test-fast: $(STAMP) ## Only the tests that take seconds
-	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not slow and not long and not matrix'
+	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not slow and not long and not waiting'
 
 torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its adapter is tested where it is there
 	$(PYTHON) -m venv .venv-torchtitan

@@ -87,7 +87,7 @@ def cells() -> Iterator[object]:
         for who in ("leader", "follower", "tie"):
             for fault in FAULTS:
                 quick = (fault.__name__, who, size) in QUICK
-                mark = pytest.mark.slow if quick else pytest.mark.matrix
+                mark = pytest.mark.slow if quick else pytest.mark.waiting
                 yield pytest.param(size, who, fault, marks=mark, id=f"{fault.__name__}-{who}-{size}")
 
 
@@ -168,7 +168,7 @@ def test_over_ipv6(apart: Callable[..., Apart]) -> None:
     settles(run, healed_at=time.time())
 
 
-@pytest.mark.matrix
+@pytest.mark.waiting
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("with_ranks", [False, True])
 def test_a_tie_whose_loser_wakes_beside_a_launcher_that_has_forgotten(

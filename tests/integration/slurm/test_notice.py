@@ -10,7 +10,7 @@ from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
 from tests.integration.slurm.templates import USER
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.waiting, pytest.mark.timeout(900)]
 
 SIGNALS = ("USR1", "TERM", "B:USR1", "B:TERM")
 
