@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from collectors.base import Event, Metric, Sample
-from collectors.run_files import named_numbers
+from opsd.collectors.base import Event, Metric, Sample
+from opsd.collectors.run_files import named_numbers
 
 MAX_SOURCES: Final = 32
 """Sources of a run that are exported, in the order of their names."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from collectors.base import Metric, Sample
+from opsd.collectors.base import Metric, Sample
 
 FOLDERS: Final = (
     Path("/usr/share/datacenter-gpu-manager-4/bindings/python3"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from collectors.base import Event, Metric, Sample
-from collectors.run_files import named_numbers, number
+from opsd.collectors.base import Event, Metric, Sample
+from opsd.collectors.run_files import named_numbers, number
 
 MAX_RESULTS: Final = 32
 """Results of an evaluation that are exported, in the order of their names."""

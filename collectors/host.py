@@ -15,10 +15,10 @@ from typing import Final
 
 import psutil
 
-from collectors.base import Metric, MetricKind, Reading, Sample
-from collectors.clock import ClockState, read_clock
-from collectors.mounts import mount_of, parse_mountinfo
-from collectors.numa import NumaNode, read_nodes
+from opsd.collectors.base import Metric, MetricKind, Reading, Sample
+from opsd.collectors.clock import ClockState, read_clock
+from opsd.collectors.mounts import mount_of, parse_mountinfo
+from opsd.collectors.numa import NumaNode, read_nodes
 
 PROCESS_STATES: Final[Mapping[str, str]] = {
     "R": "running",

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from collectors.base import Event, Metric, MetricKind, NoData, Reading, Sample
-from collectors.ib_link import Happening, LinkHistory, PortReading
-from collectors.odometer import Odometer
-from collectors.pci import ADDRESS, bus_id
+from opsd.collectors.base import Event, Metric, MetricKind, NoData, Reading, Sample
+from opsd.collectors.ib_link import Happening, LinkHistory, PortReading
+from opsd.collectors.odometer import Odometer
+from opsd.collectors.pci import ADDRESS, bus_id
 
 N = TypeVar("N", int, float)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from collectors.base import Metric
+from opsd.collectors.base import Metric
 
 RAS_UP = Metric("opsd_nccl_ras_up", "1 if NCCL's RAS service answered the last question.")
 RAS_AGE = Metric("opsd_nccl_ras_answer_age_seconds", "Time since the last answer of RAS.", unit="seconds")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from collectors.base import Metric, MetricKind, NoData, Reading, Sample
+from opsd.collectors.base import Metric, MetricKind, NoData, Reading, Sample
 
 _MAX_DRIVES: Final = 64
 

@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from collectors import gpm
-from collectors import nvml_series as series
-from collectors.base import Event, GpuFact, NoData, Reading, Sample
-from collectors.nvml_driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
-from collectors.nvml_gpu import Gpu
-from collectors.processes import DEAD
-from collectors.xid import TOTAL, Xid, XidLedger, xid_event
+from opsd.collectors import gpm
+from opsd.collectors import nvml_series as series
+from opsd.collectors.base import Event, GpuFact, NoData, Reading, Sample
+from opsd.collectors.nvml_driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
+from opsd.collectors.nvml_gpu import Gpu
+from opsd.collectors.processes import DEAD
+from opsd.collectors.xid import TOTAL, Xid, XidLedger, xid_event
 
 __all__ = ["NvmlCollector", "NvmlError", "PowerControl"]
 

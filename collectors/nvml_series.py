@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from collectors.base import Metric, MetricKind
+from opsd.collectors.base import Metric, MetricKind
 
 _DCGM_LABELS = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname")
 _GPU_LABELS = ("gpu", "UUID")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from collectors.base import RankFact, StepFact
+from opsd.collectors.base import RankFact, StepFact
 
 
 class Step(Protocol):

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Generic
 
-from collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
-from collectors.data_mixture import METRICS as DATA_METRICS
-from collectors.data_mixture import DataMixture
-from collectors.evaluations import METRICS as EVALUATION_METRICS
-from collectors.evaluations import Evaluations
-from collectors.pages import Client, P, Page, rank_fact, step_facts
-from collectors.processes import process_letter
-from collectors.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
-from collectors.tail import Tail, read_small
+from opsd.collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
+from opsd.collectors.data_mixture import METRICS as DATA_METRICS
+from opsd.collectors.data_mixture import DataMixture
+from opsd.collectors.evaluations import METRICS as EVALUATION_METRICS
+from opsd.collectors.evaluations import Evaluations
+from opsd.collectors.pages import Client, P, Page, rank_fact, step_facts
+from opsd.collectors.processes import process_letter
+from opsd.collectors.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
+from opsd.collectors.tail import Tail, read_small
 
 MAX_RUNS: Final = 64
 MAX_RANKS: Final = 256

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from collectors.base import Event, RunFact
+from opsd.collectors.base import Event, RunFact
 
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """The folder of a run is called so; it becomes a label."""

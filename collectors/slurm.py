@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from collectors.base import Event, Metric, NoData, Reading, Sample
+from opsd.collectors.base import Event, Metric, NoData, Reading, Sample
 
 STATES: Final = ("idle", "allocated", "mixed", "down", "error", "future", "unknown")
 FLAGS: Final = ("drain", "not_responding", "completing", "maintenance", "reserved", "fail", "reboot_requested")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from collectors.base import Metric, NoData, Reading, Sample
+from opsd.collectors.base import Metric, NoData, Reading, Sample
 
 READY = Metric("opsd_spare_ready", "1 while this spare may take another node's place, 0 while it may not.")
 AGE = Metric("opsd_spare_verified_age_seconds", "Time since this spare was last verified.", unit="seconds")

@@ -7,9 +7,9 @@ import re
 from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
-from collectors.base import Metric, MetricKind, Sample
-from collectors.mounts import Mount, NfsMount
-from collectors.odometer import Odometer
+from opsd.collectors.base import Metric, MetricKind, Sample
+from opsd.collectors.mounts import Mount, NfsMount
+from opsd.collectors.odometer import Odometer
 
 _SECTOR_BYTES: Final = 512
 

@@ -14,8 +14,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from collectors.base import Event, Metric, Sample
-from collectors.pci import ADDRESS, bus_id
+from opsd.collectors.base import Event, Metric, Sample
+from opsd.collectors.pci import ADDRESS, bus_id
 
 
 class XidAction(StrEnum):

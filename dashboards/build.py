@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dashboards import cluster, incidents, job, node, preflight, training
-from dashboards.kit import to_json
+from opsd.dashboards import cluster, incidents, job, node, preflight, training
+from opsd.dashboards.kit import to_json
 
 BOARDS = (cluster, job, node, incidents, training, preflight)
 FOLDER = Path(__file__).parent

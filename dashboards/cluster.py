@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from dashboards.kit import Query, add_row, board, graph, heat_map, number
+from opsd.dashboards.kit import Query, add_row, board, graph, heat_map, number
 
 ALL = 'cluster=~"$cluster"'
 THROTTLE = f"instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}"

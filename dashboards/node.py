@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from dashboards.kit import Query, board, graph, label_variable, number
+from opsd.dashboards.kit import Query, board, graph, label_variable, number
 
 NODE = 'cluster=~"$cluster", instance=~"$node"'
 GPU = f'{NODE}, gpu=~"$gpu"'

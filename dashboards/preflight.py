@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from dashboards.kit import Query, add_row, board, graph, label_variable, number, timeline
+from opsd.dashboards.kit import Query, add_row, board, graph, label_variable, number, timeline
 
 NODES = 'node=~"$node"'
 CHECKS = f'{NODES}, check=~"$check"'

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from grafana_client.api import GrafanaApi
 from grafana_client.client import GrafanaClientError, GrafanaException, GrafanaTimeoutError, GrafanaUnauthorizedError
 
-from dashboards.build import rendered
+from opsd.dashboards.build import rendered
 
 FOLDER_UID, FOLDER_TITLE = "opsd", "opsd"
 OLDEST = 11

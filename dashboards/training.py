@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from dashboards.kit import Query, add_row, board, graph, heat_map, label_variable
+from opsd.dashboards.kit import Query, add_row, board, graph, heat_map, label_variable
 
 ALL = 'cluster=~"$cluster"'
 RUN = f'{ALL}, run=~"$run"'

@@ -68,7 +68,7 @@ def _rendered(folder: Path | None, scheme: str) -> dict[Path, str]:
 
 def _builder() -> ModuleType:
     try:
-        from dashboards.alerts import build as builder
+        from opsd.dashboards.alerts import build as builder
     except ImportError as error:
         raise click.ClickException(f"{error}; install the boards' libraries: pip install 'opsd[dashboards]'") from error
     return builder

@@ -20,8 +20,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 
 from opsd.agent.policy_settings import PolicySettings
 from opsd.preflight.settings import PreflightSettings
+from opsd.runbooks import RUNBOOKS
 from opsd.spares.settings import SpareSettings
-from runbooks import RUNBOOKS
 
 SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
 

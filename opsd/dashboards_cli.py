@@ -46,7 +46,7 @@ def push(url: str, token_file: Path | None, dry_run: bool) -> None:
     """
     token = _token(token_file)
     _builder()
-    from dashboards.push import Grafana, PushError
+    from opsd.dashboards.push import Grafana, PushError
 
     try:
         for pushed in Grafana(url, token).push(dry_run=dry_run):
@@ -71,7 +71,7 @@ def _token(file: Path | None) -> str:
 
 def _builder() -> ModuleType:
     try:
-        from dashboards import build as builder
+        from opsd.dashboards import build as builder
     except ImportError as error:
         raise click.ClickException(f"{error}; install the boards' libraries: pip install 'opsd[dashboards]'") from error
     return builder

@@ -100,7 +100,7 @@ def _messages() -> str:
 
 
 def _alerts() -> str:
-    from dashboards.alerts.build import alerts
+    from opsd.dashboards.alerts.build import alerts
 
     rows = [
         (

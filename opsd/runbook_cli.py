@@ -10,9 +10,9 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from opsd.config_cli import BadConfig
-from runbooks import RUNBOOKS
-from runbooks.alert_pages import PAGES
-from runbooks.base import SECTIONS, Page
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.alert_pages import PAGES
+from opsd.runbooks.base import SECTIONS, Page
 
 
 @click.group()

@@ -1,6 +1,6 @@
 """Runbooks: one file per kind of incident, each the page, the detector, the diagnosis and the remedy."""
 
-from runbooks import (
+from opsd.runbooks import (
     checkpoint_corrupt,
     checkpoint_slow,
     checkpoint_stale,
@@ -41,7 +41,7 @@ from runbooks import (
     tp_seed,
     zombie_gpu_process,
 )
-from runbooks.base import Runbook
+from opsd.runbooks.base import Runbook
 
 RUNBOOKS: tuple[Runbook, ...] = (
     rank_crash.RUNBOOK,

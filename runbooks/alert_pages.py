@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from runbooks.base import Page
+from opsd.runbooks.base import Page
 
 NOTHING = (
     "\n## What opsd does by itself\nNothing, in every mode: observe, recommend and act. This one is for a person.\n"

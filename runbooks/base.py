@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from collectors.base import Event, GpuFact, RankFact, RunFact
+from opsd.collectors.base import Event, GpuFact, RankFact, RunFact
 
 
 class Severity(StrEnum):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from collectors.base import Event
-from runbooks.base import Action, Cost, Culprit, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import (
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import (
     FRESH_S,
     REMEMBERED_S,
     job_of,
@@ -17,7 +17,7 @@ from runbooks.runs import (
     step_seconds,
     world_size,
 )
-from runbooks.signals import counted, integer, number, text
+from opsd.runbooks.signals import counted, integer, number, text
 
 
 def _replaced(view: View, run: str, step: int, since: float) -> bool | None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
-from collectors.base import RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import leaders, ranks_of, recovered, run_events
-from runbooks.signals import counted, integer, number, text
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events
+from opsd.runbooks.signals import counted, integer, number, text
 
 PHASE = "checkpoint"
 PAST_S = 600.0

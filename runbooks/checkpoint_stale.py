@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
-from collectors.base import RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
-from runbooks.signals import integer, text
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from opsd.runbooks.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
 LEAST_COMMITS = 3

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from collectors.base import Event
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
-from runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
-from runbooks.signals import counted, integer, number, text
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
+from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
+from opsd.runbooks.signals import counted, integer, number, text
 
 NAMES_EARLY_S = 30.0
 """NCCL may have told of the trouble this long before the ranks were found to stand still."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from collectors.base import RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import leaders, ranks_of, recovered, step_seconds
-from runbooks.signals import counted, integer, number, spread, text
-from runbooks.trends import Point, by_step, condensed, due, thirds, trend
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import leaders, ranks_of, recovered, step_seconds
+from opsd.runbooks.signals import counted, integer, number, spread, text
+from opsd.runbooks.trends import Point, by_step, condensed, due, thirds, trend
 
 WAIT, STEP = "opsd_rank_phase_seconds_total", "opsd_rank_step"
 LEAST_S = 120.0

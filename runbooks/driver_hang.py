@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from collectors.base import RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.blame import UNINTERRUPTIBLE
-from runbooks.signals import latest, text
-from runbooks.xids import ECHOES, code_of, gpu_at
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.blame import UNINTERRUPTIBLE
+from opsd.runbooks.signals import latest, text
+from opsd.runbooks.xids import ECHOES, code_of, gpu_at
 
 STATE = "opsd_collector_state"
 REMEMBERED_S = 600.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from collectors.base import Event, RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
-from runbooks.signals import integer, number, text
+from opsd.collectors.base import Event, RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from opsd.runbooks.signals import integer, number, text
 
 HISTORY_S = 7 * 86_400.0
 IN_A_ROW = 3
@@ -149,7 +149,7 @@ same seed; at 1 T tokens the model was behind a smaller one in its evaluations, 
 3. Tensor-parallel shards that are copies: `opsd checkpoint audit FOLDER`; incidents of kind `tp_seed`.
 4. What differs from the reference: settings, tokenizer, weights of the sources, learning rate at equal tokens.
 5. Is the evaluation the same? `diff REFERENCE/config.json RUN_FOLDER/config.json`; evaluate a checkpoint of the
-   reference with `python -m trainer.evaluate REFERENCE STEP`.
+   reference with `python -m opsd.trainer.evaluate REFERENCE STEP`.
 
 ## Mitigation
 - From the beginning behind: stop, and compare a run of some thousand steps with the reference before going on.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from collectors.base import Event
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import driver_restarted
-from runbooks.runs import REMEMBERED_S, recovered, unsolved
-from runbooks.signals import integer, number, text
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpus import driver_restarted
+from opsd.runbooks.runs import REMEMBERED_S, recovered, unsolved
+from opsd.runbooks.signals import integer, number, text
 
 UP = "opsd_gpu_nvlink_up"
 DOWN_S = 60.0

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpu_throttle import unfit_gpus
-from runbooks.gpus import by_gpu, job_text, newest, rank_on
-from runbooks.trends import Trend, blocks, due, thirds, trend
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpu_throttle import unfit_gpus
+from opsd.runbooks.gpus import by_gpu, job_text, newest, rank_on
+from opsd.runbooks.trends import Trend, blocks, due, thirds, trend
 
 TEMPERATURE, POWER = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
 MARGIN = "opsd_gpu_temperature_margin_celsius"

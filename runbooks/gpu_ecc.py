@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
-from runbooks.gpus import blamed, by_gpu, job_text, newest
-from runbooks.signals import growth, number, text
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.gpus import blamed, by_gpu, job_text, newest
+from opsd.runbooks.signals import growth, number, text
 
 ERRORS = "opsd_gpu_ecc_errors_total"
 SHORT_S = 30.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
-from runbooks.gpu_ecc import BURST, ERRORS
-from runbooks.gpus import blamed, by_gpu, job_text, newest
-from runbooks.signals import growth, number, text
-from runbooks.trends import each_minute, hours_until
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.gpu_ecc import BURST, ERRORS
+from opsd.runbooks.gpus import blamed, by_gpu, job_text, newest
+from opsd.runbooks.signals import growth, number, text
+from opsd.runbooks.trends import each_minute, hours_until
 
 WINDOW_S = 600.0
 LEAST_A_MINUTE = 5.0

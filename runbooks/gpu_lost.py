@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from collectors.base import GpuFact
-from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import blamed, gpu_of, job_text, xids_of
-from runbooks.signals import counted, text
-from runbooks.swap import swap_out
+from opsd.collectors.base import GpuFact
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpus import blamed, gpu_of, job_text, xids_of
+from opsd.runbooks.signals import counted, text
+from opsd.runbooks.swap import swap_out
 
 
 def _finding(gpu: GpuFact, view: View) -> Finding:

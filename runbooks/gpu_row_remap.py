@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from runbooks.base import Action, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import blamed, job_text, newest
-from runbooks.signals import text
-from runbooks.swap import swap_out
+from opsd.runbooks.base import Action, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpus import blamed, job_text, newest
+from opsd.runbooks.signals import text
+from opsd.runbooks.swap import swap_out
 
 PENDING = "opsd_gpu_row_remap_pending"
 FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"

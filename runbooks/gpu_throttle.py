@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from collectors.base import RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
-from runbooks.gpus import loaded, rank_on
-from runbooks.signals import counted, integer, latest, number, seconds_spent, text, usual
-from runbooks.swap import swap_out
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.gpus import loaded, rank_on
+from opsd.runbooks.signals import counted, integer, latest, number, seconds_spent, text, usual
+from opsd.runbooks.swap import swap_out
 
 THERMAL = ("sw_thermal", "hw_thermal")
 REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from collectors.base import Event
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import by_gpu, driver_restarted, job_text
-from runbooks.runs import FRESH_S, REMEMBERED_S
-from runbooks.signals import integer, number, text
-from runbooks.swap import swap_out
-from runbooks.xids import (
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpus import by_gpu, driver_restarted, job_text
+from opsd.runbooks.runs import FRESH_S, REMEMBERED_S
+from opsd.runbooks.signals import integer, number, text
+from opsd.runbooks.swap import swap_out
+from opsd.runbooks.xids import (
     AMBIGUOUS,
     DAY_S,
     ECHOES,

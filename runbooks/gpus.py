@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from collectors.base import Event, GpuFact, RankFact
-from runbooks.base import Culprit, Series, View
-from runbooks.signals import latest, text, usual
+from opsd.collectors.base import Event, GpuFact, RankFact
+from opsd.runbooks.base import Culprit, Series, View
+from opsd.runbooks.signals import latest, text, usual
 
 LOADED_PERCENT = 30.0
 LOAD_S = 6.0

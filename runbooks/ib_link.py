@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from collectors.base import Event
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.ports import Port, boards, by_port, dependent, job_text, name, port_of
-from runbooks.signals import growth, number, text
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.ports import Port, boards, by_port, dependent, job_text, name, port_of
+from opsd.runbooks.signals import growth, number, text
 
 STATE, PHYSICAL = "opsd_ib_port_state", "opsd_ib_port_physical_state"
 RATE, FLAPS = "opsd_ib_port_rate_bytes_per_second", "opsd_ib_link_flaps_total"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from collectors.base import RankFact, StepFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
-from runbooks.signals import counted, integer, text
+from opsd.collectors.base import RankFact, StepFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
+from opsd.runbooks.signals import counted, integer, text
 
 BACK_STEPS = 5
 """Steps with a finite loss after which the run is well again: one skipped batch is not a cure."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from collectors.base import RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import leaders, rank_of, ranks_of, recovered
-from runbooks.signals import counted, integer, number, text
-from runbooks.trends import Trend, by_step, condensed, due, thirds, trend
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import leaders, rank_of, ranks_of, recovered
+from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.trends import Trend, by_step, condensed, due, thirds, trend
 
 LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"
 LOOK_EVERY_S = 10.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from collectors.base import RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import leaders, rank_of, recovered
-from runbooks.signals import integer, level, number, text
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import leaders, rank_of, recovered
+from opsd.runbooks.signals import integer, level, number, text
 
 PAST_S, BUT_LAST_S = 600.0, 20.0
 LEAST_SAMPLES = 60

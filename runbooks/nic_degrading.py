@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
-from runbooks.ports import Port, dependent, job_text, name, port_of
-from runbooks.signals import growth, text
-from runbooks.swap import swap_out
-from runbooks.trends import due, each_minute, hours_until
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.ports import Port, dependent, job_text, name, port_of
+from opsd.runbooks.signals import growth, text
+from opsd.runbooks.swap import swap_out
+from opsd.runbooks.trends import due, each_minute, hours_until
 
 ERRORS = "opsd_ib_errors_total"
 

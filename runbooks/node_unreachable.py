@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from collectors.base import Event
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
-from runbooks.signals import counted, integer, latest, number, text
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
+from opsd.runbooks.signals import counted, integer, latest, number, text
 
 STATE, FLAG, REASON = "opsd_slurm_node_state", "opsd_slurm_node_flag", "opsd_slurm_node_reason_info"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
-from runbooks.gpus import blamed, by_gpu, fresh, job_text
-from runbooks.signals import growth, text
-from runbooks.swap import swap_out
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.gpus import blamed, by_gpu, fresh, job_text
+from opsd.runbooks.signals import growth, text
+from opsd.runbooks.swap import swap_out
 
 ERRORS, UP = "opsd_gpu_nvlink_errors_total", "opsd_gpu_nvlink_up"
 SHORT_S = 60.0

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import blamed, by_gpu, job_text, loaded, newest, rank_on
-from runbooks.signals import growth, text
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpus import blamed, by_gpu, job_text, loaded, newest, rank_on
+from opsd.runbooks.signals import growth, text
 
 WIDTH, WIDTH_MAX = "opsd_gpu_pcie_link_width", "opsd_gpu_pcie_link_width_max"
 GENERATION, GENERATION_MAX = "opsd_gpu_pcie_link_generation", "opsd_gpu_pcie_link_generation_max"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from collectors.base import RankFact
-from runbooks.base import Series, View
-from runbooks.runs import ranks_of
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Series, View
+from opsd.runbooks.runs import ranks_of
 
 Port = tuple[str, str]
 """Device and number of a port: ("mlx5_0", "1")."""

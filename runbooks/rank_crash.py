@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from collectors.base import Event
-from runbooks.base import Culprit, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
-from runbooks.signals import integer, text
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Culprit, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
+from opsd.runbooks.signals import integer, text
 
 _COMPONENTS: tuple[tuple[str, str, str], ...] = (
     (r"uncorrectable|\bECC\b|GPU is lost|fallen off the bus|hardware stack error", "gpu", "the GPU reported a fault"),

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from collectors.base import Event
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import xids_of
-from runbooks.runs import (
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpus import xids_of
+from opsd.runbooks.runs import (
     job_of,
     rank_of,
     ranks_of,
@@ -20,7 +20,7 @@ from runbooks.runs import (
     unsolved,
     world_size,
 )
-from runbooks.signals import counted, integer, number, text
+from opsd.runbooks.signals import counted, integer, number, text
 
 NAMED = 4
 """Tensors that the evidence names."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from collectors.base import Event, RankFact, RunFact
-from runbooks.base import Cost, Evidence, View
-from runbooks.signals import counted, integer, number, text
+from opsd.collectors.base import Event, RankFact, RunFact
+from opsd.runbooks.base import Cost, Evidence, View
+from opsd.runbooks.signals import counted, integer, number, text
 
 REMEMBERED_S = 600.0
 """How far back a runbook looks for events."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
-from runbooks.signals import text
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.signals import text
 
 COUNTED = (
     ("host", "space", "opsd_host_filesystem_size_bytes", "opsd_host_filesystem_available_bytes"),

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from collectors.base import RankFact, StepFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpu_throttle import CLOCK, unfit_gpus
-from runbooks.gpus import newest
-from runbooks.runs import ranks_of, recovered
-from runbooks.signals import counted, excess, integer, spread, text
+from opsd.collectors.base import RankFact, StepFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpu_throttle import CLOCK, unfit_gpus
+from opsd.runbooks.gpus import newest
+from opsd.runbooks.runs import ranks_of, recovered
+from opsd.runbooks.signals import counted, excess, integer, spread, text
 
 NOT_COMPUTING = ("collective", "data", "checkpoint", "evaluation", "setup")
 """Phases in which a rank waits for others or for the node; only what is left can make it a straggler."""

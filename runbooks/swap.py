@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runbooks.base import Action, Incident, View
-from runbooks.runs import ranks_of, supervised
+from opsd.runbooks.base import Action, Incident, View
+from opsd.runbooks.runs import ranks_of, supervised
 
 
 def swap_out(incident: Incident, view: View) -> Iterator[Action]:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from collectors.base import RankFact, StepFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.blame import STOPPED
-from runbooks.gpu_throttle import unfit_gpus
-from runbooks.runs import leaders, ranks_of, recovered
-from runbooks.signals import counted, integer, level, number, text
-from runbooks.straggler import stragglers_of
+from opsd.collectors.base import RankFact, StepFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.blame import STOPPED
+from opsd.runbooks.gpu_throttle import unfit_gpus
+from opsd.runbooks.runs import leaders, ranks_of, recovered
+from opsd.runbooks.signals import counted, integer, level, number, text
+from opsd.runbooks.straggler import stragglers_of
 
 PAST_S, BUT_LAST_S = 600.0, 60.0
 LEAST_SAMPLES = 90

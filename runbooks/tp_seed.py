@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from collectors.base import Event
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.runs import job_of, recovered, unsolved, world_size
-from runbooks.signals import counted, integer, text
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.runs import job_of, recovered, unsolved, world_size
+from opsd.runbooks.signals import counted, integer, text
 
 NAMED = 3
 """Tensors that the evidence names; the first ones say which layers it is."""

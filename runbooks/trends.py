@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
 
-from runbooks.base import Series, View
-from runbooks.signals import spread
+from opsd.runbooks.base import Series, View
+from opsd.runbooks.signals import spread
 
 Point = tuple[float, float]
 

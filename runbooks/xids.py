@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from collectors.base import Event, RankFact
-from runbooks.base import View
-from runbooks.signals import integer, text
+from opsd.collectors.base import Event, RankFact
+from opsd.runbooks.base import View
+from opsd.runbooks.signals import integer, text
 
 DAY_S = 86_400.0
 BURST_GAP_S = 60.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from collectors.base import GpuFact, RankFact
-from runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
-from runbooks.gpus import by_gpu, newest
-from runbooks.runs import run_of
-from runbooks.signals import text
+from opsd.collectors.base import GpuFact, RankFact
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.gpus import by_gpu, newest
+from opsd.runbooks.runs import run_of
+from opsd.runbooks.signals import text
 
 PROCESSES, USED = "opsd_gpu_processes", "DCGM_FI_DEV_FB_USED"
 DEAD_PROCESSES = "opsd_gpu_orphan_processes"

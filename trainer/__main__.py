@@ -1,4 +1,4 @@
-"""``python -m trainer CONFIG``: train, one process per rank, under ``opsd launch``, torchrun or alone."""
+"""``python -m opsd.trainer CONFIG``: train, one process per rank, under ``opsd launch``, torchrun or alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from opsd.checkpoints.claims import EXIT_FENCED, ClaimError, Fence, Fenced
 from opsd.checkpoints.manifest import CheckpointError
-from trainer.config import ConfigError, load
-from trainer.data.shards import DataError
-from trainer.persist import CLAIMS_S
-from trainer.restore import RestoreError
-from trainer.train import TrainingError, train
+from opsd.trainer.config import ConfigError, load
+from opsd.trainer.data.shards import DataError
+from opsd.trainer.persist import CLAIMS_S
+from opsd.trainer.restore import RestoreError
+from opsd.trainer.train import TrainingError, train
 
 FAILED, USAGE = 1, 2
 

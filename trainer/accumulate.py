@@ -11,12 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from opsd.client import Reporter
-from trainer.attention import Context, positions
-from trainer.config import Config, ConfigError
-from trainer.data.loader import Batch
-from trainer.model import Decoder
-from trainer.regions import local_part
-from trainer.world import World
+from opsd.trainer.attention import Context, positions
+from opsd.trainer.config import Config, ConfigError
+from opsd.trainer.data.loader import Batch
+from opsd.trainer.model import Decoder
+from opsd.trainer.regions import local_part
+from opsd.trainer.world import World
 
 Accumulate = Callable[[int], torch.Tensor]
 """Accumulates the gradients of so many micro-batches; returns this rank's mean loss, a scalar in nats per token.

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from trainer.settings import ModelSettings
+from opsd.trainer.settings import ModelSettings
 
 Context = DeviceMesh | None
 """The mesh over which sequences are split; None where each rank has whole ones."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from opsd.client import Reporter
-from trainer.model import Decoder
-from trainer.regions import region_of
-from trainer.world import World
+from opsd.trainer.model import Decoder
+from opsd.trainer.regions import region_of
+from opsd.trainer.world import World
 
 _BLOCK = 1 << 22
 _EVEN = 0x1E3779B97F4A7C16

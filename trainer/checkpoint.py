@@ -1,8 +1,8 @@
 """Saving the training state without stopping the training.
 
-A rank keeps a piece of shared memory that is laid out exactly as its checkpoint file (``trainer.memory``). Saving is
-copying the state into it, which is all that the training waits for; ``trainer.persist``, a process of its own, writes
-the memory to disk, and once every rank's file is durable the first rank's process commits the manifest.
+A rank keeps a piece of shared memory that is laid out exactly as its checkpoint file (``opsd.trainer.memory``). Saving
+is copying the state into it, which is all that the training waits for; ``opsd.trainer.persist``, a process of its own,
+writes the memory to disk, and once every rank's file is durable the first rank's process commits the manifest.
 
 The file is in safetensors format and holds the rank's regions of the tensors ``model.NAME``, ``exp_avg.NAME``,
 ``exp_avg_sq.NAME`` and ``updates``, the number of optimiser steps taken. Its metadata key ``regions`` is a JSON
@@ -29,14 +29,14 @@ from torch import nn
 from opsd.checkpoints import remote
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.client import PERSIST, Reporter
-from trainer import memory
-from trainer.locks import hold_lock, saving
-from trainer.model import Decoder
-from trainer.optimizer import Optimizer
-from trainer.persist import Plan
-from trainer.regions import Region, region_of
-from trainer.replica import KEY, Pairing
-from trainer.world import World
+from opsd.trainer import memory
+from opsd.trainer.locks import hold_lock, saving
+from opsd.trainer.model import Decoder
+from opsd.trainer.optimizer import Optimizer
+from opsd.trainer.persist import Plan
+from opsd.trainer.regions import Region, region_of
+from opsd.trainer.replica import KEY, Pairing
+from opsd.trainer.world import World
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
@@ -275,7 +275,7 @@ class Saver:
         plan = replace(self._plan, remote=remote.without_user(self._plan.remote))
         secrets = {KEY: self._key, remote.URL: self._plan.remote}
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
+            [sys.executable, "-m", "opsd.trainer.persist", json.dumps(asdict(plan))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

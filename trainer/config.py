@@ -19,8 +19,8 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.data.mixture import Mixture
-from trainer.settings import (
+from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
@@ -65,7 +65,9 @@ class Config(Section):
         if problem:
             return problem
         if not data.shards:
-            return "data.shards is not set: make shards with `python -m trainer.data` and pass --set data.shards=FOLDER"
+            return (
+                "data.shards is not set: `python -m opsd.trainer.data` makes shards; then pass --set data.shards=FOLDER"
+            )
         return self.checkpoint.problem() or data.problem(self.run.steps)
 
     def digest(self, mixture: Mixture, shards: Mapping[str, str], position: int) -> str:

@@ -1,4 +1,4 @@
-"""``python -m trainer.copies PATH``: tensors of a checkpoint whose tensor-parallel shards are copies of each other.
+"""``python -m opsd.trainer.copies PATH``: tensors whose tensor-parallel shards are copies of each other.
 
 A checkpoint does not say how its tensors were split, so every power of two is tried along the first two dimensions.
 Drawn at random, shards have no two rows in common, let alone all. Prints one JSON object a line: ``{"tensor",
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.tensors import FormatError, Stored, stored_tensors
+from opsd.trainer.tensors import FormatError, Stored, stored_tensors
 
 MOST_SHARDS = 64
 ALIKE = 0.99

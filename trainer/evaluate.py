@@ -1,4 +1,4 @@
-"""``python -m trainer.evaluate RUN_FOLDER STEP``: how good the model of one checkpoint is, on the sets of the run.
+"""``python -m opsd.trainer.evaluate RUN_FOLDER STEP``: how good the model of one checkpoint is, on the sets of the run.
 
 Appends one line to ``evaluations.jsonl`` of the run folder: ``t``, ``step``, ``tokens`` trained on, ``results`` and,
 with a reference run, what that had at equal tokens as ``reference``. Results of a set NAME are
@@ -7,7 +7,7 @@ with a reference run, what that had at equal tokens as ``reference``. Results of
 * ``NAME_accuracy`` of a cloze set, JSON lines with ``context``, ``choices`` and the number of the right one as
   ``answer``: the model's choice is the continuation with the highest log-likelihood per byte (as in lighteval's CF).
 
-Results of ``evaluation.harness`` are added (``trainer.harness``). An evaluation that fails has a line with empty
+Results of ``evaluation.harness`` are added (``opsd.trainer.harness``). An evaluation that fails has a line with empty
 results. Exit codes: 0 evaluated; 1 failed; 2 nothing to evaluate.
 """
 
@@ -29,15 +29,15 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
-from trainer import harness
-from trainer.config import CHECKPOINTS, Config, ConfigError
-from trainer.data.shards import DOCUMENT, TOKENIZER, DataError
-from trainer.data.texts import read_texts
-from trainer.data.tokenize import load_tokenizer
-from trainer.evaluations import AWAITING, CONFIG, RESULTS
-from trainer.model import Decoder
-from trainer.regions import region_of
-from trainer.restore import load
+from opsd.trainer import harness
+from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
+from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError
+from opsd.trainer.data.texts import read_texts
+from opsd.trainer.data.tokenize import load_tokenizer
+from opsd.trainer.evaluations import AWAITING, CONFIG, RESULTS
+from opsd.trainer.model import Decoder
+from opsd.trainer.regions import region_of
+from opsd.trainer.restore import load
 
 FAILED, USAGE = 1, 2
 

@@ -18,9 +18,9 @@ from opsd.checkpoints.manifest import folder_of, steps
 from opsd.checkpoints.remote import without_user
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
-from trainer.background import Work, at_once
-from trainer.config import CHECKPOINTS, Config
-from trainer.lines import new_lines, read_positions, write_positions
+from opsd.trainer.background import Work, at_once
+from opsd.trainer.config import CHECKPOINTS, Config
+from opsd.trainer.lines import new_lines, read_positions, write_positions
 
 CONFIG, RESULTS = "config.json", "evaluations.jsonl"
 """In the run folder: the settings of the run, and a line for each evaluation."""
@@ -110,7 +110,7 @@ class Evaluations:
         self._tell()
 
     def _start(self, step: int) -> Started | None:
-        command = [sys.executable, "-m", "trainer.evaluate", str(self._folder.resolve()), str(step)]
+        command = [sys.executable, "-m", "opsd.trainer.evaluate", str(self._folder.resolve()), str(step)]
         words: list[str] = []
         for word in self._queue:
             words += command if word == PLACE else [word.replace(PLACE, shlex.join(command))]

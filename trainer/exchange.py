@@ -1,7 +1,7 @@
 """States in the memory of several nodes: which make up a whole checkpoint, and bringing each rank its own.
 
 After a node was lost, or when the ranks are on other nodes than before, a rank's newest state may be in the memory of
-another node: that of its former node, or that which keeps a copy of it (``trainer.replica``).
+another node: that of its former node, or that which keeps a copy of it (``opsd.trainer.replica``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer import memory
-from trainer.replica import Pairing
-from trainer.world import World
+from opsd.trainer import memory
+from opsd.trainer.replica import Pairing
+from opsd.trainer.world import World
 
 _BLOCK = 1 << 26
 _ADDRESS_BYTES = 16

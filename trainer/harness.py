@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config
-from trainer.data.shards import DataError
-from trainer.huggingface import export_checkpoint
+from opsd.trainer.config import Config
+from opsd.trainer.data.shards import DataError
+from opsd.trainer.huggingface import export_checkpoint
 
 MODEL, OUTPUT = "{model}", "{output}"
 """In the command, the folder of the model and that for the results."""

@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face: ``python -m trainer.huggingface export CONFIG TARGET`` and ``… settings FOLDER``.
+"""Weights to and from Hugging Face: ``python -m opsd.trainer.huggingface export CONFIG TARGET``, ``… settings FOLDER``.
 
 The layout is that of Llama, of SmolLM3 where layers have no positions or a window, and of Qwen 3 with QK-norm. To begin
 a run with the weights of a folder, set ``run.initial`` to it.
@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, steps, verify
-from trainer.config import CHECKPOINTS, Config, ConfigError, load
-from trainer.data.shards import DOCUMENT, TOKENIZER
-from trainer.model import Decoder, has_rotary
-from trainer.regions import region_of
-from trainer.settings import ModelSettings
-from trainer.tensors import Stored, tensors_of_files
+from opsd.trainer.config import CHECKPOINTS, Config, ConfigError, load
+from opsd.trainer.data.shards import DOCUMENT, TOKENIZER
+from opsd.trainer.model import Decoder, has_rotary
+from opsd.trainer.regions import region_of
+from opsd.trainer.settings import ModelSettings
+from opsd.trainer.tensors import Stored, tensors_of_files
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 FILE_BYTES = 4_000_000_000

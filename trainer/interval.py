@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from trainer.settings import CheckpointSettings
+from opsd.trainer.settings import CheckpointSettings
 
 FIRST_S = 60.0
 """The first checkpoint of a start comes after this if its interval follows from a stall that has yet to be measured."""

@@ -29,8 +29,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from trainer.background import Work, at_once
-from trainer.config import Config
+from opsd.trainer.background import Work, at_once
+from opsd.trainer.config import Config
 
 METRICS = "metrics.jsonl"
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.attention import Context, View, attend, make_view, rotate
-from trainer.loss import next_token_loss
-from trainer.settings import ModelSettings
+from opsd.trainer.attention import Context, View, attend, make_view, rotate
+from opsd.trainer.loss import next_token_loss
+from opsd.trainer.settings import ModelSettings
 
 
 class Attention(nn.Module):

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import nn
 
-from trainer.model import Decoder
-from trainer.regions import holders, local_part
-from trainer.settings import OptimizerSettings
+from opsd.trainer.model import Decoder
+from opsd.trainer.regions import holders, local_part
+from opsd.trainer.settings import OptimizerSettings
 
 
 class Optimizer:

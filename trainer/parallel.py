@@ -25,12 +25,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from trainer.config import Config, ConfigError
-from trainer.loss import next_token_loss
-from trainer.model import Block, Decoder
-from trainer.regions import initialise
-from trainer.settings import ParallelSettings
-from trainer.world import World
+from opsd.trainer.config import Config, ConfigError
+from opsd.trainer.loss import next_token_loss
+from opsd.trainer.model import Block, Decoder
+from opsd.trainer.regions import initialise
+from opsd.trainer.settings import ParallelSettings
+from opsd.trainer.world import World
 
 _KEPT = {
     torch.ops.aten.mm.default,

@@ -1,7 +1,8 @@
 """The persist process of a rank: writes staged checkpoints to disk. Standard library and xxhash, nothing heavier.
 
-It first takes the checksum of the staged state, with which the copy in memory is a checkpoint (``trainer.memory``), and
-then writes it past the page cache, so that neither processor nor memory is taken from the training.
+It first takes the checksum of the staged state, with which the copy in memory is a checkpoint
+(``opsd.trainer.memory``), and then writes it past the page cache, so that neither processor nor memory is taken from
+the training.
 
 It takes orders, one JSON object a line, on standard input and answers on standard output::
 
@@ -10,10 +11,10 @@ It takes orders, one JSON object a line, on standard input and answers on standa
 
 What happens when ranks die. The staged copy is complete, so the process finishes the checkpoint it has in hand and then
 ends; ending is bounded, see ``LIMIT_S``. The first rank's process uses the locks that it shares with its rank
-(``trainer.locks``) to tell a part that is still to come from one that never will; the next generation uses them to wait
-for saves in flight before it chooses a checkpoint. File names carry the attempt, a random number of each start of the
-run, so that parts of two generations never mix. Once a later generation has been claimed (``opsd.checkpoints.claims``)
-nothing of an earlier one is committed any more.
+(``opsd.trainer.locks``) to tell a part that is still to come from one that never will; the next generation uses them to
+wait for saves in flight before it chooses a checkpoint. File names carry the attempt, a random number of each start of
+the run, so that parts of two generations never mix. Once a later generation has been claimed
+(``opsd.checkpoints.claims``) nothing of an earlier one is committed any more.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from opsd.checkpoints import remote
 from opsd.checkpoints.claims import Fence
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
 from opsd.checkpoints.retention import AWAITED, prune
-from trainer.locks import POLL_S, locked
-from trainer.memory import Record, checksum, write_record
-from trainer.replica import KEY, Keeper, Sending
+from opsd.trainer.locks import POLL_S, locked
+from opsd.trainer.memory import Record, checksum, write_record
+from opsd.trainer.replica import KEY, Keeper, Sending
 
 LIMIT_S = 600
 """A process whose rank has gone ends after this, come what may; after ``remote.LIMIT_S`` if it only uploads."""
@@ -62,7 +63,8 @@ class Plan:
     checkpoints those of every ``every``-th step are kept, and those that have yet to be uploaded to ``remote`` (the URL
     with its password is in OPSD_REMOTE) or ``evaluated``. Without ``writers`` every rank writes a file; who does not
     has nothing that the others have not.
-    A copy of what is staged goes to ``target``, that of rank ``source`` comes to ``listener`` (``trainer.replica``).
+    A copy of what is staged goes to ``target``, that of rank ``source`` comes to ``listener``, as
+    ``opsd.trainer.replica`` says.
     Claims that cannot be read are tried again for ``patience_s``; then the save has failed and the training goes on.
     """
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from opsd.client import Reporter
-from trainer.background import Background
-from trainer.config import Config
-from trainer.data.mixture import Mixture
-from trainer.evaluations import Evaluations
-from trainer.metrics import METRICS, MetricsLog
-from trainer.model import count_parameters, flops_per_token
-from trainer.tracking import Tracking
-from trainer.world import World
+from opsd.trainer.background import Background
+from opsd.trainer.config import Config
+from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.evaluations import Evaluations
+from opsd.trainer.metrics import METRICS, MetricsLog
+from opsd.trainer.model import count_parameters, flops_per_token
+from opsd.trainer.tracking import Tracking
+from opsd.trainer.world import World
 
 
 class Records:

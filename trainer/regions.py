@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.model import Decoder, init_std
+from opsd.trainer.model import Decoder, init_std
 
 
 @dataclass(frozen=True, slots=True)

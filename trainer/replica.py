@@ -1,8 +1,8 @@
 """A copy of each rank's staged state in the memory of another node, sent over TCP by the persist processes. Torch-free.
 
-The rank with the same local rank on the next node keeps it beside its own (``trainer.memory``). What is sent proves
-that it is of this start of this run, and is not encrypted. The receiver answers twice, with what it has against the
-record and with what it has against the state, as one byte that gives the length of a sentence; 0 is agreement::
+The rank with the same local rank on the next node keeps it beside its own (``opsd.trainer.memory``). What is sent
+proves that it is of this start of this run, and is not encrypted. The receiver answers twice, with what it has against
+the record and with what it has against the state, as one byte that gives the length of a sentence; 0 is agreement::
 
     receiver                             sender
     nonce, 16 bytes              ->
@@ -32,8 +32,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer import memory
-from trainer.memory import Record
+from opsd.trainer import memory
+from opsd.trainer.memory import Record
 
 KEY = "OPSD_REPLICA_KEY"
 """In the environment of a persist process, hexadecimal: what both sides know and others do not."""

@@ -36,14 +36,14 @@ from opsd.checkpoints.manifest import (
 from opsd.checkpoints.manifest import newest as newest_step
 from opsd.checkpoints.remote import URL, without_user
 from opsd.client import Reporter
-from trainer import memory
-from trainer.checkpoint import State, StateFile, file_layout
-from trainer.config import ConfigError
-from trainer.exchange import carry_out, moves, newest_whole, survey
-from trainer.locks import wait_for_saves
-from trainer.persist import CLAIMS_S
-from trainer.regions import Region
-from trainer.world import World
+from opsd.trainer import memory
+from opsd.trainer.checkpoint import State, StateFile, file_layout
+from opsd.trainer.config import ConfigError
+from opsd.trainer.exchange import carry_out, moves, newest_whole, survey
+from opsd.trainer.locks import wait_for_saves
+from opsd.trainer.persist import CLAIMS_S
+from opsd.trainer.regions import Region
+from opsd.trainer.world import World
 
 Found = TypeVar("Found")
 _BLOCK = 1 << 22

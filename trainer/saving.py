@@ -10,15 +10,15 @@ from pathlib import Path
 
 from opsd.checkpoints.manifest import newest
 from opsd.client import Reporter
-from trainer.audit import Audit
-from trainer.checkpoint import Saver, State, kept, renew, writers
-from trainer.config import CHECKPOINTS, Config, ConfigError
-from trainer.exchange import pair, tidy
-from trainer.interval import Interval
-from trainer.model import Decoder
-from trainer.persist import LIMIT_S, Plan
-from trainer.restore import patiently
-from trainer.world import World
+from opsd.trainer.audit import Audit
+from opsd.trainer.checkpoint import Saver, State, kept, renew, writers
+from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
+from opsd.trainer.exchange import pair, tidy
+from opsd.trainer.interval import Interval
+from opsd.trainer.model import Decoder
+from opsd.trainer.persist import LIMIT_S, Plan
+from opsd.trainer.restore import patiently
+from opsd.trainer.world import World
 
 SETTLE_POLL_S = 0.01
 SEEN_WITHIN_S = 5.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainer.settings import ScheduleSettings
+from opsd.trainer.settings import ScheduleSettings
 
 
 def rate_factor(step: int, schedule: ScheduleSettings) -> float:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 
-from trainer.data.mixture import Mixture, MixtureError, Stage
+from opsd.trainer.data.mixture import Mixture, MixtureError, Stage
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""The numbers of a run in TensorBoard, Weights & Biases and Trackio: ``python -m trainer.tracking ORDER``.
+"""The numbers of a run in TensorBoard, Weights & Biases and Trackio: ``python -m opsd.trainer.tracking ORDER``.
 
 A process beside the first rank reads ``metrics.jsonl`` and ``evaluations.jsonl`` as they grow and passes them on, so
 that whatever a tracker does, hangs or lacks, the training never waits for it. It ends with its standard input. What has
@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from opsd.client import Reporter, append_event
-from trainer.config import Config, ConfigError
-from trainer.evaluations import RESULTS
-from trainer.lines import Line, new_lines, read_positions, write_positions
-from trainer.metrics import METRICS
-from trainer.settings import TrackingSettings
-from trainer.trackers import TRACKERS, Tracker
+from opsd.trainer.config import Config, ConfigError
+from opsd.trainer.evaluations import RESULTS
+from opsd.trainer.lines import Line, new_lines, read_positions, write_positions
+from opsd.trainer.metrics import METRICS
+from opsd.trainer.settings import TrackingSettings
+from opsd.trainer.trackers import TRACKERS, Tracker
 
 FOLDER, POSITION, LOG = "tracking", "position.json", "tracking.log"
 POLL_S = 5.0
@@ -50,7 +50,7 @@ class Tracking:
         }  # fmt: skip
         with open(folder / LOG, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.tracking", json.dumps(order)],
+                [sys.executable, "-m", "opsd.trainer.tracking", json.dumps(order)],
                 stdin=subprocess.PIPE, stdout=log, stderr=log,
             )  # fmt: skip
         reporter.add_worker(self._process.pid, "tracking")

@@ -1,7 +1,7 @@
 """The training loop.
 
 Every heavy import of a run stands at the top of a module that this one imports: an interpreter that has imported
-``trainer.train`` starts a rank without delay. ``torch._dynamo`` is among them because optimisers and FSDP
+``opsd.trainer.train`` starts a rank without delay. ``torch._dynamo`` is among them because optimisers and FSDP
 import it in their first step otherwise.
 """
 
@@ -16,20 +16,20 @@ from pathlib import Path
 import torch.distributed as dist
 
 from opsd.client import Reporter
-from trainer.accumulate import accumulator, micro_batches
-from trainer.checkpoint import training_state
-from trainer.config import Config
-from trainer.data.loader import Loader
-from trainer.data.sources import Source, open_sources, sizes
-from trainer.huggingface import fill
-from trainer.optimizer import Optimizer
-from trainer.parallel import build
-from trainer.records import Records
-from trainer.restore import restore
-from trainer.saving import Saving, checkpoint_folder
-from trainer.schedule import rate_factor
-from trainer.tracking import demand_installed
-from trainer.world import World, join
+from opsd.trainer.accumulate import accumulator, micro_batches
+from opsd.trainer.checkpoint import training_state
+from opsd.trainer.config import Config
+from opsd.trainer.data.loader import Loader
+from opsd.trainer.data.sources import Source, open_sources, sizes
+from opsd.trainer.huggingface import fill
+from opsd.trainer.optimizer import Optimizer
+from opsd.trainer.parallel import build
+from opsd.trainer.records import Records
+from opsd.trainer.restore import restore
+from opsd.trainer.saving import Saving, checkpoint_folder
+from opsd.trainer.schedule import rate_factor
+from opsd.trainer.tracking import demand_installed
+from opsd.trainer.world import World, join
 
 
 class TrainingError(Exception):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.config import ConfigError
-from trainer.settings import ParallelSettings, RunSettings
+from opsd.trainer.config import ConfigError
+from opsd.trainer.settings import ParallelSettings, RunSettings
 
 _PENDING = torch.iinfo(torch.int64).min
 MEET_S = 1.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from dashboards.alerts.goodput import GOODPUT
-from dashboards.alerts.hardware import AVAILABILITY, HARDWARE, NETWORK, STORAGE
-from dashboards.alerts.itself import ITSELF
-from dashboards.alerts.model import Alert, Group, Scheme, incident
-from dashboards.alerts.recordings import RECORDINGS
-from dashboards.alerts.training import CHECKPOINTS, DATA, EVALUATIONS, TRAINING
-from runbooks import RUNBOOKS
-from runbooks.base import Runbook
+from opsd.dashboards.alerts.goodput import GOODPUT
+from opsd.dashboards.alerts.hardware import AVAILABILITY, HARDWARE, NETWORK, STORAGE
+from opsd.dashboards.alerts.itself import ITSELF
+from opsd.dashboards.alerts.model import Alert, Group, Scheme, incident
+from opsd.dashboards.alerts.recordings import RECORDINGS
+from opsd.dashboards.alerts.training import CHECKPOINTS, DATA, EVALUATIONS, TRAINING
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import Runbook
 
 _BY_AREA = (
     RECORDINGS, AVAILABILITY, HARDWARE, NETWORK, STORAGE, GOODPUT, TRAINING, DATA, CHECKPOINTS, EVALUATIONS, ITSELF,

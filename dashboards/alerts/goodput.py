@@ -7,7 +7,7 @@ new name, so that steps of one name only ever go on.
 
 from __future__ import annotations
 
-from dashboards.alerts.model import Alert, Group, Record
+from opsd.dashboards.alerts.model import Alert, Group, Record
 
 OBJECTIVE = 0.95
 """The goodput that a run is held to."""

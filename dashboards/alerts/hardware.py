@@ -6,7 +6,7 @@ it is made from the agent's incident.
 
 from __future__ import annotations
 
-from dashboards.alerts.model import Alert, Group, Record, incident
+from opsd.dashboards.alerts.model import Alert, Group, Record, incident
 
 _XIDS_OF_PROGRAMS = "13|14|31|37|38|43|44|45|63|66|67|92|94|106|107|108|137|141|154|157"
 """Xids that NVIDIA's catalogue says to ignore, that follow other Xids, or that programs cause themselves; the agent

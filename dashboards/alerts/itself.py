@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.alerts.model import Alert, Group
+from opsd.dashboards.alerts.model import Alert, Group
 
 ITSELF = Group(
     "itself",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.alerts.model import Group, Record
+from opsd.dashboards.alerts.model import Group, Record
 
 RECORDINGS = Group(
     "recordings",

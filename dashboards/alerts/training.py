@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.alerts.model import Alert, Group, incident
+from opsd.dashboards.alerts.model import Alert, Group, incident
 
 TRAINING = Group(
     "training",

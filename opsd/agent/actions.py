@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from opsd.agent.incidents import Outcome
 from opsd.agent.swap import SwapError, UnderWay, planned_swap
 from opsd.client import PageError, RankPage, process_state, read_page
+from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason
-from runbooks.base import Action
 
 VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "drain_node", "notify")
 

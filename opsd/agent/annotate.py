@@ -16,7 +16,7 @@ from typing import Any
 
 from opsd.agent.incidents import Transition, is_current
 from opsd.agent.logs import Log
-from runbooks.base import Incident, State
+from opsd.runbooks.base import Incident, State
 
 TIMEOUT_S = 5.0
 MAX_WAITING = 100

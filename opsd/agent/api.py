@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from collectors.base import RankFact
 from opsd import __version__
 from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.gather import Source
 from opsd.agent.knowledge import Similar, nearest, statistics
 from opsd.agent.loop import Snapshot
 from opsd.agent.store import to_document
-from runbooks.base import Incident
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Incident
 
 _PUBLIC = (
     "id", "kind", "key", "severity", "state", "summary", "culprit", "confidence", "evidence", "cost", "job",

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from collectors.base import RankFact
 from opsd.agent.incidents import Book
-from runbooks.base import Cost, Incident, Severity
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Cost, Incident, Severity
 
 LEAD_S = 60.0
 """A root may be found this much later than its symptom: detectors differ in how long they look."""

@@ -12,11 +12,11 @@ from typing import Any
 import click
 from rich.console import Console
 
-from collectors.base import NoData, RankFact
-from collectors.ranks import RanksCollector
 from opsd import client, exitcodes
 from opsd.agent.ask import Agent, NoAgent, Refused, agent_options, fail, printable
 from opsd.agent.diagnosis import Diagnosis, diagnose, to_rank
+from opsd.collectors.base import NoData, RankFact
+from opsd.collectors.ranks import RanksCollector
 from opsd.config_cli import load
 
 _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknown[/dim]"}

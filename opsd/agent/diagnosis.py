@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from collectors.base import RankFact, Reading, StepFact
 from opsd.agent.window import Window
-from runbooks.blame import blame
-from runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
-from runbooks.straggler import NOT_COMPUTING, SLOW, stragglers_of
-from runbooks.throughput_drop import DROP, PAUSES
+from opsd.collectors.base import RankFact, Reading, StepFact
+from opsd.runbooks.blame import blame
+from opsd.runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
+from opsd.runbooks.straggler import NOT_COMPUTING, SLOW, stragglers_of
+from opsd.runbooks.throughput_drop import DROP, PAUSES
 
 LEAST_STEPS = 6
 """Steps of a rank before its recent half can be compared with the half before it."""

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from collectors.base import Metric, Sample
+from opsd.collectors.base import Metric, Sample
 
 _TYPES = {"gauge": "gauge", "counter": "counter", "untyped": "unknown", "info": "info"}
 _PLAIN_TYPES = {**_TYPES, "untyped": "untyped", "info": "gauge"}

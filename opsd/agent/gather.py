@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from collectors.base import Collector, NoData, Reading
+from opsd.collectors.base import Collector, NoData, Reading
 
 
 class Health(StrEnum):

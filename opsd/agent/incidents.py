@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from runbooks.base import Cost, Evidence, Finding, Incident, Severity, State
+from opsd.runbooks.base import Cost, Evidence, Finding, Incident, Severity, State
 
 MAX_EVIDENCE = 24
 """Sentences kept; those it was opened with take two thirds at most."""

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from opsd.agent.ask import Agent, agent_options, clock_time, plain_table, printable
-from runbooks.base import Culprit, State
+from opsd.runbooks.base import Culprit, State
 
 _INCIDENTS = {"resolved": "green", "escalated": "bold red"}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from opsd.agent.incidents import Transition
 from opsd.agent.policy import Past
 from opsd.agent.store import Memory, Row, Store, StoreError
-from runbooks.base import Incident
+from opsd.runbooks.base import Incident
 
 MAX_BACKLOG = 10_000
 RETRY_S = 5.0

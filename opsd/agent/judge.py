@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from opsd.agent.incidents import Rules
 from opsd.agent.logs import Log
-from runbooks.base import Action, Finding, Incident, Runbook, View
+from opsd.runbooks.base import Action, Finding, Incident, Runbook, View
 
 T = TypeVar("T")
 

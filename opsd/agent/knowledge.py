@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from runbooks.base import Incident, State
+from opsd.runbooks.base import Incident, State
 
 LIKE = 0.3
 """Least similarity of an incident that is worth showing: the kind alone is not enough."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from collectors.base import RunFact
+from opsd.collectors.base import RunFact
 
 FRESH_S: Final = 60.0
 REST: Final = 50.0

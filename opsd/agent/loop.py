@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from collectors.base import Collector, GpuFact, RankFact, Reading, RunFact, Sample
 from opsd.agent import metrics
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.journal import Journal
@@ -15,7 +14,8 @@ from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
-from runbooks.base import Incident
+from opsd.collectors.base import Collector, GpuFact, RankFact, Reading, RunFact, Sample
+from opsd.runbooks.base import Incident
 
 PATIENCE = 0.5
 """Share of a tick that the loop waits for collectors; what comes later is taken in by the next tick."""

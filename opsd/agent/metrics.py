@@ -9,11 +9,11 @@ from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
-from collectors.base import Metric, Sample
 from opsd import __version__
 from opsd.agent.actions import VERBS
 from opsd.agent.gather import Health, Source
-from runbooks.base import Incident, Severity, State
+from opsd.collectors.base import Metric, Sample
+from opsd.runbooks.base import Incident, Severity, State
 
 K = TypeVar("K")
 

@@ -8,10 +8,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from collectors.base import Metric
 from opsd.agent import collectors
 from opsd.agent import metrics as own
 from opsd.agent.labels import LABELS
+from opsd.collectors.base import Metric
 from opsd.config import Settings
 
 

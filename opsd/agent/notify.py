@@ -11,7 +11,7 @@ from queue import Full, Queue
 from opsd.agent.actions import ActionError, Notifier
 from opsd.agent.incidents import Transition, is_over
 from opsd.agent.logs import Log
-from runbooks.base import Incident, State
+from opsd.runbooks.base import Incident, State
 
 WEBHOOK_TIMEOUT_S = 5.0
 MAX_WAITING = 100

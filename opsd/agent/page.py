@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
-from collectors.base import GpuFact, RankFact, RunFact
 from opsd import __version__
 from opsd.agent.api import newest_first
 from opsd.agent.gather import Health
@@ -17,6 +16,7 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.page_history import LOSS, THROTTLED, TOKENS, History, current
 from opsd.agent.page_html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.page_parts import TONES, count, incidents, phase_shares, ranks, span
+from opsd.collectors.base import GpuFact, RankFact, RunFact
 
 MAX_RUNS: Final = 8
 REFRESH_S: Final = (0, 5, 60)

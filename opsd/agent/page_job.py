@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Final
 
-from collectors.base import RankFact, RunFact
 from opsd.agent.api import newest_first
 from opsd.agent.job_nodes import NodeOfJob, Others, Told
 from opsd.agent.ledgers import Made
@@ -14,6 +13,7 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.page_history import LOSS, TOKENS, History
 from opsd.agent.page_html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.page_parts import MAX_INCIDENTS, MAX_RANKS, TONES, incidents, phase_shares, ranks, span
+from opsd.collectors.base import RankFact, RunFact
 
 MFU: Final = "opsd_rank_mfu_ratio"
 GRAD_NORM: Final = "opsd_rank_grad_norm"

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Final
 
-from collectors.base import RankFact
 from opsd.agent.correlate import symptoms_of
 from opsd.agent.page_html import Html, card, h, join, link, nothing, pill, table
-from runbooks.base import Incident, Severity, State
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Incident, Severity, State
 
 MAX_INCIDENTS: Final = 8
 MAX_ENDED: Final = 4

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from opsd.agent.page_html import Html, card, document, h, join, link
-from runbooks import RUNBOOKS
-from runbooks.alert_pages import PAGES
-from runbooks.base import SECTIONS, Page
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.alert_pages import PAGES
+from opsd.runbooks.base import SECTIONS, Page
 
 
 def runbook_page(name: str) -> bytes | None:

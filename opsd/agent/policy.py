@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from opsd.agent.quiet import Quiet, quiet
-from runbooks.base import Action, Incident
+from opsd.runbooks.base import Action, Incident
 
 HOUR_S = 3600.0
 HARMLESS = frozenset({"notify"})

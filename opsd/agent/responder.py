@@ -17,7 +17,7 @@ from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
 from opsd.agent.policy import Decision, Limits, Past, Verdict, decide
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
-from runbooks.base import Action, Incident, State, View
+from opsd.runbooks.base import Action, Incident, State, View
 
 REWRITE_S = 30.0
 """An incident that only goes on is written to the journal this often."""

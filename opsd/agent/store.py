@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from opsd.agent.policy import Past
-from runbooks.base import Cost, Culprit, Evidence, Incident, Severity, State
+from opsd.runbooks.base import Cost, Culprit, Evidence, Incident, Severity, State
 
 SCHEMA_VERSION = 1
 KEEP_S = 90 * 86_400.0

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
-from collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RunFact, Sample
+from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RunFact, Sample
 
 F = TypeVar("F", GpuFact, RankFact, RunFact)
 

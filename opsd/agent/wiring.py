@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from functools import cache
 
-from collectors.nvml import PowerControl
 from opsd.agent import collectors
 from opsd.agent.actions import Executor, Notifier
 from opsd.agent.annotate import Annotator
@@ -17,10 +16,11 @@ from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
 from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
+from opsd.collectors.nvml import PowerControl
 from opsd.config import Settings
+from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
 from opsd.slurm.orders import Orders
-from runbooks import RUNBOOKS
 
 
 def build_journal(settings: Settings, log: Log) -> Journal:

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from opsd.checkpoints.manifest import folder_of, read, verify
 from opsd.client import Reporter
-from trainer.checkpoint import Saver, State
-from trainer.memory import read_record, record_path
-from trainer.persist import Plan
-from trainer.regions import Region
-from trainer.restore import load, load_memory
+from opsd.trainer.checkpoint import Saver, State
+from opsd.trainer.memory import read_record, record_path
+from opsd.trainer.persist import Plan
+from opsd.trainer.regions import Region
+from opsd.trainer.restore import load, load_memory
 
 STATE_BYTES = 2_000_000_000
 TENSORS = 240

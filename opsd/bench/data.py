@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from trainer.config import MIXTURES
-from trainer.data.mixture import Mixture, Stage
+from opsd.trainer.config import MIXTURES
+from opsd.trainer.data.mixture import Mixture, Stage
 
 BATCH = 576
 """SmolLM3's global batch in sequences."""

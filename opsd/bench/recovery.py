@@ -64,7 +64,7 @@ def run(kills: int = KILLS, stops: int = STOPS) -> dict[str, float | int | str]:
 def make_shards(folder: Path) -> Path:
     """Token shards for the tiny preset, of the standard library's text. Raises BenchError."""
     copy_text(folder / "text", TEXT_BYTES)
-    data = [sys.executable, "-m", "trainer.data", str(folder / "text"), "--out", str(folder / "shards")]
+    data = [sys.executable, "-m", "opsd.trainer.data", str(folder / "text"), "--out", str(folder / "shards")]
     made = subprocess.run(data, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         raise BenchError(f"no token shards: {made.stderr.strip()[-500:]}")
@@ -144,7 +144,7 @@ class Training:
             "--same-failures=0",
             f"--max-restarts={NEVER}",
         ]
-        where = [f"--run-id={self._name}", f"--run-dir={self._folder / self._name}", "-m", "trainer", "tiny"]
+        where = [f"--run-id={self._name}", f"--run-dir={self._folder / self._name}", "-m", "opsd.trainer", "tiny"]
         with (self._folder / "output").open("ab") as output:
             return subprocess.Popen(
                 [*launch, *where, *(f"--set={key}={value}" for key, value in settings.items())],

@@ -30,15 +30,15 @@ from torch.distributed.fsdp import fully_shard
 from opsd.bench.recovery import make_shards
 from opsd.bench.restart import BenchError
 from opsd.client import Reporter
-from trainer.accumulate import accumulator
-from trainer.config import Config, load
-from trainer.data.loader import Batch
-from trainer.huggingface import their_config, their_name
-from trainer.model import Decoder
-from trainer.optimizer import Optimizer
-from trainer.parallel import build
-from trainer.regions import initialise
-from trainer.world import World, join
+from opsd.trainer.accumulate import accumulator
+from opsd.trainer.config import Config, load
+from opsd.trainer.data.loader import Batch
+from opsd.trainer.huggingface import their_config, their_name
+from opsd.trainer.model import Decoder
+from opsd.trainer.optimizer import Optimizer
+from opsd.trainer.parallel import build
+from opsd.trainer.regions import initialise
+from opsd.trainer.world import World, join
 
 STEPS, WARMUP = 31, 3
 MICRO_BATCHES, ROWS, LENGTH, VOCAB = 2, 4, 128, 4096
@@ -85,7 +85,7 @@ def _five_steps_s() -> float:
         sets = [f"--set={key}={value}" for key, value in settings.items()]
         environ = os.environ | {"OPSD_SHM": str(folder / "shm")}
         began = time.time()
-        command = [*launch, "-m", "trainer", "tiny", *sets]
+        command = [*launch, "-m", "opsd.trainer", "tiny", *sets]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BenchError(f"the eight ranks failed: {done.stderr[-800:]}")

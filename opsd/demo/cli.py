@@ -108,7 +108,9 @@ class Demo:
         size = copy_text(scene.folder / "text", TEXT_BYTES)
         self.console.print(f"text      {size / 1e6:.1f} MB: Python's own sources and documentation")
         with self.console.status("training a tokenizer, making token shards"):
-            scene.call(["trainer.data", str(scene.folder / "text"), "--out", str(scene.folder / "data")], "data.log")
+            scene.call(
+                ["opsd.trainer.data", str(scene.folder / "text"), "--out", str(scene.folder / "data")], "data.log"
+            )
         return gpus
 
     def _program(self, steps: int) -> list[str]:
@@ -118,7 +120,7 @@ class Demo:
             "schedule.decay_start": max(steps, MIN_STEPS) * 4 // 5,
             "schedule.decay_end": max(steps, MIN_STEPS),
         }
-        return ["-m", "trainer", "tiny", *(f"--set={key}={value}" for key, value in settings.items())]
+        return ["-m", "opsd.trainer", "tiny", *(f"--set={key}={value}" for key, value in settings.items())]
 
     def _measured_steps(self) -> int:
         """As many steps as fill the time on this machine that the faults and their repairs need."""

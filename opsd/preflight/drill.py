@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opsd.preflight.base import Context
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from opsd.trainer.config import Config
 
 
 def start(
@@ -44,7 +44,7 @@ def program(
         *context.overrides, f"run.steps={steps}", f"run.folder={folder}", f"data.batch={batch}", "data.batch_warmup=[]",
         f"schedule.decay_end={max(config.schedule.decay_end, steps)}", "checkpoint.remote=", *settings,
     ]  # fmt: skip
-    return ["-m", "trainer", context.train, *(f"--set={setting}" for setting in all_settings)]
+    return ["-m", "opsd.trainer", context.train, *(f"--set={setting}" for setting in all_settings)]
 
 
 def storage_of(context: Context, config: Config) -> Path | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from collectors import nvml_series as nvml
-from collectors.base import NoData
-from collectors.nvml import NvmlCollector, NvmlError
+from opsd.collectors import nvml_series as nvml
+from opsd.collectors.base import NoData
+from opsd.collectors.nvml import NvmlCollector, NvmlError
 
 _INTERVAL_S: Final = 0.5
 _MIB: Final = 1 << 20

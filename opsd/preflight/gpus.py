@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from collectors.base import GpuFact, Metric, NoData, Sample
-from collectors.nvml import NvmlCollector, NvmlError
+from opsd.collectors.base import GpuFact, Metric, NoData, Sample
+from opsd.collectors.nvml import NvmlCollector, NvmlError
 from opsd.preflight.base import Context, CouldNotRunError
 
 if TYPE_CHECKING:

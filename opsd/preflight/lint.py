@@ -16,7 +16,7 @@ from opsd.preflight.plan import INTERRUPTIONS_PER_GPU_DAY, STALL_S, RunPlan
 from opsd.preflight.units import duration, quantity
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from opsd.trainer.config import Config
 
 _OPTION: Final = re.compile(r"(?P<option>--?[A-Za-z][\w-]*)(?:=|[ \t]+(?!-)|(?=\s|$))(?P<value>[^\s-]\S*)?")
 _TIME: Final = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")

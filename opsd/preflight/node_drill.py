@@ -27,7 +27,7 @@ from opsd.slurm.hostlist import compress
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config import Config
+    from opsd.trainer.config import Config
 
 RUN: Final = "preflight-drill"
 STEPS: Final = 1_000_000

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.settings import ModelSettings
+    from opsd.trainer.config import Config
+    from opsd.trainer.settings import ModelSettings
 
 EXPECTED_MFU: Final = 0.30
 """What SmolLM3's run had on 384 H100s (its training notes); a single node does better."""

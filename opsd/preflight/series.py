@@ -23,9 +23,9 @@ from typing import Any, Final
 
 import psutil
 
-from collectors import nvml_series as nvml
-from collectors.base import Metric, NoData
-from collectors.nvml import NvmlCollector, NvmlError
+from opsd.collectors import nvml_series as nvml
+from opsd.collectors.base import Metric, NoData
+from opsd.collectors.nvml import NvmlCollector, NvmlError
 from opsd.preflight.base import Finding, Measurement, Outcome, Verdict
 from opsd.preflight.history import Trend
 from opsd.preflight.judge import Past

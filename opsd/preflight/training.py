@@ -18,7 +18,7 @@ _PATIENCE_S: Final = 60.0
 """Importing the trainer from a cold network file system takes many seconds."""
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from opsd.trainer.config import Config
 
 
 def config_of(context: Context) -> Config:
@@ -26,7 +26,7 @@ def config_of(context: Context) -> Config:
     if not context.train:
         raise NotApplicableError(NO_RUN)
     try:
-        from trainer.config import ConfigError, load
+        from opsd.trainer.config import ConfigError, load
     except ImportError as error:
         raise CouldNotRunError(
             f"the trainer cannot be imported in {sys.executable} ({error}): install what it needs with `deploy/install "

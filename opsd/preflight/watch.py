@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Final, Self
 
-from collectors import nvml_series as series
-from collectors.base import GpuFact, Metric, NoData, Sample
-from collectors.nvml import NvmlCollector, NvmlError
+from opsd.collectors import nvml_series as series
+from opsd.collectors.base import GpuFact, Metric, NoData, Sample
+from opsd.collectors.nvml import NvmlCollector, NvmlError
 from opsd.preflight.base import Finding, Measure, Measurement, Verdict
 
 _INTERVAL_S: Final = 1.0

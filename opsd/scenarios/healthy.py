@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectors import host as host_collector
-from collectors import infiniband, nvme, storage_series
-from collectors import nvml_series as nvml
-from collectors import slurm as slurm_collector
-from collectors.base import Metric
-from collectors.throttle import REASONS
+from opsd.collectors import host as host_collector
+from opsd.collectors import infiniband, nvme, storage_series
+from opsd.collectors import nvml_series as nvml
+from opsd.collectors import slurm as slurm_collector
+from opsd.collectors.base import Metric
+from opsd.collectors.throttle import REASONS
 from opsd.scenarios.signals import Signal
 
 LINKS = 18

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from collectors.base import Event, Fact, RunFact
+from opsd.collectors.base import Event, Fact, RunFact
 from opsd.scenarios.model import Change, Crash, Hang, Job
 from opsd.scenarios.ranks import NEVER, ORDER, SHARE, SimulatedRank
 from opsd.scenarios.signals import Signal

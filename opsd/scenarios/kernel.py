@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from collectors.base import NoData, Reading
-from collectors.kmsg import KmsgCollector
+from opsd.collectors.base import NoData, Reading
+from opsd.collectors.kmsg import KmsgCollector
 
 
 class SimulatedKernel:

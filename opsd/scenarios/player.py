@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collectors.base import NoData
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Outcome, Transition
 from opsd.agent.journal import Journal
@@ -18,10 +17,11 @@ from opsd.agent.logs import Log
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
+from opsd.collectors.base import NoData
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import Action, Incident
 from opsd.scenarios.model import Mode, Scenario
 from opsd.scenarios.node import COLLECTORS, NODE, SimulatedNode
-from runbooks import RUNBOOKS
-from runbooks.base import Action, Incident
 
 
 @dataclass

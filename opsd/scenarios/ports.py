@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from collectors.base import Event, Reading, Sample
-from collectors.ib_link import LinkHistory, PortReading
-from collectors.infiniband import ERRORS, FLAPS, RATE, STATE
+from opsd.collectors.base import Event, Reading, Sample
+from opsd.collectors.ib_link import LinkHistory, PortReading
+from opsd.collectors.infiniband import ERRORS, FLAPS, RATE, STATE
 
 
 class SimulatedPorts:

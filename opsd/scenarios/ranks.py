@@ -7,7 +7,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from collectors.base import RankFact, StepFact
+from opsd.collectors.base import RankFact, StepFact
 from opsd.scenarios.signals import Signal
 
 ORDER = ("data", "forward", "backward", "collective", "optimizer")

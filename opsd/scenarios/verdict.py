@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from opsd.runbooks.base import Incident
 from opsd.scenarios.model import Expectation, Scenario
 from opsd.scenarios.player import Played
-from runbooks.base import Incident
 
 
 @dataclass(frozen=True, slots=True)

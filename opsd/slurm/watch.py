@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from collectors.slurm import SlurmReport
+from opsd.collectors.slurm import SlurmReport
 from opsd.slurm.port import Slurm, SlurmError, SlurmMissing
 
 

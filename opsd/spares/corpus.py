@@ -57,7 +57,7 @@ def read_corpora(storage: Storage) -> tuple[Corpus, ...]:
     """
     found = indexed(storage, INDEX)
     if not found:
-        raise StorageError(f"there is no {INDEX} at the source or in its folders; `python -m trainer.data` makes one")
+        raise StorageError(f"the source has no {INDEX}, nor have its folders; `python -m opsd.trainer.data` makes one")
     return found
 
 

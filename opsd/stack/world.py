@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import yaml
 
-from dashboards.alerts.build import rendered
+from opsd.dashboards.alerts.build import rendered
 from opsd.stack.inbox import Inbox
 from opsd.stack.node import Node
 

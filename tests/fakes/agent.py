@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from collectors.base import Collector
 from opsd.agent.actions import Executor
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
@@ -14,7 +13,8 @@ from opsd.agent.loop import Clock, Loop
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
-from runbooks.base import Page, Runbook
+from opsd.collectors.base import Collector
+from opsd.runbooks.base import Page, Runbook
 from tests.fakes.clock import FakeClock
 
 PAGE = Page("Trouble", "m", "i", "d", "m", "a")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from collectors.base import Metric, NoData, Reading, Sample
+from opsd.collectors.base import Metric, NoData, Reading, Sample
 
 VALUE = Metric("opsd_fake_value", "A value that a test sets.", labels=("source",))
 

@@ -13,7 +13,7 @@ SHARD = 40_000
 
 
 def make_corpus(folder: Path, *, shards: int = 3, seed: int = 0) -> int:
-    """A corpus as `python -m trainer.data` makes it, with other content for each ``seed``; the bytes of its files."""
+    """A corpus as `python -m opsd.trainer.data` makes it, other content for each ``seed``; the bytes of its files."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from collectors.base import RankFact, StepFact
+from opsd.collectors.base import RankFact, StepFact
 
 
 def rank(number: int, **changes: object) -> RankFact:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
 
 WALL = 1_700_000_000.0
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from collectors.base import Reading
-from collectors.kmsg import KmsgCollector
-from collectors.xid import XidLedger
+from opsd.collectors.base import Reading
+from opsd.collectors.kmsg import KmsgCollector
+from opsd.collectors.xid import XidLedger
 from tests.fakes.clock import FakeClock
 from tests.fakes.kernel_log import RingLog
 

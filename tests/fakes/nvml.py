@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from multiprocessing.managers import BaseManager
 from typing import Any, Protocol, cast
 
-from collectors.base import GpuFact, NoData, Reading
-from collectors.nvml import NvmlCollector, PowerControl
-from collectors.xid import XidLedger
+from opsd.collectors.base import GpuFact, NoData, Reading
+from opsd.collectors.nvml import NvmlCollector, PowerControl
+from opsd.collectors.xid import XidLedger
 
 
 class _BesideKernelLog:
@@ -61,7 +61,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 def driver_process(environment: Mapping[str, str]) -> Iterator[DriverProcess]:
     """A process with ``environment`` in which collectors can be made."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["collectors.nvml"])
+    context.set_forkserver_preload(["opsd.collectors.nvml"])
     manager = _Manager(ctx=context)
     manager.start(initializer=_set_environment, initargs=(dict(environment),))
     try:

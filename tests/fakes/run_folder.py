@@ -6,10 +6,10 @@ import json
 import time
 from pathlib import Path
 
-from collectors.base import RankFact, Reading, RunFact
-from collectors.ranks import RanksCollector
 from opsd import client
 from opsd.client import Reporter
+from opsd.collectors.base import RankFact, Reading, RunFact
+from opsd.collectors.ranks import RanksCollector
 
 
 class Clock:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.tokenize import make_corpus, train_tokenizer
+from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 
 SKIPPED = 10
 CASES: dict[str, dict[str, object]] = {
@@ -49,7 +49,7 @@ def train(preset: str, settings: Mapping[str, object], folder: Path) -> list[dic
     """Run the trainer alone; returns the lines of its metrics. Raises CalledProcessError if it fails."""
     sets = [f"--set={name}={value}" for name, value in (settings | {"run.folder": folder}).items()]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPSD_", "RANK"))}
-    subprocess.run([sys.executable, "-m", "trainer", preset, *sets], check=True, env=environment)
+    subprocess.run([sys.executable, "-m", "opsd.trainer", preset, *sets], check=True, env=environment)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.attention import attend, make_view
-from trainer.settings import ModelSettings
+from opsd.trainer.attention import attend, make_view
+from opsd.trainer.settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measure import measure, summary

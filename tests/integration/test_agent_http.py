@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from collectors.base import NoData, Reading, Sample
 from opsd import exitcodes
 from opsd.agent import server as module
 from opsd.agent.loop import Snapshot
 from opsd.agent.server import App, Server
 from opsd.cli import cli
-from runbooks.base import Cost, State
+from opsd.collectors.base import NoData, Reading, Sample
+from opsd.runbooks.base import Cost, State
 from tests.fakes.agent import SILENT, Agent, runbook
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from collectors.base import Metric, Sample
 from opsd.agent.loop import Snapshot
 from opsd.agent.server import CONNECTION_S, App, Server
+from opsd.collectors.base import Metric, Sample
 from tests.fakes.agent import SILENT
 
 VALUE = Metric("opsd_fake_value", "A value.", labels=("source",))

@@ -22,7 +22,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small corpus made from this project's own sources."""
     folder = tmp_path_factory.mktemp("corpus")
     text = Path(__file__).parents[2] / "opsd"
-    command = [sys.executable, "-m", "trainer.data", str(text), "--out", str(folder / "shards"), "--vocab", "2048"]
+    command = [sys.executable, "-m", "opsd.trainer.data", str(text), "--out", str(folder / "shards"), "--vocab", "2048"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     return folder / "shards"
 
@@ -102,4 +102,4 @@ def test_data_that_is_not_there_could_not_be_tried(tmp_path: Path) -> None:
     """With the command that makes it."""
     code, report = preflight(tmp_path, tmp_path / "nothing", "run_data")
     assert code == exitcodes.FAILED
-    assert "python -m trainer.data" in report.results[0].reason
+    assert "python -m opsd.trainer.data" in report.results[0].reason

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 pytest.importorskip("yaml")
 pytest.importorskip("grafana_foundation_sdk")
 
-from dashboards.build import rendered
 from opsd.cli import cli
+from opsd.dashboards.build import rendered
 from opsd.preflight.formats import openmetrics
 from opsd.simulated.gpus import NoCompilerError
 from opsd.stack.pictures import BROWSERS, take

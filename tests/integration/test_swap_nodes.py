@@ -13,9 +13,9 @@ from opsd.agent.actions import Executor
 from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.swap import planned_swap
 from opsd.agent.swap_cli import swap
+from opsd.runbooks.base import Action
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
-from runbooks.base import Action
 from tests.fakes.launched import TRAIN
 from tests.fakes.nodes import Nodes
 from tests.fakes.slurm import FakeSlurm

@@ -14,10 +14,10 @@ from trainer_world import STEPS, Run
 
 from opsd.checkpoints.manifest import folder_of, read, steps, verify
 from opsd.client import read_page, write_request
-from trainer.config import load as load_config
-from trainer.model import Decoder
-from trainer.regions import region_of
-from trainer.restore import load
+from opsd.trainer.config import load as load_config
+from opsd.trainer.model import Decoder
+from opsd.trainer.regions import region_of
+from opsd.trainer.restore import load
 
 
 def test_it_learns_and_says_how(undisturbed: Run) -> None:
@@ -143,9 +143,9 @@ def test_half_precision_compute_keeps_full_precision_state(run: Run, undisturbed
 
 @pytest.mark.slow
 def test_the_command_alone(tmp_path: Path, shards: Path) -> None:
-    """`python -m trainer tiny` runs without any launcher, as the only rank."""
+    """`python -m opsd.trainer tiny` runs without any launcher, as the only rank."""
     settings = {"data.shards": shards, "run.steps": 2, "run.folder": tmp_path, "data.batch": 2, "data.prefetch": 1}
-    command = [sys.executable, "-m", "trainer", "tiny", *(f"--set={k}={v}" for k, v in settings.items())]
+    command = [sys.executable, "-m", "opsd.trainer", "tiny", *(f"--set={k}={v}" for k, v in settings.items())]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OPSD_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr

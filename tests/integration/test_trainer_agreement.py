@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from trainer_world import CONTEXT
 
-from trainer.settings import ParallelSettings
-from trainer.world import World
+from opsd.trainer.settings import ParallelSettings
+from opsd.trainer.world import World
 
 LIMIT_S = 4.0
 BUSY_S = 6.0

@@ -169,7 +169,7 @@ def test_damaged_shards_are_refused(run: Run, shards: Path, tmp_path: Path) -> N
         ({"data__batch": 3}, "not a multiple of 2 ranks x data.micro_batch 1; start 1 or 3 ranks"),
         ({"model__vocab": 100}, "model.vocab is 100"),
         ({"data__sequence": 1_000_000}, "fewer tokens than one sequence"),
-        ({"data__shards": "/nowhere"}, "python -m trainer.data"),
+        ({"data__shards": "/nowhere"}, "python -m opsd.trainer.data"),
         pytest.param(
             {"run__device": "cuda"},
             "torch finds no GPU",

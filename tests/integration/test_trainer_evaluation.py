@@ -11,8 +11,8 @@ import pytest
 from trainer_world import Run, eventually, make_texts
 
 from opsd.checkpoints.manifest import folder_of, steps
-from trainer.config import load
-from trainer.evaluate import main
+from opsd.trainer.config import load
+from opsd.trainer.evaluate import main
 
 
 def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
@@ -131,6 +131,6 @@ def test_a_queue_is_asked(run: Run, tmp_path: Path) -> None:
     }
     assert run.start(run__steps=5, **sets).wait() == [0, 0], run.log().read_text()
     eventually(lambda: (tmp_path / "submitted").exists())
-    assert "trainer.evaluate" in (tmp_path / "submitted").read_text()
+    assert "opsd.trainer.evaluate" in (tmp_path / "submitted").read_text()
     assert steps(run.checkpoints) == [5]
     assert list(run.checkpoints.glob("*/awaiting-evaluation"))

@@ -16,11 +16,11 @@ from trainer_world import Run
 from opsd.checkpoints.cli import checkpoint
 from opsd.checkpoints.manifest import MANIFEST, checksum, folder_of, read
 from opsd.checkpoints.sealed import CHECKSUM, seal
-from trainer.config import load as load_config
-from trainer.huggingface import export
-from trainer.model import Decoder
-from trainer.regions import region_of
-from trainer.restore import load
+from opsd.trainer.config import load as load_config
+from opsd.trainer.huggingface import export
+from opsd.trainer.model import Decoder
+from opsd.trainer.regions import region_of
+from opsd.trainer.restore import load
 
 SHAPE: dict[str, object] = {
     "model.width": 32, "model.heads": 4, "model.kv_heads": 2, "model.ffn": 50, "model.vocab": 402,

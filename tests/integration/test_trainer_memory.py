@@ -13,7 +13,7 @@ from trainer_world import Run, eventually, flip
 
 from opsd.checkpoints.manifest import MANIFEST, folder_of, steps
 from opsd.client import PERSIST
-from trainer import memory
+from opsd.trainer import memory
 
 
 def resume(run: Run, undisturbed: Run, world: int = 2) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from trainer_world import Run, eventually
 
 from opsd.checkpoints.manifest import folder_of, read, steps
-from trainer import memory
+from opsd.trainer import memory
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from trainer_world import CONFIG, make_small_corpus
 
+from opsd.trainer import memory
 from tests.fakes.nodes import Nodes
-from trainer import memory
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def test_a_spare_gets_the_state_of_the_lost_node_from_memory(tmp_path: Path, mon
     shards = make_small_corpus(tmp_path / "shards")
     (tmp_path / "config.toml").write_text(CONFIG)
     settings = (f"data.shards={shards}", "run.steps=100000", "checkpoint.every=0", "checkpoint.minutes=0.1")
-    program = ["-m", "trainer", str(tmp_path / "config.toml"), *(f"--set={setting}" for setting in settings)]
+    program = ["-m", "opsd.trainer", str(tmp_path / "config.toml"), *(f"--set={setting}" for setting in settings)]
     flags = ("--nnodes=2", "--spares=1", "--nproc-per-node=1")
 
     def copied() -> bool:

@@ -15,9 +15,9 @@ import pytest
 from trainer_world import Run, make_small_corpus
 
 from opsd.client import events_path
-from trainer.config import Config, ConfigError, load
-from trainer.settings import TrackingSettings
-from trainer.tracking import demand_installed, numbers, shape, without_secrets
+from opsd.trainer.config import Config, ConfigError, load
+from opsd.trainer.settings import TrackingSettings
+from opsd.trainer.tracking import demand_installed, numbers, shape, without_secrets
 
 
 def written(folder: Path) -> dict[str, dict[int, tuple[float, float]]]:
@@ -43,7 +43,7 @@ def pass_on(folder: Path, trackers: dict[str, str], **environ: str) -> None:
     """Run the process until it has passed on what there is."""
     order: dict[str, Any] = {"folder": str(folder), "page": str(folder / "page"), "shape": {"model": {"layers": 2}}}
     order |= {"run": "a-run", "trackers": trackers}
-    command = [sys.executable, "-m", "trainer.tracking", json.dumps(order)]
+    command = [sys.executable, "-m", "opsd.trainer.tracking", json.dumps(order)]
     done = subprocess.run(command, input=b"", capture_output=True, env=os.environ | environ)
     assert done.returncode == 0, done.stderr.decode()
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from opsd.client import PageError, RankPage, events_path, read_page
-from trainer.data.tokenize import make_corpus, train_tokenizer
+from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trainer.__main__"])
+CONTEXT.set_forkserver_preload(["opsd.trainer.__main__"])
 
 STEPS = 40
 
@@ -100,7 +100,7 @@ def _free_port() -> int:
 
 def rank_main(arguments: list[str], environment: Mapping[str, str], log: str) -> None:
     """What a forked process does: become a rank and run the trainer's command line."""
-    from trainer.__main__ import main
+    from opsd.trainer.__main__ import main
 
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.model import ScenarioError, files, load
 from opsd.scenarios.player import play
 from opsd.scenarios.verdict import judge
-from runbooks import RUNBOOKS
 
 FOLDER = Path(__file__).parent
 FILES = list(files(FOLDER))

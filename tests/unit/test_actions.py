@@ -18,7 +18,7 @@ import pytest
 from opsd.agent.actions import ActionError, Executor, ancestors, ask_launcher
 from opsd.agent.incidents import Outcome
 from opsd.client import Reporter
-from runbooks.base import Action
+from opsd.runbooks.base import Action
 
 RANK = """
 import subprocess, sys, time

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from collectors.base import Reading
-from collectors.ranks import RanksCollector
 from opsd import client, config
 from opsd.agent import collectors
+from opsd.collectors.base import Reading
+from opsd.collectors.ranks import RanksCollector
 
 SECTIONS = [section for section, _ in collectors.COLLECTORS]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from collectors.base import NoData, Reading
 from opsd.agent.policy import Limits
-from runbooks.base import Action, Evidence, Incident, Runbook, State, View
+from opsd.collectors.base import NoData, Reading
+from opsd.runbooks.base import Action, Evidence, Incident, Runbook, State, View
 from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import eventually
 from tests.fakes.collectors import FakeCollector

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 pytest.importorskip("yaml")
 
-from dashboards.alerts.build import FOLDER, GROUPS, alerts, rendered
-from dashboards.alerts.model import Record, incident
 from opsd.agent.metrics_cli import catalogue
 from opsd.cli import cli
-from runbooks import RUNBOOKS
-from runbooks.alert_pages import PAGES
+from opsd.dashboards.alerts.build import FOLDER, GROUPS, alerts, rendered
+from opsd.dashboards.alerts.model import Record, incident
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.alert_pages import PAGES
 from tests.fakes.alert_cases import BURNS, CASES
 
 

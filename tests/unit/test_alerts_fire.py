@@ -13,8 +13,8 @@ pytest.importorskip("yaml")
 
 import yaml
 
-from dashboards.alerts.build import FOLDER, alerts, rendered
-from dashboards.alerts.model import Alert
+from opsd.dashboards.alerts.build import FOLDER, alerts, rendered
+from opsd.dashboards.alerts.model import Alert
 from tests.fakes.alert_cases import BURNS, CASES, GPU, NODE, SHARED, Case, Series
 
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from opsd.agent.annotate import Annotator
 from opsd.agent.incidents import Transition
 from opsd.agent.logs import Log
 from opsd.config import ConfigError, load
-from runbooks.base import State
+from opsd.runbooks.base import State
 from tests.fakes.clock import eventually
 from tests.fakes.grafana import TOKEN, FakeGrafana
 from tests.fakes.incidents import WALL, incident

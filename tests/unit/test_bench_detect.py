@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from opsd.bench.detect import PREDICTIONS, false_alarms, score
+from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.verdict import Hit, Verdict
-from runbooks import RUNBOOKS
 
 
 def test_shares_are_of_incidents_and_not_of_scenarios() -> None:

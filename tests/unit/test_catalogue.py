@@ -13,8 +13,8 @@ from opsd.agent.labels import LABELS
 from opsd.agent.metrics_cli import catalogue
 from opsd.cli import cli
 from opsd.runbook_cli import to_markdown
-from runbooks import RUNBOOKS
-from runbooks.base import Page
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import Page
 
 _BASE_UNITS = {
     "",

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from opsd.checkpoints.cli import checkpoint
-from trainer.copies import examine
-from trainer.tensors import Chunk, FormatError, Stored, stored_tensors
+from opsd.trainer.copies import examine
+from opsd.trainer.tensors import Chunk, FormatError, Stored, stored_tensors
 
 torch.set_num_threads(1)
 

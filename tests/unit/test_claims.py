@@ -559,7 +559,7 @@ def test_a_rank_of_the_past_does_not_start(tmp_path: Path) -> None:
     """The trainer ends with the documented code and a sentence before it has opened or joined anything."""
     assert create(tmp_path, claim_of(5))
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPSD_RUN_DIR": str(tmp_path), "OPSD_GENERATION": "4"}
-    argv = [sys.executable, "-m", "trainer", "tiny"]
+    argv = [sys.executable, "-m", "opsd.trainer", "tiny"]
     done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == exitcodes.FENCED == EXIT_FENCED
     assert done.stderr.startswith("trainer: generation 5 of the run has begun elsewhere")

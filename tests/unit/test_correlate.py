@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opsd.agent.correlate import LINKS, RELEASE_S, correlate, held, joint_gpu_seconds, linked
 from opsd.agent.incidents import Book
-from runbooks.base import Cost, Culprit, Incident, Severity
+from opsd.runbooks.base import Cost, Culprit, Incident, Severity
 from tests.fakes.facts import rank
 from tests.fakes.incidents import WALL, incident
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from collectors.base import Metric
+from opsd.collectors.base import Metric
 
 pytest.importorskip("grafana_foundation_sdk")
 
-from dashboards.alerts.build import GROUPS
-from dashboards.alerts.model import Record
-from dashboards.build import outdated, rendered
 from opsd.agent.metrics_cli import catalogue
+from opsd.dashboards.alerts.build import GROUPS
+from opsd.dashboards.alerts.model import Record
+from opsd.dashboards.build import outdated, rendered
 from opsd.preflight.formats import openmetrics
 from tests.fakes.preflight_reports import GEMM, report
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from opsd.agent.actions import ActionError, Executor
 from opsd.agent.drainer import SlurmDrainer
+from opsd.runbooks.base import Action
 from opsd.slurm.budget import allowance, held, surplus, why_not
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node, SlurmUnavailable
-from runbooks.base import Action
 from tests.fakes.slurm import FakeSlurm
 
 DRAIN = frozenset({"drain"})

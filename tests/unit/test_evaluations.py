@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.base import Event
-from collectors.evaluations import MAX_RESULTS, Evaluations
+from opsd.collectors.base import Event
+from opsd.collectors.evaluations import MAX_RESULTS, Evaluations
 
 
 def evaluation(**data: Any) -> Event:

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from collectors.base import Metric, Sample
 from opsd.agent.exposition import Exposition
+from opsd.collectors.base import Metric, Sample
 
 METRICS = (
     Metric("opsd_gauge_celsius", 'A "gauge"\nof \\ two lines.', "gauge", "celsius", ("gpu", "UUID")),

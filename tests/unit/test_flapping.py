@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent.incidents import Book, Observed, Rules, reduce
-from runbooks.base import Incident, State
+from opsd.runbooks.base import Incident, State
 from tests.fakes.incidents import WALL, finding
 
 CLEAR_S, HOLD_S, RELAPSES = 2.0, 60.0, 3

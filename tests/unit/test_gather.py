@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from collectors.base import Event, NoData, Reading, Sample
 from opsd.agent.gather import Gatherer, Health
+from opsd.collectors.base import Event, NoData, Reading, Sample
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opsd.agent import incidents
 from opsd.agent.incidents import Book, Observed, Outcome, Rules, Transition, reduce
-from runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
 
 RULES = {"throttle": Rules(open_after_s=0, clear_after_s=3, verify_s=10, max_attempts=2)}
 T0 = 1_700_000_000.0

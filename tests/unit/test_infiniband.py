@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.base import NoData, Reading
-from collectors.ib_link import ACTIVE, LinkHistory, PortReading
-from collectors.infiniband import FILES, METRICS, InfinibandCollector, parse_rate, parse_state
+from opsd.collectors.base import NoData, Reading
+from opsd.collectors.ib_link import ACTIVE, LinkHistory, PortReading
+from opsd.collectors.infiniband import FILES, METRICS, InfinibandCollector, parse_rate, parse_state
 from tests.fakes.clock import FakeClock
 from tests.fakes.tree import write_tree
 

@@ -15,7 +15,7 @@ from opsd.agent.incidents import Transition
 from opsd.agent.journal import MAX_BACKLOG, Journal
 from opsd.agent.policy import Past
 from opsd.agent.store import SCHEMA_VERSION, Memory, from_document, to_document
-from runbooks.base import State
+from opsd.runbooks.base import State
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.base import NoData
-from collectors.kernel_log import KernelLog, KernelLogDevice, parse_record
-from collectors.kmsg import KmsgCollector
+from opsd.collectors.base import NoData
+from opsd.collectors.kernel_log import KernelLog, KernelLogDevice, parse_record
+from opsd.collectors.kmsg import KmsgCollector
 from tests.fakes.kernel_log import RingLog
 from tests.fakes.kmsg import XID_31, Node, codes, read, values
 

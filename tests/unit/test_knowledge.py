@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent.knowledge import nearest, signature, similarity, statistics
-from runbooks.base import Culprit, Evidence, State
+from opsd.runbooks.base import Culprit, Evidence, State
 from tests.fakes.incidents import WALL, incident
 
 

@@ -155,10 +155,10 @@ def test_a_standby_leaves_the_trainer_nothing_to_load() -> None:
     program = """
 import sys
 from opsd.launch.ranks.imports import Prelude
-Prelude().carry_out(None, "trainer")
+Prelude().carry_out(None, "opsd.trainer")
 warm = set(sys.modules)
-import trainer.train
+import opsd.trainer.train
 print(*{name.partition(".")[0] for name in set(sys.modules) - warm})
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) - {"pydantic"} == {"opsd", "trainer"}
+    assert set(done.stdout.split()) - {"pydantic"} == {"opsd"}

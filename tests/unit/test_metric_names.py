@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from collectors import gpm, host, infiniband, kmsg, nvme, nvml_series, ranks, storage
-from collectors.base import Metric
+from opsd.collectors import gpm, host, infiniband, kmsg, nvme, nvml_series, ranks, storage
+from opsd.collectors.base import Metric
 
 METRICS = (
     *nvml_series.METRICS,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.mounts import (
+from opsd.collectors.mounts import (
     Mount,
     NfsOperation,
     mount_of,

@@ -14,7 +14,7 @@ import pytest
 from opsd.agent.actions import ActionError
 from opsd.agent.incidents import Transition
 from opsd.agent.notify import Announcer, WebhookNotifier
-from runbooks.base import State
+from opsd.runbooks.base import State
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident

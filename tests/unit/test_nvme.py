@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.base import NoData, Reading
-from collectors.nvme import WARNINGS, NvmeCollector, parse_smart, read_smart
+from opsd.collectors.base import NoData, Reading
+from opsd.collectors.nvme import WARNINGS, NvmeCollector, parse_smart, read_smart
 from tests.fakes.tree import write_tree
 
 DRIVE = {"model": "MZWLO3T8HCLS", "serial": "S123", "firmware_rev": "OPPA1B5Q", "state": "live"}

@@ -7,9 +7,9 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors import nvml_series as series
-from collectors.base import Sample
-from collectors.nvml_fields import (
+from opsd.collectors import nvml_series as series
+from opsd.collectors.base import Sample
+from opsd.collectors.nvml_fields import (
     FIELD_VALUE,
     FieldValue,
     field_plan,

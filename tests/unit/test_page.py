@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors import spare
-from collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.agent.gather import Health, Source
 from opsd.agent.loop import Snapshot
 from opsd.agent.page import node_page
 from opsd.agent.page_history import History
 from opsd.agent.page_html import STYLE, h
 from opsd.agent.page_runbooks import runbook_list, runbook_page
-from runbooks import RUNBOOKS
-from runbooks.alert_pages import PAGES
-from runbooks.base import Evidence, Severity, State
+from opsd.collectors import spare
+from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.alert_pages import PAGES
+from opsd.runbooks.base import Evidence, Severity, State
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import WALL, incident
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from collectors.base import Metric, Sample
-from collectors.ranks import MFU
 from opsd.agent.job_nodes import Answer, NodeOfJob, Others, Told
 from opsd.agent.ledgers import FRESH_S, REST, Ledgers, Made, make_ledger
 from opsd.agent.loop import Snapshot
@@ -21,6 +19,8 @@ from opsd.agent.page_cache import PageCache
 from opsd.agent.page_history import History
 from opsd.agent.page_job import job_page, node_of_job
 from opsd.agent.server import App, Request
+from opsd.collectors.base import Metric, Sample
+from opsd.collectors.ranks import MFU
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.incidents import incident
 from tests.unit.test_page import HOSTILE, Structure, rank, run, snapshot

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from opsd.agent.policy import Limits, Past, Verdict, decide
-from runbooks.base import Action, Cost, Culprit, Evidence, Incident, Severity, State
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Incident, Severity, State
 
 NOW, START = 10_000.0, 9_000.0
 LIMITS = Limits(60, 3)

@@ -18,8 +18,8 @@ from opsd.config_cli import BadConfig
 from opsd.preflight.base import Context, Outcome, Verdict
 from opsd.preflight.cli import preflight
 from opsd.preflight.node_drill import VICTIM, Drill, Interrupted, lead, take_part
+from opsd.trainer.config import load
 from tests.fakes.clock import eventually
-from trainer.config import load
 
 LAUNCHER = """
 import os, pathlib, socket, sys

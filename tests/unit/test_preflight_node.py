@@ -27,7 +27,7 @@ from opsd.preflight.checks import (
     versions,
 )
 from opsd.preflight.topology import parse_list
-from runbooks import RUNBOOKS
+from opsd.runbooks import RUNBOOKS
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

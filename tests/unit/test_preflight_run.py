@@ -16,7 +16,7 @@ from opsd.preflight.training import demand_of
 
 pytest.importorskip("numpy")
 
-from trainer.config import Config, load
+from opsd.trainer.config import Config, load
 
 GOOD = """#!/bin/bash
 #SBATCH -N 50 --no-kill  # with two spares
@@ -55,7 +55,7 @@ def test_smollm3_is_predicted_as_it_went() -> None:
 def test_parameters_are_those_of_the_model(changes: tuple[str, ...]) -> None:
     """The formula agrees with the decoder that is trained."""
     torch = pytest.importorskip("torch")
-    from trainer import model as trained
+    from opsd.trainer import model as trained
 
     run = config(*changes, preset="tiny")
     with torch.device("meta"):

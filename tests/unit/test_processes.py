@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from collectors.processes import DEAD, process_letter, sees_all_processes
+from opsd.collectors.processes import DEAD, process_letter, sees_all_processes
 from tests.fakes.clock import eventually
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opsd import config
 from opsd.agent.policy import Limits, Verdict, decide
 from opsd.agent.quiet import MINUTES_A_DAY, Quiet, parse_weekly
-from runbooks.base import Action
+from opsd.runbooks.base import Action
 from tests.fakes.incidents import WALL, incident
 
 MONDAY = datetime(2026, 11, 16, tzinfo=UTC)

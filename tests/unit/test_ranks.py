@@ -10,10 +10,10 @@ from typing import get_args
 
 import pytest
 
-from collectors.base import NoData, Reading
-from collectors.ranks import PhaseTotals, RanksCollector, tokens_per_second
-from collectors.run_files import RUN_STATES
 from opsd import client
+from opsd.collectors.base import NoData, Reading
+from opsd.collectors.ranks import PhaseTotals, RanksCollector, tokens_per_second
+from opsd.collectors.run_files import RUN_STATES
 from opsd.launch.run.supervisor import State
 from tests.fakes.ranks import FakeRank
 from tests.fakes.run_folder import Clock, ranks, read, reporter, runs, values, write_run

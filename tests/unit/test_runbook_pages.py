@@ -1,20 +1,19 @@
 """The pages of the runbooks, read like the person on call reads them."""
 
 import re
-import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import click
 import pytest
 
-import runbooks
+from opsd import runbooks
 from opsd.agent.actions import VERBS
 from opsd.agent.metrics_cli import catalogue
 from opsd.cli import cli
-from runbooks import RUNBOOKS
-from runbooks.alert_pages import PAGES
-from runbooks.base import Page
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.alert_pages import PAGES
+from opsd.runbooks.base import Page
 
 FOLDER = Path(runbooks.__file__).parent
 PROGRAMS = {
@@ -40,10 +39,10 @@ def commands(page):
 
 def test_every_file_is_a_runbook_in_the_tuple_under_its_own_name():
     """One file per kind, and none forgotten."""
-    modules = {path.stem: import_module(f"runbooks.{path.stem}") for path in FOLDER.glob("[a-z]*.py")}
+    modules = {path.stem: import_module(f"opsd.runbooks.{path.stem}") for path in FOLDER.glob("[a-z]*.py")}
     files = {name for name, module in modules.items() if hasattr(module, "RUNBOOK")}
     assert [
-        runbook.kind for runbook in RUNBOOKS if import_module(f"runbooks.{runbook.kind}").RUNBOOK is not runbook
+        runbook.kind for runbook in RUNBOOKS if import_module(f"opsd.runbooks.{runbook.kind}").RUNBOOK is not runbook
     ] == []
     assert {runbook.kind for runbook in RUNBOOKS} == files
 
@@ -106,9 +105,3 @@ def test_a_page_is_parsed_into_its_sections():
     text = "".join(f"\n## {head}\nabout {head}\n" for head in ("Meaning", "Impact", "Diagnosis", "Mitigation"))
     page = Page.parse(f"# Title\n{text}\n## What opsd does by itself\nnothing\n")
     assert (page.title, page.diagnosis, page.automatic) == ("Title", "about Diagnosis", "nothing")
-
-
-def test_the_runbooks_are_part_of_the_wheel():
-    """The agent of a node has no checkout."""
-    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "runbooks" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]

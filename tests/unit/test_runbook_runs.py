@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from collectors.base import Reading, RunFact
 from opsd.agent.window import Window
-from runbooks.runs import recovered
+from opsd.collectors.base import Reading, RunFact
+from opsd.runbooks.runs import recovered
 from tests.fakes.facts import rank
 
 

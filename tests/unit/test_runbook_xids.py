@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.base import Event
-from runbooks.xids import bursts, too_often
+from opsd.collectors.base import Event
+from opsd.runbooks.xids import bursts, too_often
 
 
 def xids(code, times):

@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.base import NoData, Reading
-from collectors.spare import AGE, READY, STAGED, SpareCollector
 from opsd import __version__, exitcodes
+from opsd.collectors.base import NoData, Reading
+from opsd.collectors.spare import AGE, READY, STAGED, SpareCollector
 from opsd.slurm import record
 from opsd.slurm.ownership import Proof
 from opsd.slurm.port import Node, Reservation, SlurmRejected

@@ -90,7 +90,7 @@ def test_what_is_staged_is_what_the_source_has(source: Path, target: Path) -> No
     again = Source(source)
     assert staged(again, target).size == 0
     assert again.copied() == {}
-    shards = pytest.importorskip("trainer.data.shards")
+    shards = pytest.importorskip("opsd.trainer.data.shards")
     shards.verify(target, shards.read_index(target), content=True)
 
 

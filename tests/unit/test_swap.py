@@ -15,9 +15,9 @@ from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.agent.swap_cli import swap
 from opsd.launch.run.requests import answer
+from opsd.runbooks.base import Action
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
-from runbooks.base import Action
 from tests.fakes.head import PlayedGroup
 from tests.fakes.launchers import SwappingLauncher
 from tests.fakes.slurm import FakeSlurm

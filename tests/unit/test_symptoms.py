@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from collectors.base import Reading
 from opsd.agent import api
-from runbooks.base import Action, Culprit, Finding, Runbook
+from opsd.collectors.base import Reading
+from opsd.runbooks.base import Action, Culprit, Finding, Runbook
 from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import FakeClock
 from tests.fakes.collectors import FakeCollector

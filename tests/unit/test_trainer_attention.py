@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.attention import (
+from opsd.trainer.attention import (
     Packed,
     attend,
     gathered_positions,
@@ -19,7 +19,7 @@ from trainer.attention import (
     rotary_angles,
     visible,
 )
-from trainer.settings import ModelSettings
+from opsd.trainer.settings import ModelSettings
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.audit import Mark, Marks, checksum, different_copies, equal_shards
+from opsd.trainer.audit import Mark, Marks, checksum, different_copies, equal_shards
 
 
 def rank(**tensors: tuple[int, str]) -> Marks:

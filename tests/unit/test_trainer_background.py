@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trainer.background import LIMIT, Background
+from opsd.trainer.background import LIMIT, Background
 
 
 class Storage:

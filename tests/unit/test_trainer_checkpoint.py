@@ -33,11 +33,11 @@ from opsd.checkpoints.manifest import (
     steps,
     verify,
 )
-from trainer.checkpoint import State, file_layout
-from trainer.locks import LOCKS, hold_lock, wait_for_saves
-from trainer.persist import Plan
-from trainer.regions import Region
-from trainer.restore import copy_file, load
+from opsd.trainer.checkpoint import State, file_layout
+from opsd.trainer.locks import LOCKS, hold_lock, wait_for_saves
+from opsd.trainer.persist import Plan
+from opsd.trainer.regions import Region
+from opsd.trainer.restore import copy_file, load
 
 STEP, SAMPLE = 20, 80
 
@@ -211,7 +211,7 @@ class Persister:
             patience_s=patience_s,
         )  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.persist", json.dumps(asdict(plan))],
+            [sys.executable, "-m", "opsd.trainer.persist", json.dumps(asdict(plan))],
             env=os.environ
             | {"OPSD_RUN_DIR": str(root.parent), "OPSD_GENERATION": str(generation), "OPSD_REMOTE": remote},
             stdin=subprocess.PIPE,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.accumulate import fitting_ranks
-from trainer.config import Config, ConfigError, load
+from opsd.trainer.accumulate import fitting_ranks
+from opsd.trainer.config import Config, ConfigError, load
 
 SHARDS = "data.shards=/data"
 
@@ -101,7 +101,7 @@ def test_a_value_in_the_place_of_a_section_is_refused(tmp_path: Path) -> None:
         ("schedule.decay_start=900", "warmup <= decay_start < decay_end"),
         ("checkpoint.every=0", "nothing says when to save"),
         ("checkpoint.minutes=5", "checkpoint.every and checkpoint.minutes says when to save; set exactly one"),
-        ("data.shards=", "make shards with `python -m trainer.data`"),
+        ("data.shards=", "`python -m opsd.trainer.data` makes shards"),
         ("model.yarn_factor=2.0", "needs model.yarn_positions"),
         ("schedule.kind=multi-step", "needs milestones"),
         ("data.batch_warmup=[[20, 1], [10, 2]]", "they have to ascend"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.shards import DataError
-from trainer.harness import read_results
+from opsd.trainer.data.shards import DataError
+from opsd.trainer.harness import read_results
 
 LM_EVAL = {
     "results": {

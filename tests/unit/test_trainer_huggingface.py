@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.config import ConfigError
-from trainer.huggingface import CONFIG, fill, settings_of, their_config, write
-from trainer.model import Decoder
-from trainer.settings import ModelSettings
-from trainer.tensors import Chunk, Stored
+from opsd.trainer.config import ConfigError
+from opsd.trainer.huggingface import CONFIG, fill, settings_of, their_config, write
+from opsd.trainer.model import Decoder
+from opsd.trainer.settings import ModelSettings
+from opsd.trainer.tensors import Chunk, Stored
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.interval import FIRST_S, LEAST_S, Interval, daly
-from trainer.settings import CheckpointSettings
+from opsd.trainer.interval import FIRST_S, LEAST_S, Interval, daly
+from opsd.trainer.settings import CheckpointSettings
 
 
 @given(stall=st.floats(1e-3, 100), mttf=st.floats(2e4, 1e7))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, load
-from trainer.metrics import MetricsLog
-from trainer.model import flops_per_token
+from opsd.trainer.config import Config, load
+from opsd.trainer.metrics import MetricsLog
+from opsd.trainer.model import flops_per_token
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import MIXTURES
-from trainer.data.mixture import MAX_BLOCK, Mixture, MixtureError, Stage, apportion
+from opsd.trainer.config import MIXTURES
+from opsd.trainer.data.mixture import MAX_BLOCK, Mixture, MixtureError, Stage, apportion
 
 NAMES = "abcde"
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.attention import View, make_view, rotary_angles, rotate, turning, visible
-from trainer.config import load
-from trainer.loss import next_token_loss
-from trainer.model import Attention, Decoder, count_parameters, flops_per_token, has_rotary, init_std
-from trainer.settings import ModelSettings
+from opsd.trainer.attention import View, make_view, rotary_angles, rotate, turning, visible
+from opsd.trainer.config import load
+from opsd.trainer.loss import next_token_loss
+from opsd.trainer.model import Attention, Decoder, count_parameters, flops_per_token, has_rotary, init_std
+from opsd.trainer.settings import ModelSettings
 
 torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
 

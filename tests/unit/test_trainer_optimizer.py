@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from trainer.model import Decoder
-from trainer.optimizer import Optimizer
-from trainer.settings import ModelSettings, OptimizerSettings
+from opsd.trainer.model import Decoder
+from opsd.trainer.optimizer import Optimizer
+from opsd.trainer.settings import ModelSettings, OptimizerSettings
 
 torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
 

@@ -11,8 +11,8 @@ import pytest
 from opsd.checkpoints.manifest import Manifest, commit, folder_of
 from opsd.client import Reporter, events_path
 from opsd.launch.ranks.settings import Assignment, Program, Settings
-from trainer.config import load
-from trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, of_no_rank
+from opsd.trainer.config import load
+from opsd.trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, of_no_rank
 
 
 def test_an_evaluation_is_no_rank() -> None:

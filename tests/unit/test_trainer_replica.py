@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import memory
-from trainer.exchange import Save, moves, newest_whole
-from trainer.memory import Record
-from trainer.replica import FROM_ONE, STRANGERS, Keeper, Sending
+from opsd.trainer import memory
+from opsd.trainer.exchange import Save, moves, newest_whole
+from opsd.trainer.memory import Record
+from opsd.trainer.replica import FROM_ONE, STRANGERS, Keeper, Sending
 
 KEY, STATE = b"k" * 32, os.urandom(9_000_001)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from trainer.data.shards import (
+from opsd.trainer.data.shards import (
     DOCUMENT,
     INDEX,
     TOKENIZER,
@@ -28,8 +28,8 @@ from trainer.data.shards import (
     sequence_counts,
     verify,
 )
-from trainer.data.texts import find_files, read_texts
-from trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
+from opsd.trainer.data.texts import find_files, read_texts
+from opsd.trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # größer {DOCUMENT}\n" * (i % 5 + 1) for i in range(60)]
 VOCAB = 300
@@ -187,7 +187,7 @@ def test_strange_indexes_are_refused(
 
 def test_a_missing_corpus_says_how_to_make_it(tmp_path: Path) -> None:
     """Without an index the error names the command that makes one."""
-    with pytest.raises(DataError, match=r"python -m trainer\.data"):
+    with pytest.raises(DataError, match=r"python -m opsd.trainer\.data"):
         read_index(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_texts_are_filtered_and_bounded(tmp_path: Path) -> None:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer.data", *map(str, arguments)]
+    command = [sys.executable, "-m", "opsd.trainer.data", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

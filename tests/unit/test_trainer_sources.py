@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.shards import INDEX, TOKENIZER, DataError, open_corpus, read_index
-from trainer.data.sources import open_sources, sizes
-from trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
-from trainer.settings import DataSettings, StageSettings
+from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, open_corpus, read_index
+from opsd.trainer.data.sources import open_sources, sizes
+from opsd.trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
+from opsd.trainer.settings import DataSettings, StageSettings
 
 TEXTS = {name: [f"{name} number {i} of many words\n" * (i % 3 + 1) for i in range(40)] for name in ("web", "code")}
 LENGTH = 16

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.build import PLAN, Job, build, group
-from trainer.data.shards import INDEX, DataError, read_index, verify
-from trainer.data.texts import find_files, read_texts
-from trainer.data.tokenize import make_corpus, train_tokenizer
+from opsd.trainer.data.build import PLAN, Job, build, group
+from opsd.trainer.data.shards import INDEX, DataError, read_index, verify
+from opsd.trainer.data.texts import find_files, read_texts
+from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 
 TEXTS = [f"document {i} has größer words\n" * (i % 4 + 1) for i in range(50)]
 JSONL = "".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(TEXTS)).encode()
@@ -135,7 +135,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tokenizers import Tokenizer
-from trainer.data.build import Job, build
+from opsd.trainer.data.build import Job, build
 source, out, tokenizer = map(Path, sys.argv[1:])
 build(sorted(source.iterdir()), Tokenizer.from_file(str(tokenizer)), Job(out, "text", 10**6, 1, 1), workers=2)
 """

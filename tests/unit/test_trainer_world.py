@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 
-from trainer.world import await_store
+from opsd.trainer.world import await_store
 
 
 def test_a_rank_waits_for_the_first_to_listen() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.base import Event, GpuFact, Metric, Reading, Sample
 from opsd.agent import window as module
 from opsd.agent.window import MAX_EVENTS, Window
+from opsd.collectors.base import Event, GpuFact, Metric, Reading, Sample
 
 GAUGE = Metric("temperature", "help", labels=("gpu",))
 COUNTER = Metric("energy_total", "help", "counter", labels=("gpu",))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.base import Sample
-from collectors.pci import bus_id
-from collectors.xid import (
+from opsd.collectors.base import Sample
+from opsd.collectors.pci import bus_id
+from opsd.collectors.xid import (
     CATALOGUE,
     COUNTED,
     Sxid,

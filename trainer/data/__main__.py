@@ -1,4 +1,4 @@
-"""``python -m trainer.data``: make token shards from text."""
+"""``python -m opsd.trainer.data``: make token shards from text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from tokenizers import Tokenizer
 
-from trainer.data.build import Job, begun, build, forget, limited
-from trainer.data.shards import INDEX, TOKENIZER, DataError
-from trainer.data.texts import FIELD, SUFFIXES, find_files, read_texts
-from trainer.data.tokenize import TRAINING_BYTES, load_tokenizer, train_tokenizer
+from opsd.trainer.data.build import Job, begun, build, forget, limited
+from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError
+from opsd.trainer.data.texts import FIELD, SUFFIXES, find_files, read_texts
+from opsd.trainer.data.tokenize import TRAINING_BYTES, load_tokenizer, train_tokenizer
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 3
 

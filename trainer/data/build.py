@@ -22,9 +22,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trainer.data.shards import TOKENIZER, DataError, Index, Shard, parse_shard
-from trainer.data.texts import read_texts
-from trainer.data.tokenize import commit_corpus, load_tokenizer, write_shards
+from opsd.trainer.data.shards import TOKENIZER, DataError, Index, Shard, parse_shard
+from opsd.trainer.data.texts import read_texts
+from opsd.trainer.data.tokenize import commit_corpus, load_tokenizer, write_shards
 
 PLAN = "plan.json"
 GROUP_BYTES = 64 << 20

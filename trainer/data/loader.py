@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 
 from opsd.client import Reporter
-from trainer.config import Config
-from trainer.data.shards import DataError
-from trainer.data.sources import Source, sizes
-from trainer.data.worker import SAMPLE_BYTES, Plan, slot_views
-from trainer.world import World
+from opsd.trainer.config import Config
+from opsd.trainer.data.shards import DataError
+from opsd.trainer.data.sources import Source, sizes
+from opsd.trainer.data.worker import SAMPLE_BYTES, Plan, slot_views
+from opsd.trainer.world import World
 
 MAX_DEATHS = 3
 
@@ -109,7 +109,7 @@ class Loader:
 
     def _start(self) -> subprocess.Popen[bytes]:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "trainer.data.worker", json.dumps(asdict(self._plan))],
+            [sys.executable, "-m", "opsd.trainer.data.worker", json.dumps(asdict(self._plan))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

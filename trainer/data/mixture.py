@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from trainer.data.order import U64, mix, permute
+from opsd.trainer.data.order import U64, mix, permute
 
 MAX_BLOCK = 1 << 20
 """Samples in a block at most. Weights whose common denominator is larger are rounded to that many parts."""

@@ -94,7 +94,7 @@ def read_index(folder: Path) -> Index:
         shards = tuple(parse_shard(entry) for entry in raw["shards"])
         index = Index(raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); make it with `python -m trainer.data`") from error
+        raise DataError(f"{path}: unreadable ({error.strerror}); make it with `python -m opsd.trainer.data`") from error
     except DataError:
         raise
     except (ValueError, KeyError, TypeError) as error:

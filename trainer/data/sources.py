@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.shards import DataError, Index, find_index, place, sequence_counts, verify
-from trainer.settings import DataSettings
+from opsd.trainer.data.shards import DataError, Index, find_index, place, sequence_counts, verify
+from opsd.trainer.settings import DataSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:
                 "make one of them again with the other's tokenizer.json"
             )
     if wanted:
-        from trainer.data.tokenize import load_tokenizer  # only few runs need the library
+        from opsd.trainer.data.tokenize import load_tokenizer  # only few runs need the library
 
         made_with = place(first.folder, first.index.tokenizer, first.fallback)
         if load_tokenizer(Path(wanted)).to_str() != load_tokenizer(made_with).to_str():

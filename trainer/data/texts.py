@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from trainer.data.shards import DataError
+from opsd.trainer.data.shards import DataError
 
 COMPRESSED = (".gz", ".zst")
 LINES = (".jsonl", ".ndjson")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.data.shards import DOCUMENT, TOKENIZER, DataError, File, Index, Shard, describe, write_index
+from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError, File, Index, Shard, describe, write_index
 
 BATCH_FILES = 256
 TRAINING_BYTES = 20_000_000

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.mixture import Mixture, Stage
-from trainer.data.shards import open_corpus
+from opsd.trainer.data.mixture import Mixture, Stage
+from opsd.trainer.data.shards import open_corpus
 
 SAMPLE_BYTES = 8
 ORDERED_AT_ONCE = 1024

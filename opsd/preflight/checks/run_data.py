@@ -14,7 +14,7 @@ from opsd.preflight.training import config_of, plan_of
 from opsd.preflight.units import quantity
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from opsd.trainer.config import Config
 
 FAR_STEP: Final = 1_000_000_000
 SAME_SPEED: Final = 0.8
@@ -36,8 +36,8 @@ def _tokens_per_s(config: Config, position: int, seconds: float) -> float:
     """Tokens a second of one process that reads samples from ``position`` on."""
     import numpy as np
 
-    from trainer.data.shards import DataError, open_corpus
-    from trainer.data.sources import open_sources, sizes
+    from opsd.trainer.data.shards import DataError, open_corpus
+    from opsd.trainer.data.sources import open_sources, sizes
 
     try:
         sources = open_sources(config.data.model_copy(update={"verify": "size"}), config.model.vocab)

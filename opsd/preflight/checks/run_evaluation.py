@@ -32,7 +32,7 @@ from opsd.preflight.training import config_of, devices_of
 from opsd.preflight.units import duration
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from opsd.trainer.config import Config
 
 STEPS: Final = 2
 SETTINGS: Final = (
@@ -64,9 +64,9 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def _sets(config: Config) -> Iterator[Finding]:
-    from trainer.data.shards import DataError
-    from trainer.data.texts import read_texts
-    from trainer.evaluate import at_equal_tokens, read_items
+    from opsd.trainer.data.shards import DataError
+    from opsd.trainer.data.texts import read_texts
+    from opsd.trainer.evaluate import at_equal_tokens, read_items
 
     sets = config.evaluation
     try:

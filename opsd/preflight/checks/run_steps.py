@@ -39,7 +39,7 @@ from opsd.preflight.training import config_of, devices_of
 from opsd.preflight.units import duration, quantity
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from opsd.trainer.config import Config
 
 SAVE_EVERY: Final = 10
 STEPS: Final = 40

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from collectors.base import NoData
-from collectors.nvml import NvmlError
+from opsd.collectors.base import NoData
+from opsd.collectors.nvml import NvmlError
 from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.clock import eventually
 from tests.fakes.nvml import DriverProcess, driver_process, facts, of_gpu, samples

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectors.nvml import NvmlError
+from opsd.collectors.nvml import NvmlError
 from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.clock import eventually
 from tests.fakes.nvml import DriverProcess, driver_process, samples

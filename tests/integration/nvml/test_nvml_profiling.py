@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from collectors import gpm
+from opsd.collectors import gpm
 from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.clock import eventually
 from tests.fakes.nvml import DriverProcess, of_gpu, samples
@@ -73,7 +73,7 @@ def test_what_the_units_do_is_not_read_while_something_else_reads_it(gpus: Simul
     """DCGM's profiling comes first; once it is gone the driver is asked again."""
     assert gpus[0].profiling
     script = f"""
-        from collectors.nvml import NvmlCollector
+        from opsd.collectors.nvml import NvmlCollector
         elsewhere = [False, True, False]
         collector = NvmlCollector({library!r}, profiled_elsewhere=lambda: elsewhere[0])
         shown = []

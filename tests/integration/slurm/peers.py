@@ -21,7 +21,7 @@ LIMIT_S = 150.0
 REQUEUE_LIMIT_S = 240.0
 STALL_S = 0.5
 PORT = 29_400
-RANK = r"^[^ ]*python[0-9.]* -u -m trainer"
+RANK = r"^[^ ]*python[0-9.]* -u -m opsd.trainer"
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={name} --nodes={nodes} --ntasks-per-node=1 --open-mode=append --output={folder}/job.out

@@ -45,7 +45,7 @@ def make_data(folder: Path, text_bytes: int = 1_000_000) -> Path:
     """Token shards of Python's own sources, which all nodes can read."""
     copy_text(folder / "text", text_bytes)
     made = subprocess.run(
-        [sys.executable, "-m", "trainer.data", str(folder / "text"), "--out", str(folder / "data")],
+        [sys.executable, "-m", "opsd.trainer.data", str(folder / "text"), "--out", str(folder / "data")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if made.returncode:
@@ -108,7 +108,7 @@ class Training:
             "schedule.decay_end": self.steps,
             "checkpoint.every": 20,
         } | dict(self.settings)
-        program = ["-m", "trainer", "tiny", *(f"--set={key}={value}" for key, value in values.items())]
+        program = ["-m", "opsd.trainer", "tiny", *(f"--set={key}={value}" for key, value in values.items())]
         (self.folder / "job.sbatch").write_text(self.script(program))
         given = [*self.options, "--parsable", str(self.folder / "job.sbatch")]
         return int(self.cluster.controller.run("sbatch", *given, user=USER).stdout.strip())
