@@ -1,5 +1,5 @@
 """``python -m opsd``: the command line for those who start it through an interpreter."""
 
-from opsd.cli import main
+from opsd.commands.main import main
 
 main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opsd.config_cli import BadConfig
+from opsd.commands.config import BadConfig
 
 ROOT = Path(__file__).parents[1]
 

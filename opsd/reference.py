@@ -9,11 +9,11 @@ from pathlib import Path
 
 from opsd import config, exitcodes
 from opsd.agent.labels import LABELS
-from opsd.agent.metrics_cli import catalogue
+from opsd.commands.metrics import catalogue
+from opsd.commands.runbook import all_pages, to_markdown
 from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
 from opsd.launch.io.handshake import OLDEST, VERSION
-from opsd.runbook_cli import all_pages, to_markdown
 
 FOLDER = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Made by `opsd docs build`; a change made here is lost. -->\n"

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.agent.web_config import has_tls
+from opsd.commands.config import load
 from opsd.config import AgentSettings
-from opsd.config_cli import load
 
 
 def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:

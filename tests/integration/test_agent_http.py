@@ -18,8 +18,8 @@ from opsd import exitcodes
 from opsd.agent import server as module
 from opsd.agent.loop import Snapshot
 from opsd.agent.server import App, Server
-from opsd.cli import cli
 from opsd.collectors.base import NoData, Reading, Sample
+from opsd.commands.main import cli
 from opsd.runbooks.base import Cost, State
 from tests.fakes.agent import SILENT, Agent, runbook
 from tests.fakes.clock import FakeClock, eventually

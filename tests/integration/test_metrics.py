@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from opsd.agent.metrics_cli import catalogue
 from opsd.bench.ports import Port
 from opsd.client import Reporter, process_start
+from opsd.commands.metrics import catalogue
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd

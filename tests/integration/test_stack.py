@@ -18,7 +18,7 @@ from click.testing import CliRunner
 pytest.importorskip("yaml")
 pytest.importorskip("grafana_foundation_sdk")
 
-from opsd.cli import cli
+from opsd.commands.main import cli
 from opsd.dashboards.build import rendered
 from opsd.preflight.formats import openmetrics
 from opsd.simulated.gpus import NoCompilerError

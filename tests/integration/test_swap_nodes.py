@@ -12,7 +12,7 @@ from opsd import exitcodes
 from opsd.agent.actions import Executor
 from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.swap import planned_swap
-from opsd.agent.swap_cli import swap
+from opsd.commands.swap import swap
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node

@@ -18,9 +18,9 @@ from rich.console import Console
 from opsd.agent import api
 from opsd.agent.loop import Snapshot
 from opsd.agent.server import App, Server
-from opsd.agent.top_cli import screen
 from opsd.collectors.base import GpuFact, Sample
 from opsd.collectors.nvml_series import GPU_TEMP
+from opsd.commands.top import screen
 from tests.fakes.agent import SILENT
 from tests.fakes.facts import rank
 from tests.fakes.incidents import incident

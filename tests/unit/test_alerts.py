@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 pytest.importorskip("yaml")
 
-from opsd.agent.metrics_cli import catalogue
-from opsd.cli import cli
+from opsd.commands.main import cli
+from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts.build import FOLDER, GROUPS, alerts, rendered
 from opsd.dashboards.alerts.model import Record, incident
 from opsd.runbooks import RUNBOOKS

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.bench.cli import bench
+from opsd.commands.bench import bench
 from tests.integration.slurm.sequences import ACTIVE, KINDS, MOST, draw
 from tests.integration.slurm.trials import Trial, summary
 

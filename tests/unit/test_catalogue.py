@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.agent.labels import LABELS
-from opsd.agent.metrics_cli import catalogue
-from opsd.cli import cli
-from opsd.runbook_cli import to_markdown
+from opsd.commands.main import cli
+from opsd.commands.metrics import catalogue
+from opsd.commands.runbook import to_markdown
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Page
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opsd.checkout import ROOT, folder
-from opsd.config_cli import BadConfig
+from opsd.commands.config import BadConfig
 
 
 def test_files_go_into_the_checkout_or_where_the_user_says(tmp_path: Path) -> None:

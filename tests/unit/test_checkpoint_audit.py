@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
-from opsd.checkpoints.cli import checkpoint
+from opsd.commands.checkpoint import checkpoint
 from opsd.trainer.copies import examine
 from opsd.trainer.tensors import Chunk, FormatError, Stored, stored_tensors
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from opsd import exitcodes
 from opsd.checkpoints import manifest, remote
-from opsd.checkpoints.cli import checkpoint
 from opsd.checkpoints.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, Unreadable, folder_of
 from opsd.checkpoints.retention import PRUNED, prune
 from opsd.checkpoints.sealed import seal
+from opsd.commands.checkpoint import checkpoint
 
 BAD, GOOD = 30, (10, 20)
 

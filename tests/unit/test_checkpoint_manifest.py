@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from opsd import exitcodes
 from opsd.checkpoints import manifest
-from opsd.checkpoints.cli import checkpoint
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, FileEntry, Manifest, Unreadable
 from opsd.checkpoints.retention import PRUNED, prune
 from opsd.checkpoints.sealed import seal
+from opsd.commands.checkpoint import checkpoint
 
 
 def make(root: Path, step: int, *, files: int = 2) -> Path:

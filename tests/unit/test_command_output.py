@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import exitcodes
-from opsd.cli import cli
+from opsd.commands.main import cli
 
 
 @pytest.mark.parametrize("command", [("bench", "client"), ("demo",)])
@@ -35,6 +35,6 @@ def test_completion_is_printed_and_completes(shell: str, current: str) -> None:
 
 def test_a_bug_is_not_taken_for_the_answer_no() -> None:
     """A prolog drains the node for that answer."""
-    broken = "from opsd import cli; cli.COMMANDS['broken'] = ('os:no_such_command', ''); cli.main()"
+    broken = "from opsd.commands import main as cli; cli.COMMANDS['broken'] = ('os:no_such_command', ''); cli.main()"
     answer = subprocess.run([sys.executable, "-c", broken, "broken"], capture_output=True, text=True, check=False)
     assert (answer.returncode, "no_such_command" in answer.stderr) == (exitcodes.BROKEN, True)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import config, exitcodes
-from opsd.cli import cli
+from opsd.commands.main import cli
 
 NO_ENV: dict[str, str] = {}
 

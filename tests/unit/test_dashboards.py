@@ -13,7 +13,7 @@ from opsd.collectors.base import Metric
 
 pytest.importorskip("grafana_foundation_sdk")
 
-from opsd.agent.metrics_cli import catalogue
+from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts.build import GROUPS
 from opsd.dashboards.alerts.model import Record
 from opsd.dashboards.build import outdated, rendered

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 pytest.importorskip("grafana_foundation_sdk")
 pytest.importorskip("grafana_client")
 
-from opsd.cli import cli
+from opsd.commands.main import cli
 from tests.fakes.grafana import TOKEN, FakeGrafana
 
 UIDS = ["opsd-cluster", "opsd-job", "opsd-node", "opsd-incidents", "opsd-training", "opsd-preflight"]

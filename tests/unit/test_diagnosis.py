@@ -11,8 +11,8 @@ from opsd import exitcodes
 from opsd.agent import api
 from opsd.agent.diagnosis import Diagnosis, diagnose, to_rank
 from opsd.agent.loop import Snapshot
-from opsd.cli import cli
 from opsd.collectors.base import RankFact
+from opsd.commands.main import cli
 from tests.fakes.facts import rank, steps
 
 NOW = 1000.0

@@ -108,7 +108,7 @@ def test_scrapers_at_the_same_time_share_one_rendering() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_nothing_to_complain_about() -> None:
     """The agent's own metrics follow the naming rules of Prometheus."""
-    from opsd.agent.metrics_cli import catalogue
+    from opsd.commands.metrics import catalogue
 
     group = [Sample(metric, 1.0, tuple("x" for _ in metric.labels)) for _, metric in catalogue()]
     body = Exposition(lambda: [group]).render()[0]

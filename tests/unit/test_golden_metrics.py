@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opsd.agent.metrics_cli import catalogue
+from opsd.commands.metrics import catalogue
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "metrics.txt"
 

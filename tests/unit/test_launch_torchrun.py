@@ -9,7 +9,7 @@ import click
 import pytest
 from torch.distributed.run import get_args_parser
 
-from opsd.launch.cli import launch
+from opsd.commands.launch import launch
 from opsd.launch.run.fellows import Count
 from opsd.launch.run.options import Meeting, meeting, parse_endpoint, rdzv_seconds
 from opsd.launch.run.torchrun import OPTIONS

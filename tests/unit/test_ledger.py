@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.ledger.cli import ledger as ledger_command
+from opsd.commands.ledger import ledger as ledger_command
 from opsd.ledger.ledger import BUCKETS, Ledger, LedgerError, make_ledger, read_ledger
 
 Line = dict[str, Any]

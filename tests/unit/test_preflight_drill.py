@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 pytest.importorskip("numpy")
 
-from opsd.config_cli import BadConfig
+from opsd.commands.config import BadConfig
+from opsd.commands.preflight import preflight
 from opsd.preflight.base import Context, Outcome, Verdict
-from opsd.preflight.cli import preflight
 from opsd.preflight.node_drill import VICTIM, Drill, Interrupted, lead, take_part
 from opsd.trainer.config import load
 from tests.fakes.clock import eventually

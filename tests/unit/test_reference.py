@@ -11,11 +11,11 @@ from click.testing import CliRunner
 pytest.importorskip("yaml")
 
 from opsd import exitcodes
-from opsd.agent.metrics_cli import catalogue
-from opsd.cli import cli
+from opsd.commands.main import cli
+from opsd.commands.metrics import catalogue
+from opsd.commands.runbook import all_pages
 from opsd.config import known_keys, sections
 from opsd.reference import FOLDER, leftovers, rendered
-from opsd.runbook_cli import all_pages
 
 
 def text(name: str) -> str:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.cli import cli
+from opsd.commands.main import cli
 from opsd.slurm.allocation import allocation
 from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.foresight import foresee

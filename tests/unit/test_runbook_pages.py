@@ -9,8 +9,8 @@ import pytest
 
 from opsd import runbooks
 from opsd.agent.actions import VERBS
-from opsd.agent.metrics_cli import catalogue
-from opsd.cli import cli
+from opsd.commands.main import cli
+from opsd.commands.metrics import catalogue
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.alert_pages import PAGES
 from opsd.runbooks.base import Page

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from opsd.commands.slurm_attend import attend_command, pool_options
 from opsd.slurm.allocation import allocation
-from opsd.slurm.attend import attend_command, pool_options
 from opsd.slurm.fetch import DEFER_S, FOLDER, RETRY_S, Fetcher, Guest, dismiss
 from opsd.slurm.port import Job, SlurmRejected, SlurmUnavailable
 from tests.fakes.clock import FakeClock

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from opsd import exitcodes
 from opsd.agent.actions import ActionError
 from opsd.agent.drainer import SlurmDrainer
-from opsd.cli import cli
+from opsd.commands.drain import Desk
+from opsd.commands.main import cli
 from opsd.slurm import ownership, record
 from opsd.slurm.drain import NotOurs
-from opsd.slurm.node_cli import Desk
 from opsd.slurm.orders import Order, Orders, keep_carrying_out
 from opsd.slurm.ownership import DAY_S, Proof, Refused, Rules
 from opsd.slurm.port import Node, SlurmDenied, SlurmUnavailable

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from opsd import __version__, exitcodes
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.spare import AGE, READY, STAGED, SpareCollector
+from opsd.commands.spare import spare
 from opsd.slurm import record
 from opsd.slurm.ownership import Proof
 from opsd.slurm.port import Node, Reservation, SlurmRejected
 from opsd.spares import state
-from opsd.spares.cli import spare
 from opsd.spares.pool import Spare, judge, mark, pool, reserve
 from opsd.spares.readiness import judged
 from opsd.spares.settings import SpareSettings

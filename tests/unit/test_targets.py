@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from opsd.cli import cli
+from opsd.commands.main import cli
+from opsd.commands.targets import discover, replace
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
-from opsd.targets_cli import discover, replace
 from tests.fakes.slurm import SEPARATOR, FakeSlurm, RecordedRunner
 
 NODES = (Node("node-2", "idle"), Node("node-1", "down"), Node("node-9", "future"))

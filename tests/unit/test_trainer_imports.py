@@ -14,7 +14,7 @@ import pytest
         ("opsd.trainer.data.worker", {"torch", "pydantic", "tokenizers", "safetensors"}),
         ("opsd.trainer.persist", {"torch", "numpy", "pydantic", "safetensors"}),
         ("opsd.trainer.tracking", {"torch", "tokenizers", "safetensors", "tensorboard", "wandb", "trackio"}),
-        ("opsd.checkpoints.cli", {"torch", "numpy"}),
+        ("opsd.commands.checkpoint", {"torch", "numpy"}),
     ],
 )
 def test_helper_processes_start_light(module: str, forbidden: set[str]) -> None:

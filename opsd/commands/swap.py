@@ -10,7 +10,7 @@ import click
 from opsd import exitcodes
 from opsd.agent.actions import ActionError, ask_launcher
 from opsd.agent.swap import Members, SwapError, planned_swap
-from opsd.config_cli import load
+from opsd.commands.config import load
 from opsd.numbers import Finite
 
 TIMEOUT_S = 600.0

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
+from opsd.commands.config import load
 from opsd.config import Settings
-from opsd.config_cli import load
 
 if TYPE_CHECKING:
     from opsd.agent.logs import Log

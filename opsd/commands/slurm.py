@@ -9,12 +9,12 @@ from dataclasses import asdict
 import click
 
 from opsd import exitcodes
+from opsd.commands.slurm_attend import attend
+from opsd.commands.slurm_run import run
 from opsd.numbers import Finite
-from opsd.slurm.attend import attend
 from opsd.slurm.check import Report
 from opsd.slurm.check import check as find_out
 from opsd.slurm.connect import choose
-from opsd.slurm.run_cli import run
 
 MARKS = {True: "ok ", False: "no ", None: "   "}
 

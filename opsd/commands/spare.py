@@ -17,8 +17,8 @@ from rich.progress import Progress as Bar
 
 from opsd import exitcodes
 from opsd.agent.ask import clock_time, fail
+from opsd.commands.config import load
 from opsd.config import Settings
-from opsd.config_cli import load
 from opsd.numbers import Finite
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import HistoryError

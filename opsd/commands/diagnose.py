@@ -17,7 +17,7 @@ from opsd.agent.ask import Agent, NoAgent, Refused, agent_options, fail, printab
 from opsd.agent.diagnosis import Diagnosis, diagnose, to_rank
 from opsd.collectors.base import NoData, RankFact
 from opsd.collectors.ranks import RanksCollector
-from opsd.config_cli import load
+from opsd.commands.config import load
 
 _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknown[/dim]"}
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from opsd import exitcodes
+from opsd.commands.ledger import ledger_table
 from opsd.demo import gpus as demo_gpus
 from opsd.demo import report
 from opsd.demo.faults import FAULTS, Director, Stage
@@ -25,7 +26,6 @@ from opsd.demo.scene import TEXT_BYTES, DemoError, Scene, open_scene
 from opsd.demo.text import copy_text
 from opsd.demo.view import View
 from opsd.demo.world import Eyes, Snapshot
-from opsd.ledger.cli import ledger_table
 from opsd.ledger.ledger import read_ledger
 
 TICK_S = 0.2

@@ -15,12 +15,12 @@ from typing import Any
 import click
 
 from opsd import exitcodes
+from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.ranks.rundir import RUN_NAME, default_root, valid_name
 from opsd.launch.run.fellows import BATCH, Count, start_of_job
 from opsd.numbers import Finite
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
-from opsd.slurm.attend import attend_command
 from opsd.slurm.batch import Batch
 from opsd.slurm.connect import choose
 from opsd.slurm.steps import Steps, cpus_of, srun

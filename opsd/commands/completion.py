@@ -13,7 +13,7 @@ def completion(shell: str) -> None:
 
     For bash: opsd completion bash > ~/.local/share/bash-completion/completions/opsd
     """
-    from opsd.cli import cli
+    from opsd.commands.main import cli
 
     kind = get_completion_class(shell)
     assert kind is not None

@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 
 from opsd import exitcodes
+from opsd.commands.config import BadConfig
 from opsd.config import Settings
-from opsd.config_cli import BadConfig
 from opsd.numbers import Finite
 from opsd.preflight import view
 from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks

@@ -14,8 +14,8 @@ import click
 
 from opsd import exitcodes
 from opsd.agent.ask import Agent, NoAgent, Refused
+from opsd.commands.config import BadConfig, load
 from opsd.config import Settings
-from opsd.config_cli import BadConfig, load
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import HISTORY
 from opsd.preflight.engine import SelectionError

@@ -14,15 +14,15 @@ import click
 from rich.console import Console
 
 from opsd import __version__, exitcodes
+from opsd.commands.config import BadConfig
+from opsd.commands.preflight_network import exit_code
 from opsd.config import Settings
-from opsd.config_cli import BadConfig
 from opsd.numbers import Finite
 from opsd.preflight import view
 from opsd.preflight.base import Context, CouldNotRunError, Verdict
 from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks
 from opsd.preflight.engine import judged
 from opsd.preflight.history import History
-from opsd.preflight.network.cli import exit_code
 from opsd.preflight.network.rendezvous import RendezvousError, place, use_interface
 from opsd.preflight.node_drill import CHECK, METRICS, VICTIM, Drill, Interrupted, lead, take_part
 from opsd.preflight.report import Report, Result

@@ -14,22 +14,22 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.agent.ask import clock_time
+from opsd.commands.config import BadConfig, load
+from opsd.commands.preflight_drill import node_drill
+from opsd.commands.preflight_network import exit_code, network
+from opsd.commands.preflight_simulate import simulate
 from opsd.config import Settings
-from opsd.config_cli import BadConfig, load
 from opsd.numbers import Finite
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS, run_alerts
 from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarantine, say
 from opsd.preflight.command import preflight as run_preflight
-from opsd.preflight.drill_cli import node_drill
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.files import written
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError
-from opsd.preflight.network.cli import exit_code, network
 from opsd.preflight.report import Report, ReportError
-from opsd.preflight.simulate_cli import simulate
 from opsd.preflight.trends import render
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress

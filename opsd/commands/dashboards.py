@@ -10,7 +10,7 @@ from types import ModuleType
 import click
 
 from opsd import exitcodes
-from opsd.config_cli import BadConfig
+from opsd.commands.config import BadConfig
 
 
 @click.group()

@@ -1,0 +1,1 @@
+"""The ``opsd`` command and its subcommands, one file each; nothing imports from here."""
