@@ -26,8 +26,9 @@ demo: $(STAMP) ## Train a tiny model, break it six ways, watch it recover
 stack: $(STAMP) ## Prometheus, Alertmanager and an agent on this machine; a GPU overheats, the alert arrives
 	$(BIN)/opsd stack
 
-pictures: $(STAMP) ## Take the pictures of the documentation anew: the pages of the stack in a real browser
+pictures: $(STAMP) ## Make the pictures of the documentation: pages in a real browser, the terminal of the demo
 	$(BIN)/opsd stack --pictures docs/pictures
+	$(BIN)/opsd demo --picture docs/pictures/demo.svg
 
 cluster-demo: $(STAMP) test-packages ## A real Slurm cluster here trains a model, loses its head node, and goes on
 	$(BIN)/python -m tests.integration.slurm.cluster_demo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -32,6 +33,7 @@ TICK_S = 0.2
 SETTLE_S = 45.0
 MIN_STEPS, MAX_STEPS, TARGET_RUN_S = 280, 3000, 46.0
 CALIBRATION_STEPS = 16
+PICTURE_WIDTH = 118
 NEEDED = ("numpy", "safetensors", "tokenizers", "torch")
 
 
@@ -43,7 +45,10 @@ NEEDED = ("numpy", "safetensors", "tokenizers", "torch")
     "--steps", type=click.IntRange(min=100), help="Length of the run; measured to last about 40 s if not given."
 )
 @click.option("--json", "target", type=click.File("w", encoding="utf-8", lazy=False), help="Write the results to FILE.")
-def demo(folder: Path, steps: int | None, target: TextIO | None) -> None:
+@click.option(
+    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the last screen and the results as an SVG."
+)
+def demo(folder: Path, steps: int | None, target: TextIO | None, picture: Path | None) -> None:
     """Train a small model on this machine, break it six ways, watch it recover.
 
     Exit code 0 only if every fault was detected, blamed on the right culprit and repaired, and every loss equals
@@ -59,7 +64,7 @@ def demo(folder: Path, steps: int | None, target: TextIO | None) -> None:
         console.print(f"opsd demo: {error}", style="red")
         sys.exit(exitcodes.FAILED)
     try:
-        passed = Demo(scene, console).play(steps, target)
+        passed = Demo(scene, console, picture).play(steps, target)
     except DemoError as error:
         console.print(f"opsd demo: {error}", style="red", markup=False)
         passed = False
@@ -74,9 +79,11 @@ def demo(folder: Path, steps: int | None, target: TextIO | None) -> None:
 class Demo:
     """The acts of the demo in order."""
 
-    def __init__(self, scene: Scene, console: Console) -> None:
+    def __init__(self, scene: Scene, console: Console, picture: Path | None) -> None:
         self.scene = scene
         self.console = console
+        self.picture = picture
+        self.recorder = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
         self.began = time.time()
 
     def play(self, steps: int | None, target: TextIO | None) -> bool:
@@ -96,7 +103,8 @@ class Demo:
         director = Director(Stage(checkpoints, self.scene.shm / "disturbed", breakable), faults)
         view = View(simulated_gpus=gpus.simulated is not None)
         view.stage = f"2 of 2: the same {steps} steps, {len(faults)} faults"
-        self._run("disturbed", steps, gpus, view, director)
+        last = self._run("disturbed", steps, gpus, view, director)
+        self.recorder.print(view.render(last, last.wall - self.began))
         return self._report(director, steps, gpus, false_alarms, target)
 
     def _prepare(self) -> demo_gpus.Gpus:
@@ -182,19 +190,23 @@ class Demo:
         differing = report.differing_steps(undisturbed, disturbed)
         complete = len(disturbed) == steps
         ledger = read_ledger(scene.folder / "disturbed")
-        console.print()
-        console.print(report.faults_table(director.trials))
-        console.print(ledger_table(ledger))
+        for output in (console, self.recorder):
+            output.print()
+            output.print(report.faults_table(director.trials))
+            output.print(ledger_table(ledger))
         missing = [fault.title for fault in director.faults[len(director.trials) :]]
         if gpus.simulated is None:
             console.print(f"left out: failing and overheating GPUs ({gpus.why})")
         for line in report.verdict(director.trials, missing, differing, undisturbed, disturbed, false_alarms):
             console.print(line)
+            self.recorder.print(line)
         passed = (
             complete and not differing and not missing and not false_alarms and all(t.passed for t in director.trials)
         )
         console.print("[green]every fault detected, named and repaired[/]" if passed else "[red]the demo failed[/]")
         console.print(f"everything is in {scene.folder}", style="dim")
+        if self.picture is not None:
+            self.recorder.save_svg(str(self.picture), title="opsd demo")
         if target is not None:
             result = report.as_json(
                 director.trials, equal=complete and not differing, steps=steps, ledger=ledger.as_dict(),
