@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster-demo stack pictures generate test test-long test-packages test-fast lint torchtitan bench bench-gpu clean
+.PHONY: help setup demo cluster-demo stack pictures generate test test-long test-packages test-fast lint torchtitan release bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its 
 	$(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check 'torchtitan==0.3.*'
 
+release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, checksums under dist/
+	@deploy/release
+
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]' || \
 		echo "not all peers could be installed; those that are missing are missing from the results"
@@ -80,4 +83,4 @@ bench-gpu: $(STAMP) ## What the trainer reaches on the GPU here; results with da
 	$(BIN)/python tests/gpu/measure.py
 
 clean: ## Remove what make created
-	rm -rf $(VENV) .venv-torchtitan .mypy_cache .ruff_cache .pytest_cache bench-results .demo
+	rm -rf $(VENV) .venv-torchtitan .mypy_cache .ruff_cache .pytest_cache bench-results .demo dist

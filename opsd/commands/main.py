@@ -22,6 +22,7 @@ COMMANDS = {
         "opsd.commands.dashboards:dashboards",
         "Build the Grafana boards, check that they are current, push them.",
     ),
+    "deploy": ("opsd.commands.deploy:deploy", "List, show or copy systemd units, batch scripts, rules, Ansible."),
     "demo": ("opsd.commands.demo:demo", "Train a small model, break it six ways, watch it recover."),
     "diagnose": (
         "opsd.commands.diagnose:command",

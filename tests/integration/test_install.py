@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -136,3 +137,15 @@ def test_the_help_is_what_the_file_says(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "deploy/install --uninstall --purge" in done.stdout
     assert "set -euo" not in done.stdout
+
+
+def test_a_copy_of_the_script_without_a_checkout_asks_for_a_wheel(tmp_path: Path) -> None:
+    """As `opsd deploy copy` makes it; nothing is written."""
+    copied = tmp_path / "copy" / "install"
+    copied.parent.mkdir()
+    shutil.copy(INSTALL, copied)
+    done = subprocess.run(
+        [copied], env={**os.environ, "DESTDIR": str(tmp_path / "root")}, capture_output=True, text=True
+    )
+    assert (done.returncode, "--wheel" in done.stderr) == (2, True)
+    assert not (tmp_path / "root").exists()
