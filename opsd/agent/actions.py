@@ -8,11 +8,8 @@ that nobody can have root act on somebody else's process.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,19 +19,16 @@ from typing import Any, Protocol
 from opsd.agent.incidents import Outcome
 from opsd.agent.swap import SwapError, UnderWay, planned_swap
 from opsd.client import PageError, RankPage, process_state, read_page
+from opsd.control import ControlError, ask_launcher
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason
+from opsd.slurm.port import SlurmError
 
 VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "drain_node", "notify")
 
-CONTROL_TIMEOUT_S = 5.0
-MAX_ANSWER = 65_536
 ACTION_DEADLINE_S = 30.0
 SWAP_SHARE = 2 / 3
 """Of the deadline, for a swap to be waited for; the rest is for the drain."""
-
-_CREDENTIALS = struct.Struct("=iII")
-"""``struct ucred`` of unix(7): pid, uid, gid."""
 
 
 class ActionError(Exception):
@@ -52,7 +46,7 @@ class Drainer(Protocol):
     """Takes a node out of the scheduler's hands."""
 
     def __call__(self, node: str, reason: str) -> str:
-        """Let ``node`` finish its jobs and take no new ones; what was done. Raises ActionError if that may not be."""
+        """Let ``node`` finish its jobs and take no new ones; what was done. Raises SlurmError if that may not be."""
 
 
 class Notifier(Protocol):
@@ -123,7 +117,7 @@ class Executor:
             return False, f"no such action: {action.verb}"
         try:
             return True, verb(action)
-        except ActionError as error:
+        except (ActionError, ControlError, SlurmError) as error:
             return False, str(error)
         except Exception as error:
             # A driver or library may raise anything; the incident has to learn of it whatever it is.
@@ -162,7 +156,7 @@ class Executor:
             swapped = planned_swap(lambda request: ask_launcher(control, request), node, why, patience_s=patience_s)
         except UnderWay as agreed:
             swapped = str(agreed)
-        except (SwapError, ActionError) as error:
+        except (SwapError, ControlError) as error:
             swapped, refusal = "", str(error)
         if self._drain is None:
             if not swapped:
@@ -256,39 +250,6 @@ def _process(pid: int) -> Any:
         raise ActionError(f"no permission to stop process {pid}") from error
     finally:
         os.close(descriptor)
-
-
-def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
-    """Send one request to a launcher's control socket and return its answer. Raises ActionError."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(timeout_s)
-            owner = _connect(connection, control)
-            # Who answers is asked of the kernel after connecting: until then the path may be exchanged for a link.
-            _, peer, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if peer != owner:
-                raise ActionError(f"{control} is answered by another user than the run's")
-            connection.sendall(json.dumps(request).encode() + b"\n")
-            with connection.makefile("rb") as stream:
-                line = stream.readline(MAX_ANSWER)
-        answer = json.loads(line)
-    except OSError as error:
-        raise ActionError(f"the launcher at {control} does not answer: {error}") from error
-    except ValueError as error:
-        raise ActionError(f"the launcher at {control} answered something else than JSON") from error
-    if not isinstance(answer, dict):
-        raise ActionError(f"the launcher at {control} answered something else than an object")
-    return answer
-
-
-def _connect(connection: socket.socket, control: Path) -> int:
-    """Connect through the folder's descriptor, for a socket's path has 107 bytes; returns the folder's owner."""
-    folder = os.open(control.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        connection.connect(f"/proc/self/fd/{folder}/{control.name}")
-        return os.fstat(folder).st_uid
-    finally:
-        os.close(folder)
 
 
 def _integer(action: Action, name: str) -> int:

@@ -8,7 +8,6 @@ from functools import cache
 from opsd.agent import collectors
 from opsd.agent.actions import Executor, Notifier
 from opsd.agent.annotate import Annotator
-from opsd.agent.drainer import SlurmDrainer
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
@@ -20,6 +19,7 @@ from opsd.collectors.nvml import PowerControl
 from opsd.config import Settings
 from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
+from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.orders import Orders
 
 

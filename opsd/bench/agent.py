@@ -24,9 +24,9 @@ from pathlib import Path
 
 import psutil
 
-from opsd.bench.ports import Port
 from opsd.client import Reporter, process_start
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
+from opsd.stack.ports import Port
 
 GPUS = PORTS = RANKS = 8
 STEP_S = 0.25

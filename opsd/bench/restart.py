@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import click
 import psutil
 
-from opsd.agent.actions import ask_launcher
 from opsd.client import process_start
+from opsd.control import ask_launcher
 
 TRIALS = 5
 STEADY_STEPS = 100

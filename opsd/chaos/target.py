@@ -16,7 +16,7 @@ import psutil
 from opsd.chaos.undo import ChaosError, Process
 from opsd.client import PageError, RankPage, process_state, read_page
 from opsd.launch.ranks.process import descendants
-from opsd.launch.ranks.rundir import owner_pid
+from opsd.rundir import owner_pid
 
 
 @dataclass(frozen=True, slots=True)

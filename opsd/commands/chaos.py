@@ -17,7 +17,7 @@ from opsd.chaos.faults import Fault
 from opsd.chaos.perform import Teller, confirm, need_terminal, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
-from opsd.launch.ranks.rundir import memory_root
+from opsd.rundir import memory_root
 
 F = TypeVar("F", bound=Callable[..., Any])
 

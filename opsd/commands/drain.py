@@ -16,10 +16,10 @@ from opsd import exitcodes
 from opsd.agent.ask import Agent, NoAgent, Refused
 from opsd.commands.config import BadConfig, load
 from opsd.config import Settings
+from opsd.files import write_text
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import HISTORY
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.files import write_text
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.proof import newest
 from opsd.preflight.report import Report, ReportError

@@ -21,7 +21,6 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import EventLog, flush_all, say
 from opsd.launch.ranks.process import become_subreaper
-from opsd.launch.ranks.rundir import RunError, RunFolders, memory_root, prune
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm, usual_port
@@ -35,6 +34,7 @@ from opsd.launch.run.supervisor import Supervisor
 from opsd.launch.run.torchrun import full_name, torchrun_options
 from opsd.launch.run.wiring import control_of
 from opsd.numbers import Finite
+from opsd.rundir import RunError, RunFolders, memory_root, prune
 
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0

@@ -19,6 +19,7 @@ from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
 from opsd.commands.preflight_simulate import simulate
 from opsd.config import Settings
+from opsd.files import written
 from opsd.numbers import Finite
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
@@ -26,7 +27,6 @@ from opsd.preflight.checks import CHECKS, run_alerts
 from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarantine, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.files import written
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.report import Report, ReportError

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.files import written
 from opsd.preflight.fabric import PLANTS, Score, cluster, score, trial
-from opsd.preflight.files import written
 
 
 @click.command()

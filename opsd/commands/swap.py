@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from opsd import exitcodes
-from opsd.agent.actions import ActionError, ask_launcher
 from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.commands.config import load
+from opsd.control import ControlError, ask_launcher
 from opsd.numbers import Finite
 
 TIMEOUT_S = 600.0
@@ -54,7 +54,7 @@ def swap(
             click.echo(_plan(Members.of(status), node, str(status.get("run")), timeout))
             return exitcodes.OK
         click.echo(planned_swap(lambda request: ask_launcher(control, request), node, reason, patience_s=timeout))
-    except (ActionError, SwapError) as error:
+    except (ControlError, SwapError) as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.FAILED
     return exitcodes.OK
@@ -67,7 +67,7 @@ def _launcher(root: Path, run_name: str | None, node: str) -> tuple[Path, dict[s
     for control in sorted(root.glob("*/control.sock")):
         try:
             found[control.parent.name] = (control, ask_launcher(control, {"cmd": "status"}))
-        except ActionError as error:
+        except ControlError as error:
             if control.parent.name == run_name:
                 raise SwapError(str(error)) from error
             silent.append(f"; {control.parent.name}: {error}")

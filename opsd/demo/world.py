@@ -12,8 +12,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from opsd.agent.actions import ActionError, ask_launcher
 from opsd.client import PageError, RankPage, read_page
+from opsd.control import ControlError, ask_launcher
 
 GPU_METRICS = {
     "DCGM_FI_DEV_GPU_TEMP": "temperature",
@@ -88,7 +88,7 @@ class Eyes:
     def _standby(self) -> int:
         try:
             return int(ask_launcher(self.folder / "control.sock", {"cmd": "status"}, timeout_s=1.0)["standby"])
-        except (ActionError, KeyError):
+        except (ControlError, KeyError):
             return 0
 
     def _get(self, path: str) -> str | None:

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 
-from opsd.agent.actions import ActionError
-from opsd.agent.drainer import SlurmDrainer
+from opsd.files import write_text
 from opsd.preflight import burnin, formats, interpreter, series, view
 from opsd.preflight.base import Check, Context, Demand, Limits
 from opsd.preflight.engine import Job, SelectionError, find, run, select
-from opsd.preflight.files import write_text
 from opsd.preflight.fleet import Fleet
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.judge import Yardsticks
@@ -35,6 +33,8 @@ from opsd.preflight.settings import PreflightSettings
 from opsd.preflight.training import demand_by
 from opsd.preflight.trends import render
 from opsd.slurm.connect import choose
+from opsd.slurm.drainer import SlurmDrainer
+from opsd.slurm.port import SlurmError
 
 if TYPE_CHECKING:
     from opsd.config import Settings
@@ -215,7 +215,7 @@ def quarantine(report: Report, settings: Settings, written: Path | None, console
     drainer = SlurmDrainer(slurm, report.node, rules)
     try:
         done = act(report, evidence.absolute(), drainer, slurm, rules)
-    except ActionError as error:
+    except SlurmError as error:
         say(console, f"{report.node} was left as it is: {error}")
     else:
         if done:

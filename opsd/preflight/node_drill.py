@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from opsd.agent.actions import ActionError, ask_launcher
+from opsd.control import ControlError, ask_launcher
+from opsd.files import write_text
 from opsd.preflight import drill
 from opsd.preflight.base import Check, Context, Finding, Measure, Measurement, Outcome, Verdict
 from opsd.preflight.checks.run_steps import SETTINGS
-from opsd.preflight.files import write_text
 from opsd.slurm.hostlist import compress
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _ending(this: Drill, process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 def _stop(this: Drill, process: subprocess.Popen[bytes]) -> None:
     """End the run in good order on all nodes."""
-    with suppress(ActionError, subprocess.TimeoutExpired):
+    with suppress(ControlError, subprocess.TimeoutExpired):
         ask_launcher(this.memory / RUN / "control.sock", {"cmd": "stop"})
         process.wait(timeout=_STOP_S)
 

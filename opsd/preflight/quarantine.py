@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from opsd.agent.actions import ActionError
 from opsd.preflight.report import Report
 from opsd.slurm.drain import OWN_PREFIX
 from opsd.slurm.ownership import Proof, Rules, give_back
@@ -32,7 +31,7 @@ def act(
     slurm: Callable[[], Slurm],
     rules: Rules = DEFAULT,
 ) -> str:
-    """Drain or give back the node of ``report`` and say what was done, "" if nothing. Raises ActionError.
+    """Drain or give back the node of ``report`` and say what was done, "" if nothing. Raises SlurmError.
 
     An interrupted preflight knows nothing and does nothing. A node is given back only if it was an earlier preflight of
     the same profile that took it out, and never if somebody else or an incident did, or if it comes back too often.
@@ -50,4 +49,4 @@ def act(
         back = give_back(slurm(), [report.node], passed, rules, now=report.ended)
         return f"gave {report.node} back to Slurm" if back else ""
     except SlurmError as error:
-        raise ActionError(f"Slurm: {error}") from error
+        raise SlurmError(f"Slurm: {error}") from error

@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from opsd.preflight.files import write_text
+from opsd.files import write_text
 from opsd.slurm import ownership, record
 from opsd.slurm.ownership import Proof, Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable

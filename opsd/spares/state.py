@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from opsd.preflight.files import write_text
+from opsd.files import write_text
 from opsd.spares.settings import SpareSettings
 
 FILE = "spare.json"

@@ -9,9 +9,9 @@ import threading
 import time
 from pathlib import Path
 
-from opsd.bench.ports import Port
 from opsd.client import Reporter, process_start
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
+from opsd.stack.ports import Port
 
 GPUS = 8
 JOB, RUN = "4242", "train"

@@ -19,7 +19,7 @@ from typing import Any, Self
 import yaml
 
 from opsd.dashboards.alerts.build import rendered
-from opsd.stack.inbox import Inbox
+from opsd.preflight.inbox import Inbox
 from opsd.stack.node import Node
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -131,7 +131,7 @@ class Nodes:
 
     def ask(self, name: str, **request: str) -> dict[str, Any]:
         """The answer of a node's launcher on its control socket."""
-        from opsd.agent.actions import ask_launcher
+        from opsd.control import ask_launcher
 
         return dict(ask_launcher(self.folder / name / "r/control.sock", dict(request), timeout_s=10.0))
 

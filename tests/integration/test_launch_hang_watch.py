@@ -21,7 +21,7 @@ from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import Child
 from opsd.launch.ranks.ranks import Generation, Rank
-from opsd.launch.ranks.rundir import RunFolders
+from opsd.rundir import RunFolders
 from tests.fakes.ranks import FakeRank
 
 STACK = [{"pid": 1, "os_thread_id": 1, "thread_name": "MainThread", "active": True, "owns_gil": False,

@@ -12,10 +12,10 @@ from pathlib import Path
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import collect_orphans, descendants, spawn, sweep
 from opsd.launch.ranks.ranks import Generation
-from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Program, Settings
 from opsd.launch.ranks.shutdown import Teardown
 from opsd.launch.ranks.workers import StandbyPool
+from opsd.rundir import RunFolders
 from opsd.slurm.runner import Output, run_command
 
 

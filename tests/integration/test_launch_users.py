@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.ranks.rundir import RunError, RunFolders
+from opsd.rundir import RunError, RunFolders
 from tests.fakes.launched import TRAIN, Launched
 
 FIRST, SECOND = 54_321, 54_322
@@ -22,7 +22,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as seve
 MAKE = """
 import json, os, sys
 from pathlib import Path
-from opsd.launch.ranks.rundir import RunError, RunFolders
+from opsd.rundir import RunError, RunFolders
 uid, base, run = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 folders = RunFolders.create(run, folder=base / f"runs-{uid}" / run, logs=None, shared=base / "shm/opsd")

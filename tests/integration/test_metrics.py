@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from opsd.bench.ports import Port
 from opsd.client import Reporter, process_start
 from opsd.commands.metrics import catalogue
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from opsd.stack.ports import Port
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd
 

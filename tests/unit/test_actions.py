@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.actions import ActionError, Executor, ancestors, ask_launcher
+from opsd.agent.actions import ActionError, Executor, ancestors
 from opsd.agent.incidents import Outcome
 from opsd.client import Reporter
+from opsd.control import ControlError, ask_launcher
 from opsd.runbooks.base import Action
 
 RANK = """
@@ -217,7 +218,7 @@ def test_a_launcher_that_does_not_answer_is_given_up(shm: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(control))
         silent.listen()
-        with pytest.raises(ActionError, match="does not answer"):
+        with pytest.raises(ControlError, match="does not answer"):
             ask_launcher(control, {"cmd": "status"}, timeout_s=0.05)
 
 

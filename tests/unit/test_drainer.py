@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.agent.actions import ActionError, Executor
-from opsd.agent.drainer import SlurmDrainer
+from opsd.agent.actions import Executor
 from opsd.runbooks.base import Action
 from opsd.slurm.budget import allowance, held, surplus, why_not
+from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
-from opsd.slurm.port import Node, SlurmUnavailable
+from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
 DRAIN = frozenset({"drain"})
@@ -48,7 +48,7 @@ def test_a_second_time_changes_nothing() -> None:
 def test_the_budget_is_the_clusters() -> None:
     """Two of 42 nodes at 5 %; nodes that other people hold do not count."""
     others = Node("x3", "down", DRAIN, "replace the fan", "alice", 1.0)
-    with pytest.raises(ActionError, match=r"opsd holds 2 of 43 nodes already \(x1, x2\); 2 may be held at once"):
+    with pytest.raises(SlurmError, match=r"opsd holds 2 of 43 nodes already \(x1, x2\); 2 may be held at once"):
         drainer(cluster(ours("x1"), ours("x2"), others))("n07", "GPU 2 is lost")
     assert drainer(cluster(ours("x1"), others))("n07", "GPU 2 is lost") == "drained n07"
 
@@ -56,7 +56,7 @@ def test_the_budget_is_the_clusters() -> None:
 def test_somebody_elses_node_is_left_alone() -> None:
     """Whoever drained it decides."""
     slurm = cluster(Node("n99", "idle", DRAIN, "mine", "alice"))
-    with pytest.raises(ActionError, match="out of service by alice"):
+    with pytest.raises(SlurmError, match="out of service by alice"):
         drainer(slurm, "n99")("n99", "GPU 2 is lost")
     assert slurm.updates == []
 
@@ -65,7 +65,7 @@ def test_without_an_answer_of_slurm_nothing_is_done() -> None:
     """How many nodes are held is not known then."""
     slurm = cluster()
     slurm.error = SlurmUnavailable("scontrol has not answered within 5 s")
-    with pytest.raises(ActionError, match="Slurm: scontrol has not answered"):
+    with pytest.raises(SlurmError, match="Slurm: scontrol has not answered"):
         drainer(slurm)("n07", "GPU 2 is lost")
 
 
@@ -81,7 +81,7 @@ class Raced(FakeSlurm):
 def test_of_two_agents_that_drain_at_once_one_gives_back() -> None:
     """The budget holds although nobody coordinates."""
     slurm = Raced([Node("a0", "idle"), *(Node(f"n{number:02d}", "idle") for number in range(9))])
-    with pytest.raises(ActionError, match="at the same time"):
+    with pytest.raises(SlurmError, match="at the same time"):
         drainer(slurm)("n07", "GPU 2 is lost")
     assert [update for _, update, _ in slurm.updates] == ["drain", "resume"]
     assert [node.name for node in held(slurm.nodes())] == ["a0"]

@@ -14,7 +14,6 @@ from opsd.launch.claims.messages import Begun
 from opsd.launch.io.console import Console
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, flush
-from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import Program, Settings
 from opsd.launch.ranks.shutdown import HASTENED_S
 from opsd.launch.ranks.workers import RankStarter
@@ -34,6 +33,7 @@ from opsd.launch.run.messages import (
 )
 from opsd.launch.run.shutdown import CLAIM_S
 from opsd.launch.run.supervisor import Supervisor
+from opsd.rundir import RunFolders
 from tests.fakes.cluster import Fellow
 from tests.fakes.head import NODES, SIGTERM, swap_of
 

@@ -22,7 +22,6 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, EventTail
 from opsd.launch.ranks.process import launcher_mark
 from opsd.launch.ranks.ranks import read_error
-from opsd.launch.ranks.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 from opsd.launch.ranks.settings import (
     OF_A_GENERATION,
     VARYING,
@@ -33,6 +32,7 @@ from opsd.launch.ranks.settings import (
     gpu_count,
     gpu_of,
 )
+from opsd.rundir import RUN_NAME, RunError, RunFolders, RunState, prune, valid_name
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

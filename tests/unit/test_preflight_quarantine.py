@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.actions import ActionError
-from opsd.agent.drainer import SlurmDrainer
 from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report
+from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
-from opsd.slurm.port import Node
+from opsd.slurm.port import Node, SlurmError
 from tests.fakes.preflight_reports import GEMM, VERSIONS, report
 from tests.fakes.slurm import FakeSlurm
 
@@ -51,7 +50,7 @@ def test_a_node_that_comes_back_again_and_again_is_not_given_back() -> None:
     """It passes each time and fails soon after: a check does not overrule the node's history."""
     slurm = cluster(FAILED, DRAIN)
     slurm.by_comment["n01"] = "[opsd1 preflight=100-200 preflight=300-400 preflight=500-]"
-    with pytest.raises(ActionError, match="came back to service and failed again 2 times"):
+    with pytest.raises(SlurmError, match="came back to service and failed again 2 times"):
         acted(slurm, verdict(passed=True))
     assert slurm.updates == []
 
@@ -76,6 +75,6 @@ def test_an_interrupted_preflight_does_nothing() -> None:
 def test_somebody_elses_node_is_not_drained_again() -> None:
     """Their reason stays, and the refusal is said."""
     slurm = cluster("replace the fan", DRAIN, "alice")
-    with pytest.raises(ActionError, match="alice"):
+    with pytest.raises(SlurmError, match="alice"):
         acted(slurm, verdict(passed=False))
     assert slurm.updates == []

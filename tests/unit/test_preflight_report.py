@@ -15,9 +15,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
 from rich.console import Console
 
+from opsd.files import write_text
 from opsd.preflight import formats, view
 from opsd.preflight.base import Finding, Verdict
-from opsd.preflight.files import write_text
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.units import quantity
 from tests.fakes.preflight_reports import ABSENT, CLOCK, DISK, GEMM, VERSIONS, report

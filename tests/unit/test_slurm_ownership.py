@@ -16,15 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.agent.actions import ActionError
-from opsd.agent.drainer import SlurmDrainer
 from opsd.commands.drain import Desk
 from opsd.commands.main import cli
 from opsd.slurm import ownership, record
 from opsd.slurm.drain import NotOurs
+from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.orders import Order, Orders, keep_carrying_out
 from opsd.slurm.ownership import DAY_S, Proof, Refused, Rules
-from opsd.slurm.port import Node, SlurmDenied, SlurmUnavailable
+from opsd.slurm.port import Node, SlurmDenied, SlurmError, SlurmUnavailable
 from opsd.slurm.record import Record, Stay
 from tests.fakes.slurm import FakeSlurm
 
@@ -287,7 +286,7 @@ def test_the_agents_own_drain_waits_as_well(tmp_path: Path) -> None:
     slurm.error = DOWN
     drainer = SlurmDrainer(lambda: slurm, "n07", RULES, orders)
     for _ in range(2):
-        with pytest.raises(ActionError, match="n07 is drained once Slurm answers"):
+        with pytest.raises(SlurmError, match="n07 is drained once Slurm answers"):
             drainer("n07", "opsd:gpu_lost-1 gpu_lost: GPU 2 is lost")
     slurm.error = None
     assert orders.carry_out(slurm, RULES, time.time()) == ["drained n07"]

@@ -17,7 +17,7 @@ from opsd import exitcodes
 from opsd.checkpoints.claims import Claim
 from opsd.commands.main import cli
 from opsd.commands.slurm_run import run_name
-from opsd.launch.ranks.rundir import RUN_NAME
+from opsd.rundir import RUN_NAME
 from opsd.slurm.ending import LONG_S, SILENT_S, Ending, Look, Wordless, ending
 from opsd.slurm.run_events import RunEvents
 from opsd.slurm.steps import Steps, cpus_of, srun

@@ -22,8 +22,8 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import say
 from opsd.launch.ranks.process import GONE_S, Child, spawn
 from opsd.launch.ranks.ranks import Generation
-from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.worker import STACK_SIGNAL
+from opsd.rundir import RunFolders
 
 _OUTPUT_LIMIT = 4 << 20
 _HANDLER_S = 0.1

@@ -17,8 +17,8 @@ from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import say
 from opsd.launch.ranks.process import GONE_S, Child, spawn
 from opsd.launch.ranks.ranks import Generation, Rank
-from opsd.launch.ranks.rundir import RunFolders
 from opsd.launch.ranks.settings import OF_A_GENERATION, VARYING, Assignment, Program, Settings
+from opsd.rundir import RunFolders
 
 WORKER = Path(__file__).with_name("worker.py")
 IMPORT_LIMIT_S = 600.0

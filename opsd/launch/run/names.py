@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from opsd.launch.ranks.rundir import valid_name
+from opsd.rundir import valid_name
 
 _SPECIAL_STEPS = 4_294_967_290
 """Numbers from here on are Slurm's for the batch script and the like (slurm.h)."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import click
 
-from opsd.launch.ranks.rundir import valid_name
 from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run.fellows import Count
+from opsd.rundir import valid_name
 
 C10D_PORT, MASTER_PORT = 29_400, 29_500
 """Torchrun's ports for those who name none."""

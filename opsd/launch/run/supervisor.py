@@ -18,11 +18,11 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, say
 from opsd.launch.ranks.process import ForeignChildren, collect_orphans
 from opsd.launch.ranks.ranks import FailureAggregation, Generation, Progress, Rank
-from opsd.launch.ranks.rundir import RunFolders, RunState
 from opsd.launch.ranks.settings import Assignment, Settings
 from opsd.launch.ranks.shutdown import HASTENED_S, OrderlyStop, Teardown
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.run_control import CONTROL, RunControl
+from opsd.rundir import RunFolders, RunState
 
 State = Literal["waiting", "running", "restarting", "stopping", "spare", "finished", "failed"]
 

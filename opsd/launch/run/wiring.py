@@ -13,9 +13,9 @@ from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.fellows import Fellows, comes_once, start_of
 from opsd.launch.run.head import Head
+from opsd.launch.run.job_end import SlurmJob as SlurmJob
 from opsd.launch.run.nodes import Shape
 from opsd.launch.run.supervisor import Supervisor
-from opsd.slurm.job_end import SlurmJob as SlurmJob
 
 
 def control_of(

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from opsd.launch.ranks.rundir import KEEP_FINISHED_S
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
+from opsd.rundir import KEEP_FINISHED_S
 
 _GPU_NODE: Final = re.compile(r"/dev/nvidia\d+$")
 _SYSTEM: Final = frozenset({"nvidia-persiste", "nv-fabricmanage", "dcgm", "nv-hostengine", "dcgm-exporter", "opsd"})

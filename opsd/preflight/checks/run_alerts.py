@@ -27,8 +27,8 @@ from opsd.preflight.base import (
     Progress,
     Verdict,
 )
+from opsd.preflight.inbox import Inbox
 from opsd.runbooks import RUNBOOKS
-from opsd.stack.inbox import Inbox
 
 MARK: Final = "preflight"
 """Label with the same value in all alerts of one check."""

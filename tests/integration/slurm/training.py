@@ -86,7 +86,7 @@ class Training:
     def ask(self, host: str, **request: str) -> dict[str, Any]:
         """The answer of the launcher on ``host`` on its control socket."""
         program = (
-            "import json, sys; from pathlib import Path; from opsd.agent.actions import ask_launcher; "
+            "import json, sys; from pathlib import Path; from opsd.control import ask_launcher; "
             "print(json.dumps(ask_launcher(Path(sys.argv[1]), json.loads(sys.argv[2]), timeout_s=10.0)))"
         )
         socket = f"/dev/shm/opsd/{self.name}/control.sock"

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from opsd.agent.actions import ActionError
 from opsd.slurm import ownership
 from opsd.slurm.drain import OWN_PREFIX
 from opsd.slurm.orders import Order, Orders
 from opsd.slurm.ownership import Rules
-from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
 
 
 class SlurmDrainer:
@@ -24,20 +23,20 @@ class SlurmDrainer:
         self._connect, self._node, self._rules, self._orders = slurm, node, rules, orders
 
     def __call__(self, node: str, reason: str) -> str:
-        """Drain ``node`` and say what was done; ``reason`` gets opsd's prefix if it lacks it. Raises ActionError.
+        """Drain ``node`` and say what was done; ``reason`` gets opsd's prefix if it lacks it. Raises SlurmError.
 
         Agents of several nodes may see the same free place and take it at the same time. Each looks again afterwards,
         and those who came last give their node back.
         """
         if node != self._node:
-            raise ActionError(f"this agent drains {self._node} only, not {node}")
+            raise SlurmRejected(f"this agent drains {self._node} only, not {node}")
         told = reason if reason.startswith(OWN_PREFIX) else f"{OWN_PREFIX} {reason}"
         try:
             fresh = ownership.drain(self._connect(), [node], told, self._rules)
         except SlurmUnavailable as error:
-            raise ActionError(f"Slurm: {error}{self._later(node, told)}") from error
+            raise SlurmUnavailable(f"Slurm: {error}{self._later(node, told)}") from error
         except (SlurmError, ValueError) as error:
-            raise ActionError(f"Slurm: {error}") from error
+            raise SlurmRejected(f"Slurm: {error}") from error
         return f"drained {node}" if fresh else f"{node} was drained by opsd already"
 
     def _later(self, node: str, told: str) -> str:

@@ -1,0 +1,54 @@
+"""Asking a launcher through the control socket of its run: one JSON object a line each way."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 5.0
+MAX_ANSWER = 65_536
+
+_CREDENTIALS = struct.Struct("=iII")
+"""``struct ucred`` of unix(7): pid, uid, gid."""
+
+
+class ControlError(Exception):
+    """A launcher that does not answer, or with something else than an answer; the message is one sentence."""
+
+
+def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Send one request to a launcher's control socket and return its answer. Raises ControlError."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            owner = _connect(connection, control)
+            # Who answers is asked of the kernel after connecting: until then the path may be exchanged for a link.
+            _, peer, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if peer != owner:
+                raise ControlError(f"{control} is answered by another user than the run's")
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            with connection.makefile("rb") as stream:
+                line = stream.readline(MAX_ANSWER)
+        answer = json.loads(line)
+    except OSError as error:
+        raise ControlError(f"the launcher at {control} does not answer: {error}") from error
+    except ValueError as error:
+        raise ControlError(f"the launcher at {control} answered something else than JSON") from error
+    if not isinstance(answer, dict):
+        raise ControlError(f"the launcher at {control} answered something else than an object")
+    return answer
+
+
+def _connect(connection: socket.socket, control: Path) -> int:
+    """Connect through the folder's descriptor, for a socket's path has 107 bytes; returns the folder's owner."""
+    folder = os.open(control.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        connection.connect(f"/proc/self/fd/{folder}/{control.name}")
+        return os.fstat(folder).st_uid
+    finally:
+        os.close(folder)
