@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from opsd.agent.quiet import Quiet, quiet
+from opsd.agent.silences import Silence, active_silence
 from opsd.runbooks.base import Action, Incident
 
 HOUR_S = 3600.0
@@ -29,13 +29,13 @@ class Limits:
     cooldown_s: float = 60.0
     max_actions_per_hour: int = 12
     cooldowns: Mapping[str, float] = field(default_factory=dict)
-    maintenance: tuple[Quiet, ...] = ()
-    mute: tuple[Quiet, ...] = ()
+    maintenance: tuple[Silence, ...] = ()
+    mute: tuple[Silence, ...] = ()
 
     def muted(self, kind: str, wall: float) -> str:
         """Why nobody is to be told of incidents of ``kind`` at the epoch second ``wall``, "" if people are."""
         for name, spans in (("maintenance", self.maintenance), ("muted", self.mute)):
-            if span := quiet(spans, kind, wall):
+            if span := active_silence(spans, kind, wall):
                 return f"{name}: {span.reason}" if span.reason else name
         return ""
 
@@ -119,7 +119,7 @@ def _stale(incident: Incident, started_at: float) -> str:
 
 
 def _in_maintenance(kind: str, limits: Limits, now: float) -> str:
-    return limits.muted(kind, now) if quiet(limits.maintenance, kind, now) else ""
+    return limits.muted(kind, now) if active_silence(limits.maintenance, kind, now) else ""
 
 
 def _cooling(kind: str, action: Action, history: Sequence[Past], limits: Limits, now: float) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from opsd.agent.policy import Limits
-from opsd.agent.quiet import Quiet, parse_weekly
+from opsd.agent.silences import Silence, parse_weekly
 from opsd.slurm.ownership import Rules
 
 Mode = Literal["observe", "recommend", "act"]
@@ -23,7 +23,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class QuietTime(_Part):
+class SilenceSettings(_Part):
     """One span: ``start`` and ``end``, or ``weekly``."""
 
     start: AwareDatetime | None = None
@@ -41,12 +41,12 @@ class QuietTime(_Part):
             raise ValueError("should end after its start")
         return self
 
-    def quiet(self) -> Quiet:
+    def silence(self) -> Silence:
         """The span as the policy takes it."""
         if self.weekly is not None:
-            return Quiet(self.kinds, self.reason, weekly=parse_weekly(self.weekly))
+            return Silence(self.kinds, self.reason, weekly=parse_weekly(self.weekly))
         assert self.start is not None and self.end is not None
-        return Quiet(self.kinds, self.reason, self.start.timestamp(), self.end.timestamp())
+        return Silence(self.kinds, self.reason, self.start.timestamp(), self.end.timestamp())
 
 
 class Override(_Part):
@@ -82,13 +82,13 @@ class PolicySettings(_Part):
         description="An incident that is over and comes back within this many seconds goes on as the same one.",
     )
     max_relapses: int = Field(default=3, ge=1, description="An incident that comes back this often is escalated.")
-    maintenance: tuple[QuietTime, ...] = Field(
+    maintenance: tuple[SilenceSettings, ...] = Field(
         default=(),
         strict=False,
         examples=[({"weekly": "tue 08:00 - tue 10:00", "reason": "service"},)],
         description="Times at which opsd does nothing and tells nobody: start and end, or weekly (UTC); for kinds.",
     )
-    mute: tuple[QuietTime, ...] = Field(
+    mute: tuple[SilenceSettings, ...] = Field(
         default=(),
         strict=False,
         examples=[({"weekly": "sat 00:00 - mon 06:00", "kinds": ("fan_failing",), "reason": "weekend"},)],
@@ -138,7 +138,7 @@ class PolicySettings(_Part):
             if isinstance(override, Override) and override.cooldown_s is not None
         }
         return Limits(
-            self.cooldown_s, self.max_actions_per_hour, cooldowns, _spans(self.maintenance), _spans(self.mute)
+            self.cooldown_s, self.max_actions_per_hour, cooldowns, _silences(self.maintenance), _silences(self.mute)
         )
 
     def named_kinds(self) -> Sequence[tuple[str, str]]:
@@ -150,5 +150,5 @@ class PolicySettings(_Part):
         ]
 
 
-def _spans(times: Iterable[QuietTime]) -> tuple[Quiet, ...]:
-    return tuple(time.quiet() for time in times)
+def _silences(settings: Iterable[SilenceSettings]) -> tuple[Silence, ...]:
+    return tuple(one.silence() for one in settings)

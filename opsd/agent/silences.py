@@ -1,4 +1,4 @@
-"""Times at which opsd holds its hands still (maintenance) or its tongue (mute): once, or every week. Pure."""
+"""Times without actions (maintenance) or without notifications (mute): once, or every week. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WEEKLY = re.compile(r"(\w{3}) (\d\d):(\d\d) - (\w{3}) (\d\d):(\d\d)", re.IGNORE
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
+class Silence:
     """A time span for incidents of ``kinds`` (none: all of them).
 
     Either once, from the epoch second ``start`` to ``end``, or ``weekly``: from one minute of the week to another,
@@ -38,9 +38,9 @@ class Quiet:
         return first <= minute < last if first < last else minute >= first or minute < last
 
 
-def quiet(spans: Iterable[Quiet], kind: str, wall: float) -> Quiet | None:
-    """The first of ``spans`` that applies, None if none does."""
-    return next((span for span in spans if span.covers(kind, wall)), None)
+def active_silence(silences: Iterable[Silence], kind: str, wall: float) -> Silence | None:
+    """The first of ``silences`` that applies at the epoch second ``wall``, or None."""
+    return next((silence for silence in silences if silence.covers(kind, wall)), None)
 
 
 def parse_weekly(text: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opsd import config
 from opsd.agent.policy import Limits, Verdict, decide
-from opsd.agent.quiet import MINUTES_A_DAY, Quiet, parse_weekly
+from opsd.agent.silences import MINUTES_A_DAY, Silence, parse_weekly
 from opsd.runbooks.base import Action
 from tests.fakes.incidents import WALL, incident
 
@@ -18,33 +18,33 @@ MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
 KILL, TELL = Action("kill_process", "rank 1"), Action("notify", "node")
 
 
-def verdicts(**limits: tuple[Quiet, ...]) -> list[tuple[Verdict, str]]:
+def verdicts(**limits: tuple[Silence, ...]) -> list[tuple[Verdict, str]]:
     decisions = decide(incident(), (KILL, TELL), "act", (), Limits(**limits), WALL - 1, WALL)
     return [(decision.verdict, decision.reason) for decision in decisions]
 
 
 def test_in_maintenance_nothing_is_done_and_nobody_is_told() -> None:
     """The reason of the window is the reason of the refusal."""
-    span = Quiet(reason="new fans", start=WALL - 1, end=WALL + 1)
+    span = Silence(reason="new fans", start=WALL - 1, end=WALL + 1)
     assert verdicts(maintenance=(span,)) == [(Verdict.REFUSE, "maintenance: new fans")] * 2
 
 
 def test_what_is_muted_is_done_without_a_word() -> None:
     """A muted notification does not keep the rest of the attempt from being made."""
-    span = Quiet(start=WALL - 1, end=WALL + 1)
+    span = Silence(start=WALL - 1, end=WALL + 1)
     assert verdicts(mute=(span,)) == [(Verdict.RUN, ""), (Verdict.REFUSE, "muted")]
 
 
 def test_a_window_of_other_kinds_does_not_matter() -> None:
     """Nor does one that is over."""
-    other = Quiet(kinds=("fan_failing",), start=WALL - 1, end=WALL + 1)
-    over = Quiet(start=WALL - 2, end=WALL)
+    other = Silence(kinds=("fan_failing",), start=WALL - 1, end=WALL + 1)
+    over = Silence(start=WALL - 2, end=WALL)
     assert [verdict for verdict, _ in verdicts(maintenance=(other, over))] == [Verdict.RUN, Verdict.RUN]
 
 
 def test_a_weekly_window_may_go_over_the_end_of_the_week() -> None:
     """From Saturday evening to Monday morning."""
-    span = Quiet(weekly=parse_weekly("Sat 22:00 - mon 06:00"))
+    span = Silence(weekly=parse_weekly("Sat 22:00 - mon 06:00"))
     hours = {hour: span.covers("any", (MONDAY + timedelta(hours=hour)).timestamp()) for hour in (5, 6, 141, 142, 167)}
     assert hours == {5: True, 6: False, 141: False, 142: True, 167: True}
 
@@ -54,7 +54,7 @@ def test_a_window_and_its_complement_cover_the_week_once(first: int, last: int, 
     """Every minute lies in exactly one of the two."""
     wall = (MONDAY + timedelta(minutes=minute)).timestamp()
     if first != last:
-        assert Quiet(weekly=(first, last)).covers("k", wall) != Quiet(weekly=(last, first)).covers("k", wall)
+        assert Silence(weekly=(first, last)).covers("k", wall) != Silence(weekly=(last, first)).covers("k", wall)
 
 
 @pytest.mark.parametrize(
