@@ -18,10 +18,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
-from opsd.agent.policy_settings import PolicySettings
-from opsd.preflight.settings import PreflightSettings
 from opsd.runbooks import RUNBOOKS
-from opsd.spares.settings import SpareSettings
+from opsd.settings.policy import PolicySettings
+from opsd.settings.preflight import PreflightSettings
+from opsd.settings.spare import SpareSettings
 
 SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
 

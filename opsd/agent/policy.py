@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from opsd.agent.silences import Silence, active_silence
 from opsd.runbooks.base import Action, Incident
+from opsd.settings.policy import Override, PolicySettings
+from opsd.settings.silences import Silence, active_silence
 
 HOUR_S = 3600.0
 HARMLESS = frozenset({"notify"})
@@ -31,6 +32,17 @@ class Limits:
     cooldowns: Mapping[str, float] = field(default_factory=dict)
     maintenance: tuple[Silence, ...] = ()
     mute: tuple[Silence, ...] = ()
+
+    @classmethod
+    def of(cls, policy: PolicySettings) -> Limits:
+        """The limits that the settings ask for."""
+        cooldowns = {
+            kind: override.cooldown_s
+            for kind, override in policy.runbooks.items()
+            if isinstance(override, Override) and override.cooldown_s is not None
+        }
+        maintenance, mute = (tuple(time.silence() for time in times) for times in (policy.maintenance, policy.mute))
+        return cls(policy.cooldown_s, policy.max_actions_per_hour, cooldowns, maintenance, mute)
 
     def muted(self, kind: str, wall: float) -> str:
         """Why nobody is to be told of incidents of ``kind`` at the epoch second ``wall``, "" if people are."""

@@ -13,6 +13,7 @@ from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
 from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
+from opsd.agent.policy import Limits
 from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
 from opsd.collectors.nvml import PowerControl
@@ -21,6 +22,7 @@ from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.orders import Orders
+from opsd.slurm.ownership import Rules
 
 
 def build_journal(settings: Settings, log: Log) -> Journal:
@@ -39,7 +41,7 @@ def _drainer(settings: Settings) -> SlurmDrainer:
     """Drains this node through the Slurm of this machine, which is looked for when it is needed."""
     slurm = cache(lambda: choose().slurm)
     orders = Orders(settings.agent.state_dir)
-    return SlurmDrainer(slurm, settings.agent.node, settings.policy.drain_rules(), orders)
+    return SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), orders)
 
 
 def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:
@@ -47,7 +49,7 @@ def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listene
     told: list[Listener] = []
     notify, node = settings.notify, settings.agent.node
     if notify.receiver:
-        told.append(Announcer(notifier, node, log, muted=settings.policy.limits().muted))
+        told.append(Announcer(notifier, node, log, muted=Limits.of(settings.policy).muted))
     if notify.grafana_url:
         told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
     return told
@@ -65,7 +67,7 @@ def build_loop(settings: Settings, journal: Journal, log: Log) -> Loop:
         before_acting=lambda: journal.flush(1.0),
     )
     judge = Judge(RUNBOOKS, log, hold_s=policy.hold_s, max_relapses=policy.max_relapses)
-    limits = policy.limits()
+    limits = Limits.of(policy)
     responder = Responder(
         judge,
         executor,

@@ -100,6 +100,7 @@ def carry_out_orders(settings: Settings, log: Log, stop: threading.Event) -> Non
     """
     from opsd.slurm.connect import choose
     from opsd.slurm.orders import Orders, keep_carrying_out
+    from opsd.slurm.ownership import Rules
 
     def say(sentence: str) -> None:
         log.warning("order to Slurm", outcome=sentence)
@@ -109,7 +110,7 @@ def carry_out_orders(settings: Settings, log: Log, stop: threading.Event) -> Non
         orders.invite()
     else:
         orders.decline()
-    parts = (orders, cache(lambda: choose().slurm), settings.policy.drain_rules(), say, stop)
+    parts = (orders, cache(lambda: choose().slurm), Rules.of(settings.policy), say, stop)
     threading.Thread(target=keep_carrying_out, args=parts, name="slurm-orders", daemon=True).start()
 
 

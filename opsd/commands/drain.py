@@ -203,9 +203,7 @@ def give_back(
 
 def open_desk(settings: Settings) -> Desk:
     """The desk of this machine."""
-    return Desk(
-        choose().slurm, settings.policy.drain_rules(), Orders(settings.agent.state_dir), click.echo, time.time()
-    )
+    return Desk(choose().slurm, Rules.of(settings.policy), Orders(settings.agent.state_dir), click.echo, time.time())
 
 
 def proofs(settings: Settings, nodes: Sequence[str], reports: Sequence[Report]) -> dict[str, Proof]:

@@ -29,11 +29,12 @@ from opsd.preflight.history import History, HistoryError
 from opsd.preflight.judge import Yardsticks
 from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report
-from opsd.preflight.settings import PreflightSettings
 from opsd.preflight.training import demand_by
 from opsd.preflight.trends import render
+from opsd.settings.preflight import PreflightSettings
 from opsd.slurm.connect import choose
 from opsd.slurm.drainer import SlurmDrainer
+from opsd.slurm.ownership import Rules
 from opsd.slurm.port import SlurmError
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def quarantine(report: Report, settings: Settings, written: Path | None, console
         evidence = settings.agent.state_dir / f"preflight-{report.node}-{report.started:.0f}.json"
         keep(report, {"json": evidence}, None, console)
     slurm = cache(lambda: choose().slurm)
-    rules = settings.policy.drain_rules()
+    rules = Rules.of(settings.policy)
     drainer = SlurmDrainer(slurm, report.node, rules)
     try:
         done = act(report, evidence.absolute(), drainer, slurm, rules)

@@ -8,7 +8,7 @@ from opsd.preflight.base import Check
 from opsd.preflight.engine import select
 from opsd.preflight.history import History
 from opsd.preflight.report import Report
-from opsd.preflight.settings import PreflightSettings
+from opsd.settings.preflight import PreflightSettings
 from opsd.slurm.ownership import Proof
 
 _SEARCHED = 100

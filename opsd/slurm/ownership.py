@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from opsd.settings.policy import PolicySettings
 from opsd.slurm import budget, record
 from opsd.slurm import drain as effects
 from opsd.slurm.port import Node, Slurm, SlurmRejected
@@ -39,6 +40,17 @@ class Rules:
     relapse_days: float = 14.0
     profile: str = "standard"
     check_age_s: float = DAY_S
+
+    @classmethod
+    def of(cls, policy: PolicySettings) -> Rules:
+        """The rules that the settings ask for."""
+        return cls(
+            policy.max_drained_share,
+            policy.drain_cooldown_s,
+            policy.max_returns,
+            policy.relapse_days,
+            policy.return_profile,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from opsd.config import Settings
+from opsd.settings.spare import SpareSettings
 from opsd.slurm.port import Slurm, SlurmError
 from opsd.spares import pool, state
-from opsd.spares.settings import SpareSettings
 from opsd.spares.state import SpareState
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from opsd.settings.spare import SpareSettings
 from opsd.slurm.ownership import Proof, day
-from opsd.spares.settings import SpareSettings
 from opsd.spares.state import SpareState
 
 PROFILE = "spare"

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from opsd.files import write_text
-from opsd.spares.settings import SpareSettings
+from opsd.settings.spare import SpareSettings
 
 FILE = "spare.json"
 

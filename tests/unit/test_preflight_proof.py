@@ -9,7 +9,7 @@ import pytest
 from opsd.preflight.history import History
 from opsd.preflight.proof import newest
 from opsd.preflight.report import Report
-from opsd.preflight.settings import PreflightSettings
+from opsd.settings.preflight import PreflightSettings
 from opsd.slurm.ownership import Proof
 from tests.fakes.preflight_checks import good, make
 from tests.fakes.preflight_reports import ABSENT, GEMM, VERSIONS, report

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from opsd import config
 from opsd.agent.policy import Limits, Verdict, decide
-from opsd.agent.silences import MINUTES_A_DAY, Silence, parse_weekly
 from opsd.runbooks.base import Action
+from opsd.settings.silences import MINUTES_A_DAY, Silence, parse_weekly
 from tests.fakes.incidents import WALL, incident
 
 MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
@@ -96,7 +96,7 @@ def test_windows_and_overrides_come_from_the_file_and_can_be_shown(tmp_path) -> 
     settings = config.load(file, env={})
     policy = settings.policy
     assert (policy.mode_of("rank_hang"), policy.mode_of("gpu_throttle")) == ("act", "recommend")
-    limits = policy.limits()
+    limits = Limits.of(policy)
     assert limits.cooldowns == {"gpu_throttle": 900}
     assert limits.muted("fan_failing", (MONDAY + timedelta(days=5, hours=23)).timestamp()) == "muted"
     assert limits.maintenance[0].end - limits.maintenance[0].start == 23 * 3600

@@ -11,11 +11,11 @@ import pytest
 
 from opsd.config import AgentSettings, Settings
 from opsd.launch.run.readiness import spare_readiness
+from opsd.settings.spare import SpareSettings
 from opsd.slurm import record
 from opsd.slurm.port import Node, SlurmUnavailable
 from opsd.spares import state
 from opsd.spares.duty import UnknownError, why_not
-from opsd.spares.settings import SpareSettings
 from opsd.spares.state import SpareState
 from tests.fakes.slurm import FakeSlurm
 

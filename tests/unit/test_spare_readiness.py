@@ -15,13 +15,13 @@ from opsd import __version__, exitcodes
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.spare import AGE, READY, STAGED, SpareCollector
 from opsd.commands.spare import spare
+from opsd.settings.spare import SpareSettings
 from opsd.slurm import record
 from opsd.slurm.ownership import Proof
 from opsd.slurm.port import Node, Reservation, SlurmRejected
 from opsd.spares import state
 from opsd.spares.pool import Spare, judge, mark, pool, reserve
 from opsd.spares.readiness import judged
-from opsd.spares.settings import SpareSettings
 from opsd.spares.state import SpareState
 from opsd.spares.verdict import software
 from tests.fakes.corpora import make_corpus

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
-from opsd.agent.policy import Limits
-from opsd.agent.silences import Silence, parse_weekly
-from opsd.slurm.ownership import Rules
+from opsd.settings.silences import Silence, parse_weekly
 
 Mode = Literal["observe", "recommend", "act"]
 
@@ -119,27 +117,10 @@ class PolicySettings(_Part):
         default="standard", description="Preflight that a drained node must have passed before it is given back."
     )
 
-    def drain_rules(self) -> Rules:
-        """What decides whether nodes may be drained and given back."""
-        return Rules(
-            self.max_drained_share, self.drain_cooldown_s, self.max_returns, self.relapse_days, self.return_profile
-        )
-
     def mode_of(self, kind: str) -> Mode:
         """The mode that applies to incidents of ``kind``."""
         override = self.runbooks.get(kind)
         return (override.mode if isinstance(override, Override) else override) or self.mode
-
-    def limits(self) -> Limits:
-        """What the policy's function needs to know."""
-        cooldowns = {
-            kind: override.cooldown_s
-            for kind, override in self.runbooks.items()
-            if isinstance(override, Override) and override.cooldown_s is not None
-        }
-        return Limits(
-            self.cooldown_s, self.max_actions_per_hour, cooldowns, _silences(self.maintenance), _silences(self.mute)
-        )
 
     def named_kinds(self) -> Sequence[tuple[str, str]]:
         """Where a kind of incident is named, and which: (key of the file, kind)."""
@@ -148,7 +129,3 @@ class PolicySettings(_Part):
             *(("policy.runbooks", kind) for kind in self.runbooks),
             *((f"policy.{name}.kinds", kind) for name, times in spans for time in times for kind in time.kinds),
         ]
-
-
-def _silences(settings: Iterable[SilenceSettings]) -> tuple[Silence, ...]:
-    return tuple(one.silence() for one in settings)

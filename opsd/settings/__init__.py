@@ -1,0 +1,1 @@
+"""The sections of the configuration that several packages know; pure data, below all of them."""
