@@ -7,8 +7,6 @@ import stat
 import sys
 from pathlib import Path
 
-import click
-
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path``, "-" being stdout. Raises OSError.
@@ -35,13 +33,3 @@ def write_text(path: Path, text: str) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-
-
-def written(path: Path, text: str, what: str) -> bool:
-    """Write ``text`` as write_text does, or say that ``what`` could not be."""
-    try:
-        write_text(path, text)
-    except OSError as error:
-        click.echo(f"opsd: {what} could not be written to {path}: {error.strerror or error}", err=True)
-        return False
-    return True

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 
-import click
-
 from opsd.agent.system_log import SOCKET, JournalWriter, leads_to_journal
 
-_COLOURS = {"warning": "yellow", "error": "red"}
+_BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
+_COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m"}
 
 Write = Callable[[Mapping[str, object]], None]
 """Takes an event: what happened under ``event``, its ``level``, and its fields."""
@@ -53,10 +52,8 @@ def configure(journal: str = SOCKET) -> Log:
 
 def _show(event: Mapping[str, object]) -> None:
     level = str(event["level"])
-    fields = [
-        f"{click.style(name, fg='cyan')}={value}" for name, value in event.items() if name not in ("event", "level")
-    ]
-    said = click.style(str(event["event"]), bold=True, fg=_COLOURS.get(level))
+    fields = [f"{_CYAN}{name}{_PLAIN}={value}" for name, value in event.items() if name not in ("event", "level")]
+    said = f"{_COLOURS.get(level, '')}{_BOLD}{event['event']}{_PLAIN}"
     _line(" ".join([time.strftime("%H:%M:%S"), said, *fields]))
 
 

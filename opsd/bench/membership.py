@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-import click
 import psutil
 
+from opsd.bench import BenchError
 from opsd.bench.launchers import States
 from opsd.launch.ranks.settings import free_port
 
@@ -30,10 +30,6 @@ TRIALS = 3
 IDLE_S = 20.0
 SETTLE_S = 5.0
 DEADLINE_S = 120.0
-
-
-class MembershipError(click.ClickException):
-    """The launchers did not do what was to be measured, most likely because the machine was busy otherwise."""
 
 
 @contextmanager
@@ -63,13 +59,13 @@ def _agreed(states: States, there: Collection[int], after: int) -> tuple[int, fl
         if len(plans) == 1 and found[0].number > after and found[0].slots == len(there):
             return found[0].number, max(state.at for state in found)
         time.sleep(0.1)
-    raise MembershipError(f"no generation of them all within {DEADLINE_S:g} s")
+    raise BenchError(f"no generation of them all within {DEADLINE_S:g} s")
 
 
 def _head(states: States, there: Collection[int]) -> int:
     heads = [launcher for launcher in there if states[launcher].head]
     if len(heads) != 1:
-        raise MembershipError(f"the machine is too busy: {len(heads)} launchers lead")
+        raise BenchError(f"the machine is too busy: {len(heads)} launchers lead")
     return heads[0]
 
 

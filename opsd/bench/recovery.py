@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd import exitcodes
-from opsd.bench.restart import BenchError
+from opsd.bench import BenchError
 from opsd.client import PageError, RankPage, read_page
 from opsd.demo.text import copy_text
 

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import psutil
 
+from opsd.bench import BenchError
 from opsd.client import process_start
 from opsd.control import ask_launcher
 
@@ -64,10 +64,6 @@ class Step(NamedTuple):
 
     pid: int
     t: float
-
-
-class BenchError(click.ClickException):
-    """The benchmark cannot be carried out; the message says why."""
 
 
 def run(trials: int = TRIALS) -> dict[str, float | int | str]:

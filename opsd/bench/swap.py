@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from opsd.checkout import ROOT
 from opsd.scenarios.model import ScenarioError
+
+ROOT = Path(__file__).parents[2]
 
 TRIALS = 10
 

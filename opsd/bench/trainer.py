@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from opsd.bench import BenchError
 from opsd.bench.recovery import make_shards
-from opsd.bench.restart import BenchError
 from opsd.client import Reporter
 from opsd.trainer.accumulate import accumulator
 from opsd.trainer.config import Config, load

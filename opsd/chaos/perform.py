@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import signal
-import sys
 import syslog
 import time
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import click
 
 from opsd import exitcodes
 from opsd.chaos.faults import Fault
@@ -38,30 +35,11 @@ class Teller:
         """One event of ``fault``."""
         if self.as_json:
             line = {"t": time.time(), "event": event, "fault": fault.name, "run": fault.run, "text": text, **fields}
-            click.echo(json.dumps(line))
+            print(json.dumps(line), flush=True)
         else:
-            click.echo(text)
+            print(text, flush=True)
         syslog.openlog("opsd-chaos", syslog.LOG_PID)
         syslog.syslog(syslog.LOG_WARNING, f"{event} {fault.name}: {text}")
-
-
-def confirm(fault: Fault, for_s: float, *, yes: bool) -> None:
-    """Have the fault confirmed. Raises click.UsageError without a terminal, and if the answer is no."""
-    lasts = "" if fault.undo is None else f" for {for_s:g} s"
-    click.echo(f"opsd chaos {fault.name} {fault.text}{lasts}.", err=True)
-    for note in fault.notes:
-        click.echo(f"  - {note}", err=True)
-    if yes:
-        return
-    need_terminal()
-    if not click.confirm("Do it?", err=True):
-        raise click.UsageError("not confirmed; nothing was done")
-
-
-def need_terminal() -> None:
-    """Raise click.UsageError if nobody can be asked."""
-    if not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to confirm this at: say --yes")
 
 
 def perform(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:

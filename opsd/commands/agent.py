@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
-from opsd.commands.config import load
+from opsd.commands.settings import load
 from opsd.config import Settings
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) 
     """
     settings = load(file, overrides)
     if once:
-        from opsd.agent.once import show
+        from opsd.commands.agent_once import show
 
         return show(settings, form)
     return serve(settings)

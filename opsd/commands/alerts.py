@@ -8,7 +8,8 @@ from types import ModuleType
 
 import click
 
-from opsd import checkout, exitcodes
+from opsd import exitcodes
+from opsd.commands import checkout
 
 
 @click.group()

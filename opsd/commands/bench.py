@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from opsd.bench import BenchError
 from opsd.scenarios.model import ScenarioError
 from opsd.simulated.library import NoCompilerError, SimulationError
 
@@ -86,7 +87,7 @@ def bench(name: str, target: TextIO | None, **given: Any) -> None:
             raise click.UsageError(f"--{option} goes with the benchmark {' and '.join(OPTIONS[option])} only")
     try:
         results: dict[str, Any] = import_module(f"opsd.bench.{name}").run(**options)
-    except ScenarioError as error:
+    except (BenchError, ScenarioError) as error:
         raise click.ClickException(str(error)) from error
     except (NoCompilerError, SimulationError) as error:
         raise click.ClickException(f"the benchmark needs simulated GPUs: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import click
 from opsd import exitcodes
 from opsd.chaos import faults, network, records, target
 from opsd.chaos.faults import Fault
-from opsd.chaos.perform import Teller, confirm, need_terminal, perform
+from opsd.chaos.perform import Teller, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.rundir import memory_root
@@ -151,7 +152,7 @@ def kill_node(run_name: str | None, method: str, node: str | None, yes: bool, as
     _need_root("a reboot")
     here = os.uname().nodename
     if node is None and not yes:
-        need_terminal()
+        _need_terminal()
         node = click.prompt(f"This reboots {here}, with every job on it. Type its name", err=True)
     if node != here:
         raise click.UsageError(f"this node is {here}, not {node}: say --node {here} if it is to be rebooted")
@@ -257,8 +258,27 @@ def undo(ids: tuple[str, ...]) -> int:
 
 
 def _do(fault: Fault, for_s: float, *, yes: bool, as_json: bool) -> int:
-    confirm(fault, for_s, yes=yes)
+    _confirm(fault, for_s, yes=yes)
     return perform(fault, for_s, records.folder_of(memory_root(), os.geteuid()), Teller(as_json))
+
+
+def _confirm(fault: Fault, for_s: float, *, yes: bool) -> None:
+    """Have the fault confirmed. Raises click.UsageError without a terminal, and if the answer is no."""
+    lasts = "" if fault.undo is None else f" for {for_s:g} s"
+    click.echo(f"opsd chaos {fault.name} {fault.text}{lasts}.", err=True)
+    for note in fault.notes:
+        click.echo(f"  - {note}", err=True)
+    if yes:
+        return
+    _need_terminal()
+    if not click.confirm("Do it?", err=True):
+        raise click.UsageError("not confirmed; nothing was done")
+
+
+def _need_terminal() -> None:
+    """Raise click.UsageError if nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to confirm this at: say --yes")
 
 
 def _owned_run(name: str | None) -> target.Run:

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from opsd import exitcodes
-from opsd.checkpoints.audit import audit
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, is_there, read, verify
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
+from opsd.commands.checkpoint_audit import audit
 
 SUBFOLDER = "checkpoints"
 

@@ -10,22 +10,7 @@ from pathlib import Path
 import click
 
 from opsd import config as settings
-
-
-class BadConfig(click.ClickException):
-    """A configuration error, shown as one sentence; ``opsd`` exits with ``exitcodes.USAGE``."""
-
-    def show(self, file: object = None) -> None:
-        """Print the sentence without click's usage text."""
-        click.echo(f"opsd: {self.message}", err=True)
-
-
-def load(path: Path | None, overrides: tuple[str, ...] = ()) -> settings.Settings:
-    """Settings for a command. Raises BadConfig."""
-    try:
-        return settings.load(path, overrides)
-    except settings.ConfigError as error:
-        raise BadConfig(str(error)) from error
+from opsd.commands.settings import BadConfig, load
 
 
 @click.group()

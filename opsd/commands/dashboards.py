@@ -10,7 +10,7 @@ from types import ModuleType
 import click
 
 from opsd import exitcodes
-from opsd.commands.config import BadConfig
+from opsd.commands.settings import BadConfig
 
 
 @click.group()

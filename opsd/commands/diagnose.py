@@ -13,11 +13,12 @@ import click
 from rich.console import Console
 
 from opsd import client, exitcodes
-from opsd.agent.ask import Agent, NoAgent, Refused, agent_options, fail, printable
 from opsd.agent.diagnosis import Diagnosis, diagnose, to_rank
 from opsd.collectors.base import NoData, RankFact
 from opsd.collectors.ranks import RanksCollector
-from opsd.commands.config import load
+from opsd.commands.agent_client import Agent, NoAgent, Refused, agent_options
+from opsd.commands.output import fail, printable
+from opsd.commands.settings import load
 
 _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknown[/dim]"}
 

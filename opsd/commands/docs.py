@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from opsd import checkout, exitcodes, reference
+from opsd import exitcodes
+from opsd.commands import checkout, reference
 
 
 @click.group()

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import click
 
 from opsd import exitcodes
-from opsd.agent.ask import Agent, NoAgent, Refused
-from opsd.commands.config import BadConfig, load
+from opsd.commands.agent_client import Agent, NoAgent, Refused
+from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.files import write_text
 from opsd.preflight.checks import CHECKS

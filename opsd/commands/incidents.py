@@ -9,7 +9,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from opsd.agent.ask import Agent, agent_options, clock_time, plain_table, printable
+from opsd.commands.agent_client import Agent, agent_options
+from opsd.commands.output import clock_time, plain_table, printable
 from opsd.runbooks.base import Culprit, State
 
 _INCIDENTS = {"resolved": "green", "escalated": "bold red"}

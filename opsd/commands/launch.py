@@ -12,6 +12,9 @@ import click
 from click.core import ParameterSource
 
 from opsd import exitcodes
+from opsd.commands.launch_options import meeting, node_name, rdzv_seconds, run_name
+from opsd.commands.numbers import Finite
+from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.hang import HangLimits
 from opsd.launch.hangs.watch import HangWatch, find_py_spy
 from opsd.launch.io.console import Console
@@ -24,16 +27,13 @@ from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm, usual_port
-from opsd.launch.run.meeting import meet
+from opsd.launch.run.meeting import Meeting, meet
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import Shape
-from opsd.launch.run.options import Meeting, meeting, node_name, rdzv_seconds, run_name
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
-from opsd.launch.run.torchrun import full_name, torchrun_options
 from opsd.launch.run.wiring import control_of
-from opsd.numbers import Finite
 from opsd.rundir import RunError, RunFolders, memory_root, prune
 
 LOOPBACK = "127.0.0.1"

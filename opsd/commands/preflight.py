@@ -13,14 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
-from opsd.agent.ask import clock_time
-from opsd.commands.config import BadConfig, load
+from opsd.commands.numbers import Finite
+from opsd.commands.output import clock_time, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
 from opsd.commands.preflight_simulate import simulate
+from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
-from opsd.files import written
-from opsd.numbers import Finite
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS, run_alerts

@@ -14,10 +14,10 @@ import click
 from rich.console import Console
 
 from opsd import __version__, exitcodes
-from opsd.commands.config import BadConfig
+from opsd.commands.numbers import Finite
 from opsd.commands.preflight_network import exit_code
+from opsd.commands.settings import BadConfig
 from opsd.config import Settings
-from opsd.numbers import Finite
 from opsd.preflight import view
 from opsd.preflight.base import Context, CouldNotRunError, Verdict
 from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks

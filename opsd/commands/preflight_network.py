@@ -11,9 +11,9 @@ import click
 from rich.console import Console
 
 from opsd import exitcodes
-from opsd.commands.config import BadConfig
+from opsd.commands.numbers import Finite
+from opsd.commands.settings import BadConfig
 from opsd.config import Settings
-from opsd.numbers import Finite
 from opsd.preflight import view
 from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks
 from opsd.preflight.history import History

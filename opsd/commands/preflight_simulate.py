@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
-from opsd.files import written
+from opsd.commands.output import written
 from opsd.preflight.fabric import PLANTS, Score, cluster, score, trial
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
-from opsd.commands.config import BadConfig
+from opsd.commands.settings import BadConfig
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.alert_pages import PAGES
 from opsd.runbooks.base import SECTIONS, Page

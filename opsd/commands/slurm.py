@@ -9,9 +9,9 @@ from dataclasses import asdict
 import click
 
 from opsd import exitcodes
+from opsd.commands.numbers import Finite
 from opsd.commands.slurm_attend import attend
 from opsd.commands.slurm_run import run
-from opsd.numbers import Finite
 from opsd.slurm.check import Report
 from opsd.slurm.check import check as find_out
 from opsd.slurm.connect import choose

@@ -15,10 +15,10 @@ from typing import Any
 import click
 
 from opsd import exitcodes
+from opsd.commands.numbers import Finite
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.run.fellows import BATCH, Count, start_of_job
-from opsd.numbers import Finite
 from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import Batch

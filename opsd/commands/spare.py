@@ -16,10 +16,10 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from opsd import exitcodes
-from opsd.agent.ask import clock_time, fail
-from opsd.commands.config import load
+from opsd.commands.numbers import Finite
+from opsd.commands.output import clock_time, fail
+from opsd.commands.settings import load
 from opsd.config import Settings
-from opsd.numbers import Finite
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import HistoryError
 from opsd.preflight.report import ReportError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
-from opsd.numbers import Finite
+from opsd.commands.numbers import Finite
 from opsd.simulated.gpus import NoCompilerError, SimulationError
 from opsd.stack.node import JOB
 from opsd.stack.pictures import PictureError, take

@@ -10,7 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from opsd.agent.ask import Agent, agent_options, plain_table, printable
+from opsd.commands.agent_client import Agent, agent_options
+from opsd.commands.output import plain_table, printable
 
 _STATES = {"ok": "green", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}
 

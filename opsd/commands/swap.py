@@ -9,9 +9,9 @@ import click
 
 from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, planned_swap
-from opsd.commands.config import load
+from opsd.commands.numbers import Finite
+from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
-from opsd.numbers import Finite
 
 TIMEOUT_S = 600.0
 """A step, a checkpoint, and the start of the next generation; or a spare that has to come first."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from opsd.agent.ask import fail
-from opsd.numbers import Finite
+from opsd.commands.numbers import Finite
+from opsd.commands.output import fail
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Node, Slurm, SlurmError
 

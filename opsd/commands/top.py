@@ -21,8 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from opsd import exitcodes
-from opsd.agent.ask import Agent, NoAgent, Refused, fail, plain_table, printable, with_agent
-from opsd.numbers import Finite
+from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
+from opsd.commands.numbers import Finite
+from opsd.commands.output import fail, plain_table, printable
 
 _PHASES = {
     "data": "yellow",

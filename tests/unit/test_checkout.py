@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from opsd.checkout import ROOT, folder
-from opsd.commands.config import BadConfig
+from opsd.commands.checkout import ROOT, folder
+from opsd.commands.settings import BadConfig
 
 
 def test_files_go_into_the_checkout_or_where_the_user_says(tmp_path: Path) -> None:

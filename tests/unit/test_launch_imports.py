@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.checkout import ROOT
+from opsd.commands.checkout import ROOT
 
 CARRY_OUT = """
 import sys

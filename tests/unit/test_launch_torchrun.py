@@ -10,9 +10,10 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from opsd.commands.launch import launch
+from opsd.commands.launch_options import meeting, parse_endpoint, rdzv_seconds
+from opsd.commands.torchrun_options import OPTIONS
 from opsd.launch.run.fellows import Count
-from opsd.launch.run.options import Meeting, meeting, parse_endpoint, rdzv_seconds
-from opsd.launch.run.torchrun import OPTIONS
+from opsd.launch.run.meeting import Meeting
 
 VALUES = {"nnodes": "2", "nproc_per_node": "2", "log_dir": "/tmp/logs", "redirects": "0:1,1:2", "tee": "3"}
 """Values that are taken, where a number is none."""

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 pytest.importorskip("numpy")
 
-from opsd.commands.config import BadConfig
 from opsd.commands.preflight import preflight
+from opsd.commands.settings import BadConfig
 from opsd.preflight.base import Context, Outcome, Verdict
 from opsd.preflight.node_drill import VICTIM, Drill, Interrupted, lead, take_part
 from opsd.trainer.config import load

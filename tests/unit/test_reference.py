@@ -13,9 +13,9 @@ pytest.importorskip("yaml")
 from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
+from opsd.commands.reference import FOLDER, leftovers, rendered
 from opsd.commands.runbook import all_pages
 from opsd.config import known_keys, sections
-from opsd.reference import FOLDER, leftovers, rendered
 
 
 def text(name: str) -> str:

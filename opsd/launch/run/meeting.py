@@ -22,7 +22,6 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import say
 from opsd.launch.ranks.settings import free_port
 from opsd.launch.run.fellows import Fellows, FellowsError, resolve, way_to
-from opsd.launch.run.options import Meeting
 
 FOLDER = "launchers"
 BEAT_S = 0.5
@@ -30,6 +29,24 @@ SAY_S = 10.0
 LINGER_S = 60.0
 """For so long a launcher that has met the others can still be seen by those who are late."""
 MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the launchers of several nodes meet when no Slurm and no ``--nodes`` says who they are.
+
+    ``host`` is a name or an address of the first node, which listens at ``port``; ``least`` nodes must come and
+    ``most`` are of use, spares included. ``node_rank``: the place that the user has given this node, None if any is
+    fine.
+    ``local_address`` is what the others should call this node, "" if it is to be found out.
+    """
+
+    host: str
+    port: int
+    least: int
+    most: int
+    node_rank: int | None
+    local_address: str
 
 
 @dataclass(frozen=True, slots=True)

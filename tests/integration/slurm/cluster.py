@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from opsd.checkout import ROOT
+from opsd.commands.checkout import ROOT
 from opsd.slurm.port import Version
 from opsd.slurm.runner import Output, Runner, run_command
 from tests.integration.slurm.host import USUAL_DEADLINE_S, Host, Network

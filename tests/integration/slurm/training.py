@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opsd.checkout import ROOT
+from opsd.commands.checkout import ROOT
 from opsd.demo.text import copy_text
 from tests.integration.slurm.cluster import Cluster, wait_until
 from tests.integration.slurm.templates import USER, adapted

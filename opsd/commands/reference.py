@@ -15,7 +15,7 @@ from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
 from opsd.launch.io.handshake import OLDEST, VERSION
 
-FOLDER = Path(__file__).parents[1] / "docs"
+FOLDER = Path(__file__).parents[2] / "docs"
 NOTE = "<!-- Made by `opsd docs build`; a change made here is lost. -->\n"
 
 

@@ -1,23 +1,20 @@
-"""Asking the agent of a node, and putting what it answers on a terminal: what its commands have in common."""
+"""Asking the agent of a node: what its commands have in common."""
 
 from __future__ import annotations
 
 import os
 import ssl
-import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
-from opsd import exitcodes
 from opsd.agent.web_config import has_tls
-from opsd.commands.config import load
+from opsd.commands.output import fail
+from opsd.commands.settings import load
 from opsd.config import AgentSettings
 
 
@@ -191,31 +188,3 @@ def _trusting(file: Path) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=file)
     except OSError as error:
         raise click.UsageError(f"{file} holds no certificates that can be used: {error}") from error
-
-
-def fail(sentence: str) -> NoReturn:
-    """End the command with ``sentence``."""
-    click.echo(f"opsd: {sentence}", err=True)
-    raise click.exceptions.Exit(exitcodes.FAILED)
-
-
-def printable(value: Any) -> Any:
-    """``value`` with every text in it fit for the terminal: what users and drivers write has no effect there."""
-    if isinstance(value, str):
-        return escape("".join(c if c.isprintable() else " " for c in value))
-    if isinstance(value, dict):
-        return {key: printable(item) for key, item in value.items()}
-    return [printable(item) for item in value] if isinstance(value, list) else value
-
-
-def plain_table(*columns: str) -> Table:
-    """A table without lines whose columns fold."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def clock_time(at: float) -> str:
-    """The epoch second ``at`` in local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

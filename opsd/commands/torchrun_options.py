@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from opsd.launch.run.options import local_size, node_count, rank_list, rdzv_settings, streams
-from opsd.numbers import Finite
+from opsd.commands.launch_options import local_size, node_count, rank_list, rdzv_settings, streams
+from opsd.commands.numbers import Finite
 
 F = TypeVar("F", bound=Callable[..., Any])
 

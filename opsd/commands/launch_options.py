@@ -6,12 +6,12 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import click
 
 from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run.fellows import Count
+from opsd.launch.run.meeting import Meeting
 from opsd.rundir import valid_name
 
 C10D_PORT, MASTER_PORT = 29_400, 29_500
@@ -104,24 +104,6 @@ def rdzv_seconds(own: float, given: bool, conf: Mapping[str, str], *keys: str, l
     if not least <= seconds < math.inf:
         raise click.BadParameter(f"--rdzv-conf: {text!r} is not a number of seconds from {least:g} on")
     return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the launchers of several nodes meet when no Slurm and no ``--nodes`` says who they are.
-
-    ``host`` is a name or an address of the first node, which listens at ``port``; ``least`` nodes must come and
-    ``most`` are of use, spares included. ``node_rank``: the place that the user has given this node, None if any is
-    fine.
-    ``local_address`` is what the others should call this node, "" if it is to be found out.
-    """
-
-    host: str
-    port: int
-    least: int
-    most: int
-    node_rank: int | None
-    local_address: str
 
 
 def meeting(

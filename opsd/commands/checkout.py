@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opsd.commands.config import BadConfig
+from opsd.commands.settings import BadConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def folder(name: str, chosen: Path | None, root: Path = ROOT) -> Path:

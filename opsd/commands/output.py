@@ -1,0 +1,52 @@
+"""Putting things on a terminal: what commands have in common."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from opsd import exitcodes
+from opsd.files import write_text
+
+
+def fail(sentence: str) -> NoReturn:
+    """End the command with ``sentence``."""
+    click.echo(f"opsd: {sentence}", err=True)
+    raise click.exceptions.Exit(exitcodes.FAILED)
+
+
+def printable(value: Any) -> Any:
+    """``value`` with every text in it fit for the terminal: what users and drivers write has no effect there."""
+    if isinstance(value, str):
+        return escape("".join(c if c.isprintable() else " " for c in value))
+    if isinstance(value, dict):
+        return {key: printable(item) for key, item in value.items()}
+    return [printable(item) for item in value] if isinstance(value, list) else value
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines whose columns fold."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def clock_time(at: float) -> str:
+    """The epoch second ``at`` in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def written(path: Path, text: str, what: str) -> bool:
+    """Write ``text`` as write_text does, or say that ``what`` could not be."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        click.echo(f"opsd: {what} could not be written to {path}: {error.strerror or error}", err=True)
+        return False
+    return True
