@@ -13,7 +13,8 @@ import click
 from rich.console import Console
 
 from opsd import client, exitcodes
-from opsd.agent.diagnosis import Diagnosis, diagnose, to_rank
+from opsd.agent.diagnosis import Diagnosis, to_rank
+from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
 from opsd.collectors.ranks import RanksCollector
 from opsd.commands.agent_client import Agent, NoAgent, Refused, agent_options
@@ -23,10 +24,10 @@ from opsd.commands.settings import load
 _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknown[/dim]"}
 
 
-@click.command("diagnose")
+@click.command()
 @click.option("--job", default="", help="Only the job with this id, or the run with this name.")
 @agent_options
-def command(job: str, agent: Agent, as_json: bool) -> int:
+def diagnose(job: str, agent: Agent, as_json: bool) -> int:
     """Diagnose the runs on this node now: do they hang, and is it data, network or kernels that slow them down.
 
     Asks the agent, or reads the rank pages of this machine where none runs. Ends with 1 if there is no such run.
@@ -44,7 +45,7 @@ def command(job: str, agent: Agent, as_json: bool) -> int:
             fail(str(error))
         settings = load(agent.file)
         ranks, now, node = _local(settings.ranks.root, job), time.monotonic(), settings.agent.node
-    diagnoses = diagnose(ranks, node, now)
+    diagnoses = diagnoses_of(ranks, node, now)
     if not diagnoses:
         fail(f"no run{f' or job {job}' if job else ''} trains on {node}; `opsd status` shows what does")
     if as_json:

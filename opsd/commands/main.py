@@ -5,68 +5,74 @@ from __future__ import annotations
 import sys
 import traceback
 from importlib import import_module
+from importlib.util import find_spec
+from keyword import iskeyword
 
 import click
 
 from opsd import __version__, exitcodes
 
 COMMANDS = {
-    "agent": ("opsd.commands.agent:agent", "Run the node agent: collect, judge, act, serve metrics."),
-    "alerts": ("opsd.commands.alerts:alerts", "Build Prometheus' rules, or check that they are current."),
-    "bench": ("opsd.commands.bench:bench", "Measure opsd beside its peers."),
-    "chaos": ("opsd.commands.chaos:chaos", "Cause a fault on purpose on this node, bounded in time, and undo it."),
-    "checkpoint": ("opsd.commands.checkpoint:checkpoint", "List, verify, audit, prune and upload checkpoints."),
-    "completion": ("opsd.commands.completion:completion", "Print the completion script for your shell."),
-    "config": ("opsd.commands.config:config", "Check, show or create the configuration file."),
-    "dashboards": (
-        "opsd.commands.dashboards:dashboards",
-        "Build the Grafana boards, check that they are current, push them.",
-    ),
-    "deploy": ("opsd.commands.deploy:deploy", "List, show or copy systemd units, batch scripts, rules, Ansible."),
-    "demo": ("opsd.commands.demo:demo", "Train a small model, break it six ways, watch it recover."),
-    "diagnose": (
-        "opsd.commands.diagnose:command",
-        "Why a run stands still or trains slowly: data, network or kernels.",
-    ),
-    "docs": ("opsd.commands.docs:docs", "Write the reference pages, or check that they are current."),
-    "drain": ("opsd.commands.drain:drain", "Let nodes finish their jobs and take no new ones."),
-    "incidents": ("opsd.commands.incidents:incidents", "List the incidents of this node, show one, sum them up."),
-    "launch": ("opsd.commands.launch:launch", "Start and supervise the ranks of a job, where torchrun is used today."),
-    "ledger": ("opsd.commands.ledger:ledger", "Where the wall-clock time of a run went."),
-    "metrics": ("opsd.commands.metrics:metrics", "List every metric that the agent exports."),
-    "preflight": ("opsd.commands.preflight:preflight", "Check that this node is fit for a run."),
-    "return": (
-        "opsd.commands.drain:give_back",
-        "Give nodes that were drained back to Slurm, once they are proved good.",
-    ),
-    "requeue": ("opsd.commands.requeue:requeue", "Put a job back into the queue, to start at once elsewhere."),
-    "runbook": ("opsd.commands.runbook:runbook", "List the runbooks or show one."),
-    "slurm": ("opsd.commands.slurm:slurm", "A run as a Slurm job; what opsd may do with Slurm here."),
-    "spare": ("opsd.commands.spare:spare", "Spares: list the pool, stage data, verify, release."),
-    "stack": ("opsd.commands.stack:stack", "Show the whole monitoring stack on this machine, and an alert."),
-    "status": ("opsd.commands.status:status", "What the agent of this node sees right now."),
-    "swap": ("opsd.commands.swap:swap", "Let a spare take the place of a node of a run."),
-    "targets": ("opsd.commands.targets:targets", "List the agents of all nodes for Prometheus, from Slurm."),
-    "top": ("opsd.commands.top:top", "Watch the GPUs, ranks and incidents of this node live."),
+    "agent": "Run the node agent: collect, judge, act, serve metrics.",
+    "alerts": "Build Prometheus' rules, or check that they are current.",
+    "bench": "Measure opsd beside its peers.",
+    "chaos": "Cause a fault on purpose on this node, bounded in time, and undo it.",
+    "checkpoint": "List, verify, audit, prune and upload checkpoints.",
+    "completion": "Print the completion script for your shell.",
+    "config": "Check, show or create the configuration file.",
+    "dashboards": "Build the Grafana boards, check that they are current, push them.",
+    "demo": "Train a small model, break it six ways, watch it recover.",
+    "deploy": "List, show or copy systemd units, batch scripts, rules, Ansible.",
+    "diagnose": "Why a run stands still or trains slowly: data, network or kernels.",
+    "docs": "Write the reference pages, or check that they are current.",
+    "drain": "Let nodes finish their jobs and take no new ones.",
+    "incidents": "List the incidents of this node, show one, sum them up.",
+    "launch": "Start and supervise the ranks of a job, where torchrun is used today.",
+    "ledger": "Where the wall-clock time of a run went.",
+    "metrics": "List every metric that the agent exports.",
+    "preflight": "Check that this node is fit for a run.",
+    "requeue": "Put a job back into the queue, to start at once elsewhere.",
+    "return": "Give nodes that were drained back to Slurm, once they are proved good.",
+    "runbook": "List the runbooks or show one.",
+    "slurm": "A run as a Slurm job; what opsd may do with Slurm here.",
+    "spare": "Spares: list the pool, stage data, verify, release.",
+    "stack": "Show the whole monitoring stack on this machine, and an alert.",
+    "status": "What the agent of this node sees right now.",
+    "swap": "Let a spare take the place of a node of a run.",
+    "targets": "List the agents of all nodes for Prometheus, from Slurm.",
+    "top": "Watch the GPUs, ranks and incidents of this node live.",
 }
+"""What each command does; NAME is the function of that name in ``opsd/commands/NAME.py``, ``return`` in ``return_``."""
+
+CHECKOUT_ONLY = frozenset({"bench", "docs", "stack"})
+"""Commands for the development of opsd: packages do not have them."""
+
+
+def _commands() -> list[str]:
+    """The commands that are here."""
+    return sorted(
+        name for name in COMMANDS if name not in CHECKOUT_ONLY or find_spec(f"opsd.commands.{name}") is not None
+    )
 
 
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
+        return _commands()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(import_module(module), attribute)
+        if cmd_name not in _commands():
+            raise click.UsageError(f"`opsd {cmd_name}` is for the development of opsd: run it in a checkout")
+        name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        command = getattr(import_module(f"opsd.commands.{name}"), name)
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show the list without importing the commands."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in sorted(COMMANDS)])
+            formatter.write_dl([(name, COMMANDS[name]) for name in _commands()])
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.commands.drain import Desk
 from opsd.commands.main import cli
+from opsd.commands.node_service import Desk
 from opsd.slurm import ownership, record
 from opsd.slurm.drain import NotOurs
 from opsd.slurm.drainer import SlurmDrainer

@@ -1,0 +1,162 @@
+"""What `opsd drain` and `opsd return` have in common: nodes, rules, orders and evidence."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from opsd import exitcodes
+from opsd.commands.agent_client import Agent, NoAgent, Refused
+from opsd.config import Settings
+from opsd.files import write_text
+from opsd.slurm import ownership, record
+from opsd.slurm.check import may_update_nodes
+from opsd.slurm.connect import choose
+from opsd.slurm.hostlist import HostlistError, expand
+from opsd.slurm.orders import Order, Orders
+from opsd.slurm.ownership import Rules
+from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _names(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return tuple(dict.fromkeys(name for value in values for name in expand(value)))
+    except HostlistError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def node_options(command: Command) -> Command:
+    """Add the nodes, --config, --set and --dry-run to ``command``."""
+    for option in (
+        click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
+        click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting."),
+        click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE."),
+        click.argument("nodes", nargs=-1, required=True, callback=_names, metavar="NODE..."),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What both commands work with. ``say`` is told each sentence, ``now`` is in epoch seconds."""
+
+    slurm: Slurm
+    rules: Rules
+    orders: Orders
+    say: Callable[[str], None]
+    now: float
+
+    def carry_out(self, order: Order, dry_run: bool, evidence: str = "") -> int:
+        """Carry out ``order``, or say what it would do; the exit code. Unanswered, it is kept for an agent that may.
+
+        The file ``evidence`` is removed if nothing comes of the order.
+        """
+        kept = False
+        try:
+            if against := self._against(order):
+                self.say("; ".join(against))
+            elif dry_run:
+                return self._say_what_would_be_done(order)
+            else:
+                self._do(order)
+                kept = True
+                return exitcodes.OK
+        except SlurmUnavailable as error:
+            self.say(f"Slurm does not answer: {error}")
+            kept = not dry_run and self._keep(order)
+        except (SlurmError, ValueError) as error:
+            self.say(str(error))
+        finally:
+            if evidence and not kept:
+                Path(evidence).unlink(missing_ok=True)
+        return exitcodes.FAILED
+
+    def _say_what_would_be_done(self, order: Order) -> int:
+        told = f" with the reason {order.told}" if order.told else ""
+        would = f"would {order.verb} {', '.join(order.names)}{told}"
+        if may_update_nodes(self.slurm):
+            self.say(would)
+            return exitcodes.OK
+        self.say(f"{would}, but this user may not: that needs root, SlurmUser or an operator (sacctmgr)")
+        return exitcodes.FAILED
+
+    def _against(self, order: Order) -> list[str]:
+        if order.force:
+            return []
+        comments = self.slurm.comments(order.names)
+        records = {name: record.read(comment) for name, comment in comments.items()}
+        if order.verb == "drain":
+            return ownership.against_drain(self.slurm.nodes(), records, order.names, self.rules, self.now)
+        found = {node.name: node for node in self.slurm.nodes(order.names)}
+        unknown = [f"Slurm has no node {name}" for name in order.names if name not in found]
+        refusals = (
+            ownership.against_return(node, records[name], order.checked.get(name), self.rules, self.now)
+            for name, node in found.items()
+        )
+        return [*unknown, *filter(None, refusals)]
+
+    def _do(self, order: Order) -> None:
+        if order.verb == "drain":
+            done = ownership.drain(self.slurm, order.names, order.told, self.rules, force=order.force, now=self.now)
+        else:
+            done = ownership.give_back(
+                self.slurm, order.names, order.checked, self.rules, force=order.force, now=self.now
+            )
+        verb = "drained" if order.verb == "drain" else "gave back"
+        if done:
+            self.say(f"{verb} {', '.join(done)}")
+        if rest := [name for name in order.names if name not in done]:
+            already = "drained by opsd already" if order.verb == "drain" else "in service already"
+            self.say(f"{', '.join(rest)}: {already}")
+
+    def _keep(self, order: Order) -> bool:
+        if not self.orders.invited:
+            self.say("no agent here may carry the order out later; give it again once Slurm answers")
+            return False
+        try:
+            path = self.orders.put(order)
+        except OSError as error:
+            self.say(f"the order was not kept either ({error.strerror}); give it again once Slurm answers")
+            return False
+        self.say(f"kept as {path}; the agent of this node carries it out, once, when Slurm answers again")
+        return True
+
+
+def open_desk(settings: Settings) -> Desk:
+    """The desk of this machine."""
+    return Desk(choose().slurm, Rules.of(settings.policy), Orders(settings.agent.state_dir), click.echo, time.time())
+
+
+def write_evidence(
+    settings: Settings, file: Path | None, nodes: Sequence[str], text: str, incident: str | None, desk: Desk
+) -> str:
+    """Keep why and by whom, and the incident as the agent knows it, beside the journal; the file's name."""
+    document: Mapping[str, object] = {
+        "nodes": nodes, "reason": text, "by": getpass.getuser(), "at": desk.now, "incident": incident,
+        "document": _incident(file, incident) if incident else None,
+    }  # fmt: skip
+    path = settings.agent.state_dir / "evidence" / f"node-{desk.now:.0f}-{'-'.join(nodes)[:100]}.json"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_text(path, json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        desk.say(f"the evidence was not kept as {path}: {error.strerror}")
+        return ""
+    return str(path)
+
+
+def _incident(file: Path | None, incident: str) -> object:
+    try:
+        return Agent(None, file).get(f"/api/v1/incidents/{incident}")
+    except (NoAgent, Refused) as error:
+        return str(error)

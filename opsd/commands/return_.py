@@ -1,0 +1,69 @@
+"""``opsd return``: a node back into service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from opsd.commands.node_service import node_options, open_desk, write_evidence
+from opsd.commands.settings import BadConfig, load
+from opsd.config import Settings
+from opsd.preflight.checks import CHECKS
+from opsd.preflight.command import HISTORY
+from opsd.preflight.engine import SelectionError
+from opsd.preflight.history import History, HistoryError
+from opsd.preflight.proof import newest
+from opsd.preflight.report import Report, ReportError
+from opsd.slurm.orders import Order
+from opsd.slurm.ownership import Proof
+
+
+@click.command("return")
+@node_options
+@click.option("--report", "reports", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Preflight report (--json) of a node that is not this one. Repeatable.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Without a passed preflight, and in spite of relapses.")
+@click.option("--reason", "text", help="Why, with --force.")
+def return_(
+    nodes: tuple[str, ...],
+    file: Path | None,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    reports: tuple[Path, ...],
+    force: bool,
+    text: str | None,
+) -> int:
+    """Give NODE... that opsd has drained back to Slurm.
+
+    Each must have passed the preflight of policy.return_profile since its drain; a node that fails again and again
+    soon after its return is left to people. If Slurm does not answer, the agent of this machine does it later, once,
+    provided it may: it runs as root, or policy.drain is on. Exits with 0 if they are in service, 1 if a rule stands
+    against it, Slurm refused or does not answer, 2 if the command line is wrong.
+    """
+    if force != (text is not None):
+        raise click.UsageError("--force and --reason belong together: say why the checks are passed over")
+    settings = load(file, overrides)
+    desk = open_desk(settings)
+    proved = proofs(settings, nodes, [_read_report(path) for path in reports])
+    by_force = force and not dry_run
+    evidence = write_evidence(settings, file, nodes, f"given back by force: {text}", None, desk) if by_force else ""
+    return desk.carry_out(Order("return", nodes, desk.now, "", force, proved), dry_run, evidence)
+
+
+def proofs(settings: Settings, nodes: Sequence[str], reports: Sequence[Report]) -> dict[str, Proof]:
+    """The newest preflight of the required profile of each node, from ``reports`` and from this node's history."""
+    profile, history = settings.policy.return_profile, History(settings.agent.state_dir / HISTORY)
+    try:
+        found = {node: newest(node, profile, CHECKS, settings.preflight, history, reports) for node in nodes}
+    except (HistoryError, ReportError, SelectionError) as error:
+        raise BadConfig(str(error)) from error
+    return {node: proof for node, proof in found.items() if proof}
+
+
+def _read_report(path: Path) -> Report:
+    try:
+        return Report.from_json(path.read_bytes())
+    except (ReportError, OSError) as error:
+        raise BadConfig(f"{path}: {error}") from error
