@@ -41,6 +41,7 @@ COMMANDS = {
     "swap": "Let a spare take the place of a node of a run.",
     "targets": "List the agents of all nodes for Prometheus, from Slurm.",
     "top": "Watch the GPUs, ranks and incidents of this node live.",
+    "train": "Train a model on this node: the trainer under the launcher.",
 }
 """What each command does; NAME is the function of that name in ``opsd/commands/NAME.py``, ``return`` in ``return_``."""
 

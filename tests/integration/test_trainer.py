@@ -142,10 +142,11 @@ def test_half_precision_compute_keeps_full_precision_state(run: Run, undisturbed
 
 
 @pytest.mark.slow
-def test_the_command_alone(tmp_path: Path, shards: Path) -> None:
-    """`python -m opsd.trainer tiny` runs without any launcher, as the only rank."""
+@pytest.mark.parametrize("program", [("opsd.trainer",), ("opsd", "train")])
+def test_the_command_alone(tmp_path: Path, shards: Path, program: tuple[str, ...]) -> None:
+    """`python -m opsd.trainer tiny` runs without any launcher, as the only rank; `opsd train tiny` brings one."""
     settings = {"data.shards": shards, "run.steps": 2, "run.folder": tmp_path, "data.batch": 2, "data.prefetch": 1}
-    command = [sys.executable, "-m", "opsd.trainer", "tiny", *(f"--set={k}={v}" for k, v in settings.items())]
+    command = [sys.executable, "-m", *program, "tiny", *(f"--set={k}={v}" for k, v in settings.items())]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OPSD_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr

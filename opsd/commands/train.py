@@ -1,0 +1,40 @@
+"""``opsd train``: the trainer under the launcher, in one word."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import click
+
+from opsd.commands.launch import launch
+from opsd.launch.ranks.settings import gpu_count
+
+TRAINER = "opsd.trainer"
+
+
+@click.command()
+@click.argument("config")
+@click.option(
+    "--nproc-per-node",
+    "ranks",
+    metavar="N|cpu|gpu|auto",
+    help="Ranks on this node, as of opsd launch. By default one for each GPU, and one where there is none.",
+)
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
+@click.option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run can be had.")
+def train(config: str, ranks: str | None, overrides: tuple[str, ...], fresh: bool) -> int:
+    """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b), on this node.
+
+    Short for opsd launch --nproc-per-node N -m opsd.trainer CONFIG, which has more options and also runs on several
+    nodes. Started by a launcher or torchrun, with RANK set, this is one of its ranks.
+    """
+    if find_spec("torch") is None:
+        raise click.UsageError("training needs torch: pip install 'opsd[train]'")
+    settings = [word for override in overrides for word in ("--set", override)]
+    program = [TRAINER, *settings, *(["--fresh"] if fresh else []), "--", config]
+    if "RANK" in os.environ:
+        os.execv(sys.executable, [sys.executable, "-m", *program])  # noqa: S606
+    options = ["--nproc-per-node", ranks or str(gpu_count(os.environ) or 1), "-m"]
+    return int(launch.main([*options, *program], "opsd launch", standalone_mode=False))
