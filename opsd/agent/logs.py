@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from opsd.agent.system_log import SOCKET, JournalWriter, leads_to_journal
+from opsd.agent.systemd import SOCKET, JournalWriter, leads_to_journal
 
 _BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 _COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m"}

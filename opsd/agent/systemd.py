@@ -1,11 +1,26 @@
-"""Tell systemd how the agent is doing: sd_notify(3), which is one datagram to a socket named in the environment."""
+"""The agent under systemd: sd_notify(3), and its log in the journal, each value in a field of its own.
+
+``journalctl -u opsd OPSD_COLLECTOR=nvml`` finds what concerns one collector, ``journalctl -u opsd -p warning`` what is
+wrong. The protocol: https://systemd.io/JOURNAL_NATIVE_PROTOCOL
+"""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
+import re
 import socket
+import struct
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final, TextIO
+
+SOCKET: Final = "/run/systemd/journal/socket"
+TIMEOUT_S: Final = 0.5
+MAX_NAME: Final = 64
+PRIORITIES: Final = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
+"""Levels as in syslog(3)."""
 
 
 def notify(state: str, env: Mapping[str, str] = os.environ) -> None:
@@ -15,6 +30,49 @@ def notify(state: str, env: Mapping[str, str] = os.environ) -> None:
         return
     if address.startswith("@"):
         address = "\0" + address[1:]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
         datagram.setblocking(False)
         datagram.sendto(state.encode(), address)
+
+
+def leads_to_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether ``stream`` is what systemd connected to the journal: device and inode are told, see systemd.exec(5)."""
+    try:
+        info = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return environ.get("JOURNAL_STREAM") == f"{info.st_dev}:{info.st_ino}"
+
+
+def encode(event: Mapping[str, object]) -> bytes:
+    """One entry. ``event`` has ``event``, ``level`` and values, which become OPSD_NAME and stand in the message."""
+    values = {name: str(value) for name, value in event.items() if name not in ("event", "level")}
+    said = " ".join([str(event.get("event", "")), *(f"{name}={value}" for name, value in values.items() if value)])
+    fields = {
+        "MESSAGE": said,
+        "PRIORITY": str(PRIORITIES.get(str(event.get("level")), PRIORITIES["info"])),
+        "SYSLOG_IDENTIFIER": "opsd",
+        **{"OPSD_" + re.sub("[^A-Z0-9_]", "_", name.upper()): value for name, value in values.items()},
+    }
+    return b"".join(_field(name[:MAX_NAME], value.encode("utf-8", "replace")) for name, value in fields.items())
+
+
+def _field(name: str, value: bytes) -> bytes:
+    """With its length in front of it, because it may hold line ends."""
+    return name.encode() + b"\n" + struct.pack("<Q", len(value)) + value + b"\n"
+
+
+class JournalWriter:
+    """What the journal does not take goes to stderr as JSON, which leads there as well."""
+
+    def __init__(self, path: str = SOCKET) -> None:
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(TIMEOUT_S)
+
+    def __call__(self, event: Mapping[str, object]) -> None:
+        """Write one entry."""
+        try:
+            self._socket.sendto(encode(event), self._path)
+        except OSError:
+            print(json.dumps(event, default=str), file=sys.stderr)

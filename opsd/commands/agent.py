@@ -45,12 +45,13 @@ def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) 
 def serve(settings: Settings) -> int:
     """Run the agent until it is told to stop; returns the exit code."""
     from opsd.agent import systemd
-    from opsd.agent.job_nodes import PeerError, job_nodes
     from opsd.agent.logs import configure
-    from opsd.agent.page_history import History
-    from opsd.agent.server import App, Server
-    from opsd.agent.web_config import WebConfig, WebConfigError
-    from opsd.agent.web_config import load as load_web
+    from opsd.agent.web.access import WebConfig, WebConfigError
+    from opsd.agent.web.access import load as load_web
+    from opsd.agent.web.app import App
+    from opsd.agent.web.history import History
+    from opsd.agent.web.job_nodes import PeerError, job_nodes
+    from opsd.agent.web.server import Server
     from opsd.agent.wiring import build_journal, build_loop
 
     log = configure()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from opsd.agent.web_config import has_tls
+from opsd.agent.web.access import has_tls
 from opsd.commands.output import fail
 from opsd.commands.settings import load
 from opsd.config import AgentSettings

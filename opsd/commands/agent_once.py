@@ -11,9 +11,9 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.agent import collectors
-from opsd.agent.exposition import Exposition
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.metrics import collector_samples
+from opsd.agent.web.exposition import Exposition
 from opsd.config import Settings
 
 _STYLES = {Health.OK: "green", Health.NO_DATA: "dim", Health.ERROR: "red", Health.HUNG: "red", Health.STARTING: "dim"}

@@ -15,9 +15,10 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from opsd import exitcodes
-from opsd.agent import server as module
 from opsd.agent.loop import Snapshot
-from opsd.agent.server import App, Server
+from opsd.agent.web import server as module
+from opsd.agent.web.app import App
+from opsd.agent.web.server import Server
 from opsd.collectors.base import NoData, Reading, Sample
 from opsd.commands.main import cli
 from opsd.runbooks.base import Cost, State

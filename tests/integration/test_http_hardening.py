@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opsd.agent.loop import Snapshot
-from opsd.agent.server import CONNECTION_S, App, Server
+from opsd.agent.web.app import App
+from opsd.agent.web.server import CONNECTION_S, Server
 from opsd.collectors.base import Metric, Sample
 from tests.fakes.agent import SILENT
 

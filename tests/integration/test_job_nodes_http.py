@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.job_nodes import Asker, JobNodes
-from opsd.agent.server import App, Request, Server
-from opsd.agent.web_config import load
+from opsd.agent.web.access import load
+from opsd.agent.web.app import App, Request
+from opsd.agent.web.job_nodes import Asker, JobNodes
+from opsd.agent.web.server import Server
 from opsd.config import AgentSettings
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually

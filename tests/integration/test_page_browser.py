@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.ledgers import Ledgers, Made
 from opsd.agent.loop import Snapshot
-from opsd.agent.page_history import History
-from opsd.agent.server import App, Request, Server
+from opsd.agent.web.app import App, Request
+from opsd.agent.web.history import History
+from opsd.agent.web.ledgers import Ledgers, Made
+from opsd.agent.web.server import Server
 from tests.fakes.agent import SILENT
 from tests.fakes.incidents import incident
 from tests.unit.test_page import gpu, rank, run, samples, snapshot

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from opsd.agent import api
 from opsd.agent.loop import Snapshot
-from opsd.agent.server import App, Server
+from opsd.agent.web import api
+from opsd.agent.web.app import App
+from opsd.agent.web.server import Server
 from opsd.collectors.base import GpuFact, Sample
 from opsd.collectors.nvml_series import GPU_TEMP
 from opsd.commands.top import screen

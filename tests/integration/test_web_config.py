@@ -21,8 +21,9 @@ bcrypt = pytest.importorskip("bcrypt")
 yaml = pytest.importorskip("yaml")
 
 from opsd.agent.loop import Snapshot  # noqa: E402
-from opsd.agent.server import App, Server  # noqa: E402
-from opsd.agent.web_config import WebConfig, WebConfigError, load  # noqa: E402
+from opsd.agent.web.access import WebConfig, WebConfigError, load  # noqa: E402
+from opsd.agent.web.app import App  # noqa: E402
+from opsd.agent.web.server import Server  # noqa: E402
 from tests.fakes.agent import SILENT  # noqa: E402
 from tests.fakes.process import Opsd  # noqa: E402
 

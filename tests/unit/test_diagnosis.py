@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from click.testing import CliRunner
 
 from opsd import exitcodes
-from opsd.agent import api
 from opsd.agent.diagnosis import Diagnosis, diagnose, to_rank
 from opsd.agent.loop import Snapshot
+from opsd.agent.web import api
 from opsd.collectors.base import RankFact
 from opsd.commands.main import cli
 from tests.fakes.facts import rank, steps

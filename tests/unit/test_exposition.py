@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from opsd.agent.exposition import Exposition
+from opsd.agent.web.exposition import Exposition
 from opsd.collectors.base import Metric, Sample
 
 METRICS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.job_nodes import FRESH_S, MAX_NODES, Answer, Asker, JobNodes, NodeOfJob, PeerError, job_nodes
+from opsd.agent.web.job_nodes import FRESH_S, MAX_NODES, Answer, Asker, JobNodes, NodeOfJob, PeerError, job_nodes
 from opsd.config import AgentSettings, Settings, SlurmSettings
 from opsd.slurm.port import SlurmError
 from tests.fakes.clock import FakeClock, eventually

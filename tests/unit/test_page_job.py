@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from opsd.agent.job_nodes import Answer, NodeOfJob, Others, Told
-from opsd.agent.ledgers import FRESH_S, REST, Ledgers, Made, make_ledger
 from opsd.agent.loop import Snapshot
-from opsd.agent.page_cache import PageCache
-from opsd.agent.page_history import History
-from opsd.agent.page_job import job_page, node_of_job
-from opsd.agent.server import App, Request
+from opsd.agent.web.app import App, PageCache, Request
+from opsd.agent.web.history import History
+from opsd.agent.web.job_nodes import Answer, NodeOfJob, Others, Told
+from opsd.agent.web.job_page import job_page, node_of_job
+from opsd.agent.web.ledgers import FRESH_S, REST, Ledgers, Made, make_ledger
 from opsd.collectors.base import Metric, Sample
 from opsd.collectors.ranks import MFU
 from tests.fakes.clock import FakeClock, eventually
@@ -185,7 +184,7 @@ def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
 WITHOUT_SETPRIORITY = """
 import ctypes, json, os, struct, sys
 from pathlib import Path
-from opsd.agent.ledgers import make_ledger
+from opsd.agent.web.ledgers import make_ledger
 
 number = {"x86_64": 141, "aarch64": 140}[os.uname().machine]
 # load the number of the call; if it is setpriority, EPERM, else allow it

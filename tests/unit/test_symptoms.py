@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from opsd.agent import api
+from opsd.agent.web import api
 from opsd.collectors.base import Reading
 from opsd.runbooks.base import Action, Culprit, Finding, Runbook
 from tests.fakes.agent import Agent, runbook

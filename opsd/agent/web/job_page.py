@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Final
 
-from opsd.agent.api import newest_first
-from opsd.agent.job_nodes import NodeOfJob, Others, Told
-from opsd.agent.ledgers import Made
 from opsd.agent.loop import Snapshot
-from opsd.agent.page_history import LOSS, TOKENS, History
-from opsd.agent.page_html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.page_parts import MAX_INCIDENTS, MAX_RANKS, TONES, incidents, phase_shares, ranks, span
+from opsd.agent.web.api import newest_first
+from opsd.agent.web.history import LOSS, TOKENS, History
+from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
+from opsd.agent.web.job_nodes import NodeOfJob, Others, Told
+from opsd.agent.web.ledgers import Made
+from opsd.agent.web.parts import MAX_INCIDENTS, MAX_RANKS, TONES, incidents, phase_shares, ranks, span
 from opsd.collectors.base import RankFact, RunFact
 
 MFU: Final = "opsd_rank_mfu_ratio"

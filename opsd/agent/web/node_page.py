@@ -10,12 +10,12 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from opsd import __version__
-from opsd.agent.api import newest_first
 from opsd.agent.gather import Health
 from opsd.agent.loop import Snapshot
-from opsd.agent.page_history import LOSS, THROTTLED, TOKENS, History, current
-from opsd.agent.page_html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.page_parts import TONES, count, incidents, phase_shares, ranks, span
+from opsd.agent.web.api import newest_first
+from opsd.agent.web.history import LOSS, THROTTLED, TOKENS, History, current
+from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
+from opsd.agent.web.parts import TONES, count, incidents, phase_shares, ranks, span
 from opsd.collectors.base import GpuFact, RankFact, RunFact
 
 MAX_RUNS: Final = 8

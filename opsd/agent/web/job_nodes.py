@@ -20,7 +20,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from opsd.agent.web_config import has_tls
+from opsd.agent.web.access import has_tls
 from opsd.config import AgentSettings, Settings
 from opsd.slurm.port import SlurmError
 

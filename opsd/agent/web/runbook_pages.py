@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from opsd.agent.page_html import Html, card, document, h, join, link
+from opsd.agent.web.html import Html, card, document, h, join, link
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.alert_pages import PAGES
 from opsd.runbooks.base import SECTIONS, Page

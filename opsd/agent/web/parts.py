@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 from opsd.agent.correlate import symptoms_of
-from opsd.agent.page_html import Html, card, h, join, link, nothing, pill, table
+from opsd.agent.web.html import Html, card, h, join, link, nothing, pill, table
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Incident, Severity, State
 

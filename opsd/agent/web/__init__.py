@@ -1,0 +1,1 @@
+"""What the agent says over HTTP: metrics, the API, and pages for people."""

@@ -1,0 +1,202 @@
+"""What is answered at which address; read only.
+
+========================= ==========================================================================
+``/``                     this node for people; ``?refresh=5`` loads it again every 5 s
+``/job/ID``               one job, or one run by its name: this node, and what the job's other nodes say
+``/runbooks/NAME``        the page of a runbook or an alert; ``/runbooks/`` lists them
+``/metrics``              every series, Prometheus text or OpenMetrics
+``/healthz``              200 while the loop ticks, 503 otherwise
+``/readyz``               200 once the first collection is done and while the loop ticks
+``/api/v1/status``        collectors, GPUs, ranks, runs, journal
+``/api/v1/ranks``         what the rank pages say, recent steps included; ``?job=4242``
+``/api/v1/jobs/ID``       what this node knows of a job, in brief
+``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: symptoms whole
+``/api/v1/incidents/ID``  one incident, its symptoms, and past ones like it
+``/api/v1/statistics``    how incidents went, by kind
+========================= ==========================================================================
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+from opsd.agent.loop import Snapshot
+from opsd.agent.web import api
+from opsd.agent.web.exposition import Exposition
+from opsd.agent.web.history import History
+from opsd.agent.web.html import HEADERS
+from opsd.agent.web.job_nodes import JobNodes
+from opsd.agent.web.job_page import job_page, node_of_job
+from opsd.agent.web.ledgers import Ledgers
+from opsd.agent.web.node_page import REFRESH_S, node_page
+from opsd.agent.web.runbook_pages import runbook_list, runbook_page
+
+DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
+JSON = "application/json; charset=utf-8"
+
+Answer = tuple[HTTPStatus, bytes, Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What of a request matters here. ``query`` has every value of every parameter."""
+
+    path: str
+    query: Mapping[str, list[str]]
+    accept: str = ""
+    accept_encoding: str = ""
+
+
+class App:
+    """Answers requests from the newest snapshot. ``stale_s``: a loop that has not ticked for longer is not healthy."""
+
+    def __init__(
+        self,
+        latest: Callable[[], Snapshot],
+        facts: Mapping[str, Any],
+        *,
+        stale_s: float,
+        history: History | None = None,
+        ledgers: Ledgers | None = None,
+        job_nodes: JobNodes | None = None,
+    ) -> None:
+        self._latest = latest
+        self._facts = facts
+        self._history = history or History()
+        self._ledgers = ledgers or Ledgers()
+        self._job_nodes = job_nodes
+        self._pages = PageCache()
+        self._stale_s = stale_s
+        self._exposition = Exposition(lambda: latest().samples)
+        self._routes: Mapping[str, Callable[[Request], Answer]] = {
+            "/": self._index,
+            "/metrics": self._metrics,
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+            "/api/v1/status": self._status,
+            "/api/v1/ranks": self._ranks,
+            "/api/v1/incidents": self._incidents,
+            "/api/v1/statistics": lambda _request: _json(api.incident_statistics(self._latest())),
+        }
+
+    def __call__(self, request: Request) -> Answer:
+        """The answer to one request; safe to be called from several threads."""
+        if route := self._routes.get(request.path):
+            return route(request)
+        if request.path.startswith("/api/v1/incidents/"):
+            return self._incident(request.path.rpartition("/")[2])
+        if request.path.startswith("/api/v1/jobs/"):
+            return self._job_summary(unquote(request.path.rpartition("/")[2]))
+        if request.path.startswith("/job/"):
+            return self._job(unquote(request.path.removeprefix("/job/")))
+        if request.path.startswith("/runbooks/"):
+            return _runbook(request.path.removeprefix("/runbooks/"))
+        return problem(HTTPStatus.NOT_FOUND, f"nothing at {request.path}; see /")
+
+    def _metrics(self, request: Request) -> Answer:
+        body, headers = self._exposition.render(request.accept, request.accept_encoding)
+        return HTTPStatus.OK, body, headers
+
+    def _healthz(self, _request: Request) -> Answer:
+        age = time.monotonic() - self._latest().at
+        if age > self._stale_s:
+            return problem(HTTPStatus.SERVICE_UNAVAILABLE, f"the loop has not ticked for {age:.1f} s")
+        return _json({"status": "ok"})
+
+    def _readyz(self, request: Request) -> Answer:
+        if self._latest().tick < 0:
+            return problem(HTTPStatus.SERVICE_UNAVAILABLE, "the first collection is not done yet")
+        return self._healthz(request)
+
+    def _status(self, _request: Request) -> Answer:
+        return _json(api.status(self._latest(), self._facts, time.monotonic()))
+
+    def _incidents(self, request: Request) -> Answer:
+        text = request.query.get("limit", [str(DEFAULT_LIMIT)])[-1]
+        if not text.isascii() or not text.isdigit() or len(text) > 9:
+            return problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
+        states, nested = request.query.get("state", ()), request.query.get("symptoms", ["0"])[-1] == "1"
+        return _json(api.incident_list(self._latest(), states, min(int(text), MAX_LIMIT), nested=nested))
+
+    def _ranks(self, request: Request) -> Answer:
+        return _json(api.ranks(self._latest(), request.query.get("job", [""])[-1]))
+
+    def _incident(self, id: str) -> Answer:
+        latest = self._latest()
+        found = api.find(latest, id)
+        if found is None:
+            return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
+        return _json(api.incident_details(latest, found))
+
+    def _index(self, request: Request) -> Answer:
+        wanted = request.query.get("refresh", ["0"])[-1]
+        refresh_s = next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
+        latest, now = self._latest(), time.monotonic()
+
+        def make() -> bytes:
+            return node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now)
+
+        return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", HEADERS
+
+    def _job_summary(self, id: str) -> Answer:
+        summary = node_of_job(self._latest(), id, str(self._facts.get("node", "")), time.monotonic())
+        if summary is None:
+            return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node")
+        return HTTPStatus.OK, summary.model_dump_json().encode() + b"\n", {"Content-Type": JSON}
+
+    def _job(self, id: str) -> Answer:
+        latest, now = self._latest(), time.monotonic()
+        node = str(self._facts.get("node", ""))
+
+        def make() -> bytes | None:
+            return job_page(
+                latest, self._history, self._ledgers.of, id, node, now, self._job_nodes.of if self._job_nodes else None
+            )
+
+        body = self._pages.get(id, latest, now, make)
+        if body is None:
+            return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
+        return HTTPStatus.OK, body, HEADERS
+
+
+def _runbook(name: str) -> Answer:
+    body = runbook_page(name) if name else runbook_list()
+    if body is None:
+        return problem(HTTPStatus.NOT_FOUND, "no runbook has this name; see /runbooks/")
+    return HTTPStatus.OK, body, HEADERS
+
+
+def _json(value: object) -> Answer:
+    return HTTPStatus.OK, api.encode(value), {"Content-Type": JSON}
+
+
+def problem(status: HTTPStatus, text: str) -> Answer:
+    """A refusal as JSON."""
+    return status, api.encode({"error": text}), {"Content-Type": JSON}
+
+
+class PageCache:
+    """Keeps what was made of the newest snapshot in the current second. Safe to be used from several threads."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._of: tuple[Snapshot, int] | None = None
+        self._pages: dict[Hashable, bytes | None] = {}
+
+    def get(self, key: Hashable, snapshot: Snapshot, now: float, make: Callable[[], bytes | None]) -> bytes | None:
+        """The page ``key``, made by ``make`` unless somebody has asked for it in the second of ``now`` already.
+
+        A snapshot that stays, because the loop hangs, is made anew each second: its page tells how old it is.
+        """
+        with self._guard:
+            if self._of is None or self._of[0] is not snapshot or self._of[1] != int(now):
+                self._of, self._pages = (snapshot, int(now)), {}
+            if key not in self._pages:
+                self._pages[key] = make()
+            return self._pages[key]
