@@ -29,7 +29,7 @@ from opsd.launch.io.protocol import Member
 GATHER_S = 0.02
 """Changes that come so shortly after each other make one plan."""
 RANKS = 8
-HEADS, NICE = 8, 10
+LEADERS, NICE = 8, 10
 """The first launchers, which lead in turn, come before the others: on a cluster each has a machine of its own."""
 ANSWER = Ready(29_500, 1_234_567, 1_234_500)
 """As long as what a launcher answers."""
@@ -44,12 +44,12 @@ def member(number: int, port: int) -> Member:
 
 
 class State(NamedTuple):
-    """When a launcher began its newest plan, on the monotonic clock, its number and slots; whether it is head."""
+    """When a launcher began its newest plan, on the monotonic clock, its number and slots; whether it is leader."""
 
     at: float
     number: int
     slots: int
-    head: bool
+    leader: bool
 
 
 class States:
@@ -68,7 +68,7 @@ class States:
 
 
 class Simulated:
-    """One launcher and its listener; as head it gives a slot to each that is alive, once all ``expected`` are."""
+    """One launcher and its listener; as leader it gives a slot to each that is alive, once all ``expected`` are."""
 
     def __init__(self, number: int, members: Sequence[Member], settings: Mapping[str, Any], states: States) -> None:
         self.loop = Loop()
@@ -88,8 +88,8 @@ class Simulated:
     def stuck(self) -> bool:
         return True
 
-    def head_changed(self, head: str | None) -> None:
-        self._states[self._number] = self._states[self._number]._replace(head=head == self.group.own.name)
+    def leader_changed(self, leader: str | None) -> None:
+        self._states[self._number] = self._states[self._number]._replace(leader=leader == self.group.own.name)
         self._propose_soon()
 
     def joined(self, member: Member) -> None:
@@ -105,7 +105,7 @@ class Simulated:
 
     def _propose(self) -> None:
         self._pending = None
-        alive = self.group.alive if self.group.head == self.group.own.name else {}
+        alive = self.group.alive if self.group.leader == self.group.own.name else {}
         if len(alive) >= max(self._expected, 1) and len(alive) != self._states[self._number].slots:
             self.group.propose(tuple(sorted(alive)), PAYLOAD)
 
@@ -114,8 +114,8 @@ class Simulated:
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
         self._expected = 0
-        head = self.group.head == self.group.own.name
-        self._states[self._number] = State(time.monotonic(), plan.number, len(plan.slots), head)
+        leader = self.group.leader == self.group.own.name
+        self._states[self._number] = State(time.monotonic(), plan.number, len(plan.slots), leader)
 
     def cut_off(self) -> None:
         """Nothing runs here that would have to end."""
@@ -136,7 +136,7 @@ def _fork(number: int, members: Sequence[Member], settings: Mapping[str, Any], s
     if pid:
         return pid
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if number > HEADS:
+    if number > LEADERS:
         os.nice(NICE)
     if os.getppid() == parent:
         Simulated(number, members, settings, states).loop.run()

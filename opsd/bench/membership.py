@@ -63,7 +63,7 @@ def _agreed(states: States, there: Collection[int], after: int) -> tuple[int, fl
 
 
 def _head(states: States, there: Collection[int]) -> int:
-    heads = [launcher for launcher in there if states[launcher].head]
+    heads = [launcher for launcher in there if states[launcher].leader]
     if len(heads) != 1:
         raise BenchError(f"the machine is too busy: {len(heads)} launchers lead")
     return heads[0]

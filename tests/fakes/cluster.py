@@ -12,9 +12,9 @@ from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.messages import Progress, Told
 from opsd.launch.run.nodes import Shape
-from tests.fakes.head import NODES, PlayedGroup, PlayedLoop, member
+from tests.fakes.leader import NODES, PlayedGroup, PlayedLoop, member
 
-OWN, HEAD = "n2", "n1"
+OWN, LEADER = "n2", "n1"
 
 
 class PlayedNode:
@@ -62,19 +62,19 @@ class PlayedNode:
 
 
 class Fellow:
-    """The launcher of n2; n1 is the head. ``told`` is what the head has heard of it."""
+    """The launcher of n2; n1 is the leader. ``told`` is what the leader has heard of it."""
 
     def __init__(self, *, guest: bool = False, waits: bool = False, least: int = 3) -> None:
         self.loop = PlayedLoop()
         self.node = PlayedNode(self.loop)
         self.group = PlayedGroup(*NODES)
         self.job: list[tuple[int, tuple[str, ...]]] = []
-        self.group.own, self.group.head = member(OWN), HEAD
+        self.group.own, self.group.leader = member(OWN), LEADER
         self.run = ClusterRun(
             self.node,  # type: ignore[arg-type]
             self.group,
             Shape(least, 3, NODES, wait_s=60.0 if waits else 0.0),
-            new_head=self._new_head,  # type: ignore[arg-type]
+            new_leader=self._new_leader,  # type: ignore[arg-type]
             job=SimpleNamespace(end=lambda code, lost, unfit: self.job.append((code, lost))),
             ready=lambda: "",
             guest=guest,
@@ -82,8 +82,8 @@ class Fellow:
         )
         self.run.start_run()
 
-    def _new_head(self, over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> SimpleNamespace:
-        """A head that does nothing; ``end_run`` is what it calls at the end."""
+    def _new_leader(self, over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> SimpleNamespace:
+        """A leader that does nothing; ``end_run`` is what it calls at the end."""
         self.end_run = over
         return SimpleNamespace(take_over=lambda: None, retire=lambda: None)
 
@@ -94,7 +94,7 @@ class Fellow:
     def plan(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> Plan:
         members = tuple(member(name) for name in sorted((*slots, *spares)))
         payload: dict[str, Any] = {"first": True, "keep": keep, "restarts": 0, "unfit": [], "noticed_s": 0.0}
-        return Plan(number, HEAD, slots, members, {one.name: 2 for one in members}, payload)
+        return Plan(number, LEADER, slots, members, {one.name: 2 for one in members}, payload)
 
     def prepare(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> None:
         """A plan is claimed."""
@@ -119,13 +119,13 @@ class Fellow:
         rank = SimpleNamespace(rank=2, log="", log_tail=lambda lines=0: "", report_exit=lambda *_, culprit: None)
         self.run.failed([(Failure(2, "exit code 1", kind, 0.0), rank)])  # type: ignore[list-item]
 
-    def elect(self, head: str | None) -> None:
-        """The head changes, or is lost."""
-        self.group.head = head
-        self.run.head_changed(head)
+    def elect(self, leader: str | None) -> None:
+        """The leader changes, or is lost."""
+        self.group.leader = leader
+        self.run.leader_changed(leader)
 
     def hear(self) -> list[Told]:
-        """What the head was told since it was asked last, progress left out."""
+        """What the leader was told since it was asked last, progress left out."""
         told = [message for message in self.told if not isinstance(message, Progress)]
         self.told.clear()
         return told

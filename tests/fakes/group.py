@@ -49,7 +49,7 @@ class World:
         """Who sees the folder as it was at a time, and until when."""
         self.lost_answers = 0.0
         self.asked_to_end = False
-        """Somebody has told a head to end the run."""
+        """Somebody has told a leader to end the run."""
         self.launchers: dict[str, Launcher] = {}
         self.folder: Callable[[World, str, Launcher], PlayedFolder] = PlayedFolder
         """What launchers that begin from now on have for the run's folder."""
@@ -80,7 +80,10 @@ class World:
 
     def story(self) -> list[tuple[Any, ...]]:
         claims = [(round(t, 2), c.number, c.launcher, c.plan.get("slots", c.plan.get("end"))) for t, c in self.claims]
-        return [*claims, *((one.name, one.core.phase, one.core.number, one.core.head, one.ranks) for one in self.alive)]
+        return [
+            *claims,
+            *((one.name, one.core.phase, one.core.number, one.core.leader, one.ranks) for one in self.alive),
+        ]
 
     @property
     def alive(self) -> list[Launcher]:
@@ -213,9 +216,9 @@ class Running:
 
 @dataclass
 class Launcher:
-    """A launcher with a simple head: every loss of a node at work is answered by the next generation.
+    """A launcher with a simple leader: every loss of a node at work is answered by the next generation.
 
-    What it takes over goes on if all of its nodes are there, as with the head of ``opsd.launch.run``.
+    What it takes over goes on if all of its nodes are there, as with the leader of ``opsd.launch.run``.
     """
 
     world: World
@@ -294,11 +297,11 @@ class Launcher:
     def stuck(self) -> bool:
         return self.ranks is None
 
-    def head_changed(self, head: str | None) -> None:
+    def leader_changed(self, leader: str | None) -> None:
         self.ending = False
-        if head == self.name:
+        if leader == self.name:
             self._take_over()
-        if head is not None:
+        if leader is not None:
             self._tell_lack()
 
     def _take_over(self) -> None:
@@ -312,7 +315,7 @@ class Launcher:
             core.propose(plan.slots, {"keep": plan.generation})
 
     def end(self) -> None:
-        """As the head, end the run."""
+        """As the leader, end the run."""
         self.ending = self.world.asked_to_end = True
         self.core.end(0, "done")
 
@@ -352,16 +355,16 @@ class Launcher:
             self.ranks = Running(plan.number, plan.slots)
         at_work = self.ranks is not None and self.ranks.number == plan.generation
         if self.name in plan.slots and not at_work:
-            self.core.tell_head({"kind": "waiting", "number": plan.generation})
+            self.core.tell_leader({"kind": "waiting", "number": plan.generation})
 
     def cut_off(self) -> None:
         self.ranks, self.lack = None, True
 
     def _tell_lack(self) -> None:
-        """The ranks of the newest generation ended for want of a head."""
+        """The ranks of the newest generation ended for want of a leader."""
         if self.lack and self.core.plan is not None:
             self.lack = False
-            self.core.tell_head({"kind": "waiting", "number": self.core.plan.generation})
+            self.core.tell_leader({"kind": "waiting", "number": self.core.plan.generation})
 
     def overtaken(self) -> None:
         self.left, self.ranks, self.dead = "overtaken", None, True

@@ -37,11 +37,11 @@ class Claiming:
     def stuck(self) -> bool:
         return True
 
-    def head_changed(self, head: str | None) -> None:
-        self.note("head", head=head)
+    def leader_changed(self, leader: str | None) -> None:
+        self.note("leader", leader=leader)
         plan, group = self._group.plan, self._group
         goes_on = plan is not None and group.begun and group.holds and not set(plan.slots) - group.alive.keys()
-        if head == group.own.name and not goes_on:
+        if leader == group.own.name and not goes_on:
             self._propose()
 
     def _propose(self) -> None:

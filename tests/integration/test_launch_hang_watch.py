@@ -97,7 +97,7 @@ def stalled(tmp_path: Path) -> Iterator[Stalled]:
 
 
 def test_stacks_are_taken_once_while_a_hang_lasts(stalled: Stalled) -> None:
-    """A hang that the head lets last keeps the stacks taken first: no further dumps, and the file stays as it was."""
+    """A hang that the leader lets last keeps the stacks taken first: no further dumps, and the file stays as it was."""
     hangs = stalled.look(lambda seen: len(seen) == 10)
     assert stalled.dumps == 2 * len(stalled.ranks)
     assert all("all_reduce" in rank.where for hang in hangs for rank in hang.ranks)

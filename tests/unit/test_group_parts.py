@@ -265,12 +265,12 @@ def test_a_claim_that_lands_late_is_told_from_what_is_wanted_now() -> None:
 
 
 class Others:
-    """Whom a head speaks to: what each has heard of its orders, and what the head has found."""
+    """Whom a leader speaks to: what each has heard of its orders, and what the leader has found."""
 
     def __init__(self) -> None:
         self.heard: dict[str, list[Body]] = {"n2": [], "n3": []}
         self._inboxes = {name: Inbox() for name in self.heard}
-        self.head = Leading(member("n1"), 1, self._send, 2.0)
+        self.leader = Leading(member("n1"), 1, self._send, 2.0)
 
     def _send(self, target: Member, message: Message) -> None:
         body = self._inboxes[target.name].take(*astuple(message)) if isinstance(message, Order) else None
@@ -279,19 +279,19 @@ class Others:
 
     def answer(self, *names: str, now: float) -> None:
         for name in names:
-            self.head.here(member(name), Here(1, 1, f"{name}-1", orders=self._inboxes[name].heard), now)
+            self.leader.here(member(name), Here(1, 1, f"{name}-1", orders=self._inboxes[name].heard), now)
 
 
 @pytest.mark.parametrize("how", ["lost", "stepped down"])
 def test_orders_are_heard_by_who_has_not_noticed_that_it_was_lost(how: str) -> None:
-    """It stood still, or the head did; what the head then begins to say is not what was said before."""
+    """It stood still, or the leader did; what the leader then begins to say is not what was said before."""
     others = Others()
     others.answer("n2", "n3", now=0.0)
-    others.head.order({"say": 1})
+    others.leader.order({"say": 1})
     if how == "lost":
-        others.head.lose("n2", 3.0)
+        others.leader.lose("n2", 3.0)
     else:
-        others.head.begin([(member("n2"), 1, "n2-1"), (member("n3"), 1, "n3-1")], 3.0)
+        others.leader.begin([(member("n2"), 1, "n2-1"), (member("n3"), 1, "n3-1")], 3.0)
     others.answer("n2", "n3", now=3.0)
-    others.head.order({"say": 2})
+    others.leader.order({"say": 2})
     assert others.heard == {name: [{"say": 1}, {"say": 2}] for name in ("n2", "n3")}

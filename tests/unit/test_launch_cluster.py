@@ -1,4 +1,4 @@
-"""What a launcher with fellows makes of outages, of a new head, and of signals to its own node."""
+"""What a launcher with fellows makes of outages, of a new leader, and of signals to its own node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from opsd.launch.run.shutdown import CLAIM_S
 from opsd.launch.run.supervisor import Supervisor
 from opsd.rundir import RunFolders
 from tests.fakes.cluster import Fellow
-from tests.fakes.head import NODES, SIGTERM, swap_of
+from tests.fakes.leader import NODES, SIGTERM, swap_of
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def fellow() -> Fellow:
     return fellow
 
 
-def test_ranks_run_on_without_a_head(fellow: Fellow) -> None:
+def test_ranks_run_on_without_a_leader(fellow: Fellow) -> None:
     """Nobody has claimed another generation: an outage among launchers costs the run nothing."""
     fellow.elect(None)
     fellow.loop.advance(30)
@@ -55,7 +55,7 @@ def test_ranks_run_on_without_a_head(fellow: Fellow) -> None:
 
 
 def test_an_outage_is_no_end_of_the_run(fellow: Fellow) -> None:
-    """Who was cut off has killed its ranks: the next head hears since when they do not run, not that they are done."""
+    """After a cut its ranks are killed: the next leader hears for how long they have not run, not that they ended."""
     fellow.elect(None)
     fellow.run.cut_off()
     assert fellow.node.state == "waiting"
@@ -77,7 +77,7 @@ def test_ranks_that_are_being_ended_are_gone(fellow: Fellow) -> None:
 
 
 def test_a_node_that_is_done_stays_so(fellow: Fellow) -> None:
-    """Whoever becomes head hears it, also after an outage."""
+    """Whoever becomes leader hears it, also after an outage."""
     fellow.finish_ranks()
     fellow.elect(None)
     fellow.run.cut_off()
@@ -85,7 +85,7 @@ def test_a_node_that_is_done_stays_so(fellow: Fellow) -> None:
     assert fellow.hear() == [Ended(1), Ended(1)]
 
 
-def test_ranks_that_failed_under_a_head_that_died_are_not_done(fellow: Fellow) -> None:
+def test_ranks_that_failed_under_a_leader_that_died_are_not_done(fellow: Fellow) -> None:
     """Only that one had heard of the failure."""
     fellow.node.generation.running = []
     fellow.elect("n3")
@@ -114,8 +114,8 @@ def test_ranks_that_are_being_ended_are_not_kept(fellow: Fellow) -> None:
     assert ([number for number, _ in fellow.group.answers], fellow.hear()) == ([1, 3], [Waiting(1, 0.0)])
 
 
-def test_a_failure_is_told_to_the_next_head(fellow: Fellow) -> None:
-    """One rank has failed, the other waits for it, for good: the head that was told has died before it acted."""
+def test_a_failure_is_told_to_the_next_leader(fellow: Fellow) -> None:
+    """One rank has failed, the other waits for it, for good: the leader that was told has died before it acted."""
     fellow.fail("signal")
     (told,) = fellow.hear()
     fellow.elect(None)
@@ -141,15 +141,15 @@ def test_ranks_that_a_claim_keeps_run_on(fellow: Fellow) -> None:
     assert (fellow.group.answers[-1][0], fellow.hear()) == (2, [])
 
 
-def test_who_gave_its_ranks_up_says_so_to_the_head_that_keeps_them(fellow: Fellow) -> None:
-    """The head cannot see it, and the others would wait for them."""
+def test_who_gave_its_ranks_up_says_so_to_the_leader_that_keeps_them(fellow: Fellow) -> None:
+    """The leader cannot see it, and the others would wait for them."""
     fellow.elect(None)
     fellow.run.cut_off()
     fellow.begin(2, *NODES, keep=1)
     assert fellow.hear() == [Waiting(1, 0.0)]
 
 
-def test_a_head_that_keeps_the_ranks_hears_who_is_done(fellow: Fellow) -> None:
+def test_a_leader_that_keeps_the_ranks_hears_who_is_done(fellow: Fellow) -> None:
     """It counts anew who has ended in good order: the run would never be over."""
     fellow.finish_ranks()
     fellow.hear()
@@ -161,8 +161,8 @@ def test_a_head_that_keeps_the_ranks_hears_who_is_done(fellow: Fellow) -> None:
     assert fellow.hear() == [Ended(1)]
 
 
-def test_a_head_that_had_stepped_down_hears_what_it_knew(fellow: Fellow) -> None:
-    """It leads anew from what it is told, and this launcher may not have noticed: its head is the one that it had."""
+def test_a_leader_that_had_stepped_down_hears_what_it_knew(fellow: Fellow) -> None:
+    """It leads anew from what it is told, and this launcher may not have noticed: its leader is the one that it had."""
     fellow.run.asked_to_stop("SIGTERM")
     fellow.finish_ranks()
     fellow.hear()
@@ -171,14 +171,14 @@ def test_a_head_that_had_stepped_down_hears_what_it_knew(fellow: Fellow) -> None
 
 
 def test_a_process_that_missed_the_beginning_starts_no_ranks() -> None:
-    """It was another one of its name that was ready: the head has to begin the next generation."""
+    """It was another one of its name that was ready: the leader has to begin the next generation."""
     fellow = Fellow()
     fellow.prepare(4, *NODES)
     fellow.run.begin(fellow.plan(4, *NODES), None)
     assert (fellow.node.generation.running, fellow.hear()) == ([], [Waiting(4, 0.0)])
 
 
-def test_a_head_whose_end_the_folder_does_not_take_ends_without(fellow: Fellow) -> None:
+def test_a_leader_whose_end_the_folder_does_not_take_ends_without(fellow: Fellow) -> None:
     """And does with the job what there is to be done."""
     fellow.elect("n2")
     fellow.group.holds, fellow.group.alive = True, {}
@@ -191,7 +191,7 @@ def test_a_head_whose_end_the_folder_does_not_take_ends_without(fellow: Fellow) 
 
 @pytest.mark.parametrize("leads_again", [False, True])
 def test_an_end_that_nobody_made_is_forgotten(fellow: Fellow, leads_again: bool) -> None:
-    """The run went on, under another head or the same again: whoever leaves it later leaves the job alone."""
+    """The run went on, under another leader or the same again: whoever leaves it later leaves the job alone."""
     fellow.elect("n2")
     fellow.group.holds = True
     fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
@@ -202,7 +202,7 @@ def test_an_end_that_nobody_made_is_forgotten(fellow: Fellow, leads_again: bool)
     fellow.elect(None)
     fellow.node.generation.running = []
     fellow.loop.advance(60)
-    assert (fellow.job, fellow.node.left) == ([], (exitcodes.REQUEUE, "no head of the run within reach for 60 s"))
+    assert (fellow.job, fellow.node.left) == ([], (exitcodes.REQUEUE, "no leader of the run within reach for 60 s"))
 
 
 def test_another_copy_of_the_run_ends_this_one(fellow: Fellow) -> None:
@@ -213,7 +213,7 @@ def test_another_copy_of_the_run_ends_this_one(fellow: Fellow) -> None:
 
 
 def test_a_folder_that_pauses_ends_nothing(fellow: Fellow) -> None:
-    """It delays a recovery; whoever waits for a head meanwhile goes on waiting."""
+    """It delays a recovery; whoever waits for a leader meanwhile goes on waiting."""
     fellow.elect(None)
     fellow.group.folder_silent_s = 59.0
     fellow.loop.advance(61)
@@ -223,7 +223,7 @@ def test_a_folder_that_pauses_ends_nothing(fellow: Fellow) -> None:
     assert fellow.node.left is None, "ranks that go on are no reason to leave"
     fellow.node.generation.running = []
     fellow.loop.advance(60)
-    assert fellow.node.left == (exitcodes.REQUEUE, "no head of the run within reach for 60 s")
+    assert fellow.node.left == (exitcodes.REQUEUE, "no leader of the run within reach for 60 s")
 
 
 @pytest.mark.parametrize(
@@ -251,16 +251,16 @@ def test_a_folder_that_can_never_be_used_again_ends_the_run(
 def test_a_run_does_not_begin_in_a_folder_that_cannot_be_used() -> None:
     """Said at once."""
     fellow = Fellow()
-    fellow.group.head = None
+    fellow.group.leader = None
     fellow.group.folder_error, fellow.group.folder_silent_s = OSError(errno.EROFS, "Read-only file system"), 0.1
     fellow.loop.advance(1)
     assert fellow.node.left == (exitcodes.FAILED, "the run's folder cannot be used: Read-only file system")
 
 
 def test_who_finds_nobody_leaves() -> None:
-    """When the time to join is up and no head has been found."""
+    """When the time to join is up and no leader has been found."""
     fellow = Fellow()
-    fellow.group.head = None
+    fellow.group.leader = None
     fellow.loop.advance(601)
     assert fellow.node.left == (exitcodes.FAILED, "fewer launchers than the run needs have come within 600 s")
 
@@ -276,8 +276,8 @@ def test_who_is_enough(near: tuple[str, ...], enough: bool) -> None:
     assert not fellow.run.enough(("n2", "n3"))
 
 
-def test_who_was_cut_off_gives_up_only_while_there_is_no_head(fellow: Fellow) -> None:
-    """A head that came back and is replaced a minute later is no reason to leave."""
+def test_who_was_cut_off_gives_up_only_while_there_is_no_leader(fellow: Fellow) -> None:
+    """A leader that came back and is replaced a minute later is no reason to leave."""
     fellow.elect(None)
     fellow.run.cut_off()
     fellow.loop.advance(5)
@@ -294,7 +294,7 @@ def test_who_was_cut_off_gives_up_only_while_there_is_no_head(fellow: Fellow) ->
 
 
 def test_a_signal_during_a_swap_is_told_as_what_it_is(fellow: Fellow) -> None:
-    """To the next head too: it would take it for the swap, and go on."""
+    """To the next leader too: it would take it for the swap, and go on."""
     fellow.run.received("n1", CODEC.encode(StopOrdered(1, swap_of("n3"))))
     fellow.run.asked_to_stop("SIGTERM")
     fellow.elect("n3")
@@ -335,7 +335,7 @@ def test_a_guest_that_stands_by_goes_alone() -> None:
 
 
 def test_a_guest_at_work_goes_once_it_is_replaced() -> None:
-    """It asks again whenever that may have become possible: a spare has come, or another head."""
+    """It asks again whenever that may have become possible: a spare has come, or another leader."""
     guest = Fellow(guest=True)
     guest.begin(1, *NODES)
     guest.run.asked_to_stop("SIGUSR1")
@@ -376,7 +376,7 @@ def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
 
 
 def test_nobody_leaves_its_ranks_to_themselves(fellow: Fellow) -> None:
-    """The signal came between two generations, and the head began the next before it knew: now it stops the ranks."""
+    """The signal came between two generations, and the leader began the next before it knew: now it stops the ranks."""
     fellow.prepare(2, *NODES)
     fellow.run.asked_to_stop("SIGTERM")
     fellow.begin(2, *NODES)
@@ -387,7 +387,7 @@ def test_nobody_leaves_its_ranks_to_themselves(fellow: Fellow) -> None:
 
 @pytest.mark.parametrize(("signals", "limit_s"), [(2, HASTENED_S), (3, 0.0)])
 def test_more_signals_hasten_a_launcher_whose_ranks_are_gone(fellow: Fellow, signals: int, limit_s: float) -> None:
-    """There is no head that could end the run, nor a folder in which one could be found."""
+    """There is no leader that could end the run, nor a folder in which one could be found."""
     fellow.elect(None)
     fellow.run.cut_off()
     for _ in range(signals):
@@ -400,7 +400,7 @@ def test_more_signals_hasten_a_launcher_whose_ranks_are_gone(fellow: Fellow, sig
 def test_a_launcher_that_never_met_the_others_stops_soon() -> None:
     """Nobody has to be told, and no rank saves anything: Ctrl-C before a run has begun takes seconds."""
     fellow = Fellow()
-    fellow.group.head = None
+    fellow.group.leader = None
     fellow.run.asked_to_stop("SIGTERM")
     fellow.loop.advance(UNBEGUN_S)
     assert fellow.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")

@@ -1,4 +1,4 @@
-"""Spares that say whether they may be used, and the head of a run that goes by it."""
+"""Spares that say whether they may be used, and the leader of a run that goes by it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from opsd.launch.run import messages
 from opsd.launch.run.messages import StopOrdered
 from opsd.launch.run.readiness import Readiness
-from tests.fakes.head import NODES, SPARE, PlayedGroup, PlayedLoop, Stage, swap_of
+from tests.fakes.leader import NODES, SPARE, PlayedGroup, PlayedLoop, Stage, swap_of
 
 
 def started(folder: Path, *spares: str, wait_s: float = 0.0) -> Stage:
@@ -106,7 +106,7 @@ class Asked:
         self._loop.settle()
 
     def take_a_place(self, *, answered: bool = True) -> None:
-        """The head has made a plan with this node at work."""
+        """The leader has made a plan with this node at work."""
         asks = bool(self._answers)
         self._readiness.before(self._take)
         if asks and answered:
@@ -135,7 +135,7 @@ def test_a_node_of_which_nothing_is_known_is_not_used() -> None:
 
 
 def test_a_node_that_cannot_find_out_whether_it_is_ready_gives_its_place_up() -> None:
-    """A file server hangs: nobody else ends that wait if the node is the head."""
+    """A file server hangs: nobody else ends that wait if the node is the leader."""
     asked = Asked("")
     hang = asked.hang()
     asked.take_a_place(answered=False)
@@ -149,7 +149,7 @@ def test_a_node_that_cannot_find_out_whether_it_is_ready_gives_its_place_up() ->
 
 
 def test_a_node_that_is_not_ready_says_so_again_when_it_is_wanted() -> None:
-    """A new head has not heard it."""
+    """A new leader has not heard it."""
     asked = Asked("data: x was damaged")
     asked.look()
     asked.take_a_place()

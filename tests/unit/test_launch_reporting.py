@@ -56,7 +56,7 @@ def test_event_file_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> No
 
 
 def test_run_log_is_read_and_written_in_a_thread(tmp_path: Path) -> None:
-    """A head notes what heads before it have written before it adds to it, in order, in a thread."""
+    """A leader notes what leaders before it have written before it adds to it, in order, in a thread."""
     path = tmp_path / "events.jsonl"
     RunLog("r", "n1", path).relay({"event": "checkpoint_committed", "generation": 1, "step": 5}, 0.0)
     work = WorkQueue("run log")

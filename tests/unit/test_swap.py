@@ -18,8 +18,8 @@ from opsd.runbooks.base import Action
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
-from tests.fakes.head import PlayedGroup
 from tests.fakes.launchers import SwappingLauncher
+from tests.fakes.leader import PlayedGroup
 from tests.fakes.slurm import FakeSlurm
 
 NODES = [f"n{number:02d}" for number in range(4)]

@@ -27,12 +27,12 @@ class Plan:
     """Generation ``number``: who leads it, and who does what in it.
 
     ``slots`` are the nodes that run ranks, by node rank; without any the run waits for nodes. ``members`` are the
-    launchers that were there, spares included, and ``sizes`` how many ranks each node has. ``payload`` is what the head
-    leaves to its successors; ``keep`` in it is the generation whose ranks run on, 0 if they are restarted.
+    launchers that were there, spares included, and ``sizes`` how many ranks each node has. ``payload`` is what the
+    leader leaves to its successors; ``keep`` in it is the generation whose ranks run on, 0 if they are restarted.
     """
 
     number: int
-    head: str
+    leader: str
     slots: tuple[str, ...]
     members: tuple[Member, ...]
     sizes: Mapping[str, int]
@@ -55,7 +55,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """As it stands in a claim."""
         return {
-            "head": self.head,
+            "head": self.leader,
             "slots": list(self.slots),
             "members": [member_to_json(member) for member in self.members],
             "sizes": dict(self.sizes),

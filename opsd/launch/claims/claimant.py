@@ -23,7 +23,7 @@ from opsd.launch.io.protocol import Member
 
 TIMEOUT_S = 1.5
 Phase = Literal["looking", "seeking", "claiming", "leading", "following", "over"]
-"""Before the first look; without a head; chosen to lead; head; led; done: the run has ended or goes on elsewhere."""
+"""Before the first read; no leader; elected; leading; following; done: the run has ended or goes on elsewhere."""
 _P = ParamSpec("_P")
 
 
@@ -63,8 +63,8 @@ class Claimant:
         now: float = 0.0,
     ) -> None:
         self.own = own
-        self.head: str | None = None
-        """The name of the head within reach, None while there is none."""
+        self.leader: str | None = None
+        """The name of the leader within reach, None while there is none."""
         self.plan: Plan | None = None
         """Of the newest claim that is known."""
         self.number = 0
@@ -99,7 +99,7 @@ class Claimant:
         self._calls: deque[Callable[[], None]] = deque()
         self._flushing = False
 
-    # -- the head proposes: a claim is made ------------------------------------------------------------------------
+    # -- the leader proposes: a claim is made ------------------------------------------------------------------------
 
     @property
     def holds(self) -> bool:
@@ -108,20 +108,20 @@ class Claimant:
 
     @property
     def alive(self) -> Mapping[str, Member]:
-        """(On the head.) The launchers that are being heard of, itself included."""
+        """(On the leader.) The launchers that are being heard of, itself included."""
         return self._leading.alive
 
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
-        """(Head only.) Claim the next generation, with all that are alive as members; ``Listener.prepare`` follows.
+        """(Leader only.) Claim the next generation, with all that are alive as members; ``Listener.prepare`` follows.
 
-        ``payload["keep"]`` is the generation whose ranks run on under this head, 0 if they are restarted. Replaces a
-        proposal that is not claimed yet. Somebody else's claim ends this launcher's time as head.
+        ``payload["keep"]`` is the generation whose ranks run on under this leader, 0 if they are restarted. Replaces a
+        proposal that is not claimed yet. Somebody else's claim ends this launcher's time as leader.
         """
         members = tuple(member for _, member in sorted(self.alive.items()))
         self._want(Plan(self.number + 1, self.own.name, slots, members, self._leading.sizes, payload).to_json())
 
     def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
-        """(Head only.) Claim the end of the run; ``Listener.over`` follows, on all launchers.
+        """(Leader only.) Claim the end of the run; ``Listener.over`` follows, on all launchers.
 
         Nodes that were ``lost``, or are ``unfit``, stand in the claim for whoever runs the job again.
         """
@@ -160,8 +160,8 @@ class Claimant:
         if self.phase not in ("claiming", "leading"):
             self._take_lead()
         elif not self._claiming.answers(claim.plan):
-            self._set_head(None)
-            self._set_head(self.own.name)
+            self._set_leader(None)
+            self._set_leader(self.own.name)
         if self.phase == "claiming":
             self._leading.forgive(self._now - self._chosen_at)  # nobody has been asked meanwhile
         self.phase = "leading"
@@ -228,20 +228,20 @@ class Claimant:
 
     def _obey(self, plan: Plan) -> None:
         """Somebody else has claimed the next generation."""
-        if self.head != plan.head:
-            self._set_head(None)
+        if self.leader != plan.leader:
+            self._set_leader(None)
         self._following.roster = 0
         self._claiming.forget()
         self._prepare(plan)
-        member = plan.member(plan.head)
-        if member is None or plan.head == self.own.name:
+        member = plan.member(plan.leader)
+        if member is None or plan.leader == self.own.name:
             self._seek()
-        elif self.head is None:
+        elif self.leader is None:
             self.phase = "following"
             self._following.begin(member, self._now, self.number)
 
     def _prepare(self, plan: Plan) -> None:
-        if plan.head or self.plan is None:
+        if plan.leader or self.plan is None:
             self._body = {member.name: member for member in plan.members}
             self._known |= self._body
         self.plan = plan
@@ -249,7 +249,7 @@ class Claimant:
         self._notify(self._listener.prepare, plan)
 
     def _mend(self, found: Claim | None) -> None:
-        """If somebody has damaged this head's claim, which nobody who comes could follow: claim the same again."""
+        """If somebody has damaged this leader's claim, which nobody who comes could follow: claim the same again."""
         plan = self.plan
         intact = found is None or found.launcher == self._launcher
         if intact or plan is None or self.phase != "leading" or self._claiming.busy:
@@ -288,11 +288,11 @@ class Claimant:
         self._following.ready = answer
         if self.phase == "leading":
             self._note_ready(self.own.name, answer)
-        elif self._following.head is not None:
-            self._following.answer(self._following.head, self.number)
+        elif self._following.leader is not None:
+            self._following.answer(self._following.leader, self.number)
 
     def _note_ready(self, name: str, answer: Ready) -> None:
-        """(On the head.) A node of the plan is ready; with the last of them all may begin."""
+        """(On the leader.) A node of the plan is ready; with the last of them all may begin."""
         if (begun := self._leading.ready(name, answer)) is not None:
             self._hold(self.number, begun)
 
@@ -309,14 +309,14 @@ class Claimant:
 
     # -- who leads -------------------------------------------------------------------------------------------------
 
-    def _set_head(self, head: str | None) -> None:
-        """``head`` leads from now on, None if nobody does."""
-        if self.head != head:
-            self.head = head
-            self._notify(self._listener.head_changed, head)
+    def _set_leader(self, leader: str | None) -> None:
+        """``leader`` leads from now on, None if nobody does."""
+        if self.leader != leader:
+            self.leader = leader
+            self._notify(self._listener.leader_changed, leader)
 
     def _seek(self) -> None:
-        """Look for a head, or for those without one."""
+        """Look for a leader, or for those without one."""
         self.phase = "seeking"
         self._claiming.forget()
         self._following.end()
@@ -329,7 +329,7 @@ class Claimant:
         self._chosen_at = self._now
         self._following.end()
         self._leading.begin(((one.member, one.size, one.incarnation) for one in near.values()), self._now)
-        self._set_head(self.own.name)
+        self._set_leader(self.own.name)
 
     # -- calls of the listener -------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The launchers of a run as a group, seen by one of them: what it asks, and what time and messages do.
 
-Heartbeats show who is there and carry what the head and the others have to say; they decide nothing, claims do. A state
-machine: time, messages and the folder's answers come in; messages, looks, claims and calls of the listener go out.
+Heartbeats show who is there and carry what the leader and the others have to say; they decide nothing, claims do. A
+state machine: time, messages and the folder's answers come in; messages, looks, claims and calls of the listener go
+out.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CLAIM_S = 5.0
 """Who is to claim and has nothing to claim leaves it to another after this."""
 LEASE_S = 1.0
 CUT_OFF_S = 5.0
-"""Without a head and without an answer of the folder for so long, what runs here may have been passed over."""
+"""Without a leader and without an answer of the folder for so long, what runs here may have been passed over."""
 
 
 class Group(Claimant):
@@ -47,7 +48,7 @@ class Group(Claimant):
         self._listener = listener
         self._ordered: tuple[Plan | None, Mapping[str, Member], str, tuple[str, ...]] = (None, {}, "", ())
         self._gone: set[str] = set()
-        self._ticked = self._headless_since = self._now
+        self._ticked = self._leaderless_since = self._now
         self._cut_off = False
         self._beats = 0
 
@@ -60,18 +61,18 @@ class Group(Claimant):
 
     @property
     def roster(self) -> Mapping[str, Member]:
-        """The launchers that the head was last known to hear of."""
+        """The launchers that the leader was last known to hear of."""
         return self.alive if self.phase == "leading" else self._body
 
     @property
-    def headless_s(self) -> float:
-        """For how long nothing is heard of the last head."""
+    def leaderless_s(self) -> float:
+        """For how long nothing is heard of the last leader."""
         return self._now - self._following.heard
 
     @property
     def replacing(self) -> bool:
-        """(On the head.) Whether a claim is wanted or under way that ends the ranks which run."""
-        return self.head == self.own.name and self._claiming.replacing
+        """(On the leader.) Whether a claim is wanted or under way that ends the ranks which run."""
+        return self.leader == self.own.name and self._claiming.replacing
 
     @property
     def folder_silent_s(self) -> float:
@@ -84,16 +85,16 @@ class Group(Claimant):
         """Why the run's folder cannot be used, None while it answers, or has not answered yet."""
         return self._folder.error
 
-    def tell_head(self, body: Body) -> None:
-        """Send to the head; kept until one is there, and sent to the next one if it was not confirmed."""
+    def tell_leader(self, body: Body) -> None:
+        """Send to the leader; kept until one is there, and sent to the next one if it was not confirmed."""
         if self.phase == "leading":
             self._notify(self._listener.received, self.own.name, body)
             self._wake()
         else:
-            self._following.tell(body, now_heard=self.head is not None)
+            self._following.tell(body, now_heard=self.leader is not None)
 
     def tell_all(self, body: Body) -> None:
-        """(Head only.) Send to every launcher that is alive, itself included."""
+        """(Leader only.) Send to every launcher that is alive, itself included."""
         self._leading.order(body)
         self._notify(self._listener.received, self.own.name, body)
         self._wake()
@@ -115,7 +116,7 @@ class Group(Claimant):
                 part.forgive(stall)
             self._looks.want(now)
         if self.phase == "following":
-            self._watch_head()
+            self._watch_leader()
         elif self.phase == "seeking":
             self._look_around()
             self._renew()
@@ -123,24 +124,24 @@ class Group(Claimant):
             self._watch_others()
             self._renew()
         elif self.phase == "claiming" and not self._claiming.busy and now >= self._chosen_at + CLAIM_S:
-            self._lose_head()
+            self._lose_leader()
         self._claiming.tick(now)
         self._note_cut_off()
         self._looks.tick(now, len(self._body))
         self.flush()
 
-    def _watch_head(self) -> None:
+    def _watch_leader(self) -> None:
         if self._following.silent(self._now):
-            self._lose_head()
-        elif self.head is None:
+            self._lose_leader()
+        elif self.leader is None:
             self._following.join(self._now, self.number)
 
-    def _lose_head(self) -> None:
-        self._set_head(None)
+    def _lose_leader(self) -> None:
+        self._set_leader(None)
         self._seek()
 
     def _watch_others(self) -> None:
-        """As the head."""
+        """As the leader."""
         self._following.heard = self._now
         self._leading.tick(self._now)
         for name in self._leading.unready(self._now):
@@ -148,7 +149,7 @@ class Group(Claimant):
         silent = self._leading.silent(self._now)
         if silent is None:  # be silent too, so that the others see that they are on their own
             self._body = dict(self._leading.body)
-            self._lose_head()
+            self._lose_leader()
         for name in silent or ():
             self._lose(name)
 
@@ -158,7 +159,7 @@ class Group(Claimant):
             self._notify(self._listener.lost, name, silent_s)
 
     def _renew(self) -> None:
-        """Renew the lease, as the head, and as one that hopes to be it again."""
+        """Renew the lease, as the leader, and as one that hopes to be it again."""
         soon = self._now - self._seeking.since < TURN_S
         hopes = self.phase == "leading" or soon or self._enough() or not self._listener.stuck()
         if self.holds and hopes and self._now >= self._lease_at:
@@ -167,10 +168,10 @@ class Group(Claimant):
             self._folder.renew(self.number, self._beats)
 
     def _note_cut_off(self) -> None:
-        """As a head, too, that waits for the folder to take its next generation: others may have theirs."""
-        if (self.head is not None and not self.replacing) or self.phase in ("looking", "over"):
-            self._headless_since, self._cut_off = self._now, False
-        elif not self._cut_off and self._now - max(self._headless_since, self._looks.last) >= CUT_OFF_S:
+        """As a leader, too, that waits for the folder to take its next generation: others may have theirs."""
+        if (self.leader is not None and not self.replacing) or self.phase in ("looking", "over"):
+            self._leaderless_since, self._cut_off = self._now, False
+        elif not self._cut_off and self._now - max(self._leaderless_since, self._looks.last) >= CUT_OFF_S:
             self._cut_off = True
             self._notify(self._listener.cut_off)
 
@@ -192,7 +193,7 @@ class Group(Claimant):
         self._settle(mine)
         self.flush()
 
-    # -- without a head --------------------------------------------------------------------------------------------
+    # -- without a leader --------------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
         """Ask who is there, and claim the next generation if it is this launcher's turn."""
@@ -214,20 +215,20 @@ class Group(Claimant):
 
     def _situation(self) -> Situation:
         plan = self.plan
-        head = plan.head if plan is not None else ""
-        if head == self.own.name and not self.holds:
-            head = ""
+        leader = plan.leader if plan is not None else ""
+        if leader == self.own.name and not self.holds:
+            leader = ""
         return Situation(
-            self.own.name, self._order(head), self._body, self._gone, head,
+            self.own.name, self._order(leader), self._body, self._gone, leader,
             plan is not None, self._fresh, self._looks.lease_idle_s(self._now), self._enough, self._listener.stuck,
         )  # fmt: skip
 
-    def _order(self, head: str) -> tuple[str, ...]:
+    def _order(self, leader: str) -> tuple[str, ...]:
         """Whose turn comes first. Kept, since it is wanted at every tick, and there may be a thousand to sort."""
         plan, body = self.plan, self._body
-        if self._ordered[0] is not plan or self._ordered[1] is not body or self._ordered[2] != head:
-            order = (head, *plan.slots, *sorted(body)) if plan is not None else tuple(body)
-            self._ordered = (plan, body, head, tuple(dict.fromkeys(filter(None, order))))
+        if self._ordered[0] is not plan or self._ordered[1] is not body or self._ordered[2] != leader:
+            order = (leader, *plan.slots, *sorted(body)) if plan is not None else tuple(body)
+            self._ordered = (plan, body, leader, tuple(dict.fromkeys(filter(None, order))))
         return self._ordered[3]
 
     def _enough(self) -> bool:
@@ -235,13 +236,13 @@ class Group(Claimant):
 
     def _view(self) -> dict[str, Any]:
         """What this launcher says of itself to those who seek."""
-        head: Member | None = None
+        leader: Member | None = None
         if self.phase == "leading":
-            head = self.own
-        elif self.head is not None and self._following.hears(self._now):
-            head = self._following.head
+            leader = self.own
+        elif self.leader is not None and self._following.hears(self._now):
+            leader = self._following.leader
         return {
-            "number": self.number, "size": self._size, "head": head, "fresh": self._fresh,
+            "number": self.number, "size": self._size, "leader": leader, "fresh": self._fresh,
             "incarnation": self._launcher,
         }  # fmt: skip
 
@@ -272,13 +273,13 @@ class Group(Claimant):
                 self._hear(sender, message)
             case Tell() if self.phase == "leading":
                 self._deliver(sender, self._leading.tell(sender, message))
-            case Roster() if self.head == sender.name and message.number == self.number:
+            case Roster() if self.leader == sender.name and message.number == self.number:
                 self._body = {member.name: member for member in message.members}
                 self._known |= self._body
                 self._following.roster = message.version
-            case Order() if self.head == sender.name:
+            case Order() if self.leader == sender.name:
                 self._deliver(sender, self._following.take(message))
-            case Told() if self.head == sender.name:
+            case Told() if self.leader == sender.name:
                 self._following.tells.confirm(message.number)
             case _:
                 pass
@@ -286,21 +287,21 @@ class Group(Claimant):
 
     def _note_near(self, sender: Member, message: Near) -> None:
         self._seeking.note(sender, message, self._now)
-        plan, head = self.plan, message.head
-        if head is None or head.name == self.own.name or message.number < self.number:
+        plan, leader = self.plan, message.leader
+        if leader is None or leader.name == self.own.name or message.number < self.number:
             return
         self._seeking.vouch(self._now)
-        if plan is not None and head.name == plan.head:
-            self._send(head, Join(self.number))
+        if plan is not None and leader.name == plan.leader:
+            self._send(leader, Join(self.number))
 
     def _heed(self, sender: Member, beat: Beat) -> None:
         """Somebody leads: follow it if the newest claim is its."""
         plan = self.plan
-        if plan is not None and sender.name == plan.head and beat.number == plan.number == self.number:
+        if plan is not None and sender.name == plan.leader and beat.number == plan.number == self.number:
             self.phase = "following"
             self._following.begin(sender, self._now, self.number)
-            self._following.hear(self._now, interval_s(len(self._body)), new=self.head is None)
-            self._set_head(sender.name)
+            self._following.hear(self._now, interval_s(len(self._body)), new=self.leader is None)
+            self._set_leader(sender.name)
             if beat.begun is not None and self._begun is None:
                 self._begun = beat.begun
                 # If this node has not been ready another process of its name was: this one has no place in it.
@@ -310,7 +311,7 @@ class Group(Claimant):
             self._following.answer(sender, self.number)
 
     def _hear(self, sender: Member, message: Here) -> None:
-        """(On the head.) One that is led, or wants to be, has answered a heartbeat."""
+        """(On the leader.) One that is led, or wants to be, has answered a heartbeat."""
         if self._leading.is_successor(sender, message):
             self._lose(sender.name)
         if self._leading.here(sender, message, self._now):
@@ -336,6 +337,6 @@ class Group(Claimant):
         self._seeking.drop(name)
         if self.phase in ("leading", "claiming"):
             self._lose(name)
-        elif self._following.head is not None and name == self._following.head.name:
-            self._lose_head()
+        elif self._following.leader is not None and name == self._following.leader.name:
+            self._lose_leader()
         self.flush()

@@ -1,4 +1,4 @@
-"""The head's side: heartbeats to all, who is there, who is ready, and what it says to the others."""
+"""The leader's side: heartbeats to all, who is there, who is ready, and what it says to the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READY_LIMIT_S = 90.0
 
 
 class Leading:
-    """While this launcher is head. ``send`` may lose messages."""
+    """While this launcher is leader. ``send`` may lose messages."""
 
     def __init__(self, own: Member, size: int, send: Callable[[Member, Message], None], timeout_s: float) -> None:
         self.peers: dict[str, Follower] = {}

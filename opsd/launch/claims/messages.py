@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from opsd.checkpoints.claims import End
 from opsd.launch.claims.authority import Plan
-from opsd.launch.io.protocol import Member
+from opsd.launch.io.protocol import Member, wire_name
 
 Body = dict[str, Any]
 """What the launchers tell each other through the group: anything that JSON can carry, at most 64 KiB encoded."""
@@ -35,15 +35,15 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Seek:
-    """From a launcher without a head, to others: who is there?
+    """From a launcher without a leader, to others: who is there?
 
-    ``head`` is the one that it hears of, if any, ``incarnation`` names its process.
+    ``leader`` is the one that it hears of, if any, ``incarnation`` names its process.
     """
 
     direction: ClassVar[str] = "seeking launcher to others"
     number: int
     size: int
-    head: Member | None = None
+    leader: Member | None = field(default=None, metadata=wire_name("head"))
     fresh: bool = False
     incarnation: str = ""
 
@@ -55,24 +55,24 @@ class Near:
     direction: ClassVar[str] = "others to seeking launcher"
     number: int
     size: int
-    head: Member | None = None
+    leader: Member | None = field(default=None, metadata=wire_name("head"))
     fresh: bool = False
     incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """To the head of the newest claim: here is somebody to lead."""
+    """To the leader of the newest claim: here is somebody to lead."""
 
-    direction: ClassVar[str] = "member to head"
+    direction: ClassVar[str] = "member to leader"
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """From the head, some times a second: generation ``number`` is the newest, and whether it has begun."""
+    """From the leader, some times a second: generation ``number`` is the newest, and whether it has begun."""
 
-    direction: ClassVar[str] = "head to member"
+    direction: ClassVar[str] = "leader to member"
     number: int
     begun: Begun | None = None
 
@@ -81,10 +81,10 @@ class Beat:
 class Here:
     """The answer to ``Beat``: the generation that this launcher knows, and whether it is ready for it.
 
-    ``orders`` and ``roster`` are what it has heard last of the head's numbered orders and lists.
+    ``orders`` and ``roster`` are what it has heard last of the leader's numbered orders and lists.
     """
 
-    direction: ClassVar[str] = "member to head"
+    direction: ClassVar[str] = "member to leader"
     number: int
     size: int
     incarnation: str
@@ -95,9 +95,9 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """From the head: who is there, so that anybody can find the others should it be gone."""
+    """From the leader: who is there, so that anybody can find the others should it be gone."""
 
-    direction: ClassVar[str] = "head to members"
+    direction: ClassVar[str] = "leader to members"
     number: int
     version: int
     members: tuple[Member, ...]
@@ -105,9 +105,9 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """To the head: message ``number``; those before ``oldest`` were heard. Sent again until it is confirmed."""
+    """To the leader: message ``number``; those before ``oldest`` were heard. Sent again until it is confirmed."""
 
-    direction: ClassVar[str] = "member to head"
+    direction: ClassVar[str] = "member to leader"
     number: int
     oldest: int
     body: Body
@@ -115,17 +115,17 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """From the head: everything up to message ``number`` was heard."""
+    """From the leader: everything up to message ``number`` was heard."""
 
-    direction: ClassVar[str] = "head to member"
+    direction: ClassVar[str] = "leader to member"
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """From the head, the same way; ``Here`` confirms it."""
+    """From the leader, the same way; ``Here`` confirms it."""
 
-    direction: ClassVar[str] = "head to members"
+    direction: ClassVar[str] = "leader to members"
     number: int
     oldest: int
     body: Body
@@ -151,8 +151,8 @@ class Listener(Protocol):
     def stuck(self) -> bool:
         """Whether the ranks of this node make no progress: nobody ends ranks that do for being alone."""
 
-    def head_changed(self, head: str | None) -> None:
-        """``head`` is the head within reach from now on, None while there is none.
+    def leader_changed(self, leader: str | None) -> None:
+        """``leader`` is the leader within reach from now on, None while there is none.
 
         If it is this launcher itself: it may make plans, with ``Group.propose``.
         """
@@ -167,7 +167,7 @@ class Listener(Protocol):
         """All nodes of ``plan`` are ready: start the ranks. None: it has begun without this process, see what to do."""
 
     def cut_off(self) -> None:
-        """Neither a head nor the run's folder is within reach: what runs here may have been passed over, end it."""
+        """Neither a leader nor the run's folder is within reach: what runs here may have been passed over, end it."""
 
     def overtaken(self) -> None:
         """Another copy of the run has claimed its folder."""
@@ -176,10 +176,10 @@ class Listener(Protocol):
         """The run has ended."""
 
     def joined(self, member: Member) -> None:
-        """(On the head.) A launcher has come or come back."""
+        """(On the leader.) A launcher has come or come back."""
 
     def lost(self, name: str, silent_s: float) -> None:
-        """(On the head.) Nothing has been heard of this launcher for longer than a living one would be silent."""
+        """(On the leader.) Nothing has been heard of this launcher for longer than a living one would be silent."""
 
     def received(self, sender: str, body: Body) -> None:
-        """A message: on the head from a launcher (itself included), on all launchers from the head."""
+        """A message: on the leader from a launcher (itself included), on all launchers from the leader."""

@@ -12,7 +12,7 @@ from opsd.launch.io.protocol import Member
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 0.8
 BEATS_PER_SECOND = 1280
-"""Heartbeats a second that the head of many launchers is up to; beyond that they become rarer."""
+"""Heartbeats a second that the leader of many launchers is up to; beyond that they become rarer."""
 BEATS_MISSED = 2.5
 """Where heartbeats are rare, at least so many intervals of silence are a loss."""
 REPEAT_S = 1.0
@@ -116,18 +116,18 @@ class Follower(Peer):
 
 
 class Following:
-    """The head that leads this launcher, or is waited for. What it is told is kept until a head has confirmed it."""
+    """The leader that this launcher follows or waits for. Messages to it are kept until a leader has confirmed them."""
 
     def __init__(
         self, size: int, launcher: str, send: Callable[[Member, Message], None], timeout_s: float, now: float
     ) -> None:
-        self.head: Member | None = None
+        self.leader: Member | None = None
         """The one that is followed, whether it has been heard of or not."""
         self.ready: Ready | None = None
         self.roster = 0
-        """The newest of the head's lists that is known here."""
+        """The newest of the leader's lists that is known here."""
         self.heard = now
-        """When a head was heard of last."""
+        """When a leader was heard of last."""
         self.tells = Outbox()
         self._size = size
         self._launcher = launcher
@@ -138,15 +138,15 @@ class Following:
         self._joined_at = -1e9
         self._orders = Inbox()
 
-    def begin(self, head: Member, now: float, number: int) -> None:
-        """Follow ``head``, which has claimed ``number``."""
-        if self.head != head:
-            self.head, self._peer, self._orders, self.roster = head, Peer(head, now), Inbox(), 0
+    def begin(self, leader: Member, now: float, number: int) -> None:
+        """Follow ``leader``, which has claimed ``number``."""
+        if self.leader != leader:
+            self.leader, self._peer, self._orders, self.roster = leader, Peer(leader, now), Inbox(), 0
             self.join(now, number)
 
     def end(self) -> None:
         """Follow nobody."""
-        self.head = self._peer = None
+        self.leader = self._peer = None
 
     def forgive(self, stall_s: float) -> None:
         """This launcher was held up for so long."""
@@ -154,11 +154,11 @@ class Following:
             self._peer.heard += stall_s
 
     def silent(self, now: float) -> bool:
-        """Whether nothing is heard of the head for too long."""
+        """Whether nothing is heard of the leader for too long."""
         return self._peer is not None and self._peer.silence(now, self._timeout_s) is not None
 
     def hears(self, now: float) -> bool:
-        """Whether the head was heard of within the usual timeout."""
+        """Whether the leader was heard of within the usual timeout."""
         return self._peer is not None and now - self._peer.heard < self._timeout_s
 
     @property
@@ -166,13 +166,13 @@ class Following:
         return max(self._timeout, BEATS_MISSED * self._interval)
 
     def join(self, now: float, number: int) -> None:
-        """Ask the head to lead this launcher too, some times a second."""
-        if self.head is not None and now - self._joined_at >= JOIN_S:
+        """Ask the leader to lead this launcher too, some times a second."""
+        if self.leader is not None and now - self._joined_at >= JOIN_S:
             self._joined_at = now
-            self._send(self.head, Join(number))
+            self._send(self.leader, Join(number))
 
     def hear(self, now: float, interval_s: float, *, new: bool) -> None:
-        """A heartbeat of the head; ``new``: the first after a silence. What it has not confirmed is said again."""
+        """A heartbeat of the leader; ``new``: the first after a silence. What it has not confirmed is said again."""
         assert self._peer is not None
         self._interval = interval_s
         self._peer.hear(now, interval_s)
@@ -181,18 +181,18 @@ class Following:
             for parcel in self.tells.again():
                 self._send(self._peer.member, Tell(*parcel))
 
-    def answer(self, head: Member, number: int) -> None:
+    def answer(self, leader: Member, number: int) -> None:
         """Answer a heartbeat."""
-        self._send(head, Here(number, self._size, self._launcher, self.ready, self._orders.heard, self.roster))
+        self._send(leader, Here(number, self._size, self._launcher, self.ready, self._orders.heard, self.roster))
 
     def tell(self, body: Body, *, now_heard: bool) -> None:
-        """Say something to the head, and keep it; sent at once if one is ``now_heard``."""
+        """Say something to the leader, and keep it; sent at once if one is ``now_heard``."""
         parcel = self.tells.add(body)
-        if now_heard and self.head is not None:
-            self._send(self.head, Tell(*parcel))
+        if now_heard and self.leader is not None:
+            self._send(self.leader, Tell(*parcel))
 
     def take(self, order: Order) -> Body | None:
-        """An order of the head, if it is the next one."""
+        """An order of the leader, if it is the next one."""
         return self._orders.take(order.number, order.oldest, order.body)
 
 
@@ -212,5 +212,5 @@ def share(some: Collection[str], body: Iterable[str]) -> Share:
 
 
 def interval_s(launchers: int) -> float:
-    """Seconds between two heartbeats of the head of so many."""
+    """Seconds between two heartbeats of the leader of so many."""
     return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, launchers / BEATS_PER_SECOND))

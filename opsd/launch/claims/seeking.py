@@ -1,4 +1,4 @@
-"""A launcher without a head: who else is there, and which of them is to claim the next generation, and when.
+"""A launcher without a leader: who else is there, and which of them is to claim the next generation, and when.
 
 None of this is about safety, which the claims see to: it is so that most launchers go on soon, and the others do not
 get in their way.
@@ -21,7 +21,7 @@ NEAR_S = 1.5
 GATHER_S = 0.4
 """How long those that are left of a generation wait for each other once there are enough of them."""
 RESUME_S = 3.0
-"""How long a head that leads on waits for all who were there: their ranks may run, and nothing presses."""
+"""How long a leader that leads on waits for all who were there: their ranks may run, and nothing presses."""
 SETTLE_S = 2.0
 """The same at the beginning of a run, when all that are expected may yet come."""
 STAGGER_S = 0.5
@@ -64,16 +64,16 @@ class Neighbour:
 class Situation:
     """What the decision depends on: ``order`` says whose turn comes first, ``body`` of whom half or more are wanted.
 
-    ``settled``: there is a generation to go on from; ``fresh``: this launcher had no part in it. ``head`` is the maker
-    of the newest claim. ``enough``: whether those who are there could run a generation; ``stuck``: whether the ranks
-    of this node make no progress.
+    ``settled``: there is a generation to go on from; ``fresh``: this launcher had no part in it. ``leader`` is the
+    maker of the newest claim. ``enough``: whether those who are there could run a generation; ``stuck``: whether the
+    ranks of this node make no progress.
     """
 
     own: str
     order: Sequence[str]
     body: Collection[str]
     gone: Collection[str]
-    head: str
+    leader: str
     settled: bool
     fresh: bool
     lease_idle_s: float
@@ -87,7 +87,7 @@ class Situation:
 
 
 class Seeking:
-    """From the moment at which there is no head until there is one."""
+    """From the moment at which there is no leader until there is one."""
 
     def __init__(self, now: float) -> None:
         self.since = now
@@ -119,7 +119,7 @@ class Seeking:
         """
         if now < self._ask_at:
             return
-        left = {*situation.gone} - {situation.head} | {situation.own}  # the head does not look for others
+        left = {*situation.gone} - {situation.leader} | {situation.own}  # the leader does not look for others
         names = [name for name in dict.fromkeys((*situation.order, *known)) if name in known and name not in left]
         ahead = sum(name not in situation.gone for name in situation.order[: situation.place])
         self._ask_at = now + SEEK_S * min(SLOWEST, max(1.0, len(names) / MANY))
@@ -152,7 +152,7 @@ class Seeking:
         return one is not None and now - one.heard < ASK_AGAIN_S
 
     def vouch(self, now: float) -> None:
-        """Somebody hears the head."""
+        """Somebody hears the leader."""
         self._vouched = now
 
     def drop(self, name: str) -> None:
@@ -182,7 +182,7 @@ class Seeking:
     def _may(self, here: Collection[str], situation: Situation, now: float) -> bool:
         body = set(situation.body) - set(situation.gone)
         part = share(here, body)
-        if part is Share.MAJORITY or (part is Share.HALF and situation.head == situation.own):
+        if part is Share.MAJORITY or (part is Share.HALF and situation.leader == situation.own):
             return situation.settled or situation.enough()
         if not situation.settled:
             return situation.enough() and now - self.since >= LAST_S
@@ -190,17 +190,17 @@ class Seeking:
         if not can and not situation.stuck():
             return False
         limit_s, idle_s = (TURN_S, LEASE_S) if can else (LAST_S, LAST_S)
-        own = situation.head == situation.own
+        own = situation.leader == situation.own
         return now - self.since >= limit_s and (own or situation.lease_idle_s >= idle_s)
 
     def _pause_s(self, here: Collection[str], situation: Situation, near: Mapping[str, Neighbour], now: float) -> float:
         expected = set(situation.body) - set(situation.gone)
         if situation.settled:
-            expected -= {situation.head}
-        back = now - self.since > TURN_S and situation.lease_idle_s < LEASE_S  # an outage that ends: the head lives
-        if expected <= set(here) and not (back and situation.settled and situation.head not in here):
+            expected -= {situation.leader}
+        back = now - self.since > TURN_S and situation.lease_idle_s < LEASE_S  # an outage that ends: the leader lives
+        if expected <= set(here) and not (back and situation.settled and situation.leader not in here):
             return 0.0
-        if situation.head == situation.own or back:
+        if situation.leader == situation.own or back:
             return RESUME_S
         at_work = situation.settled and not (situation.fresh and all(one.fresh for one in near.values()))
         return GATHER_S if at_work else SETTLE_S

@@ -33,8 +33,8 @@ _HANDLER_S = 0.1
 class HangWatch:
     """Looks at the pages of a generation from time to time; stacks are ready when a hang's limit is reached.
 
-    They are taken once for as long as nothing moves: the head of several nodes may let a hang last for an hour because
-    of a slow rank elsewhere. ``suffix`` tells the files of stacks of several nodes apart.
+    They are taken once for as long as nothing moves: the leader of several nodes may let a hang last for an hour
+    because of a slow rank elsewhere. ``suffix`` tells the files of stacks of several nodes apart.
     """
 
     def __init__(

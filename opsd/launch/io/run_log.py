@@ -1,4 +1,4 @@
-"""What happens to a run on several nodes: its events in one file that only the head writes, and its story for people.
+"""What happens to a run on several nodes: its events in one file that only the leader writes, and its story for people.
 
 The story has a readable line for each event that matters to a person:
 
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from opsd.launch.io.reporting import EventFile, EventLog, Work, WorkQueue, encoded, say
 
 OF_ONE_LAUNCHER = ("generation_started", "finished")
-"""Each launcher has its own of these; the head's stand for the run."""
+"""Each launcher has its own of these; the leader's stand for the run."""
 STORY = "job.log"
 BATCH_HOST = "OPSD_BATCH_HOST"
 """The node with the batch script, by which the story comes to the job's output while it lives."""
@@ -32,7 +32,7 @@ _LONGEST = 400
 
 
 class Log(Protocol):
-    """Where the head writes down what happens to the run; ``generation`` is the one that runs."""
+    """Where the leader writes down what happens to the run; ``generation`` is the one that runs."""
 
     generation: int
 
@@ -46,7 +46,7 @@ class Log(Protocol):
 
 
 class OwnLog:
-    """That of a run on one node: its launcher's own events, in which most of what the head says stands already."""
+    """That of a run on one node: its launcher's own events, in which most of what the leader says stands already."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
@@ -62,7 +62,7 @@ class OwnLog:
 
 
 class RunLog:
-    """``events.jsonl`` of the run folder. Opened when there is something to write, since only a head has anything.
+    """``events.jsonl`` of the run folder. Opened when there is something to write, since only a leader has anything.
 
     It is read and written by ``work``, where there is such a thread: the folder is on a file server.
     """
@@ -116,7 +116,7 @@ class RunLog:
 
 
 def _written(path: Path) -> Iterator[dict[str, Any]]:
-    """The newest of what heads before this one have written."""
+    """The newest of what leaders before this one have written."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOOK_BACK))

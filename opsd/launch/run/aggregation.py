@@ -22,7 +22,7 @@ LOG_LINES = 10
 STANDINGS_S = 1.0
 """How long a node may take to say where its ranks stand."""
 AGAIN_S = 1.0
-"""How often the head is told of a hang that lasts."""
+"""How often the leader is told of a hang that lasts."""
 
 Stacks = Mapping[str, str | None]
 """By node: the file with the stacks of its ranks, None where there is none."""
@@ -117,7 +117,7 @@ class LocalHang:
         self._told = 0.0
 
     def seen(self, hang: Hang) -> bool:
-        """Keep what was seen; True if the head is to be told."""
+        """Keep what was seen; True if the leader is to be told."""
         now = time.monotonic()
         if now - self._told < AGAIN_S:
             return False
@@ -131,7 +131,7 @@ class LocalHang:
         return self._last is not None and self._generation == self._node.generation.number
 
     def report(self) -> Standings:
-        """Where the ranks stand, and the file with their stacks; the head may ask before a hang was seen."""
+        """Where the ranks stand, and the file with their stacks; the leader may ask before a hang was seen."""
         if self._generation != self._node.generation.number:
             self._last, self._generation, self._stacks = None, self._node.generation.number, None
         if self._stacks is None:
@@ -149,7 +149,7 @@ class LocalHang:
         ]
 
     def judged(self, found: HangFound) -> None:
-        """The head restarts the run for it: note the event where the agent of this node looks, if it is its to note."""
+        """The leader restarts the run for a hang: write the event on the culprit's node, where its agent reads it."""
         fields = found.fields
         self._node.accept_hang(str(fields["phase"]), found.score)
         ranks = [rank.rank for rank in self._node.generation.ranks]

@@ -1,6 +1,6 @@
-"""A launcher's part in the run: tells the head what happens on its node and obeys it, and is the head when it leads.
+"""A launcher's part in the run: reports to the leader, carries out its orders, and runs the leader when elected.
 
-A run on one node is the same with one launcher, which is the head.
+A run on one node is the same with one launcher, which is the leader.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from opsd.launch.run import messages
 from opsd.launch.run.aggregation import LocalHang, to_ages
 from opsd.launch.run.fellows import cannot_listen
 from opsd.launch.run.generation_change import GenerationChange
-from opsd.launch.run.head import Head
 from opsd.launch.run.isolation import Isolation
+from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, Stop, Told, Why
 from opsd.launch.run.nodes import Shape, place
 from opsd.launch.run.readiness import Readiness
@@ -41,15 +41,15 @@ READINESS_S = 30.0
 REFUSED_S = 1.0
 """How long a launcher that must not be used stays to say so."""
 UNBEGUN_S = 5.0
-"""How long a launcher that is to stop before its run has begun looks for a head to tell."""
+"""How long a launcher that is to stop before its run has begun looks for a leader to tell."""
 
 
 class ClusterRun:
     """The ``RunControl`` of a launcher, and the ``Listener`` of its group.
 
-    ``new_head`` makes the head's part when this launcher leads. ``ready`` says why this node must not take the place of
-    another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are about its own job, not
-    about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``Isolation``.
+    ``new_leader`` makes the leader's part when this launcher leads. ``ready`` says why this node must not take the
+    place of another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are about its own
+    job, not about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``Isolation``.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ClusterRun:
         group: Group,
         shape: Shape,
         *,
-        new_head: Callable[[Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]], Head],
+        new_leader: Callable[[Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]], Leader],
         job: Job,
         ready: Callable[[], str],
         guest: bool = False,
@@ -68,7 +68,7 @@ class ClusterRun:
         self._node = node
         self._group = group
         self._shape = shape
-        self._new_head = new_head
+        self._new_leader = new_leader
         self._guest = guest
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, group, ready, self._not_ready if guest else lambda why: None)
@@ -77,7 +77,7 @@ class ClusterRun:
         self._isolation = Isolation(
             node, group, self._change, self._shutdown, self.stuck, join_s=shape.join_s, isolated_s=isolated_s
         )
-        self._head: Head | None = None
+        self._leader: Leader | None = None
         self._enough_since: float | None = None
         self._gone_s = 0.0
         self._stop: Stop | None = None
@@ -108,7 +108,7 @@ class ClusterRun:
         return self._node.generation.number
 
     def _tell(self, message: Told) -> None:
-        self._group.tell_head(CODEC.encode(message))
+        self._group.tell_leader(CODEC.encode(message))
 
     def _tell_progress(self) -> None:
         progress = self._node.progress
@@ -126,7 +126,7 @@ class ClusterRun:
         self._node.end(lambda: self._tell(failed))
 
     def failed(self, found: Sequence[Failed]) -> None:
-        """Let the head judge."""
+        """Let the leader judge."""
         cause = first_cause([failure for failure, _ in found])
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
             named = failure is cause and (failure.kind != "communication" or len(self._group.roster) == 1)
@@ -139,7 +139,7 @@ class ClusterRun:
         self._tell(messages.Failed(self._generation, to_ages(found, time.time())))
 
     def hung(self, hang: Hang) -> None:
-        """Let the head look whether a rank of another node is behind it."""
+        """Let the leader look whether a rank of another node is behind it."""
         if self._hang.seen(hang):
             self._tell(messages.Hung(self._generation))
 
@@ -193,7 +193,7 @@ class ClusterRun:
             self._node.end(lambda: self._shutdown.leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
 
     def stop_too_slow(self, reason: str) -> None:
-        """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint.
+        """Kill the ranks of this node; the leader ends the run, or goes on from the last checkpoint.
 
         Ranks that are being ended are so for the next generation, which waits for what is to be done after that.
         """
@@ -205,7 +205,7 @@ class ClusterRun:
     def interrupted(self) -> None:
         """Let the ranks here end of it, then exit; the others go on without them, or end by their own SIGINT."""
         self._shutdown.interrupt()
-        self._head = None
+        self._leader = None
 
     def request(self, request: Request) -> Request:
         """Answer ``status``, ``restart`` and ``swap``."""
@@ -236,27 +236,27 @@ class ClusterRun:
         """Whether the ranks here make no progress, as far as can be seen."""
         return not self._node.generation.running or self._hang.lasts
 
-    def head_changed(self, head: str | None) -> None:
-        """Become the head, or tell the new one what it has to know."""
+    def leader_changed(self, leader: str | None) -> None:
+        """Become the leader, or tell the new one what it has to know."""
         if self._shutdown.begun:
             return
-        self._shutdown.head_changed()
+        self._shutdown.leader_changed()
         self._retire()
-        self._head = None
-        if head is None:
-            self._isolation.head_lost()
+        self._leader = None
+        if leader is None:
+            self._isolation.leader_lost()
             return
-        self._gone_s = self._isolation.head_found()
-        if head == self._group.own.name:
-            self._head = self._new_head(self._shutdown.over)
-            self._head.take_over()
+        self._gone_s = self._isolation.leader_found()
+        if leader == self._group.own.name:
+            self._leader = self._new_leader(self._shutdown.over)
+            self._leader.take_over()
         self._tell_state()
         if self._change.plan is not None:
             self._make_way()
 
     def _retire(self) -> None:
-        if self._head is not None:
-            self._head.retire()
+        if self._leader is not None:
+            self._leader.retire()
 
     def _tell_state(self) -> None:
         if self._wanted:
@@ -289,8 +289,8 @@ class ClusterRun:
         """Take the place that ``plan`` gives this node."""
         if self._shutdown.begun:
             return
-        if self._head is not None and begun is not None:
-            self._head.began(plan, begun)
+        if self._leader is not None and begun is not None:
+            self._leader.began(plan, begun)
         self._change.begin(plan, begun)
         if not plan.payload["keep"]:
             self._stop, self._gone_s, self._failures = None, 0.0, []
@@ -303,13 +303,13 @@ class ClusterRun:
             self._readiness.tell()
 
     def _not_ready(self, why: str) -> None:
-        """Give the node back to the pool, once the head has heard why."""
+        """Give the node back to the pool, once the leader has heard why."""
         self._node.loop.later(REFUSED_S, lambda: self._shutdown.leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
 
     def cut_off(self) -> None:
         """Run no ranks that others may have replaced; those that are being ended anyway need no more than that."""
         if self._change.plan is not None and not self._shutdown.begun and not self._node.ending:
-            say("neither a head of the run nor its folder is within reach; ending the ranks here")
+            say("neither a leader of the run nor its folder is within reach; ending the ranks here")
             self._node.end(lambda: self._node.set_state("waiting"))
 
     def overtaken(self) -> None:
@@ -318,17 +318,17 @@ class ClusterRun:
         self._shutdown.finish(exitcodes.FENCED, f"another copy of this run has begun in {folder}; this one stops")
 
     def joined(self, member: Member) -> None:
-        """Let the head know."""
-        if self._head is not None:
-            self._head.joined(member)
+        """Let the leader know."""
+        if self._leader is not None:
+            self._leader.joined(member)
 
     def lost(self, name: str, silent_s: float) -> None:
-        """Let the head act."""
-        if self._head is not None:
-            self._head.lost(name, silent_s)
+        """Let the leader act."""
+        if self._leader is not None:
+            self._leader.lost(name, silent_s)
 
     def received(self, sender: str, body: Body) -> None:
-        """Obey the head; as the head, decide."""
+        """Obey the leader; as the leader, decide."""
         try:
             message = CODEC.decode(body)
         except ProtocolError as error:
@@ -343,8 +343,8 @@ class ClusterRun:
                     self._tell(self._hang.report())
             case messages.HangFound():
                 self._hang.judged(message)
-            case _ if self._head is not None:
-                self._head.received(sender, cast(Told, message))
+            case _ if self._leader is not None:
+                self._leader.received(sender, cast(Told, message))
 
     def _stop_as_ordered(self) -> None:
         """An order may come late, when other ranks run here, or early, before those that it means."""

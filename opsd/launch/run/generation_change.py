@@ -115,7 +115,7 @@ class GenerationChange:
     def _tell_waiting(self) -> None:
         """The others have begun, or go on, without the ranks of this node."""
         assert self.plan is not None
-        self._group.tell_head(CODEC.encode(Waiting(self.plan.generation, 0.0)))
+        self._group.tell_leader(CODEC.encode(Waiting(self.plan.generation, 0.0)))
 
     def _stand_by(self, plan: Plan) -> None:
         if self.plan is plan:

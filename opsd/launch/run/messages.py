@@ -1,4 +1,4 @@
-"""What launchers tell the head about the run, and what the head tells them. They travel in ``Tell`` and ``Order``.
+"""What launchers tell the leader about the run, and what the leader tells them. They travel in ``Tell`` and ``Order``.
 
 Moments travel as ages in seconds, so that clocks need not agree.
 """
@@ -14,7 +14,7 @@ from opsd.launch.hangs.hang import Standing
 from opsd.launch.io.protocol import Codec
 from opsd.launch.ranks.failure import Failure
 
-TO_HEAD, FROM_HEAD = "to the head", "from the head"
+TO_LEADER, FROM_LEADER = "to the leader", "from the leader"
 
 
 class Why(Enum):
@@ -54,7 +54,7 @@ class FailedRank:
 class Progress:
     """How far the run has come, as far as it is known on a node: highest completed and committed step."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     furthest: int | None
     committed: int | None
@@ -64,7 +64,7 @@ class Progress:
 class Event:
     """An event of a node that concerns the run; ``record`` as in ``events.jsonl``."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     record: dict[str, Any]
     age_s: float
 
@@ -73,7 +73,7 @@ class Event:
 class Failed:
     """Ranks of a node have failed."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     failures: tuple[FailedRank, ...]
 
@@ -82,7 +82,7 @@ class Failed:
 class Hung:
     """The ranks of a node stand still for too long."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
 
 
@@ -90,7 +90,7 @@ class Hung:
 class Standings:
     """Where the ranks of a node stand, ``changed`` as an age, and the file with their stacks."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     ranks: tuple[Standing, ...]
     stacks: str | None
@@ -100,7 +100,7 @@ class Standings:
 class Ended:
     """All ranks of a node have ended in good order, on their own or as they were told to."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     told: Stop | None = None
 
@@ -109,7 +109,7 @@ class Ended:
 class Waiting:
     """The ranks of a node do not run, and have not ended in good order; for ``gone_s`` seconds."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     gone_s: float
 
@@ -118,7 +118,7 @@ class Waiting:
 class Late:
     """Ranks that were told to stop have not done so in time."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     reason: str
     told: Stop | None = None
@@ -128,7 +128,7 @@ class Late:
 class StopWanted:
     """Somebody wants the run to checkpoint and end."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     stop: Stop
 
 
@@ -136,7 +136,7 @@ class StopWanted:
 class RestartWanted:
     """Somebody wants all ranks restarted from the last checkpoint."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     reason: str
 
@@ -145,7 +145,7 @@ class RestartWanted:
 class SwapWanted:
     """Somebody wants ``node`` replaced by a spare at a step boundary."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     node: str
     reason: str
@@ -155,7 +155,7 @@ class SwapWanted:
 class SpareWanted:
     """A swap of ``node`` was wanted, and there is no spare: whoever can may bring one."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     node: str
     reason: str
@@ -165,7 +165,7 @@ class SpareWanted:
 class Leaving:
     """A guest has to go, once another has taken its place."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     reason: str
 
@@ -174,7 +174,7 @@ class Leaving:
 class Readiness:
     """Why a node must not take another's place, "" if it may."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     why: str
 
 
@@ -182,7 +182,7 @@ class Readiness:
 class StopOrdered:
     """All ranks are to checkpoint at the next step boundary and end."""
 
-    direction: ClassVar = FROM_HEAD
+    direction: ClassVar = FROM_LEADER
     generation: int
     stop: Stop
 
@@ -191,7 +191,7 @@ class StopOrdered:
 class StandingsWanted:
     """A node has reported a hang: where do the ranks of all stand?"""
 
-    direction: ClassVar = FROM_HEAD
+    direction: ClassVar = FROM_LEADER
     generation: int
 
 
@@ -199,7 +199,7 @@ class StandingsWanted:
 class HangFound:
     """The run is restarted for a hang; ``fields`` are those of its event, ``score`` how much spoke for it."""
 
-    direction: ClassVar = FROM_HEAD
+    direction: ClassVar = FROM_LEADER
     fields: dict[str, Any]
     score: int
 

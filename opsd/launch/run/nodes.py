@@ -1,4 +1,4 @@
-"""The nodes of a run, as the head knows them: who is fit, who runs the ranks of the next generation, who stands by."""
+"""The nodes of a run as the leader knows them: node health, and which nodes run ranks in the next generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opsd.launch.io.run_log import Log
 from opsd.launch.ranks.failure import Failure
 
 REGROUP_S = 2.0
-"""How long a new head waits for the others to find it before it says that there are too few."""
+"""How long a new leader waits for the others to find it before it says that there are too few."""
 BLAMED_OFTEN = 2
 """So many faults make a node unfit, though its hardware has not said that it fails."""
 
@@ -68,7 +68,7 @@ def place(
 
 
 class NodeHealth:
-    """What the head knows about nodes. ``spares`` gives those that could take a place."""
+    """What the leader knows about nodes. ``spares`` gives those that could take a place."""
 
     def __init__(self, log: Log, spares: Callable[[], Collection[str]]) -> None:
         self.gone: set[str] = set()
@@ -98,7 +98,7 @@ class NodeHealth:
         }  # fmt: skip
 
     def recall(self, memory: Mapping[str, Any]) -> None:
-        """Go on from what the head before remembered."""
+        """Go on from what the leader before remembered."""
         self._retired, self._faults = set(memory["unfit"]), Counter(memory["blamed"])
         self.gone, self.flaps = set(memory["gone"]), Counter(memory["flaps"])
 
@@ -156,7 +156,7 @@ class NodeHealth:
 
 
 class Purpose(Protocol):
-    """What the head wants with the nodes that are there."""
+    """What the leader wants with the nodes that are there."""
 
     def payload(self, keep: int) -> Mapping[str, Any]:
         """What successors have to know, with the plan; ``keep`` is the generation whose ranks run on, or 0."""
@@ -172,11 +172,11 @@ class Purpose(Protocol):
 
 
 class Formation:
-    """The proposals of one head. A proposal replaces the one before; ``begun`` is called when one holds."""
+    """The proposals of one leader. A proposal replaces the one before; ``begun`` is called when one holds."""
 
     def __init__(self, shape: Shape, group: Group, loop: Loop, health: NodeHealth, purpose: Purpose) -> None:
         self.plan: Plan | None = None
-        """The newest that has begun, or that a head before this one has left."""
+        """The newest that has begun, or that a leader before this one has left."""
         self.changing = False
         """True while a generation is on its way: what is heard of the one before comes too late."""
         self._shape = shape
@@ -204,7 +204,7 @@ class Formation:
         return self._group.alive.keys() - self._health.unfit - set(self.slots)
 
     def take_over(self, plan: Plan) -> None:
-        """Go on from ``plan``, made by the head before; some of the others may not have found this one yet."""
+        """Go on from ``plan``, made by the leader before; some of the others may not have found this one yet."""
         self.plan, self.changing = plan, not self._group.begun
         self._regroup_until = time.monotonic() + REGROUP_S
 
@@ -224,7 +224,7 @@ class Formation:
             self._wait()
 
     def keep(self, plan: Plan) -> None:
-        """Lead on what a head before this one has begun, or this launcher before it stepped down: its ranks go on."""
+        """Lead on what a leader before this one has begun, or this launcher before it stepped down: its ranks go on."""
         self._group.propose(plan.slots, self._purpose.payload(keep=plan.generation))
 
     def _propose(self, slots: tuple[str, ...]) -> None:

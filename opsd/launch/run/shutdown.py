@@ -1,4 +1,4 @@
-"""How a launcher ends: at once, or as the head, once the others and the job know."""
+"""How a launcher ends: at once, or as the leader, once the others and the job know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opsd.launch.io.reporting import say
 from opsd.launch.run.supervisor import Supervisor
 
 LAST_WORDS_S = 1.0
-"""How long the head stays for the others after the end."""
+"""How long the leader stays for the others after the end."""
 CLAIM_S = 20.0
 """How long the end of the run waits for the folder to take it."""
 
@@ -44,11 +44,11 @@ class Shutdown:
         self._last_word: tuple[int, str] | None = None
 
     def over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """As the head, this launcher is about to claim the end of the run."""
+        """As the leader, this launcher is about to claim the end of the run."""
         self._ended, self._bad = (code, reason), (lost, unfit)
         self._unclaimed = self._node.loop.later(CLAIM_S, lambda: self._end_unclaimed(code, reason))
 
-    def head_changed(self) -> None:
+    def leader_changed(self) -> None:
         """Another launcher leads, or this one again: the run may go on."""
         if self._unclaimed is not None:
             self._unclaimed.cancel()
@@ -75,9 +75,10 @@ class Shutdown:
         self._node.interrupt(lambda: self.leave(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
 
     def leave(self, code: int, reason: str) -> None:
-        """Exit, the ranks have ended; the head after the others, so that they hear of the end, and once the job knows.
+        """Exit, once the ranks have ended. The leader exits after the other launchers, and after the job was told.
 
-        Not for another end than this launcher has made: the run may have gone on under another head.
+        This applies to the end of the run that this launcher has claimed itself: after another leader took over, the
+        run may go on.
         """
         self.begun = True
         if self._ended != (code, reason):

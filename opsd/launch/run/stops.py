@@ -13,7 +13,7 @@ from opsd.launch.run.nodes import Formation, NodeHealth
 
 
 class Decisions(Protocol):
-    """What the head does once it comes to that."""
+    """What the leader does once it comes to that."""
 
     def note_interruption(self) -> None:
         """The run begins to stand still."""
@@ -37,7 +37,7 @@ class Decisions(Protocol):
 
 
 class Stops:
-    """Of one head: who wants the generation to stop, and which of its nodes have ended."""
+    """Of one leader: who wants the generation to stop, and which of its nodes have ended."""
 
     def __init__(self, formation: Formation, group: Group, health: NodeHealth, log: Log, decisions: Decisions) -> None:
         self._formation = formation
@@ -118,7 +118,7 @@ class Stops:
             self._order(stop)
 
     def ended(self, node: str, told: Stop | None) -> None:
-        """The ranks of ``node`` have ended in order, or as they were ``told`` to, by a head before this one too."""
+        """The ranks of ``node`` have ended in order, or as they were ``told`` to, by a leader before this one too."""
         self._ended[node] = told
         if self.at_work:
             return
@@ -132,7 +132,7 @@ class Stops:
             self._decisions.renew()
 
     def _take_over(self, stop: Stop) -> None:
-        """Go on with a swap that a head before this one has ordered."""
+        """Go on with a swap that a leader before this one has ordered."""
         if self._stop is None and stop.what not in self._health.unfit:
             self._health.retire(stop.what, str(stop))
 

@@ -12,7 +12,7 @@ from opsd.launch.io.run_log import Log, OwnLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.fellows import Fellows, comes_once, start_of
-from opsd.launch.run.head import Head
+from opsd.launch.run.leader import Leader
 from opsd.launch.run.job_end import SlurmJob as SlurmJob
 from opsd.launch.run.nodes import Shape
 from opsd.launch.run.supervisor import Supervisor
@@ -44,7 +44,7 @@ def control_of(
 
     work = WorkQueue("events of the run")
 
-    def new_head(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Head:
+    def new_leader(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Leader:
         policy = RestartPolicy(
             settings.max_restarts,
             same_limit=settings.same_failures,
@@ -53,7 +53,7 @@ def control_of(
         )
         alone = len(fellows.members) == 1
         log: Log = OwnLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
-        return Head(shape, group, node.loop, policy, log, over)
+        return Leader(shape, group, node.loop, policy, log, over)
 
     job = SlurmJob(os.environ, folder / "requeue.log")
-    return ClusterRun(node, group, shape, new_head=new_head, job=job, ready=ready, guest=fellows.guest, port=port)
+    return ClusterRun(node, group, shape, new_leader=new_leader, job=job, ready=ready, guest=fellows.guest, port=port)

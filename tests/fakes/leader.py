@@ -1,4 +1,4 @@
-"""A head of a run on several nodes, with its fellows and the time played."""
+"""A leader of a run on several nodes, with its fellows and the time played."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.io.run_log import RunLog
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.run import messages
-from opsd.launch.run.head import Head
+from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, Ordered, Stop, Told, Why
 from opsd.launch.run.nodes import Shape
 
@@ -69,10 +69,10 @@ class PlayedGroup:
 
     def __init__(self, *names: str) -> None:
         self.own = member("n1")
-        self.head: str | None = "n1"
+        self.leader: str | None = "n1"
         self.plan: Plan | None = None
         self.begun = self.holds = False
-        self.headless_s = 2.0
+        self.leaderless_s = 2.0
         self.alive = {name: member(name) for name in names}
         self.folder_silent_s = 0.0
         self.replacing = False
@@ -101,7 +101,7 @@ class PlayedGroup:
     def ready(self, number: int, answer: Ready) -> None:
         self.answers.append((number, answer))
 
-    def tell_head(self, body: Body) -> None:
+    def tell_leader(self, body: Body) -> None:
         self.told.append(CODEC.decode(json.loads(json.dumps(body))))
 
     def tell_all(self, body: Body) -> None:
@@ -111,7 +111,7 @@ class PlayedGroup:
 
 
 class Stage:
-    """A head and its world: two ranks a node."""
+    """A leader and its world: two ranks a node."""
 
     def __init__(
         self, folder: Path, *alive: str, least: int = 3, most: int = 3, max_restarts: int = 8, wait_s: float = 0.0
@@ -122,47 +122,47 @@ class Stage:
         self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
         self.shape = Shape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s)
         self.max_restarts = max_restarts
-        self.head = self.new_head()
+        self.leader = self.new_leader()
 
     @classmethod
     def at_work(cls, folder: Path, *alive: str, **shape: Any) -> Stage:
         """Three nodes at work, and a spare if no others are named."""
         stage = cls(folder, *(alive or (*NODES, SPARE)), **shape)
-        stage.head.take_over()
+        stage.leader.take_over()
         return stage.begin()
 
-    def new_head(self) -> Head:
+    def new_leader(self) -> Leader:
         log = RunLog("run", "n1", self.folder / "events.jsonl")
         policy = RestartPolicy(self.max_restarts)
 
         def over(code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
             self.bad.append((lost, unfit))
 
-        return Head(self.shape, self.group, self.loop, policy, log, over)  # type: ignore[arg-type]
+        return Leader(self.shape, self.group, self.loop, policy, log, over)  # type: ignore[arg-type]
 
     def succeed(self) -> None:
-        """The head is lost, and another launcher takes over."""
-        self.head = self.new_head()
+        """The leader is lost, and another launcher takes over."""
+        self.leader = self.new_leader()
         self.group.holds = False
-        self.head.take_over()
+        self.leader.take_over()
         self.begin()
 
     def begin(self) -> Stage:
         """The last proposal is claimed, and all of its nodes are ready."""
         self.group.plan, self.group.begun, self.group.holds = self.group.proposals[-1], True, True
-        self.head.began(self.group.plan, Begun("10.0.0.1", 1))
+        self.leader.began(self.group.plan, Begun("10.0.0.1", 1))
         return self
 
     def lose(self, *names: str) -> None:
         for name in names:
             del self.group.alive[name]
         for name in names:
-            self.head.lost(name, 2.0)
+            self.leader.lost(name, 2.0)
 
     def join(self, *names: str) -> None:
         for name in names:
             self.group.alive[name] = member(name)
-            self.head.joined(member(name))
+            self.leader.joined(member(name))
 
     @property
     def generation(self) -> int:
@@ -170,7 +170,7 @@ class Stage:
         return self.group.plan.generation if self.group.plan is not None else 0
 
     def tell(self, sender: str, message: Told) -> None:
-        self.head.received(sender, message)
+        self.leader.received(sender, message)
 
     def swap(self, node: str, reason: str = "Xid 79") -> None:
         self.tell("n2", messages.SwapWanted(self.generation, node, reason))

@@ -1,4 +1,4 @@
-"""What the head of a run makes of failures, hangs and requests; its fellows and the time are played."""
+"""What the leader of a run makes of failures, hangs and requests; its fellows and the time are played."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opsd.launch.hangs.hang import Standing
 from opsd.launch.ranks.failure import RankError
 from opsd.launch.run import messages
 from opsd.launch.run.messages import StandingsWanted, StopOrdered
-from tests.fakes.head import NODES, SIGTERM, SPARE, Stage, swap_of
+from tests.fakes.leader import NODES, SIGTERM, SPARE, Stage, swap_of
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_victims_wait_for_the_loss_behind_them(stage: Stage) -> None:
 
 
 def test_an_error_of_the_program_stops_the_run_at_the_second_time(stage: Stage) -> None:
-    """Also if another launcher was head at the first time."""
+    """Also if another launcher was leader at the first time."""
     error = RankError("ValueError", "boom", "train.py:7")
     stage.fail("n2", 3, "user", error=error, step=5)
     stage.loop.advance(1)
@@ -86,8 +86,8 @@ def test_a_planned_swap_loses_nothing(stage: Stage) -> None:
     assert not stage.over
 
 
-def test_a_swap_outlives_its_head(stage: Stage) -> None:
-    """The next head learns from the ranks' end that they were stopped for a swap, and sees to it."""
+def test_a_swap_outlives_its_leader(stage: Stage) -> None:
+    """The next leader learns from the ranks' end that they were stopped for a swap, and sees to it."""
     stage.swap("n3")
     stage.succeed()
     stage.finish_ranks(*NODES, told=swap_of("n3"))
@@ -96,27 +96,27 @@ def test_a_swap_outlives_its_head(stage: Stage) -> None:
     assert [plan.payload["keep"] for plan in stage.group.proposals] == [0, 1, 0]
 
 
-def test_a_head_that_stepped_down_leads_on_from_what_it_is_told_again(stage: Stage) -> None:
+def test_a_leader_that_stepped_down_leads_on_from_what_it_is_told_again(stage: Stage) -> None:
     """Who had told it something may not have noticed: with its claim the others tell it anew. The ranks run on."""
     stage.finish_ranks("n2")
-    stage.head = stage.new_head()
-    stage.head.take_over()
+    stage.leader = stage.new_leader()
+    stage.leader.take_over()
     assert stage.group.proposals[-1].payload["keep"] == 1
     stage.begin().finish_ranks(*NODES)
     assert stage.over == [(exitcodes.OK, "all ranks finished")]
 
 
-@pytest.mark.parametrize("another_head", [False, True])
-def test_a_swap_that_takes_too_long_ends_no_run(stage: Stage, another_head: bool) -> None:
+@pytest.mark.parametrize("another_leader", [False, True])
+def test_a_swap_that_takes_too_long_ends_no_run(stage: Stage, another_leader: bool) -> None:
     """The next step boundary was too far away: the spare takes over from the last checkpoint."""
     stage.swap("n3")
-    if another_head:
+    if another_leader:
         stage.succeed()
     for name in NODES:
         stage.tell(name, messages.Late(stage.generation, "rank 0 did not stop in time", swap_of("n3")))
     assert (stage.group.proposals[-1].payload["keep"], stage.group.proposals[-1].payload["restarts"]) == (0, 1)
     assert not stage.over
-    assert another_head or stage.slots[-1] == ("n1", "n2", SPARE)
+    assert another_leader or stage.slots[-1] == ("n1", "n2", SPARE)
 
 
 def test_a_stop_that_takes_too_long_ends_the_run(stage: Stage) -> None:
@@ -141,7 +141,7 @@ def test_a_node_stays_if_its_spare_dies_before_the_swap(stage: Stage, proposed: 
 
 
 def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: Stage) -> None:
-    """Of the network as it seems: it began when they ended, and not when the head came to hear of it."""
+    """Of the network as it seems: it began when they ended, and not when the leader came to hear of it."""
     before = time.time()
     for name in NODES:
         stage.tell(name, messages.Waiting(1, 30.0))
@@ -281,7 +281,7 @@ def test_messages_of_an_earlier_generation_are_ignored(stage: Stage) -> None:
 
 
 def test_events_of_all_nodes_make_one_story(stage: Stage) -> None:
-    """A checkpoint that three nodes saw become durable is one event; the time is that of the head's clock."""
+    """A checkpoint that three nodes saw become durable is one event; the time is that of the leader's clock."""
     record = {"t": 7.0, "event": "checkpoint_committed", "generation": 1, "step": 20, "node": "n2"}
     for name in NODES:
         stage.tell(name, messages.Event({**record, "node": name}, 0.5))
@@ -290,10 +290,10 @@ def test_events_of_all_nodes_make_one_story(stage: Stage) -> None:
     assert abs(event["t"] - started["t"]) < 60
 
 
-def test_the_next_head_goes_on_with_the_story(stage: Stage) -> None:
-    """What the head before it has written is not written again."""
+def test_the_next_leader_goes_on_with_the_story(stage: Stage) -> None:
+    """What the leader before it has written is not written again."""
     record = {"t": 7.0, "event": "resumed", "generation": 1, "step": 20, "node": "n2"}
     stage.tell("n2", messages.Event(record, 0.0))
-    stage.head = stage.new_head()
+    stage.leader = stage.new_leader()
     stage.tell("n3", messages.Event(record, 0.0))
     assert len(stage.events("resumed")) == 1

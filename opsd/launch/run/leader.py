@@ -1,7 +1,7 @@
 """Decides about a run on several nodes, in the launcher that its fellows have elected.
 
-The head keeps nothing that a successor could not have: what it decided lies in the plan of the generation, what happens
-on the nodes is told again to whoever becomes head.
+The leader keeps nothing that a successor could not have: what it decided lies in the plan of the generation, what
+happens on the nodes is told again to whoever becomes leader.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from opsd.launch.run.nodes import Formation, NodeHealth, Shape
 from opsd.launch.run.stops import Stops
 
 
-class Head:
+class Leader:
     """Makes the plans.
 
     ``over`` is called with the code and the reason, lost and unfit nodes before the end of the run is claimed.
@@ -61,9 +61,10 @@ class Head:
         self._noticed = time.monotonic()
 
     def take_over(self) -> None:
-        """This launcher is head from now on. What the head before it has left goes on if all of its nodes are there.
+        """Start to lead. The generation of the previous leader goes on if all of its nodes are present.
 
-        Also if it was head before, and stepped down: the others may not have noticed, and tell again what they told.
+        Also called if this launcher led before and lost touch: the others may not have noticed, and report their state
+        again.
         """
         plan, group = self._group.plan, self._group
         if plan is None:
@@ -72,10 +73,10 @@ class Head:
         self._recall(plan)
         lost = [member.name for member in plan.members if member.name not in group.alive]
         for name in lost:
-            self._note_lost(name, group.headless_s)
+            self._note_lost(name, group.leaderless_s)
         gone = next((name for name in plan.slots if name in lost), None)
         if gone is not None:
-            self._recover_from_loss(gone, group.headless_s)
+            self._recover_from_loss(gone, group.leaderless_s)
         elif not plan.slots or not group.begun:
             self._formation.renew()
         else:
@@ -295,7 +296,7 @@ class Head:
         self._group.end(code, reason, lost, unfit)
 
     def retire(self) -> None:
-        """Decide nothing more: another launcher is head now, or the run is over."""
+        """Decide nothing more: another launcher is leader now, or the run is over."""
         self.replaced()
         self._formation.close()
 
