@@ -1,4 +1,4 @@
-"""A launcher with fellows, one of three; its node, the group and the time are played."""
+"""A launcher among three; its node, the group and the time are simulated."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class PlayedNode:
         self.left = (code, reason)
 
 
-class Fellow:
+class FollowerLauncher:
     """The launcher of n2; n1 is the leader. ``told`` is what the leader has heard of it."""
 
-    def __init__(self, *, guest: bool = False, waits: bool = False, least: int = 3) -> None:
+    def __init__(self, *, borrowed: bool = False, waits: bool = False, least: int = 3) -> None:
         self.loop = PlayedLoop()
         self.node = PlayedNode(self.loop)
         self.group = PlayedGroup(*NODES)
@@ -77,7 +77,7 @@ class Fellow:
             new_leader=self._new_leader,  # type: ignore[arg-type]
             job=SimpleNamespace(end=lambda code, lost, unfit: self.job.append((code, lost))),
             ready=lambda: "",
-            guest=guest,
+            borrowed=borrowed,
             isolated_s=60.0,
         )
         self.run.start_run()

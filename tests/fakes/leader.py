@@ -1,4 +1,4 @@
-"""A leader of a run on several nodes, with its fellows and the time played."""
+"""A leader of a run on several nodes; its peers and the time are simulated."""
 
 from __future__ import annotations
 

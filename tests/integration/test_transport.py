@@ -410,7 +410,7 @@ def test_strangers_take_few_descriptors_and_hold_nobody_up(
 ) -> None:
     """Thousands that are idle, and others that connect as fast as they can, from one address or from many.
 
-    The launcher opens files as ever, hears its fellows, and takes in one that comes meanwhile.
+    The launcher opens files as ever, hears its peers, and takes in one that comes meanwhile.
     """
     one, two = pair
     before = launchers.descriptors()

@@ -1,4 +1,4 @@
-"""Which nodes the leader of a run takes for a generation, and when; its fellows and the time are played."""
+"""Which nodes the leader of a run takes for a generation, and when; its peers and the time are simulated."""
 
 from __future__ import annotations
 

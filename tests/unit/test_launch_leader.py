@@ -1,4 +1,4 @@
-"""What the leader of a run makes of failures, hangs and requests; its fellows and the time are played."""
+"""What the leader of a run makes of failures, hangs and requests; its peers and the time are simulated."""
 
 from __future__ import annotations
 

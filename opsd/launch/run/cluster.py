@@ -23,9 +23,9 @@ from opsd.launch.ranks.failure import Failure, first_cause
 from opsd.launch.ranks.shutdown import HASTENED_S
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import LocalHang, to_ages
-from opsd.launch.run.fellows import cannot_listen
 from opsd.launch.run.generation_change import GenerationChange
 from opsd.launch.run.isolation import Isolation
+from opsd.launch.run.launchers import cannot_listen
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, Stop, Told, Why
 from opsd.launch.run.nodes import Shape, place
@@ -48,8 +48,8 @@ class ClusterRun:
     """The ``RunControl`` of a launcher, and the ``Listener`` of its group.
 
     ``new_leader`` makes the leader's part when this launcher leads. ``ready`` says why this node must not take the
-    place of another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are about its own
-    job, not about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``Isolation``.
+    place of another, "" if it may; a ``borrowed`` node, which is not the job's, then ends. Its signals are about its
+    own job, not about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``Isolation``.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ClusterRun:
         new_leader: Callable[[Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]], Leader],
         job: Job,
         ready: Callable[[], str],
-        guest: bool = False,
+        borrowed: bool = False,
         port: int | None = None,
         isolated_s: float = 60.0,
     ) -> None:
@@ -69,9 +69,9 @@ class ClusterRun:
         self._group = group
         self._shape = shape
         self._new_leader = new_leader
-        self._guest = guest
+        self._borrowed = borrowed
         self._hang = LocalHang(node)
-        self._readiness = Readiness(node.loop, group, ready, self._not_ready if guest else lambda why: None)
+        self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None)
         self._shutdown = Shutdown(node, group, job, self._retire)
         self._change = GenerationChange(node, group, self._readiness, self._shutdown, port=port, placed=self._make_way)
         self._isolation = Isolation(
@@ -158,7 +158,7 @@ class ClusterRun:
         if self._shutdown.begun:
             self._shutdown.hasten()
             return
-        if self._guest and by != CONTROL:
+        if self._borrowed and by != CONTROL:
             self._called_back = by
             self._make_way()
             return
@@ -183,7 +183,7 @@ class ClusterRun:
         self._node.stop(str(stop))
 
     def _make_way(self) -> None:
-        """If the node of this guest is wanted back: go, once another has taken its place at a step boundary."""
+        """If this borrowed node is wanted back: leave once another node has taken its place at a step boundary."""
         if not self._called_back:
             return
         why = f"its own job ends ({self._called_back})"

@@ -1,4 +1,4 @@
-"""Decides about a run on several nodes, in the launcher that its fellows have elected.
+"""Decides about a run on several nodes, in the launcher that the others have elected.
 
 The leader keeps nothing that a successor could not have: what it decided lies in the plan of the generation, what
 happens on the nodes is told again to whoever becomes leader.

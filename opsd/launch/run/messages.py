@@ -163,7 +163,7 @@ class SpareWanted:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A guest has to go, once another has taken its place."""
+    """A borrowed node has to leave, once another has taken its place."""
 
     direction: ClassVar = TO_LEADER
     generation: int

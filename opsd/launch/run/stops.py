@@ -48,7 +48,7 @@ class Stops:
         self._stop: Stop | None = None
         self._ended: dict[str, Stop | None] = {}
         self._leaving: dict[str, str] = {}
-        """Guests for which there was no spare, and why they have to leave."""
+        """Borrowed nodes for which there was no spare, and why they have to leave."""
 
     @property
     def for_good(self) -> bool:
@@ -74,7 +74,7 @@ class Stops:
         self._stop_for_swap(node, reason)
 
     def let_go(self, node: str, reason: str) -> None:
-        """The same for a guest that has to leave, and may come again; without a spare one is asked for, and awaited."""
+        """The same for a borrowed node that has to leave and may return; without a spare, ask for one and wait."""
         if self._stop or node not in self._formation.slots:
             return
         if not self._formation.spares:
