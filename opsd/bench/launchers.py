@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun, Body, Ready
-from opsd.launch.claims.node import TcpGroup
+from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.protocol import Member
 
@@ -82,8 +82,8 @@ class Simulated:
         )  # fmt: skip
         self.group.start(self)
 
-    def enough(self, near: Collection[str]) -> bool:
-        return len(near) >= self._expected
+    def enough(self, reachable: Collection[str]) -> bool:
+        return len(reachable) >= self._expected
 
     def stuck(self) -> bool:
         return True

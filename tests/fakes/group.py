@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opsd.checkpoints.claims import Claim, End
-from opsd.launch.claims.authority import Look, Plan
+from opsd.launch.claims.claim_store import Plan, StoreRead
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Message, Ready
 from opsd.launch.io.protocol import Member
@@ -132,23 +132,25 @@ class World:
 
 
 class PlayedFolder:
-    """The ``Folder`` of one launcher."""
+    """The ``ClaimStore`` of one launcher."""
 
     error = None
 
     def __init__(self, world: World, name: str, process: Launcher) -> None:
         self._world, self._name, self._process = world, name, process
 
-    def look(self, *, whole: bool) -> None:
-        def read() -> None:
+    def read(self, *, full: bool) -> None:
+        def serve_read() -> None:
             claim = self.seen()
             lease = self._world.lease
             found = (
-                Look(lease, claim, True) if whole or lease[0] > self._process.core.number else Look(lease, None, False)
+                StoreRead(lease, claim, True)
+                if full or lease[0] > self._process.core.number
+                else StoreRead(lease, None, False)
             )
-            self._answer(lambda core, now: core.looked(now, found))
+            self._answer(lambda core, now: core.store_read(now, found))
 
-        self._when_served(read)
+        self._when_served(serve_read)
 
     def seen(self) -> Claim | None:
         """The newest claim that this node's view of the folder shows."""
@@ -291,8 +293,8 @@ class Launcher:
 
     # -- the listener --------------------------------------------------------------------------------------------
 
-    def enough(self, near: Collection[str]) -> bool:
-        return len(near) >= self.shape.least
+    def enough(self, reachable: Collection[str]) -> bool:
+        return len(reachable) >= self.shape.least
 
     def stuck(self) -> bool:
         return self.ranks is None

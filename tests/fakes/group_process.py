@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun, Body, Ready
-from opsd.launch.claims.node import TcpGroup
+from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
 
 
-class Claiming:
+class ClaimWriter:
     """The listener."""
 
     def __init__(self, group: TcpGroup, least: int) -> None:
@@ -31,8 +31,8 @@ class Claiming:
     def note(self, what: str, **fields: Any) -> None:
         print(json.dumps({"event": what, "t": time.monotonic(), **fields}), flush=True)
 
-    def enough(self, near: Collection[str]) -> bool:
-        return len(near) >= self._least
+    def enough(self, reachable: Collection[str]) -> bool:
+        return len(reachable) >= self._least
 
     def stuck(self) -> bool:
         return True
@@ -85,7 +85,7 @@ def main() -> None:
         start=settings["run"], launcher=f"{own.name}-{os.getpid()}", secret=bytes.fromhex(settings["secret"]), size=1,
         say=lambda text: print(json.dumps({"event": "said", "t": time.monotonic(), "text": text}), flush=True),
     )  # fmt: skip
-    group.start(Claiming(group, settings["least"]))
+    group.start(ClaimWriter(group, settings["least"]))
     loop.run()
 
 

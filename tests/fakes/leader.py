@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opsd.launch.claims.authority import Plan
-from opsd.launch.claims.messages import Begun, Body, Listener, Ready
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.messages import Begun, Body, GroupListener, Ready
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.run_log import RunLog
@@ -84,10 +84,10 @@ class PlayedGroup:
         self.told: list[Told] = []
 
     @property
-    def roster(self) -> list[str]:
+    def members(self) -> list[str]:
         return list(self.alive)
 
-    def start(self, listener: Listener) -> None: ...
+    def start(self, listener: GroupListener) -> None: ...
 
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
         members = tuple(self.alive[name] for name in sorted(self.alive))

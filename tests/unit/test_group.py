@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import pytest
 
 from opsd.checkpoints.claims import Claim, End
-from opsd.launch.claims.authority import Plan
-from opsd.launch.claims.messages import Message, Roster, Seek
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.messages import MemberList, Message, Seek
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.nodes import Shape
 from tests.fakes.group import Launcher, PlayedFolder, World, member
@@ -692,11 +692,11 @@ def test_many_launchers_lose_their_leader(lost: int, within_s: float) -> None:
 
 def test_who_has_read_the_claim_is_not_told_who_is_there() -> None:
     """It is a long list in a large run, and the claim has it; a spare that goes is told to all."""
-    told: list[Roster] = []
+    told: list[MemberList] = []
 
     class Listening(World):
         def send(self, source: str, target: Member, message: Message) -> None:
-            if isinstance(message, Roster):
+            if isinstance(message, MemberList):
                 told.append(message)
             super().send(source, target, message)
 
@@ -705,8 +705,8 @@ def test_who_has_read_the_claim_is_not_told_who_is_there() -> None:
     run["n2"].kill()
     run.until_claim(len(run.slots) + 1)
     run.rests()
-    assert [len(roster.members) for roster in told if roster.number == len(run.slots)] == []
+    assert [len(listed.members) for listed in told if listed.number == len(run.slots)] == []
     Launcher(run.world, "n2", run.names, run.shape)
     run.world.run(5.0)
-    assert {len(roster.members) for roster in told} == {4}
-    assert all(len(one.core.roster) == 4 for one in run.world.alive)
+    assert {len(listed.members) for listed in told} == {4}
+    assert all(len(one.core.members) == 4 for one in run.world.alive)

@@ -11,7 +11,7 @@ from typing import cast
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Body
 from opsd.launch.hangs.hang import Hang
@@ -129,7 +129,7 @@ class ClusterRun:
         """Let the leader judge."""
         cause = first_cause([failure for failure, _ in found])
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
-            named = failure is cause and (failure.kind != "communication" or len(self._group.roster) == 1)
+            named = failure is cause and (failure.kind != "communication" or len(self._group.members) == 1)
             rank.report_exit(self._node.events, failure, culprit=named)
         self._failures += found
         self._tell_progress()
@@ -221,11 +221,11 @@ class ClusterRun:
 
     # -- the group's side ----------------------------------------------------------------------------------------
 
-    def enough(self, near: Collection[str]) -> bool:
-        """Whether a generation could be formed of the nodes ``near``; at the start others may follow for a while."""
+    def enough(self, reachable: Collection[str]) -> bool:
+        """Whether a generation could be formed of the ``reachable`` nodes; at the start, after waiting for more."""
         plan = self._group.plan
         slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
-        placed = place(self._shape, slots, near, unfit)
+        placed = place(self._shape, slots, reachable, unfit)
         if placed is None or plan is not None or len(placed) >= min(self._shape.most, len(self._shape.order)):
             self._enough_since = None
             return placed is not None

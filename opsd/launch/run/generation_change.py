@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from opsd import exitcodes
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.followers import highest
 from opsd.launch.claims.group import Group
-from opsd.launch.claims.leading import highest
 from opsd.launch.claims.messages import Begun, Ready
 from opsd.launch.ranks.ranks import Recovery
 from opsd.launch.ranks.settings import Assignment, free_port

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from opsd import exitcodes
 from opsd.launch.claims.group import Group
-from opsd.launch.claims.node import LASTING
+from opsd.launch.claims.tcp_group import LASTING
 from opsd.launch.io.loop import Timer
 from opsd.launch.run.generation_change import GenerationChange
 from opsd.launch.run.shutdown import Shutdown

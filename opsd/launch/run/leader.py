@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from opsd import exitcodes
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun
 from opsd.launch.hangs.hang import Hang

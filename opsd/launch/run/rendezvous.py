@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints.claims import newest
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import say
 from opsd.launch.ranks.settings import free_port

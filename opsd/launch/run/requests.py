@@ -18,7 +18,7 @@ def answer(
     """
     command, plan, leader = request.get("cmd"), group.plan, group.leader
     slots = plan.slots if plan is not None else ()
-    spares = [name for name in sorted(group.roster) if name not in slots] if plan is not None else []
+    spares = [name for name in sorted(group.members) if name not in slots] if plan is not None else []
     if command == "status":
         return {"nodes": list(slots), "spares": spares, "head": leader, "waits": waits}
     if command not in ("restart", "swap"):

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Callable
 
-from opsd.launch.claims.node import TcpGroup
+from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.reporting import WorkQueue
 from opsd.launch.io.run_log import Log, OwnLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
