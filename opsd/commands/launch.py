@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from opsd import exitcodes
-from opsd.commands.launch_options import rendezvous_options, node_name, rdzv_seconds, run_name
+from opsd.commands.launch_options import node_name, rdzv_seconds, rendezvous_options, run_name
 from opsd.commands.numbers import Finite
 from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.hang import HangLimits
@@ -22,15 +22,23 @@ from opsd.launch.io.control import ControlServer
 from opsd.launch.io.handshake import SecretError, job_secret
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
-from opsd.launch.io.reporting import EventLog, flush_all, say
+from opsd.launch.io.reporting import EventLog, flush_all, print_message
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter
-from opsd.launch.run.launchers import DEFAULT_PORT, NodeCount, Launchers, RendezvousError, find_launchers, slurm_nodes, default_port
-from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
+from opsd.launch.run.launchers import (
+    DEFAULT_PORT,
+    Launchers,
+    NodeCount,
+    RendezvousError,
+    default_port,
+    find_launchers,
+    slurm_nodes,
+)
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
-from opsd.launch.run.nodes import Shape
+from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.readiness import spare_readiness
+from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.launch.run.wiring import control_of
@@ -309,12 +317,12 @@ def _find_launchers(options: dict[str, Any], settings: Settings, folder: Path, *
     return Launchers(own, (own,))
 
 
-def _shape(options: dict[str, Any], launchers: Launchers) -> Shape:
+def _shape(options: dict[str, Any], launchers: Launchers) -> RunShape:
     count: NodeCount = options["count"]
     have, need = len(launchers.members), count.least + options["spares"]
     if have < need:
         raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
-    return Shape(
+    return RunShape(
         count.least,
         count.most,
         tuple(member.name for member in launchers.members),
@@ -365,4 +373,4 @@ def _supervise(
         starter.standby.close()
         console.close()
         for late in flush_all(FLUSH_S):
-            say(f"some {late} are missing: they could not be written in time")
+            print_message(f"some {late} are missing: they could not be written in time")

@@ -10,19 +10,19 @@ from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun
 from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
-from opsd.launch.run.messages import Progress, Told
-from opsd.launch.run.nodes import Shape
-from tests.fakes.leader import NODES, PlayedGroup, PlayedLoop, member
+from opsd.launch.run.messages import Progress, ToLeader
+from opsd.launch.run.nodes import RunShape
+from tests.fakes.leader import NODES, FakeGroup, FakeLoop, member
 
 OWN, LEADER = "n2", "n1"
 
 
-class PlayedNode:
+class FakeNode:
     """The ranks of a node, which do at once what they are told; unless their end is ``slow``, until ``collect``."""
 
     slow = False
 
-    def __init__(self, loop: PlayedLoop) -> None:
+    def __init__(self, loop: FakeLoop) -> None:
         self.loop = loop
         self.settings = SimpleNamespace(stop_timeout_s=120.0, local_size=2)
         self.folders = SimpleNamespace(folder="/runs/r")
@@ -40,7 +40,7 @@ class PlayedNode:
         self.generation = SimpleNamespace(number=number, running=[], ranks=[])
         self.state, self.stopping, self.done = "spare", "", False
 
-    def end(self, then: Callable[[], None], *, gently: bool = False) -> None:
+    def end(self, then: Callable[[], None], *, gracefully: bool = False) -> None:
         self._after = then
         self.ending = True
         if not self.slow:
@@ -65,15 +65,15 @@ class FollowerLauncher:
     """The launcher of n2; n1 is the leader. ``told`` is what the leader has heard of it."""
 
     def __init__(self, *, borrowed: bool = False, waits: bool = False, least: int = 3) -> None:
-        self.loop = PlayedLoop()
-        self.node = PlayedNode(self.loop)
-        self.group = PlayedGroup(*NODES)
+        self.loop = FakeLoop()
+        self.node = FakeNode(self.loop)
+        self.group = FakeGroup(*NODES)
         self.job: list[tuple[int, tuple[str, ...]]] = []
         self.group.own, self.group.leader = member(OWN), LEADER
         self.run = ClusterRun(
             self.node,  # type: ignore[arg-type]
             self.group,
-            Shape(least, 3, NODES, wait_s=60.0 if waits else 0.0),
+            RunShape(least, 3, NODES, wait_s=60.0 if waits else 0.0),
             new_leader=self._new_leader,  # type: ignore[arg-type]
             job=SimpleNamespace(end=lambda code, lost, unfit: self.job.append((code, lost))),
             ready=lambda: "",
@@ -85,10 +85,10 @@ class FollowerLauncher:
     def _new_leader(self, over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> SimpleNamespace:
         """A leader that does nothing; ``end_run`` is what it calls at the end."""
         self.end_run = over
-        return SimpleNamespace(take_over=lambda: None, retire=lambda: None)
+        return SimpleNamespace(take_over=lambda: None, step_down=lambda: None)
 
     @property
-    def told(self) -> list[Told]:
+    def told(self) -> list[ToLeader]:
         return self.group.told
 
     def plan(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> Plan:
@@ -124,7 +124,7 @@ class FollowerLauncher:
         self.group.leader = leader
         self.run.leader_changed(leader)
 
-    def hear(self) -> list[Told]:
+    def hear(self) -> list[ToLeader]:
         """What the leader was told since it was asked last, progress left out."""
         told = [message for message in self.told if not isinstance(message, Progress)]
         self.told.clear()

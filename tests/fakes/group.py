@@ -1,7 +1,7 @@
 """Launchers of a run in a world of virtual time: their network, their shared folder and their processes fail at random.
 
 All that outlives a process is in the folder: a launcher that is begun again under the name of a dead one has lost what
-that one knew, so there are no restarts with state to be told from those without. ``tests.fakes.judge`` watches.
+that one knew, so there are no restarts with state to be told from those without. ``tests.fakes.invariants`` watches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opsd.launch.claims.claim_store import Plan, StoreRead
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Message, Ready
 from opsd.launch.io.protocol import Member
-from opsd.launch.run.nodes import Shape, place
+from opsd.launch.run.nodes import RunShape, assign_slots
 
 TICK_S = 0.05
 KEPT_MESSAGES_S = 3.0
@@ -51,7 +51,7 @@ class World:
         self.asked_to_end = False
         """Somebody has told a leader to end the run."""
         self.launchers: dict[str, Launcher] = {}
-        self.folder: Callable[[World, str, Launcher], PlayedFolder] = PlayedFolder
+        self.folder: Callable[[World, str, Launcher], FakeClaimStore] = FakeClaimStore
         """What launchers that begin from now on have for the run's folder."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -74,11 +74,11 @@ class World:
         """Run until something holds; the seconds that it took."""
         begun = self.now
         while not condition():
-            assert self.now - begun < limit_s, f"waited in vain, at {self.now:.1f}: {self.story()}"
+            assert self.now - begun < limit_s, f"waited in vain, at {self.now:.1f}: {self.job_log()}"
             self.run(TICK_S)
         return self.now - begun
 
-    def story(self) -> list[tuple[Any, ...]]:
+    def job_log(self) -> list[tuple[Any, ...]]:
         claims = [(round(t, 2), c.number, c.launcher, c.plan.get("slots", c.plan.get("end"))) for t, c in self.claims]
         return [
             *claims,
@@ -131,7 +131,7 @@ class World:
             one.resume()
 
 
-class PlayedFolder:
+class FakeClaimStore:
     """The ``ClaimStore`` of one launcher."""
 
     error = None
@@ -226,7 +226,7 @@ class Launcher:
     world: World
     name: str
     expected: tuple[str, ...]
-    shape: Shape
+    shape: RunShape
     start: str = "run"
     dead: bool = False
     paused: bool = False
@@ -324,7 +324,7 @@ class Launcher:
     def _propose(self) -> None:
         if self.ending:
             return
-        slots = place(self.shape, self.known_slots, self.core.alive.keys(), ())
+        slots = assign_slots(self.shape, self.known_slots, self.core.alive.keys(), ())
         self.needy, self.changing = slots is None, True
         self.core.propose(slots or (), {"keep": 0})
 

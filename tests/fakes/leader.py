@@ -17,8 +17,8 @@ from opsd.launch.io.run_log import RunLog
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.run import messages
 from opsd.launch.run.leader import Leader
-from opsd.launch.run.messages import CODEC, Ordered, Stop, Told, Why
-from opsd.launch.run.nodes import Shape
+from opsd.launch.run.messages import CODEC, FromLeader, Stop, StopReason, ToLeader
+from opsd.launch.run.nodes import RunShape
 
 NODES = ("n1", "n2", "n3")
 SPARE = "n4"
@@ -29,13 +29,13 @@ def member(name: str) -> Member:
 
 
 def swap_of(node: str) -> Stop:
-    return Stop(Why.SWAP, node)
+    return Stop(StopReason.SWAP, node)
 
 
-SIGTERM = Stop(Why.SIGNAL, "SIGTERM")
+SIGTERM = Stop(StopReason.SIGNAL, "SIGTERM")
 
 
-class PlayedLoop(Loop):
+class FakeLoop(Loop):
     """Timers whose time passes when told to, and what is done beside the loop."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class PlayedLoop(Loop):
         self.now = end
 
 
-class PlayedGroup:
+class FakeGroup:
     """A group in which every claim holds, once the test says so; two ranks a node."""
 
     def __init__(self, *names: str) -> None:
@@ -80,8 +80,8 @@ class PlayedGroup:
         self.proposals: list[Plan] = []
         self.ends: list[tuple[int, str]] = []
         self.answers: list[tuple[int, Ready]] = []
-        self.orders: list[Ordered] = []
-        self.told: list[Told] = []
+        self.orders: list[FromLeader] = []
+        self.told: list[ToLeader] = []
 
     @property
     def members(self) -> list[str]:
@@ -110,22 +110,22 @@ class PlayedGroup:
     def leave(self) -> None: ...
 
 
-class Stage:
+class LeaderHarness:
     """A leader and its world: two ranks a node."""
 
     def __init__(
         self, folder: Path, *alive: str, least: int = 3, most: int = 3, max_restarts: int = 8, wait_s: float = 0.0
     ) -> None:
-        self.loop = PlayedLoop()
-        self.group = PlayedGroup(*alive)
+        self.loop = FakeLoop()
+        self.group = FakeGroup(*alive)
         self.folder = folder
         self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-        self.shape = Shape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s)
+        self.shape = RunShape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s)
         self.max_restarts = max_restarts
         self.leader = self.new_leader()
 
     @classmethod
-    def at_work(cls, folder: Path, *alive: str, **shape: Any) -> Stage:
+    def at_work(cls, folder: Path, *alive: str, **shape: Any) -> LeaderHarness:
         """Three nodes at work, and a spare if no others are named."""
         stage = cls(folder, *(alive or (*NODES, SPARE)), **shape)
         stage.leader.take_over()
@@ -147,7 +147,7 @@ class Stage:
         self.leader.take_over()
         self.begin()
 
-    def begin(self) -> Stage:
+    def begin(self) -> LeaderHarness:
         """The last proposal is claimed, and all of its nodes are ready."""
         self.group.plan, self.group.begun, self.group.holds = self.group.proposals[-1], True, True
         self.leader.began(self.group.plan, Begun("10.0.0.1", 1))
@@ -169,7 +169,7 @@ class Stage:
         """Of the ranks that run."""
         return self.group.plan.generation if self.group.plan is not None else 0
 
-    def tell(self, sender: str, message: Told) -> None:
+    def tell(self, sender: str, message: ToLeader) -> None:
         self.leader.received(sender, message)
 
     def swap(self, node: str, reason: str = "Xid 79") -> None:

@@ -42,7 +42,7 @@ class Stalled:
         self.watch = HangWatch(HangLimits(startup_s=2.0), folders, self._loop, str(py_spy))
         self.generation = Generation(1, [self._rank(number, folder, cleanup) for number in range(2)])
         self.ranks = [FakeRank(rank.rank, since=time.monotonic()) for rank in self.generation.ranks]
-        cleanup.callback(self.watch.relax)
+        cleanup.callback(self.watch.reset)
 
     def _rank(self, number: int, folder: Path, cleanup: ExitStack) -> Rank:
         process = subprocess.Popen(["sleep", "1000"])

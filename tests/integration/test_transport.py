@@ -46,7 +46,7 @@ class Launcher:
             received=self._receive,
             unreachable=self.gone.append,
             superseded=self._stand_down,
-            say=self.said.append,
+            print_message=self.said.append,
             launchers=lambda: LAUNCHERS,
             opened=lambda other, incarnation: self.opened.append((other.name, incarnation)),
         )  # fmt: skip

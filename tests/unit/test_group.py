@@ -11,9 +11,9 @@ from opsd.checkpoints.claims import Claim, End
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import MemberList, Message, Seek
 from opsd.launch.io.protocol import Member
-from opsd.launch.run.nodes import Shape
-from tests.fakes.group import Launcher, PlayedFolder, World, member
-from tests.fakes.judge import Judge, Trouble
+from opsd.launch.run.nodes import RunShape
+from tests.fakes.group import FakeClaimStore, Launcher, World, member
+from tests.fakes.invariants import FaultInjection, InvariantChecker
 
 JOB = "r, job 7.{}"
 
@@ -26,8 +26,8 @@ class Run:
     ) -> None:
         self.world = world or World(launchers)
         self.names = tuple(f"n{number}" for number in range(1, launchers + 1))
-        self.shape, self._start = Shape(least, most, self.names), start
-        self.judge = Judge(self.world, least)
+        self.shape, self._start = RunShape(least, most, self.names), start
+        self.judge = InvariantChecker(self.world, least)
         for name in self.names:
             self.begin(name)
 
@@ -468,7 +468,7 @@ def test_of_two_copies_one_stays(first: str, second: str, stays: str) -> None:
     world.until(run.judge.at_rest)
     names = ("n4", "n5", "n6")
     for name in names:
-        Launcher(world, name, names, Shape(2, 3, names), second)
+        Launcher(world, name, names, RunShape(2, 3, names), second)
     copies = {"n1": run.names, "n4": names}
     gone = copies["n1" if stays == "n4" else "n4"]
     world.until(lambda: all(world.launchers[name].left == "overtaken" for name in gone))
@@ -500,7 +500,7 @@ def episode(seed: int, faults: int) -> int:
     launchers = 1 + seed % 8
     least = 1 + seed // 8 % launchers
     most = least + seed // 64 % (launchers - least + 1)
-    trouble = Trouble(seed, launchers, least, most)
+    trouble = FaultInjection(seed, launchers, least, most)
     trouble.go(faults)
     return trouble.world.events
 
@@ -508,14 +508,14 @@ def episode(seed: int, faults: int) -> int:
 # -- the judge can fail ----------------------------------------------------------------------------------------------
 
 
-class TwoWin(PlayedFolder):
+class TwoWin(FakeClaimStore):
     """A file system on which whoever claims is told that it has succeeded."""
 
     def wins(self, claim: Claim) -> bool:
         return True
 
 
-class NeverNews(PlayedFolder):
+class NeverNews(FakeClaimStore):
     """A folder that shows for ever what it showed at first."""
 
     def seen(self) -> Claim | None:
@@ -531,8 +531,8 @@ class Deaf(Launcher):
         pass
 
 
-@pytest.mark.parametrize("folder", [PlayedFolder, TwoWin])
-def test_the_judge_sees_two_claims_of_one_number(folder: type[PlayedFolder]) -> None:
+@pytest.mark.parametrize("folder", [FakeClaimStore, TwoWin])
+def test_the_judge_sees_two_claims_of_one_number(folder: type[FakeClaimStore]) -> None:
     """On a file system that excludes nobody: a leader's claim is held up while the others, cut off, make theirs."""
     world = World(1)
     world.folder = folder
@@ -552,7 +552,7 @@ def test_the_judge_sees_who_never_looks() -> None:
     world.folder = NeverNews
     run = Run(3, 1, 3, world=world)
     world.until(run.judge.at_rest)
-    world.folder = PlayedFolder
+    world.folder = FakeClaimStore
     for name in ("n2", "n3"):
         run[name].kill()
         run.begin(name)
@@ -564,7 +564,7 @@ def test_the_judge_sees_who_never_looks() -> None:
 def test_the_judge_sees_ranks_that_are_not_ended() -> None:
     """A launcher that knows of the later claim and does nothing."""
     run = Run(2, 1, 2).rests()
-    Deaf(run.world, "n3", ("n1", "n2", "n3"), Shape(1, 3, ("n1", "n2", "n3")))
+    Deaf(run.world, "n3", ("n1", "n2", "n3"), RunShape(1, 3, ("n1", "n2", "n3")))
     run["n3"].ranks = run["n2"].ranks
     with pytest.raises(AssertionError):
         run.world.run(10.0)

@@ -15,7 +15,7 @@ from opsd.launch.io.console import Console
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.settings import Program, Settings
-from opsd.launch.ranks.shutdown import HASTENED_S
+from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.cluster import UNBEGUN_S
 from opsd.launch.run.isolation import LASTING_S, SILENT_S
@@ -27,9 +27,9 @@ from opsd.launch.run.messages import (
     Readiness,
     Stop,
     StopOrdered,
+    StopReason,
     StopWanted,
     Waiting,
-    Why,
 )
 from opsd.launch.run.shutdown import CLAIM_S
 from opsd.launch.run.supervisor import Supervisor
@@ -353,7 +353,7 @@ def test_the_run_can_be_stopped_on_a_guest_too() -> None:
     borrowed = FollowerLauncher(borrowed=True)
     borrowed.begin(1, *NODES)
     borrowed.run.asked_to_stop("control")
-    assert borrowed.hear() == [StopWanted(Stop(Why.REQUEST))]
+    assert borrowed.hear() == [StopWanted(Stop(StopReason.REQUEST))]
 
 
 def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
@@ -385,8 +385,10 @@ def test_nobody_leaves_its_ranks_to_themselves(follower: FollowerLauncher) -> No
     assert (follower.node.stopping, follower.node.left) == ("SIGTERM", None)
 
 
-@pytest.mark.parametrize(("signals", "limit_s"), [(2, HASTENED_S), (3, 0.0)])
-def test_more_signals_hasten_a_launcher_whose_ranks_are_gone(follower: FollowerLauncher, signals: int, limit_s: float) -> None:
+@pytest.mark.parametrize(("signals", "limit_s"), [(2, SECOND_STOP_S), (3, 0.0)])
+def test_more_signals_hasten_a_launcher_whose_ranks_are_gone(
+    follower: FollowerLauncher, signals: int, limit_s: float
+) -> None:
     """There is no leader that could end the run, nor a folder in which one could be found."""
     follower.elect(None)
     follower.run.cut_off()

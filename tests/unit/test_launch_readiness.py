@@ -8,15 +8,15 @@ from pathlib import Path
 from opsd.launch.run import messages
 from opsd.launch.run.messages import StopOrdered
 from opsd.launch.run.readiness import Readiness
-from tests.fakes.leader import NODES, SPARE, PlayedGroup, PlayedLoop, Stage, swap_of
+from tests.fakes.leader import NODES, SPARE, FakeGroup, FakeLoop, LeaderHarness, swap_of
 
 
-def started(folder: Path, *spares: str, wait_s: float = 0.0) -> Stage:
+def started(folder: Path, *spares: str, wait_s: float = 0.0) -> LeaderHarness:
     """Three nodes at work, and these spares."""
-    return Stage.at_work(folder, *NODES, *spares, wait_s=wait_s)
+    return LeaderHarness.at_work(folder, *NODES, *spares, wait_s=wait_s)
 
 
-def say(stage: Stage, spare: str, why: str) -> None:
+def print_message(stage: LeaderHarness, spare: str, why: str) -> None:
     """A spare tells whether it may be used."""
     stage.tell(spare, messages.Readiness(why))
 
@@ -25,13 +25,13 @@ def test_a_spare_that_is_not_ready_is_not_used(tmp_path: Path) -> None:
     """It says why, which is told once; the run waits for it, and goes on once it is ready."""
     stage = started(tmp_path, SPARE, wait_s=60.0)
     for _ in range(2):
-        say(stage, SPARE, "data: x was damaged")
+        print_message(stage, SPARE, "data: x was damaged")
     (refused,) = stage.events("spare_refused")
     assert (refused["refused"], refused["reason"]) == (SPARE, "data: x was damaged")
     stage.lose("n2")
     stage.loop.advance(30)
     assert (stage.slots, stage.over) == ([NODES, ()], [])
-    say(stage, SPARE, "")
+    print_message(stage, SPARE, "")
     assert stage.slots == [NODES, (), ("n1", SPARE, "n3")]
 
 
@@ -40,7 +40,7 @@ def test_a_spare_may_turn_out_not_to_be_ready(tmp_path: Path) -> None:
     stage = started(tmp_path, SPARE, "n5")
     stage.lose("n2")
     assert stage.slots[-1] == ("n1", SPARE, "n3")
-    say(stage, SPARE, "its last verification is too old")
+    print_message(stage, SPARE, "its last verification is too old")
     assert stage.slots[-1] == ("n1", "n5", "n3")
 
 
@@ -48,7 +48,7 @@ def test_the_run_ends_without_a_spare_that_is_ready(tmp_path: Path) -> None:
     """It is given back to Slurm rather than go on with damaged data; the spare is not held against the next start."""
     stage = started(tmp_path, SPARE)
     stage.lose("n2")
-    say(stage, SPARE, "data: x was damaged")
+    print_message(stage, SPARE, "data: x was damaged")
     stage.loop.advance(1)
     assert [code for code, _ in stage.over] == [75]
     assert stage.bad == [(("n2",), ())]
@@ -57,7 +57,7 @@ def test_the_run_ends_without_a_spare_that_is_ready(tmp_path: Path) -> None:
 def test_a_node_is_not_swapped_for_a_spare_that_is_not_ready(tmp_path: Path) -> None:
     """The ranks run on, and the answer says why."""
     stage = started(tmp_path, SPARE)
-    say(stage, SPARE, "software: torch is missing, 2.9 is wanted")
+    print_message(stage, SPARE, "software: torch is missing, 2.9 is wanted")
     stage.swap("n2", "ecc")
     assert stage.events("swap_refused")[0]["swap"] == "n2"
     assert not any(isinstance(order, StopOrdered) for order in stage.group.orders)
@@ -72,8 +72,8 @@ class Asked:
         self.taken = 0
         self._goes_on = threading.Event()
         self._goes_on.set()
-        self._loop = PlayedLoop()
-        self._group = PlayedGroup(SPARE)
+        self._loop = FakeLoop()
+        self._group = FakeGroup(SPARE)
         self._readiness = Readiness(self._loop, self._group, self._answer, self.refused.append)  # type: ignore[arg-type]
 
     @property
@@ -162,6 +162,6 @@ def test_a_node_stays_if_its_spare_turns_out_not_to_be_ready(tmp_path: Path) -> 
     stage.swap("n2", "ecc")
     stage.finish_ranks(*NODES, told=swap_of("n2"))
     assert stage.slots[-1] == ("n1", SPARE, "n3")
-    say(stage, SPARE, "data: x was damaged")
+    print_message(stage, SPARE, "data: x was damaged")
     assert (stage.slots[-1], stage.over) == (NODES, [])
     assert stage.events("swap_refused")[0]["swap"] == "n2"

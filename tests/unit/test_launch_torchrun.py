@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from opsd.commands.launch import launch
-from opsd.commands.launch_options import rendezvous_options, parse_endpoint, rdzv_seconds
+from opsd.commands.launch_options import parse_endpoint, rdzv_seconds, rendezvous_options
 from opsd.commands.torchrun_options import OPTIONS
 from opsd.launch.run.launchers import NodeCount
 from opsd.launch.run.rendezvous import RendezvousOptions

@@ -18,9 +18,9 @@ from opsd.launch.claims.messages import MESSAGES, GroupListener, Message
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Codec, Member
-from opsd.launch.io.reporting import say as say_to_user
-from opsd.launch.io.strangers import ask_for_descriptors
+from opsd.launch.io.reporting import print_message as print_message
 from opsd.launch.io.transport import Transport
+from opsd.launch.io.unauthenticated import raise_descriptor_limit
 
 TICK_S = 0.05
 ALONE_TICK_S = 0.25
@@ -30,7 +30,7 @@ LASTING = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTSUP, errno.ENOENT, errno.EISDIR, errno.EEXIST}
 )
 """Errors of the folder that do not go away by themselves."""
-SAY_S = 60.0
+REPORT_INTERVAL_S = 60.0
 _CODEC = Codec(MESSAGES)
 
 
@@ -50,21 +50,22 @@ class TcpGroup(Group):
         size: int,
         once: bool = False,
         timeout_s: float = TIMEOUT_S,
-        say: Callable[[str], None] = say_to_user,
+        print_message: Callable[[str], None] = print_message,
     ) -> None:
         self._loop = loop
         self._left = False
         self._alone = len(expected) == 1
         self._encoded: tuple[Message | None, dict[str, Any]] = (None, {})
         self._transport = Transport(
-            Identity(own, start, secret), loop, say=say,
+            Identity(own, start, secret), loop, print_message=print_message,
             received=self._decode, unreachable=partial(self._unless_left, self.unreachable),
             superseded=partial(self._unless_left, self.superseded), launchers=lambda: len(self.members),
         )  # fmt: skip
         super().__init__(
             own, expected, self._encode,
             FolderClaimStore(
-                folder, loop, partial(self._unless_left, self.store_read), partial(self._unless_left, self.claimed), say
+                folder, loop, partial(self._unless_left, self.store_read), partial(self._unless_left, self.claimed),
+                print_message,
             ),
             partial(loop.later, 0.0, self.flush),
             start=start, launcher=launcher, size=size, once=once, timeout_s=timeout_s, now=time.monotonic(),
@@ -75,7 +76,7 @@ class TcpGroup(Group):
         super().start(listener)
         few = len(self.members) <= FEW
         if not self._alone:
-            ask_for_descriptors(len(self.members))
+            raise_descriptor_limit(len(self.members))
             self._transport.listen()
         tick = partial(self._unless_left, self.tick)
         self._loop.every(ALONE_TICK_S if self._alone else TICK_S if few else 2 * TICK_S, tick)
@@ -114,7 +115,7 @@ class FolderClaimStore:
         loop: Loop,
         store_read: Callable[[StoreRead | None], None],
         claimed: Callable[[bool | None], None],
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
     ) -> None:
         self.error: OSError | None = None
         self._claim_error: OSError | None = None
@@ -122,8 +123,8 @@ class FolderClaimStore:
         self._loop = loop
         self._store_read = store_read
         self._claimed = claimed
-        self._say = say
-        self._said_at = -SAY_S
+        self._print_message = print_message
+        self._said_at = -REPORT_INTERVAL_S
         self._known = 0
         self._found: claims.Found | None = None
         self._identity: tuple[int, int] | None = None
@@ -181,9 +182,13 @@ class FolderClaimStore:
         """Report an error now and then; not at startup, where the launcher exits on a lasting one."""
         self.error = outcome if isinstance(outcome, OSError) else self._claim_error
         now = time.monotonic()
-        if self.error is not None and (self._tried or self.error.errno not in LASTING) and now - self._said_at >= SAY_S:
+        if (
+            self.error is not None
+            and (self._tried or self.error.errno not in LASTING)
+            and now - self._said_at >= REPORT_INTERVAL_S
+        ):
             self._said_at = now
-            self._say(f"{self.error.strerror or self.error}; trying again")
+            self._print_message(f"{self.error.strerror or self.error}; trying again")
 
     def renew(self, number: int, beat: int) -> None:
         """See ``ClaimStore.renew``; skipped while the previous renewal is in flight."""

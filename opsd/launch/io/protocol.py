@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 KIND = "kind"
-Message = dict[str, Any]
+JsonMessage = dict[str, Any]
 """Anything that JSON can carry."""
 
 Encode = Callable[[Any], Any]

@@ -17,22 +17,22 @@ from opsd.launch.claims.messages import Begun, Body
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
 from opsd.launch.io.protocol import Member, ProtocolError
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
-from opsd.launch.ranks.shutdown import HASTENED_S
+from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import LocalHang, to_ages
 from opsd.launch.run.generation_change import GenerationChange
-from opsd.launch.run.isolation import Isolation
+from opsd.launch.run.isolation import IsolationTimeouts
 from opsd.launch.run.launchers import cannot_listen
 from opsd.launch.run.leader import Leader
-from opsd.launch.run.messages import CODEC, Stop, Told, Why
-from opsd.launch.run.nodes import Shape, place
+from opsd.launch.run.messages import CODEC, Stop, StopReason, ToLeader
+from opsd.launch.run.nodes import RunShape, assign_slots
 from opsd.launch.run.readiness import Readiness
 from opsd.launch.run.requests import answer
-from opsd.launch.run.run_control import CONTROL, Failed
-from opsd.launch.run.shutdown import Job, Shutdown
+from opsd.launch.run.run_control import CONTROL, RankFailure
+from opsd.launch.run.shutdown import BatchJob, Shutdown
 from opsd.launch.run.supervisor import Supervisor
 
 PROGRESS_S = 1.0
@@ -49,17 +49,17 @@ class ClusterRun:
 
     ``new_leader`` makes the leader's part when this launcher leads. ``ready`` says why this node must not take the
     place of another, "" if it may; a ``borrowed`` node, which is not the job's, then ends. Its signals are about its
-    own job, not about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``Isolation``.
+    own job, not about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``IsolationTimeouts``.
     """
 
     def __init__(
         self,
         node: Supervisor,
         group: Group,
-        shape: Shape,
+        shape: RunShape,
         *,
         new_leader: Callable[[Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]], Leader],
-        job: Job,
+        job: BatchJob,
         ready: Callable[[], str],
         borrowed: bool = False,
         port: int | None = None,
@@ -72,9 +72,11 @@ class ClusterRun:
         self._borrowed = borrowed
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None)
-        self._shutdown = Shutdown(node, group, job, self._retire)
-        self._change = GenerationChange(node, group, self._readiness, self._shutdown, port=port, placed=self._make_way)
-        self._isolation = Isolation(
+        self._shutdown = Shutdown(node, group, job, self._step_down)
+        self._change = GenerationChange(
+            node, group, self._readiness, self._shutdown, port=port, placed=self._leave_if_recalled
+        )
+        self._isolation = IsolationTimeouts(
             node, group, self._change, self._shutdown, self.stuck, join_s=shape.join_s, isolated_s=isolated_s
         )
         self._leader: Leader | None = None
@@ -85,8 +87,8 @@ class ClusterRun:
         self._idle_stops = 0
         """How often a stop was asked for while no ranks ran here."""
         self._ordered: messages.StopOrdered | None = None
-        self._failures: list[Failed] = []
-        self._called_back = ""
+        self._failures: list[RankFailure] = []
+        self._recalled_by = ""
 
     # -- the launcher's side -------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class ClusterRun:
         """The generation that runs here."""
         return self._node.generation.number
 
-    def _tell(self, message: Told) -> None:
+    def _tell(self, message: ToLeader) -> None:
         self._group.tell_leader(CODEC.encode(message))
 
     def _tell_progress(self) -> None:
@@ -125,7 +127,7 @@ class ClusterRun:
         failed = messages.Failed(self._generation, (messages.FailedRank(failure),))
         self._node.end(lambda: self._tell(failed))
 
-    def failed(self, found: Sequence[Failed]) -> None:
+    def failed(self, found: Sequence[RankFailure]) -> None:
         """Let the leader judge."""
         cause = first_cause([failure for failure, _ in found])
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
@@ -135,7 +137,7 @@ class ClusterRun:
         self._tell_progress()
         self._tell_failures(found)
 
-    def _tell_failures(self, found: Sequence[Failed]) -> None:
+    def _tell_failures(self, found: Sequence[RankFailure]) -> None:
         self._tell(messages.Failed(self._generation, to_ages(found, time.time())))
 
     def hung(self, hang: Hang) -> None:
@@ -156,13 +158,13 @@ class ClusterRun:
     def asked_to_stop(self, by: str) -> None:
         """Stop here at once, and have all others do so: the signal may have reached this node only."""
         if self._shutdown.begun:
-            self._shutdown.hasten()
+            self._shutdown.exit_now()
             return
         if self._borrowed and by != CONTROL:
-            self._called_back = by
-            self._make_way()
+            self._recalled_by = by
+            self._leave_if_recalled()
             return
-        stop = Stop(Why.REQUEST) if by == CONTROL else Stop(Why.SIGNAL, by)
+        stop = Stop(StopReason.REQUEST) if by == CONTROL else Stop(StopReason.SIGNAL, by)
         if self._wanted or not self._node.stopping:
             self._stop_ranks(stop)
         self._wanted = self._wanted or stop
@@ -170,7 +172,7 @@ class ClusterRun:
         if not self._node.generation.running:
             self._idle_stops += 1
             limit = self._node.settings.stop_timeout_s if self._change.plan is not None else UNBEGUN_S
-            limit_s = (limit, min(limit, HASTENED_S), 0.0)[min(self._idle_stops, 3) - 1]
+            limit_s = (limit, min(limit, SECOND_STOP_S), 0.0)[min(self._idle_stops, 3) - 1]
             self._node.loop.later(limit_s, lambda: self._leave_idle(f"stopped after {by}"))
 
     def _leave_idle(self, reason: str) -> None:
@@ -182,11 +184,11 @@ class ClusterRun:
         self._stop = stop
         self._node.stop(str(stop))
 
-    def _make_way(self) -> None:
+    def _leave_if_recalled(self) -> None:
         """If this borrowed node is wanted back: leave once another node has taken its place at a step boundary."""
-        if not self._called_back:
+        if not self._recalled_by:
             return
-        why = f"its own job ends ({self._called_back})"
+        why = f"its own job ends ({self._recalled_by})"
         if self._change.at_work:
             self._tell(messages.Leaving(self._generation, why))
         else:
@@ -225,7 +227,7 @@ class ClusterRun:
         """Whether a generation could be formed of the ``reachable`` nodes; at the start, after waiting for more."""
         plan = self._group.plan
         slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
-        placed = place(self._shape, slots, reachable, unfit)
+        placed = assign_slots(self._shape, slots, reachable, unfit)
         if placed is None or plan is not None or len(placed) >= min(self._shape.most, len(self._shape.order)):
             self._enough_since = None
             return placed is not None
@@ -241,7 +243,7 @@ class ClusterRun:
         if self._shutdown.begun:
             return
         self._shutdown.leader_changed()
-        self._retire()
+        self._step_down()
         self._leader = None
         if leader is None:
             self._isolation.leader_lost()
@@ -252,11 +254,11 @@ class ClusterRun:
             self._leader.take_over()
         self._tell_state()
         if self._change.plan is not None:
-            self._make_way()
+            self._leave_if_recalled()
 
-    def _retire(self) -> None:
+    def _step_down(self) -> None:
         if self._leader is not None:
-            self._leader.retire()
+            self._leader.step_down()
 
     def _tell_state(self) -> None:
         if self._wanted:
@@ -309,7 +311,7 @@ class ClusterRun:
     def cut_off(self) -> None:
         """Run no ranks that others may have replaced; those that are being ended anyway need no more than that."""
         if self._change.plan is not None and not self._shutdown.begun and not self._node.ending:
-            say("neither a leader of the run nor its folder is within reach; ending the ranks here")
+            print_message("neither a leader of the run nor its folder is within reach; ending the ranks here")
             self._node.end(lambda: self._node.set_state("waiting"))
 
     def overtaken(self) -> None:
@@ -332,19 +334,19 @@ class ClusterRun:
         try:
             message = CODEC.decode(body)
         except ProtocolError as error:
-            say(f"{sender} sends {error}; it is ignored")
+            print_message(f"{sender} sends {error}; it is ignored")
             return
         match message:
             case messages.StopOrdered():
                 self._ordered = message
                 self._stop_as_ordered()
-            case messages.StandingsWanted(generation):
+            case messages.RankStatusesWanted(generation):
                 if generation == self._node.generation.number and self._node.generation.running:
                     self._tell(self._hang.report())
             case messages.HangFound():
                 self._hang.judged(message)
             case _ if self._leader is not None:
-                self._leader.received(sender, cast(Told, message))
+                self._leader.received(sender, cast(ToLeader, message))
 
     def _stop_as_ordered(self) -> None:
         """An order may come late, when other ranks run here, or early, before those that it means."""

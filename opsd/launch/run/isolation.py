@@ -18,7 +18,7 @@ LASTING_S, SILENT_S = 30.0, 1800.0
 """How long the run's folder may be unusable in a way that does not go away by itself, and in any way."""
 
 
-class Isolation:
+class IsolationTimeouts:
     """The limits of one launcher. ``stuck`` says whether the ranks here make no progress.
 
     Without a leader within reach it ends after ``join_s`` seconds at the beginning, and after ``isolated_s`` later.

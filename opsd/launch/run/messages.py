@@ -5,19 +5,20 @@ Moments travel as ages in seconds, so that clocks need not agree.
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
 from opsd.launch.claims import messages as group
-from opsd.launch.hangs.hang import Standing
+from opsd.launch.hangs.hang import RankStatus
 from opsd.launch.io.protocol import Codec
 from opsd.launch.ranks.failure import Failure
 
 TO_LEADER, FROM_LEADER = "to the leader", "from the leader"
 
 
-class Why(Enum):
+class StopReason(Enum):
     """What an orderly stop is for."""
 
     SIGNAL = "signal"
@@ -29,16 +30,20 @@ class Why(Enum):
 class Stop:
     """An orderly stop. ``what`` is the signal, or the node that is to be swapped."""
 
-    why: Why
+    why: StopReason
     what: str = ""
 
     @property
-    def for_good(self) -> bool:
+    def final(self) -> bool:
         """Whether the run goes on only when it is started again."""
-        return self.why is not Why.SWAP
+        return self.why is not StopReason.SWAP
 
     def __str__(self) -> str:
-        return {Why.SIGNAL: self.what, Why.REQUEST: "control", Why.SWAP: f"the swap of {self.what}"}[self.why]
+        return {
+            StopReason.SIGNAL: self.what,
+            StopReason.REQUEST: "control",
+            StopReason.SWAP: f"the swap of {self.what}",
+        }[self.why]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +92,13 @@ class Hung:
 
 
 @dataclass(frozen=True, slots=True)
-class Standings:
+class RankStatuses:
     """Where the ranks of a node stand, ``changed`` as an age, and the file with their stacks."""
 
+    wire: ClassVar = "standings"
     direction: ClassVar = TO_LEADER
     generation: int
-    ranks: tuple[Standing, ...]
+    ranks: tuple[RankStatus, ...]
     stacks: str | None
 
 
@@ -188,9 +194,10 @@ class StopOrdered:
 
 
 @dataclass(frozen=True, slots=True)
-class StandingsWanted:
+class RankStatusesWanted:
     """A node has reported a hang: where do the ranks of all stand?"""
 
+    wire: ClassVar = "standings_wanted"
     direction: ClassVar = FROM_LEADER
     generation: int
 
@@ -204,15 +211,12 @@ class HangFound:
     score: int
 
 
-Told = (
-    Progress | Event | Failed | Hung | Standings | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
+ToLeader = (
+    Progress | Event | Failed | Hung | RankStatuses | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
     | SpareWanted | Leaving | Readiness
 )  # fmt: skip
-Ordered = StopOrdered | StandingsWanted | HangFound
-KINDS = (
-    Progress, Event, Failed, Hung, Standings, Ended, Waiting, Late, StopWanted, RestartWanted, SwapWanted, SpareWanted,
-    Leaving, Readiness, StopOrdered, StandingsWanted, HangFound,
-)  # fmt: skip
+FromLeader = StopOrdered | RankStatusesWanted | HangFound
+KINDS: tuple[type, ...] = (*typing.get_args(ToLeader), *typing.get_args(FromLeader))
 CODEC = Codec(KINDS)
 MESSAGES = (*group.MESSAGES, *KINDS)
 """All that launchers say to each other."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from opsd.launch.claims.group import Group
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.run import messages
 from opsd.launch.run.messages import CODEC
 
@@ -59,7 +59,7 @@ class Readiness:
         self._known = None if isinstance(why, OSError) else text
         self._tell_leader(text)
         if text and text != before:
-            say(f"this node is not used as a spare: {text}")
+            print_message(f"this node is not used as a spare: {text}")
             self._refused(text)
         then, self._then = self._then, None
         if then is not None and not text:

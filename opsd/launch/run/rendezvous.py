@@ -19,13 +19,13 @@ from typing import Any
 from opsd.checkpoints.claims import newest
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.io.protocol import Member
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.settings import free_port
 from opsd.launch.run.launchers import Launchers, RendezvousError, resolve, source_address
 
 FOLDER = "launchers"
 BEAT_S = 0.5
-SAY_S = 10.0
+REPORT_INTERVAL_S = 10.0
 LINGER_S = 60.0
 """For so long a launcher that has found the others remains visible to late ones."""
 MAX_BYTES = 4096
@@ -165,9 +165,9 @@ def join_rendezvous(
                 return Launchers(own, watch.members, start=start)
         elif now - begun > limit_s:
             raise RendezvousError(_missing(count, options, folder, f"within {limit_s:g} s"))
-        elif now - said_at > SAY_S:
+        elif now - said_at > REPORT_INTERVAL_S:
             said_at = now
-            say(_missing(count, options, folder, "so far"))
+            print_message(_missing(count, options, folder, "so far"))
         pause(BEAT_S)
 
 
@@ -194,4 +194,6 @@ def _own_address(host: str) -> str:
     try:
         return source_address(host)
     except OSError as error:
-        raise RendezvousError(f"{host}, where the launchers are to meet, cannot be reached: {error.strerror}") from error
+        raise RendezvousError(
+            f"{host}, where the launchers are to meet, cannot be reached: {error.strerror}"
+        ) from error

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from opsd.launch.claims.group import Group
 from opsd.launch.io.control import Request
-from opsd.launch.run.messages import RestartWanted, SpareWanted, SwapWanted, Told
+from opsd.launch.run.messages import RestartWanted, SpareWanted, SwapWanted, ToLeader
 
 
 def answer(
-    request: Request, group: Group, *, between: bool, generation: int, tell: Callable[[Told], None], waits: bool
+    request: Request, group: Group, *, between: bool, generation: int, tell: Callable[[ToLeader], None], waits: bool
 ) -> Request:
     """Answer ``status``, ``restart`` and ``swap``; what is to be done is told to the leader by ``tell``.
 

@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.reporting import WorkQueue
-from opsd.launch.io.run_log import Log, OwnLog, RunLog
+from opsd.launch.io.run_log import LocalRunLog, RunEventLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
+from opsd.launch.run.job_end import SlurmJob as SlurmJob
 from opsd.launch.run.launchers import Launchers, is_single_attempt, start_of
 from opsd.launch.run.leader import Leader
-from opsd.launch.run.job_end import SlurmJob as SlurmJob
-from opsd.launch.run.nodes import Shape
+from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.supervisor import Supervisor
 
 
 def control_of(
-    node: Supervisor, launchers: Launchers, shape: Shape, secret: bytes, timeout_s: float, port: int | None,
+    node: Supervisor, launchers: Launchers, shape: RunShape, secret: bytes, timeout_s: float, port: int | None,
     ready: Callable[[], str],
 ) -> ClusterRun:  # fmt: skip
     """The control of a run on the nodes of ``launchers``, of which there may be one.
@@ -52,7 +52,9 @@ def control_of(
             asked=settings.restarts_asked,
         )
         alone = len(launchers.members) == 1
-        log: Log = OwnLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
+        log: RunEventLog = (
+            LocalRunLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
+        )
         return Leader(shape, group, node.loop, policy, log, over)
 
     job = SlurmJob(os.environ, folder / "requeue.log")
