@@ -21,18 +21,18 @@ _BY_AREA = (
 
 def _of_runbook(book: Runbook) -> Alert:
     """The alert of a runbook for which none was written: its incident, in the words of its page."""
-    meaning = " ".join(book.page.meaning.split())
+    meaning = " ".join(book.guide.meaning.split())
     return Alert(
         "".join(word.title() for word in book.kind.split("_")),
         incident(book.kind),
-        summary=f"{book.page.title} ({{{{ $labels.instance }}}})",
+        summary=f"{book.guide.title} ({{{{ $labels.instance }}}})",
         description=meaning.partition(". ")[0].rstrip(".") + ".",
     )
 
 
 def _remaining() -> Group:
     """An alert for every kind of incident that no area has one for."""
-    written = {rule.page for group in _BY_AREA for rule in group.rules if isinstance(rule, Alert)}
+    written = {rule.guide for group in _BY_AREA for rule in group.rules if isinstance(rule, Alert)}
     return Group("remaining", [_of_runbook(book) for book in RUNBOOKS if book.kind not in written])
 
 

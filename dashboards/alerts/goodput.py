@@ -7,7 +7,7 @@ new name, so that steps of one name only ever go on.
 
 from __future__ import annotations
 
-from opsd.dashboards.alerts.model import Alert, Group, Record
+from opsd.dashboards.alerts.model import Alert, Group, RecordingRule
 
 OBJECTIVE = 0.95
 """The goodput that a run is held to."""
@@ -15,11 +15,11 @@ WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 
 
-def _goodput(window: str) -> Record:
+def _goodput(window: str) -> RecordingRule:
     highest, usual = "run:opsd_rank_step:highest1d", "run:opsd_rank_step_seconds:usual1d"
     new = f"({highest} - {highest} offset {window})"
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
-    return Record(
+    return RecordingRule(
         f"run:opsd_goodput:ratio_rate{window}",
         f"clamp({new} * {usual} / {seconds}, 0, 1)\n  and on (cluster, run) run:opsd_run_unfinished:max",
     )
@@ -44,13 +44,15 @@ def _burn(short: str, long: str, factor: float) -> Alert:
 GOODPUT = Group(
     "goodput",
     (
-        Record(
+        RecordingRule(
             "run:opsd_run_unfinished:max", 'max by (cluster, run) (opsd_run_state{state=~"running|restarting"}) == 1'
         ),
-        Record("run:opsd_rank_step:max", "max by (cluster, run) (opsd_rank_step)"),
-        Record("run:opsd_rank_step:highest1d", "max_over_time(run:opsd_rank_step:max[1d])"),
-        Record("run:opsd_rank_step_seconds:median", "quantile by (cluster, run) (0.5, opsd_rank_step_seconds)"),
-        Record("run:opsd_rank_step_seconds:usual1d", "quantile_over_time(0.25, run:opsd_rank_step_seconds:median[1d])"),
+        RecordingRule("run:opsd_rank_step:max", "max by (cluster, run) (opsd_rank_step)"),
+        RecordingRule("run:opsd_rank_step:highest1d", "max_over_time(run:opsd_rank_step:max[1d])"),
+        RecordingRule("run:opsd_rank_step_seconds:median", "quantile by (cluster, run) (0.5, opsd_rank_step_seconds)"),
+        RecordingRule(
+            "run:opsd_rank_step_seconds:usual1d", "quantile_over_time(0.25, run:opsd_rank_step_seconds:median[1d])"
+        ),
         *(_goodput(window) for window in WINDOWS),
         _burn("5m", "1h", 14.4),
         _burn("30m", "6h", 6),

@@ -6,7 +6,7 @@ it is made from the agent's incident.
 
 from __future__ import annotations
 
-from opsd.dashboards.alerts.model import Alert, Group, Record, incident
+from opsd.dashboards.alerts.model import Alert, Group, RecordingRule, incident
 
 _XIDS_OF_PROGRAMS = "13|14|31|37|38|43|44|45|63|66|67|92|94|106|107|108|137|141|154|157"
 """Xids that NVIDIA's catalogue says to ignore, that follow other Xids, or that programs cause themselves; the agent
@@ -80,7 +80,7 @@ AVAILABILITY = Group(
 HARDWARE = Group(
     "hardware",
     (
-        Record(
+        RecordingRule(
             "instance_gpu:opsd_gpu_throttle:ratio_rate1m",
             f'clamp_max(max by (cluster, instance, gpu) (rate(opsd_gpu_throttle_seconds_total{{reason=~"{THROTTLES}"}}'
             "[1m])), 1)",

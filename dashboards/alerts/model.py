@@ -58,7 +58,7 @@ class Alert:
     scheme: Scheme = "http"
 
     @property
-    def page(self) -> str:
+    def guide(self) -> str:
         """Name of the runbook page: the alert's name in snake case."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
 
@@ -81,8 +81,8 @@ class Alert:
             "description": self.description,
             **where,
             **self._job_and_cost(),
-            "next_step": f"{ask}opsd runbook show {self.page}",
-            "runbook_url": f"{self.scheme}://{agent}/runbooks/{self.page}",
+            "next_step": f"{ask}opsd runbook show {self.guide}",
+            "runbook_url": f"{self.scheme}://{agent}/runbooks/{self.guide}",
         }
 
     def _job_and_cost(self) -> dict[str, str]:
@@ -106,7 +106,7 @@ class Alert:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordingRule:
     """One recorded series, named ``level:metric:operations``."""
 
     name: str
@@ -122,7 +122,7 @@ class Group:
     """Rules that are evaluated together every ``interval``."""
 
     name: str
-    rules: Sequence[Alert | Record]
+    rules: Sequence[Alert | RecordingRule]
     interval: str = "15s"
 
     def to_yaml(self) -> str:

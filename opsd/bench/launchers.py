@@ -44,12 +44,12 @@ def member(number: int, port: int) -> Member:
 
 
 class State(NamedTuple):
-    """When a launcher began its newest plan, on the monotonic clock, its number and slots; whether it is head."""
+    """When a launcher began its newest plan, on the monotonic clock, its number and slots; whether it is leader."""
 
     at: float
     number: int
     slots: int
-    head: bool
+    leader: bool
 
 
 class States:
@@ -68,7 +68,7 @@ class States:
 
 
 class Simulated:
-    """One launcher and its listener; as head it gives a slot to each that is alive, once all ``expected`` are."""
+    """One launcher and its listener; as leader it gives a slot to each that is alive, once all ``expected`` are."""
 
     def __init__(self, number: int, members: Sequence[Member], settings: Mapping[str, Any], states: States) -> None:
         self.loop = Loop()
@@ -89,7 +89,7 @@ class Simulated:
         return True
 
     def head_changed(self, head: str | None) -> None:
-        self._states[self._number] = self._states[self._number]._replace(head=head == self.group.own.name)
+        self._states[self._number] = self._states[self._number]._replace(leader=head == self.group.own.name)
         self._propose_soon()
 
     def joined(self, member: Member) -> None:
@@ -114,8 +114,8 @@ class Simulated:
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
         self._expected = 0
-        head = self.group.head == self.group.own.name
-        self._states[self._number] = State(time.monotonic(), plan.number, len(plan.slots), head)
+        leader = self.group.head == self.group.own.name
+        self._states[self._number] = State(time.monotonic(), plan.number, len(plan.slots), leader)
 
     def cut_off(self) -> None:
         """Nothing runs here that would have to end."""

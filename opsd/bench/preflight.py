@@ -83,26 +83,26 @@ def _namespaces() -> dict[str, float | int | str]:
     with Namespaces(_NODES, mbit=_MBIT) as cluster, tempfile.TemporaryDirectory() as state:
         environment = {**os.environ, "OPSD_STATE_DIR": state}
         began = time.perf_counter()
-        head = subprocess.Popen(
-            [*cluster.command(0), sys.executable, "-m", "opsd.bench.search_head", cluster.address(0), str(_NODES)],
+        leader = subprocess.Popen(
+            [*cluster.command(0), sys.executable, "-m", "opsd.bench.search_leader", cluster.address(0), str(_NODES)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         members = [_member(cluster, number, environment) for number in range(1, _NODES)]
-        assert head.stdin is not None and head.stdout is not None
+        assert leader.stdin is not None and leader.stdout is not None
         try:
             for trial in range(2 * TRIALS):
                 slow = random.randrange(_NODES) if trial % 2 else None
                 for node in range(_NODES):
                     cluster.set_speed(node, _MBIT * _SLOW if node == slow else _MBIT)
-                head.stdin.write("search\n")
-                head.stdin.flush()
-                culprits: list[str] = json.loads(head.stdout.readline())
+                leader.stdin.write("search\n")
+                leader.stdin.flush()
+                culprits: list[str] = json.loads(leader.stdout.readline())
                 named += slow is not None and culprits == [f"node n{slow}"]
                 blamed += slow is None and bool(culprits)
-            head.stdin.close()
-            head.wait(timeout=60)
+            leader.stdin.close()
+            leader.wait(timeout=60)
         finally:
-            everybody: list[subprocess.Popen[Any]] = [head, *members]
+            everybody: list[subprocess.Popen[Any]] = [leader, *members]
             for process in everybody:
                 process.kill()
                 process.wait()

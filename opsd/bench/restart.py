@@ -81,19 +81,19 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
         for number in range(trials):
-            with _opsd(folder / f"ours-{number}") as job:
-                job.warm()
-                memory.append(job.memory_mib())
-                killed, first = job.kill_and_wait()
+            with _opsd(folder / f"ours-{number}") as measured:
+                measured.warm()
+                memory.append(measured.memory_mib())
+                killed, first = measured.kill_and_wait()
                 ours.append(first - killed)
-                noticed.append(job.event("rank_exited")["t"] - killed)
-                killed, first = job.kill_and_wait()
+                noticed.append(measured.event("rank_exited")["t"] - killed)
+                killed, first = measured.kill_and_wait()
                 cold.append(first - killed)
             seconds, failures = _peer_restart(folder / f"torchrun-{number}")
             peer.append(seconds)
             failed += failures
-        with _opsd(folder / "hang") as job:
-            named, limit = job.stop_and_wait()
+        with _opsd(folder / "hang") as measured:
+            named, limit = measured.stop_and_wait()
     return {
         "ours_restart_p50_s": statistics.median(ours),
         "ours_restart_max_s": max(ours),
@@ -115,16 +115,16 @@ def _peer_restart(folder: Path) -> tuple[float, int]:
     """Seconds that torchrun took, and how often it failed before. Raises BenchError if it fails every time."""
     for attempt in range(PEER_ATTEMPTS):
         try:
-            with _torchrun(folder.with_name(f"{folder.name}-{attempt}")) as job:
-                job.steady()
-                killed, first = job.kill_and_wait()
+            with _torchrun(folder.with_name(f"{folder.name}-{attempt}")) as measured:
+                measured.steady()
+                killed, first = measured.kill_and_wait()
                 return first - killed, attempt
         except BenchError as error:
             problem = error
     raise problem
 
 
-class Job:
+class MeasuredRun:
     """A running launcher with the script under it. ``folder`` holds its logs, ``steps`` what its ranks wrote."""
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
@@ -203,7 +203,7 @@ class Job:
         raise BenchError("the launcher has no resident memory; is it gone?")
 
     def close(self) -> None:
-        """End the job and its ranks, also where the launcher does not see to them any more."""
+        """End the launcher and its ranks, also those that it has left behind."""
         ranks = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.send_signal(signal.SIGINT)
         try:
@@ -225,24 +225,24 @@ class Job:
 
 
 @contextmanager
-def _opsd(folder: Path) -> Iterator[Job]:
+def _opsd(folder: Path) -> Iterator[MeasuredRun]:
     options = [f"--nproc-per-node={RANKS}", "--redirects=3", f"--run-id={folder.name}", f"--run-dir={folder}"]
-    with _job(folder, [sys.executable, "-m", "opsd", "launch", "--max-restarts=9", *options]) as job:
-        yield job
+    with _measured(folder, [sys.executable, "-m", "opsd", "launch", "--max-restarts=9", *options]) as measured:
+        yield measured
 
 
 @contextmanager
-def _torchrun(folder: Path) -> Iterator[Job]:
+def _torchrun(folder: Path) -> Iterator[MeasuredRun]:
     options = ["--standalone", f"--nproc-per-node={RANKS}", "--monitor-interval=0.1", "--max-restarts=9"]
-    with _job(folder, [sys.executable, "-m", "torch.distributed.run", *options]) as job:
-        yield job
+    with _measured(folder, [sys.executable, "-m", "torch.distributed.run", *options]) as measured:
+        yield measured
 
 
 @contextmanager
-def _job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
+def _measured(folder: Path, command: Sequence[str]) -> Iterator[MeasuredRun]:
     folder.mkdir()
-    job = Job(folder, command)
+    measured = MeasuredRun(folder, command)
     try:
-        yield job
+        yield measured
     finally:
-        job.close()
+        measured.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from opsd.chaos.records import Record, remove, write
+from opsd.chaos.records import FaultRecord, remove, write
 from opsd.chaos.undo import ChaosError, Process, Undo, decode
 
 _END_S: Final = 30.0
@@ -42,7 +42,7 @@ class Guard:
     ``held`` are descriptors that the guard keeps open until the end. Raises ChaosError if it cannot guard.
     """
 
-    def __init__(self, record: Record, undo: Undo, folder: Path, held: Sequence[int] = ()) -> None:
+    def __init__(self, record: FaultRecord, undo: Undo, folder: Path, held: Sequence[int] = ()) -> None:
         self._undo = undo
         self._late = False
         self._process = subprocess.Popen(
@@ -111,7 +111,7 @@ def main() -> int:
         line = unbuffered.readline()
     if not line:
         return 1
-    record = Record(**json.loads(line)).guarded_by(Process.of(os.getpid()))
+    record = FaultRecord(**json.loads(line)).guarded_by(Process.of(os.getpid()))
     try:
         undo = decode(record.undo)
         write(folder, record)

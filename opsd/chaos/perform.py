@@ -17,7 +17,7 @@ from typing import Any
 from opsd import exitcodes
 from opsd.chaos.faults import Fault
 from opsd.chaos.guard import Guard, Result
-from opsd.chaos.records import Record
+from opsd.chaos.records import FaultRecord
 from opsd.chaos.undo import ChaosError, encode
 
 
@@ -61,7 +61,7 @@ def perform(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
 def _guarded(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
     assert fault.undo is not None
     id = f"{fault.name}-{secrets.token_hex(3)}"
-    record = Record(id, fault.name, fault.text, fault.run, for_s, encode(fault.undo))
+    record = FaultRecord(id, fault.name, fault.text, fault.run, for_s, encode(fault.undo))
     guard = Guard(record, fault.undo, folder, fault.held)
     code = exitcodes.OK
     try:

@@ -24,7 +24,7 @@ _MAX_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FaultRecord:
     """One fault: what it is, how long it lasts once it has begun, and how it is undone.
 
     ``began`` is in seconds since the epoch, None while the fault is being caused.
@@ -44,12 +44,12 @@ class Record:
         """The record as plain values."""
         return asdict(self)
 
-    def guarded_by(self, guard: Process | None) -> Record:
+    def guarded_by(self, guard: Process | None) -> FaultRecord:
         """This record with its guard."""
         assert guard is not None
         return replace(self, guard_pid=guard.pid, guard_start=guard.start)
 
-    def begun(self, now: float) -> Record:
+    def begun(self, now: float) -> FaultRecord:
         """This record once the fault is in effect."""
         return replace(self, began=now)
 
@@ -73,7 +73,7 @@ def folder_of(root: Path, uid: int) -> Path:
     return root.absolute().with_name(f"{root.name}-chaos-{uid}")
 
 
-def write(folder: Path, record: Record) -> None:
+def write(folder: Path, record: FaultRecord) -> None:
     """Keep ``record``. Raises ChaosError if the folder belongs to somebody else, OSError if it cannot be written."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -84,14 +84,14 @@ def write(folder: Path, record: Record) -> None:
     draft.replace(folder / f"{record.id}.json")
 
 
-def remove(folder: Path, record: Record) -> None:
+def remove(folder: Path, record: FaultRecord) -> None:
     """Forget ``record``, and the folder with the last one."""
     with suppress(OSError):
         (folder / f"{record.id}.json").unlink(missing_ok=True)
         folder.rmdir()
 
 
-def find(root: Path) -> Iterator[tuple[int, Record]]:
+def find(root: Path) -> Iterator[tuple[int, FaultRecord]]:
     """The user and the record of every fault that this user may see. Files that are no records are left out."""
     for folder in sorted(root.absolute().parent.glob(f"{root.name}-chaos-*")):
         uid = int(number) if (number := folder.name.rpartition("-")[2]).isdigit() else -1
@@ -100,10 +100,10 @@ def find(root: Path) -> Iterator[tuple[int, Record]]:
         with suppress(PermissionError):
             for file in sorted(folder.glob("*.json")):
                 with suppress(OSError, ValueError, TypeError):
-                    yield uid, Record(**json.loads(_read(file)))
+                    yield uid, FaultRecord(**json.loads(_read(file)))
 
 
-def end(folder: Path, record: Record) -> str:
+def end(folder: Path, record: FaultRecord) -> str:
     """Have the fault of ``record`` undone by its guard, or undo it if that is gone; returns what was done.
 
     Raises ChaosError and OSError.

@@ -22,7 +22,7 @@ BENCHES = {
     "data": "finding a sample at any point of a run, beside Grain, Megatron's index and one that grows",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
     "faults": "runs that random faults happen to, on a real Slurm cluster in namespaces",
-    "membership": "launchers that agree on a new generation after a loss, and what they cost the head",
+    "rendezvous": "launchers that agree on a new generation after a loss, and what they cost the leader",
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "fifty kills and SIGTERM: steps lost, and every loss compared with an undisturbed run",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
@@ -33,7 +33,7 @@ BENCHES = {
 }
 LONG = ("faults", "soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
-OPTIONS = {"nodes": ("membership",), "trials": ("faults", "swap"), "seed": ("faults",), "scenario": ("swap",)}
+OPTIONS = {"nodes": ("rendezvous",), "trials": ("faults", "swap"), "seed": ("faults",), "scenario": ("swap",)}
 """Options that only some benchmarks have."""
 
 
@@ -63,7 +63,7 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 @click.option(
     "--nodes",
     type=click.IntRange(16, 4096),
-    help="Of membership only: how many launchers are simulated; 1,024 unless given.",
+    help="Of rendezvous only: how many launchers are simulated; 1,024 unless given.",
 )
 @click.option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
 @click.option("--seed", type=click.IntRange(0), help="Of faults: the seed of the first sequence; 1 unless given.")

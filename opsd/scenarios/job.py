@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from opsd.collectors.base import Event, Fact, RunFact
-from opsd.scenarios.model import Change, Crash, Hang, Job
+from opsd.scenarios.model import Change, Crash, Hang, ScenarioJob
 from opsd.scenarios.ranks import NEVER, ORDER, SHARE, SimulatedRank
 from opsd.scenarios.signals import Signal
 
@@ -20,7 +20,9 @@ TOKENS = 16_384
 class SimulatedJob:
     """The ranks of a job on one node. ``advance`` moves it on; facts and events are those of the collector."""
 
-    def __init__(self, job: Job, node: str, rng: random.Random, began: float, wall: Callable[[float], float]) -> None:
+    def __init__(
+        self, job: ScenarioJob, node: str, rng: random.Random, began: float, wall: Callable[[float], float]
+    ) -> None:
         self.settings, self._node, self._rng, self._wall = job, node, rng, wall
         self.world_size = job.world_size or job.ranks
         self.loss, self.grad_norm = Signal(job.loss, noise=0.01), Signal(0.5, noise=0.02)

@@ -131,7 +131,7 @@ class Reaction(Change):
     fails: str = ""
 
 
-class Job(_Part):
+class ScenarioJob(_Part):
     """The job on the node. Local rank i runs on GPU i."""
 
     run: str = "smol"
@@ -173,7 +173,7 @@ class Scenario(_Part):
     duration: float = Field(60.0, gt=0, le=86_400)
     gpus: Annotated[int, Field(ge=0, le=16)] = 4
     seed: int = 0
-    job: Job = Job()
+    job: ScenarioJob = ScenarioJob()
     at: tuple[Moment, ...] = ()
     on: tuple[Reaction, ...] = ()
     expect: tuple[Expectation, ...] = ()

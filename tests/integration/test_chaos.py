@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from opsd.chaos.guard import Guard
-from opsd.chaos.records import Record, end, find, folder_of
+from opsd.chaos.records import FaultRecord, end, find, folder_of
 from opsd.chaos.undo import Process, Resume, encode
 from opsd.checkpoints import manifest
 from opsd.client import read_page
@@ -154,7 +154,7 @@ def test_a_fault_that_begins_after_its_guard_has_ended_is_undone(tmp_path: Path)
         process = Process.of(rank.pid)
         assert process is not None
         undo = Resume(process.pid, process.start)
-        record = Record("late", "hang-collective", "stops", "r", 300.0, encode(undo))
+        record = FaultRecord("late", "hang-collective", "stops", "r", 300.0, encode(undo))
         folder = folder_of(tmp_path / "shm", os.geteuid())
         guard = Guard(record, undo, folder)
         ((_, kept),) = find(tmp_path / "shm")

@@ -28,7 +28,7 @@ def case_of(alert: Alert) -> Case:
         return SHARED[alert.name]
     if alert.name in CASES:
         return CASES[alert.name]
-    series = f'opsd_incidents{{{NODE},kind="{alert.page}",severity="critical",state="acting"}}'
+    series = f'opsd_incidents{{{NODE},kind="{alert.guide}",severity="critical",state="acting"}}'
     other = f'opsd_incidents{{{NODE},kind="another",severity="critical",state="acting"}}'
     return Case([{series: "0x30 1x20"}], [{series: "1x30 0x20", other: "1x50"}])
 

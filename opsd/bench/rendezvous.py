@@ -1,4 +1,4 @@
-"""How soon launchers begin a new generation, and what it costs the head to hear of them all.
+"""How soon launchers begin a new generation, and what it costs the leader to hear of them all.
 
 Each launcher is a process on this machine; they talk over TCP on the loopback network and claim in a folder in memory.
 A launcher is lost by SIGSTOP, which is as silent as a power loss, or by SIGKILL, which its machine tells the others.
@@ -62,11 +62,11 @@ def _agreed(states: States, there: Collection[int], after: int) -> tuple[int, fl
     raise BenchError(f"no generation of them all within {DEADLINE_S:g} s")
 
 
-def _head(states: States, there: Collection[int]) -> int:
-    heads = [launcher for launcher in there if states[launcher].head]
-    if len(heads) != 1:
-        raise BenchError(f"the machine is too busy: {len(heads)} launchers lead")
-    return heads[0]
+def _leader(states: States, there: Collection[int]) -> int:
+    leaders = [launcher for launcher in there if states[launcher].leader]
+    if len(leaders) != 1:
+        raise BenchError(f"the machine is too busy: {len(leaders)} launchers lead")
+    return leaders[0]
 
 
 def _cpu_percent(process: psutil.Process, seconds: float) -> float:
@@ -81,7 +81,7 @@ def run(
 ) -> dict[str, float | int]:
     """Seconds from the loss to the new generation's beginning on the last launcher, ``trials`` times of each kind.
 
-    Before that the head is watched for ``idle_s``; after each change things settle for ``settle_s``.
+    Before that the leader is watched for ``idle_s``; after each change things settle for ``settle_s``.
     """
     took: dict[str, list[float]] = {"silent": [], "killed": [], "head": []}
     began = time.monotonic()
@@ -90,13 +90,13 @@ def run(
         number, at = _agreed(states, there, 0)
         formed_s = at - began
         time.sleep(settle_s)
-        idle = _cpu_percent(psutil.Process(pids[_head(states, there) - 1]), idle_s)
+        idle = _cpu_percent(psutil.Process(pids[_leader(states, there) - 1]), idle_s)
         for kind, sign in (
             *[("silent", signal.SIGSTOP)] * trials,
             *[("killed", signal.SIGKILL)] * trials,
             *[("head", signal.SIGSTOP)] * trials,
         ):
-            lost = _head(states, there) if kind == "head" else there[-1]
+            lost = _leader(states, there) if kind == "head" else there[-1]
             there.remove(lost)
             lost_at = time.monotonic()
             os.kill(pids[lost - 1], sign)
