@@ -1,8 +1,8 @@
-"""``opsd bench preflight``: how long the profiles take, how often the search is right, and what measuring costs.
+"""``opsd bench preflight``: duration of the profiles, accuracy of the search, overhead of the measurements.
 
 The search runs on four network namespaces over gloo with traffic control slowing one of them, and on simulated
 clusters. Our all-reduce is timed against a plain loop in the same two processes, the GEMM burn against torch.mm on the
-same GPU. What this machine cannot do (no root, no GPU) is missing from the result.
+same GPU. Measurements that this machine cannot do (no root, no GPU) are missing from the result.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run() -> dict[str, float | int | str]:
 
 
 def _profile_seconds(profile: str, folder: Path) -> float:
-    """Wall-clock seconds of the whole command, interpreter included."""
+    """Wall-clock seconds of the whole command, including the interpreter's start."""
     began = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "opsd", "preflight", "--profile", profile, "--quiet"],
@@ -66,7 +66,7 @@ def _profile_seconds(profile: str, folder: Path) -> float:
 
 
 def _simulations() -> dict[str, float | int | str]:
-    """Share of right diagnoses and the most tests used, over all kinds of faults but the one nobody can find."""
+    """Share of right diagnoses and the most tests used, over all kinds of faults except the undetectable one."""
     results: dict[str, float | int | str] = {}
     for nodes, per_switch in ((232, 16), (1024, 32)):
         scores = [score(plant, nodes, per_switch, _SIMULATED, seed=1) for plant in PLANTS]
@@ -121,7 +121,7 @@ def _member(cluster: Namespaces, number: int, environment: dict[str, str]) -> su
 
 
 def _allreduce() -> dict[str, float | int | str]:
-    """Bus bandwidth of our all-reduce and of a plain loop, taking turns in the same two processes."""
+    """Bus bandwidth of our all-reduce and of a plain loop, alternating in the same two processes."""
     context = multiprocessing.get_context("spawn")
     answers: Queue[tuple[float, float]] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

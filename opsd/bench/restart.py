@@ -60,7 +60,7 @@ while True:
 
 
 class Step(NamedTuple):
-    """One completed step: which process, at which wall second."""
+    """One completed step: process id and epoch second."""
 
     pid: int
     t: float
@@ -69,9 +69,9 @@ class Step(NamedTuple):
 def run(trials: int = TRIALS) -> dict[str, float | int | str]:
     """Alternate ours and torchrun over ``trials`` kills each; then one stopped rank.
 
-    ``ours_restart`` is with standby interpreters ready, as a run has them most of the time; ``at_once_again`` is a
-    second kill right after that, with new ones still on their way. ``torchrun_failed`` counts restarts that torchrun
-    did not bring to an end; they are done again and not timed. Times in seconds. Raises BenchError.
+    ``ours_restart`` is with standby interpreters ready, as a run usually has them; ``at_once_again`` is a second kill
+    right after that, before new ones are ready. ``torchrun_failed`` counts restarts that torchrun did not complete;
+    they are repeated and not timed. Times in seconds. Raises BenchError.
     """
     if find_spec("torch") is None:
         raise BenchError("the script of this benchmark needs torch: pip install 'opsd[train]'")
@@ -157,13 +157,13 @@ class MeasuredRun:
         return ranks()
 
     def warm(self) -> None:
-        """Wait until the run is steady and the launcher has its standby interpreters, as it has most of the time."""
+        """Wait until the run is steady and the launcher has its standby interpreters."""
         self.steady()
         control = self.folder.parent / "shm" / self.folder.name / "control.sock"
         self._until(lambda: ask_launcher(control, {"cmd": "status"})["standby"] == RANKS)
 
     def kill_and_wait(self) -> tuple[float, float]:
-        """SIGKILL one rank; the wall seconds of the kill and of the first step that new ranks complete."""
+        """SIGKILL one rank; returns the epoch seconds of the kill and of the first step that new ranks complete."""
         old = self.steady()
         known = {step.pid for step in self.steps()}
         self._until(lambda: self.steps()[-1].t > time.time() - 0.2)
@@ -177,7 +177,7 @@ class MeasuredRun:
         return killed, min(fresh())
 
     def stop_and_wait(self) -> tuple[float, float]:
-        """SIGSTOP one rank; seconds from the last step to the hang being named, and the limit in force."""
+        """SIGSTOP one rank; returns the seconds from the last step to the hang's detection, and the current limit."""
         pids = self.steady()
         os.kill(pids[-1], signal.SIGSTOP)
         event = self.event("hang_detected")
@@ -185,7 +185,7 @@ class MeasuredRun:
         return event["t"] - last, event["limit_s"]
 
     def event(self, kind: str) -> dict[str, Any]:
-        """The first launcher event of a kind, waited for."""
+        """Wait for the first launcher event of a kind."""
         path = self.folder / "events.jsonl"
 
         def found() -> list[dict[str, Any]]:

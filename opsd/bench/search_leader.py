@@ -1,6 +1,6 @@
 """The leader of the search trials: ``python -m opsd.bench.search_leader ADDRESS NODES``, inside a namespace.
 
-Searches once for every line on stdin and answers with the culprits as a JSON list of texts.
+Searches once for every line on stdin and prints the culprits as a JSON list of strings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causing one fault under a guard: said, confirmed, begun, ended, and each of it told."""
+"""Cause one fault under a guard: announce, confirm, begin, end, and report each step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from opsd.chaos.undo import ChaosError, encode
 
 
 class _Stopped(Exception):
-    """Ctrl-C or a signal that asks for the end."""
+    """Ctrl-C or a signal that asks to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teller:
-    """Tells what happens: to the terminal as sentences, or as JSON lines, and always to the system's log."""
+    """Reports what happens: on the terminal as sentences or JSON lines, and always in the system log."""
 
     as_json: bool
 
@@ -45,7 +45,7 @@ class Teller:
 def perform(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
     """Cause ``fault`` and return once it is undone, after ``for_s`` seconds or a signal; returns the exit code.
 
-    ``folder`` is where records go.
+    Records are written to ``folder``.
     """
     try:
         if fault.undo is None:
@@ -88,7 +88,7 @@ def _told(fault: Fault, result: Result, code: int, id: str, tell: Teller) -> int
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise ``_Stopped`` in the block at a signal that asks for the end; after the block such signals are ignored."""
+    """Raise ``_Stopped`` in the block at a signal that asks to stop; after the block such signals are ignored."""
 
     def stop(_number: int, _frame: object) -> None:
         raise _Stopped

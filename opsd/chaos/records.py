@@ -1,7 +1,7 @@
-"""What is in effect on this node: a small file per fault in shared memory, kept by the fault's guard.
+"""The faults in effect on this node: a small file per fault in shared memory, written by the fault's guard.
 
-Each user has a folder of their own beside the runs' folder. Root sees all of them and undoes only its own: what
-somebody else wrote is not to be carried out by root.
+Each user has their own folder beside the runs' folder. Root sees all of them and undoes only its own, because root
+must not execute what another user has written.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class FaultRecord:
 
     @property
     def guard(self) -> Process:
-        """The process that is to undo it."""
+        """The process that undoes it."""
         return Process(self.guard_pid, self.guard_start)
 
     @property
     def state(self) -> str:
-        """In words for ``opsd chaos list``."""
+        """Its state as ``opsd chaos list`` shows it."""
         if not self.guard.alive:
             return "left over: its guard is gone; opsd chaos undo ends it"
         if self.began is None:
@@ -74,7 +74,7 @@ def folder_of(root: Path, uid: int) -> Path:
 
 
 def write(folder: Path, record: FaultRecord) -> None:
-    """Keep ``record``. Raises ChaosError if the folder belongs to somebody else, OSError if it cannot be written."""
+    """Write ``record``. Raises ChaosError if the folder belongs to another user, OSError if it cannot be written."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not _owned(folder, os.getuid()):
@@ -85,14 +85,14 @@ def write(folder: Path, record: FaultRecord) -> None:
 
 
 def remove(folder: Path, record: FaultRecord) -> None:
-    """Forget ``record``, and the folder with the last one."""
+    """Remove ``record``, and the folder with the last one."""
     with suppress(OSError):
         (folder / f"{record.id}.json").unlink(missing_ok=True)
         folder.rmdir()
 
 
 def find(root: Path) -> Iterator[tuple[int, FaultRecord]]:
-    """The user and the record of every fault that this user may see. Files that are no records are left out."""
+    """The user and the record of every fault that this user may see. Other files are skipped."""
     for folder in sorted(root.absolute().parent.glob(f"{root.name}-chaos-*")):
         uid = int(number) if (number := folder.name.rpartition("-")[2]).isdigit() else -1
         if not _owned(folder, uid):
@@ -104,7 +104,7 @@ def find(root: Path) -> Iterator[tuple[int, FaultRecord]]:
 
 
 def end(folder: Path, record: FaultRecord) -> str:
-    """Have the fault of ``record`` undone by its guard, or undo it if that is gone; returns what was done.
+    """Tell the guard to undo the fault of ``record``, or undo it here if the guard is gone; returns what was done.
 
     Raises ChaosError and OSError.
     """
