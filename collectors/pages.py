@@ -30,7 +30,7 @@ class Step(Protocol):
     def learning_rate(self) -> float | None: ...
 
 
-class Page(Protocol):
+class RankPageLike(Protocol):
     """A consistent copy of a rank page."""
 
     @property
@@ -73,7 +73,7 @@ class Page(Protocol):
     def steps(self) -> Sequence[Step]: ...
 
 
-P = TypeVar("P", bound=Page)
+P = TypeVar("P", bound=RankPageLike)
 
 
 class Client(Protocol[P]):
@@ -97,7 +97,7 @@ class Client(Protocol[P]):
         ...
 
 
-def step_facts(page: Page, phases: Sequence[str], known: Sequence[StepFact]) -> tuple[StepFact, ...]:
+def step_facts(page: RankPageLike, phases: Sequence[str], known: Sequence[StepFact]) -> tuple[StepFact, ...]:
     """The steps of ``page``; those among ``known``, the facts of an earlier look, are not made again."""
     before = {fact.end: fact for fact in known}
     return tuple(
@@ -117,7 +117,7 @@ def step_facts(page: Page, phases: Sequence[str], known: Sequence[StepFact]) -> 
 
 
 def rank_fact(
-    page: Page, run: str, process: str | None, workers: Sequence[str | None], steps: tuple[StepFact, ...]
+    page: RankPageLike, run: str, process: str | None, workers: Sequence[str | None], steps: tuple[StepFact, ...]
 ) -> RankFact:
     """The page as a fact about the rank ``page.rank`` of ``run``; ``process`` and ``workers`` are state letters."""
     return RankFact(

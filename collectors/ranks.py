@@ -21,7 +21,7 @@ from opsd.collectors.data_mixture import METRICS as DATA_METRICS
 from opsd.collectors.data_mixture import DataMixture
 from opsd.collectors.evaluations import METRICS as EVALUATION_METRICS
 from opsd.collectors.evaluations import Evaluations
-from opsd.collectors.pages import Client, P, Page, rank_fact, step_facts
+from opsd.collectors.pages import Client, P, RankPageLike, rank_fact, step_facts
 from opsd.collectors.processes import process_letter
 from opsd.collectors.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
 from opsd.collectors.tail import Tail, read_small
@@ -94,7 +94,7 @@ class PhaseTotals:
         self._process: tuple[int, float] | None = None
         self._counted = 0
 
-    def update(self, page: Page) -> Mapping[str, float]:
+    def update(self, page: RankPageLike) -> Mapping[str, float]:
         """Take in what is new on ``page`` and return the seconds per phase."""
         if self._process != (page.pid, page.created):
             self._process, self._counted = (page.pid, page.created), 0
@@ -108,7 +108,7 @@ class PhaseTotals:
         return dict(zip(self._phases, self._seconds, strict=True))
 
 
-def tokens_per_second(page: Page, now: float) -> float | None:
+def tokens_per_second(page: RankPageLike, now: float) -> float | None:
     """Throughput over the last steps; a step that takes longer than the one before drags it down while it lasts."""
     recent = page.steps[-RATE_STEPS:]
     if not recent:
@@ -281,12 +281,12 @@ class _Run(Generic[P]):
                     pages.append(page)
         return pages, len(ranks) - len(pages)
 
-    def _fact(self, page: Page, process: str | None) -> RankFact:
+    def _fact(self, page: RankPageLike, process: str | None) -> RankFact:
         rank = self._ranks[page.rank]
         rank.steps = step_facts(page, self._client.PHASES, rank.steps)
         return rank_fact(page, self._run, process, [process_letter(pid) for pid, _ in page.workers], rank.steps)
 
-    def _rank_samples(self, fact: RankFact, page: Page, now: float) -> Iterator[Sample]:
+    def _rank_samples(self, fact: RankFact, page: RankPageLike, now: float) -> Iterator[Sample]:
         labels = (self._run, str(fact.rank))
         live = fact.live and fact.process != "Z"
         yield Sample(UP, float(live), labels)
@@ -330,7 +330,7 @@ def _step_samples(step: StepFact, labels: tuple[str, ...]) -> Iterator[Sample]:
             yield Sample(metric, value, labels)
 
 
-def _model_samples(page: Page, rate: float, labels: tuple[str, ...]) -> Iterator[Sample]:
+def _model_samples(page: RankPageLike, rate: float, labels: tuple[str, ...]) -> Iterator[Sample]:
     """``rate`` is in tokens per second; nothing if the trainer has not told what a token takes."""
     if page.flops_per_token is None or page.peak_flops is None:
         return

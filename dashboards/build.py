@@ -1,4 +1,4 @@
-"""Build the boards: the JSON beside the builders is what Grafana loads, and is checked to be current."""
+"""Build the boards. Grafana loads the JSON beside the builders; a test checks that it is current."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def write() -> list[Path]:
 
 
 def outdated() -> list[Path]:
-    """Boards whose JSON is not what the builder makes today."""
+    """Files of boards whose JSON differs from what the builder makes."""
     return [path for path, text in rendered() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -1,4 +1,4 @@
-"""The cluster board: is all of it watched, is all of it at work, and what costs the most right now."""
+"""The cluster board: which nodes are not watched, which GPUs are idle, and what currently costs the most."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Now",
         number(
             "Nodes that do not answer",
-            "Agents that Prometheus cannot scrape; nothing is known of these nodes.",
+            "Agents that Prometheus cannot scrape. Nothing is known about these nodes.",
             "none",
             Query(f'count(up{{job="opsd", {ALL}}} == 0) or vector(0)'),
             bad_above=1,
@@ -55,14 +55,14 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         number(
             "GPUs with a rank",
-            "Share of the GPUs on which a rank of a run works.",
+            "Share of the GPUs that a rank of a run is using.",
             "percentunit",
             Query(f"count({WORKING}) / sum(cluster:opsd_gpu_up:sum{{{ALL}}}) or vector(0)"),
             width=3,
         ),
         number(
             "Open incidents",
-            "Incidents that are not over, symptoms included.",
+            "Incidents that are not resolved, symptoms included.",
             "none",
             Query(f"sum(opsd_incidents{{{ALL}}})"),
             warn_above=1,
@@ -71,7 +71,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         number(
             "Waiting for a person",
-            "Escalated incidents: opsd has done what it may.",
+            "Escalated incidents: opsd can do nothing more by itself.",
             "none",
             Query(f'sum(opsd_incidents{{{ALL}, state="escalated"}})'),
             bad_above=1,
@@ -79,7 +79,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         number(
             "GPUs throttled",
-            "GPUs that heat, power brake or hardware hold back a tenth of the time.",
+            "GPUs throttled by heat, power brake or hardware slowdown for more than 10 % of the last minute.",
             "none",
             Query(f"count({THROTTLE} > 0.1) or vector(0)"),
             bad_above=1,
@@ -87,7 +87,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         number(
             "Blind collectors",
-            "Collectors that raise or hang; what they watch is unknown.",
+            "Collectors that fail or hang. What they watch is unknown.",
             "none",
             Query(f'count(opsd_collector_state{{{ALL}, state=~"error|hung"}} == 1) or vector(0)'),
             warn_above=1,
@@ -103,7 +103,7 @@ def _runs(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Runs",
         graph(
             "Goodput",
-            "Usual time of the new steps of half an hour, divided by half an hour.",
+            "New steps of the last 30 minutes times the usual step time, divided by 30 minutes.",
             "percentunit",
             Query(f"run:opsd_goodput:ratio_rate30m{{{ALL}}}", "{{run}}"),
         ),
@@ -122,26 +122,26 @@ def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "GPUs",
         graph(
             "Tensor cores active",
-            "Lowest, median and highest share of time in which tensor cores worked, over GPUs "
-            "with a rank. Utilization says little: it can be 100 % at a fifth of what a GPU can do.",
+            "Lowest, median and highest share of time in which tensor cores were active, over GPUs "
+            "with a rank. GPU utilization says little: it can be 100 % at a fifth of a GPU's throughput.",
             "percentunit",
             *(Query(f"quantile({q}, {TENSOR})", n) for q, n in ((0, "lowest"), (0.5, "median"), (1, "highest"))),
         ),
         heat_map(
             "Temperatures",
-            "GPUs by temperature. One above the crowd is its own cooling, all of them the room.",
+            "GPUs by temperature. One hot GPU: its own cooling. All of them: the room.",
             "celsius",
             Query(f"DCGM_FI_DEV_GPU_TEMP{{{ALL}}}"),
         ),
         graph(
             "Throttled the most",
-            "The ten GPUs that are held back for the largest share of time.",
+            "The ten GPUs that are throttled for the largest share of time.",
             "percentunit",
             Query(f"topk(10, {THROTTLE})", "{{instance}} GPU {{gpu}}"),
         ),
         graph(
             "Power",
-            "What all GPUs draw.",
+            "Power draw of all GPUs.",
             "watt",
             Query(f"sum by (cluster) (DCGM_FI_DEV_POWER_USAGE{{{ALL}}})", "{{cluster}}"),
         ),
@@ -154,7 +154,7 @@ def _network_and_storage(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Network and storage",
         graph(
             "Ports with errors",
-            "The ten ports that count the most errors, of any kind.",
+            "The ten ports with the most errors of any kind.",
             "cps",
             Query(
                 f"topk(10, sum by (instance, device, port) (rate(opsd_ib_errors_total{{{ALL}}}[$__rate_interval])))",
@@ -164,14 +164,14 @@ def _network_and_storage(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Network",
-            "Data that leaves all nodes.",
+            "Data sent by all nodes.",
             "Bps",
             Query(f"sum(rate(opsd_ib_transmitted_bytes_total{{{ALL}}}[$__rate_interval]))", "sent"),
             width=8,
         ),
         graph(
             "File systems nearly full",
-            "The ten with the least room.",
+            "The ten with the smallest share of free space.",
             "percentunit",
             Query(
                 f"bottomk(10, {ROOM})",
@@ -189,13 +189,13 @@ def _agents(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "opsd",
         graph(
             "Releases",
-            "Agents by release; two for long is an upgrade that stopped half-way.",
+            "Agents by release. Two releases for a long time: an upgrade that stopped half-way.",
             "none",
             Query(f"count by (version) (opsd_build_info{{{ALL}}})", "{{version}}"),
         ),
         graph(
             "Slowest agents",
-            "The ten agents whose ticks take longest.",
+            "The ten agents with the longest ticks.",
             "s",
             Query(f"topk(10, opsd_agent_tick_seconds{{{ALL}}})", "{{instance}}"),
         ),

@@ -1,4 +1,4 @@
-"""The incidents board: what breaks how often, what opsd did about it, and whether it watches at all."""
+"""The incidents board: what fails how often, what opsd did about it, and whether opsd itself works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def build() -> dashboard.Dashboard:
 
 
 def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    states = (("open", "Nothing has been done yet."), ("acting", "An action runs."), ("verifying", "Did it help?"))
+    states = (("open", "No action yet."), ("acting", "An action is running."), ("verifying", "Checking if it helped."))
     return add_row(
         result,
         "Now",
@@ -45,7 +45,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         number(
             "Days between two",
-            "Mean time between incidents of the chosen nodes, over a week.",
+            "Mean time between incidents of the selected nodes, over a week.",
             "d",
             Query(f"7 / clamp_min(sum(increase(opsd_incidents_opened_total{{{ALL}}}[7d])), 1)"),
             width=4,
@@ -59,7 +59,7 @@ def _when(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "When",
         timeline(
             "Incidents",
-            "A bar while at least one of the kind is not over; no bar at all means healthy.",
+            "A bar while at least one incident of the kind is not resolved. No bar: healthy.",
             Query(f"max by (kind) (opsd_incidents{{{ALL}}}) > 0", "{{kind}}"),
         ),
     )
@@ -71,13 +71,13 @@ def _often(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "How often",
         graph(
             "By kind",
-            "Incidents opened in a day.",
+            "Incidents opened per day.",
             "none",
             Query(f"sum by (kind) (increase(opsd_incidents_opened_total{{{ALL}}}[1d])) > 0", "{{kind}}"),
         ),
         graph(
             "By node",
-            "The ten nodes with the most incidents in a week: repeat offenders go back to the vendor.",
+            "The ten nodes with the most incidents in a week. Consider returning the worst to the vendor.",
             "none",
             Query(f"topk(10, sum by (instance) (increase(opsd_incidents_opened_total{{{ALL}}}[7d])))", "{{instance}}"),
         ),
@@ -90,13 +90,13 @@ def _actions(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Actions",
         graph(
             "Done",
-            "Actions by verb and outcome, in an hour.",
+            "Actions by verb and outcome, per hour.",
             "none",
             Query(f"sum by (verb, outcome) (increase(opsd_actions_total{{{ALL}}}[1h])) > 0", "{{verb}} {{outcome}}"),
         ),
         graph(
             "Xids",
-            "What the drivers reported, by code, in an hour.",
+            "Xids that the drivers reported, by code, per hour.",
             "none",
             Query(f"sum by (code) (increase(opsd_xid_total{{{ALL}}}[1h])) > 0", "Xid {{code}}"),
         ),
@@ -109,7 +109,7 @@ def _itself(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "opsd itself",
         graph(
             "Blind collectors",
-            "Collectors that raise or hang, by name.",
+            "Collectors that fail or hang, by name.",
             "none",
             Query(
                 f'count by (collector, state) (opsd_collector_state{{{ALL}, state=~"error|hung"}} == 1)',
@@ -119,14 +119,14 @@ def _itself(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Errors of runbooks",
-            "Exceptions raised, by kind, in an hour.",
+            "Exceptions in runbooks, by kind, per hour.",
             "none",
             Query(f"sum by (kind) (increase(opsd_runbook_errors_total{{{ALL}}}[1h])) > 0", "{{kind}}"),
             width=8,
         ),
         graph(
             "Journals that cannot be written",
-            "Incidents on these nodes are kept in memory only.",
+            "Incidents on these nodes are kept only in memory.",
             "none",
             Query(f"count(opsd_journal_up{{{ALL}}} == 0) or vector(0)", "nodes"),
             width=8,

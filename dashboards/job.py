@@ -1,4 +1,4 @@
-"""The job board: the one screen for the person who owns a run."""
+"""The job board: everything about one run on one screen."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Now",
         number(
             "Step",
-            "Highest step that a rank has completed.",
+            "Highest step that any rank has completed.",
             "none",
             Query(f"max(run:opsd_rank_step:max{{{RUN}}})"),
             width=3,
@@ -74,21 +74,21 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         number(
             "Goodput",
-            "Usual time of the new steps of the last hour, divided by an hour.",
+            "New steps of the last hour times the usual step time, divided by one hour.",
             "percentunit",
             Query(f"min(run:opsd_goodput:ratio_rate1h{{{RUN}}})"),
             width=3,
         ),
         number(
             "Tensor cores active",
-            "Median over the job's GPUs; closest to MFU of what needs no model.",
+            "Median over the job's GPUs. The closest approximation of MFU without knowing the model.",
             "percentunit",
             Query(f"quantile(0.5, {_on_gpus(f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{ALL}}}')})"),
             width=3,
         ),
         number(
             "Ranks alive",
-            "Share of the ranks whose process lives.",
+            "Share of the ranks whose process is alive.",
             "percentunit",
             Query(f"avg(opsd_rank_up{{{RUN}}})"),
             width=3,
@@ -110,7 +110,7 @@ def _ranks(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Ranks",
         heat_map(
             "Step times",
-            "Ranks by the duration of their last step. A second band is a straggler, or several.",
+            "Ranks by the duration of their last step. A second band: one or more stragglers.",
             "s",
             Query(f"opsd_rank_step_seconds{{{RUN}}}"),
         ),
@@ -125,7 +125,7 @@ def _ranks(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Where the time goes",
-            "Phases of completed steps, over all ranks.",
+            "Share of each phase in completed steps, over all ranks.",
             "percentunit",
             Query(f"run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}}}", "{{phase}}"),
         ),
@@ -144,7 +144,7 @@ def _timeline(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Timeline",
         timeline(
             "What happened when",
-            "Restarts, and incidents on the nodes of this job; green is none.",
+            "Restarts, and incidents on the nodes of this job. Green: none.",
             Query(f'max by (run) (opsd_run_state{{{RUN}, state="restarting"}})', "restarting"),
             Query(f"sum by (kind) ({_on_nodes(f'opsd_incidents{{{ALL}}}')}) > 0", "{{kind}}"),
         ),
@@ -157,7 +157,7 @@ def _timeline(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Steps behind their checkpoint",
-            "Steps that a failure right now would cost.",
+            "Steps that would be lost if the run failed now.",
             "none",
             Query(
                 f"max by (run) (opsd_rank_step{{{RUN}}}) - min by (run) (opsd_rank_committed_step{{{RUN}}})", "{{run}}"
@@ -166,7 +166,7 @@ def _timeline(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Loss",
-            "Of the lowest rank.",
+            "Mean over the ranks.",
             "none",
             Query(f"avg by (run) (opsd_rank_loss{{{RUN}}})", "{{run}}"),
             width=8,
@@ -186,7 +186,7 @@ def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "GPUs",
         graph(
             "Tensor cores active",
-            "Share of time in which tensor cores worked.",
+            "Share of time in which tensor cores were active.",
             "percentunit",
             *over_gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
         ),
@@ -194,7 +194,7 @@ def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
         graph("Temperature", "Of the job's GPUs.", "celsius", *over_gpus("DCGM_FI_DEV_GPU_TEMP"), floor=None),
         graph(
             "Throttled",
-            "Share of time in which heat, power brake or hardware held a GPU back.",
+            "Share of time in which heat, power brake or hardware slowdown throttled a GPU.",
             "percentunit",
             Query(
                 f"topk(10, {_on_gpus(f'instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}')})",
@@ -230,7 +230,7 @@ def _network(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "NCCL",
-            "Seconds for which a collective has not moved, as NCCL's own service tells.",
+            "Seconds without progress in a collective, as reported by NCCL RAS.",
             "s",
             Query(_on_nodes(f"opsd_nccl_stalled_seconds{{{ALL}}}"), "{{instance}}"),
             width=8,
@@ -244,7 +244,7 @@ def _hardware(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Memory errors and hosts",
         graph(
             "ECC errors",
-            "New errors of the job's GPUs; no data means healthy here.",
+            "New errors of the job's GPUs. No data: healthy.",
             "none",
             Query(
                 f"{_on_gpus(f'increase(opsd_gpu_ecc_errors_total{{{ALL}}}[$__rate_interval])')} > 0",
@@ -254,14 +254,14 @@ def _hardware(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Processors",
-            "Share of processor time spent, by node.",
+            "Share of CPU time in use, by node.",
             "percentunit",
             Query(f"1 - {_on_nodes(IDLE)}", "{{instance}}"),
             width=8,
         ),
         graph(
             "Memory left",
-            "Share of the node's memory that is available.",
+            "Share of each node's memory that is available.",
             "percentunit",
             Query(_on_nodes(MEMORY), "{{instance}}"),
             width=8,
@@ -285,7 +285,7 @@ def _storage(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Network file systems",
-            "How long one takes to say how large it is.",
+            "Response time of a statfs call, by file system.",
             "s",
             Query(_on_nodes(f"opsd_storage_response_seconds{{{ALL}}}"), "{{instance}} {{mount}}"),
         ),

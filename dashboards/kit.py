@@ -1,4 +1,4 @@
-"""The few parts that every board is made of: stats, graphs, rows, variables, in one look."""
+"""Building blocks of every board: stats, graphs, heat maps, timelines, rows, variables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel
 def graph(
     title: str, description: str, unit: str, *queries: Query, width: int = 12, floor: float | None = 0
 ) -> timeseries.Panel:
-    """Lines over time; ``width`` of 24. ``floor`` is the lowest end of the axis, None lets Grafana choose."""
+    """Lines over time; ``width`` is out of 24. ``floor`` is the minimum of the axis; None lets Grafana choose."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -63,7 +63,7 @@ def number(
     title: str, description: str, unit: str, query: Query, *, width: int = 4, bad_above: float | None = None,
     warn_above: float | None = None,
 ) -> stat.Panel:  # fmt: skip
-    """One number, green up to ``warn_above``, red from ``bad_above``; without limits it has no colour of its own."""
+    """One number: green below ``warn_above``, red from ``bad_above`` on; no colour without limits."""
     panel = (
         stat.Panel()
         .title(title)
@@ -89,7 +89,7 @@ def _steps(warn_above: float | None, bad_above: float) -> dashboard.ThresholdsCo
 
 
 def heat_map(title: str, description: str, unit: str, query: Query, *, width: int = 12) -> heatmap.Panel:
-    """How the values of many series are spread, over time: one that leaves the crowd is seen among thousands."""
+    """The distribution of many series over time, which shows one outlier among thousands."""
     return (
         heatmap.Panel()
         .title(title)
@@ -104,7 +104,7 @@ def heat_map(title: str, description: str, unit: str, query: Query, *, width: in
 
 
 def timeline(title: str, description: str, *queries: Query, width: int = 24) -> statetimeline.Panel:
-    """Which states held when; a series that is 1 while its state holds becomes a bar."""
+    """States over time; a series that is 1 while its state holds is drawn as a bar."""
     panel = (
         statetimeline.Panel()
         .title(title)
@@ -122,7 +122,7 @@ def timeline(title: str, description: str, *queries: Query, width: int = 24) -> 
 
 
 def add_row(result: dashboard.Dashboard, title: str, *panels: Panel, collapsed: bool = False) -> dashboard.Dashboard:
-    """A row with its panels; a ``collapsed`` one asks nothing of Prometheus until somebody opens it."""
+    """A row with its panels; a ``collapsed`` one sends no queries until it is opened."""
     row = dashboard.Row(title)
     if collapsed:
         for panel in panels:
@@ -154,7 +154,7 @@ def label_variable(
 def board(
     uid: str, title: str, description: str, variables: Iterable[dashboard.QueryVariable], *, within: str = ""
 ) -> dashboard.Dashboard:
-    """An empty board with the datasource variable, ``variables``, and annotations of incidents ``within`` a matcher."""
+    """A board without panels: datasource variable, ``variables``, annotations of incidents that match ``within``."""
     result = (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -198,5 +198,5 @@ def board(
 
 
 def to_json(built: dashboard.Dashboard) -> str:
-    """The board as Grafana reads it, stable from run to run."""
+    """The board's JSON; equal boards give equal text."""
     return json.dumps(built.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"

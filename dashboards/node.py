@@ -1,4 +1,4 @@
-"""The node board: the GPUs of one node, what holds them back, the ranks on them, and opsd itself."""
+"""The node board: the GPUs of one node, what slows them down, the ranks on them, and opsd itself."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             number(
                 "Worst throttle", "Largest share of the last minute in which heat, power brake or hardware slowdown "
-                "held a GPU back. The power cap is not counted: near 700 W it is normal.", "percentunit",
+                "throttled a GPU. The power cap is not counted: near 700 W it is normal.", "percentunit",
                 Query(
                     f'max(rate(opsd_gpu_throttle_seconds_total{{{NODE}, reason=~"sw_thermal|hw_thermal|hw_slowdown|'
                     'hw_power_brake"}[1m]))'
@@ -59,7 +59,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             number(
-                "Blind collectors", "Collectors that raise, hang or have not delivered; what they watch is unknown.",
+                "Blind collectors", "Collectors that fail, hang or have not delivered. What they watch is unknown.",
                 "none", Query(f'count(opsd_collector_state{{{NODE}, state=~"error|hung"}} == 1) or vector(0)'),
                 bad_above=1,
             )
@@ -78,7 +78,7 @@ def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
         result.with_row(dashboard.Row("GPUs"))
         .with_panel(
             graph(
-                "Throttled", "Share of time each reason held the clocks back.", "percentunit",
+                "Throttled", "Share of time in which each reason lowered the clocks.", "percentunit",
                 Query(
                     f"rate(opsd_gpu_throttle_seconds_total{{{GPU}}}[$__rate_interval]) > 0", "GPU {{gpu}} {{reason}}"
                 ),
@@ -98,7 +98,7 @@ def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             graph(
-                "Power", "Board power, and the limit in force.", "watt",
+                "Power", "Board power, and the current power limit.", "watt",
                 Query(f"DCGM_FI_DEV_POWER_USAGE{{{GPU}}}", "GPU {{gpu}}"),
                 Query(f"min(opsd_gpu_power_limit_watts{{{GPU}}})", "lowest limit"),
             )
@@ -139,7 +139,7 @@ def _errors(result: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             graph(
-                "PCIe replays", "A link that replays is a link that goes bad.", "none",
+                "PCIe replays", "Packets sent again. A rising rate: the link is failing.", "none",
                 Query(f"increase(DCGM_FI_DEV_PCIE_REPLAY_COUNTER{{{GPU}}}[$__rate_interval])", "GPU {{gpu}}"), width=8,
             )
         )
@@ -184,13 +184,13 @@ def _agent(result: dashboard.Dashboard) -> dashboard.Dashboard:
         result.with_row(dashboard.Row("opsd"))
         .with_panel(
             graph(
-                "Collection time", "How long each collector takes; each has a deadline of its own.", "s",
+                "Collection time", "How long each collector takes; each has its own deadline.", "s",
                 Query(f"opsd_collector_duration_seconds{{{NODE}}}", "{{collector}}"), width=8,
             )
         )
         .with_panel(
             graph(
-                "Incidents opened", "Incidents that the agent opened, by kind of runbook.", "none",
+                "Incidents opened", "Incidents that the agent opened, by kind.", "none",
                 Query(f"increase(opsd_incidents_opened_total{{{NODE}}}[$__rate_interval]) > 0", "{{kind}}"), width=8,
             )
         )

@@ -1,6 +1,6 @@
-"""The preflight board: which nodes are fit, and how what was measured on them changes over weeks.
+"""The preflight board: which nodes passed, and how their measurements change over weeks.
 
-Its series come from ``opsd preflight --textfile`` through node_exporter's textfile collector, and not from the agent.
+Its series come from ``opsd preflight --textfile`` through node_exporter's textfile collector, not from the agent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         number(
             "Oldest preflight",
-            "Time since the node that has waited longest was checked. No data: no node was ever checked.",
+            "Time since the oldest preflight of any node. No data: no node was ever checked.",
             "s",
             Query(f"time() - min(opsd_preflight_end_timestamp_seconds{{{NODES}}})"),
             warn_above=7 * 86_400,
@@ -65,7 +65,7 @@ def _history(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "History",
         timeline(
             "Checks that failed",
-            "A bar from a preflight in which the check failed to the next one in which it passed.",
+            "A bar from a preflight in which the check failed until the next one in which it passed.",
             Query(FAILED, "{{node}} {{check}}"),
         ),
     )
@@ -77,7 +77,7 @@ def _measured(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Measurements",
         graph(
             "Against the fleet",
-            "What was measured, divided by the median of all nodes: 1 is like the others. The ten lowest.",
+            "Each measurement divided by the median of all nodes; 1 is typical. The ten lowest.",
             "percentunit",
             Query(
                 f"bottomk(10, avg by (node, check, measure) (opsd_preflight_value{{{CHECKS}}})\n"

@@ -1,4 +1,4 @@
-"""Bring the boards into a Grafana: fixed uids in a folder with a fixed uid, so that a second time changes nothing."""
+"""Write the boards into a Grafana. Boards and folder have fixed uids, so that a second push changes nothing."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from opsd.dashboards.build import rendered
 
 FOLDER_UID, FOLDER_TITLE = "opsd", "opsd"
 OLDEST = 11
-"""The first Grafana that reads the boards' schema, 42."""
+"""The oldest Grafana that reads schema 42, the boards' version."""
 TIMEOUT_S = 10.0
 _OF_GRAFANA = ("id", "version")
-"""What Grafana adds to a board by itself."""
+"""Fields that Grafana adds to a board."""
 
 Change = Literal["new", "changed", "same"]
 
 
 class PushError(Exception):
-    """The boards could not be brought into Grafana; the message says why in one sentence."""
+    """The boards could not be written to Grafana; the message says why in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What became of a board, or would; ``diff`` is what changes in it."""
+    """What was done with a board, or would be in a dry run; ``diff`` is what changes in it."""
 
     uid: str
     change: Change
@@ -37,7 +37,7 @@ class Pushed:
 
 
 class Grafana:
-    """A Grafana at ``url``, asked with the token of a service account that may write dashboards and folders."""
+    """A Grafana at ``url``, and the token of a service account that may write dashboards and folders."""
 
     def __init__(self, url: str, token: str) -> None:
         self._url = url
@@ -47,7 +47,7 @@ class Grafana:
             raise PushError(f"{url} is no address of a Grafana: {error}") from error
 
     def push(self, *, dry_run: bool = False) -> Iterator[Pushed]:
-        """Write the boards that differ; with ``dry_run`` only say which. Raises PushError."""
+        """Write the boards that differ; with ``dry_run`` only report them. Raises PushError."""
         self._check_version()
         if not self._has_folder() and not dry_run:
             self._call(self._api.folder.create_folder, FOLDER_TITLE, FOLDER_UID)
@@ -88,7 +88,7 @@ class Grafana:
         return Pushed(uid, "changed", "\n".join(lines))
 
     def _find(self, get: Any, uid: str) -> Any:
-        """What ``get`` answers, None if there is nothing with this uid."""
+        """The result of ``get``, None if nothing has this uid."""
         try:
             return self._call(get, uid)
         except _NotFound:
@@ -105,7 +105,7 @@ class Grafana:
             raise PushError(f"{self._url} has not answered within {TIMEOUT_S:g} s") from error
         except GrafanaException as error:
             raise PushError(f"{self._url} failed: {error}") from error
-        except (OSError, ValueError) as error:  # what the HTTP library below raises: no connection, no JSON
+        except (OSError, ValueError) as error:  # from the HTTP library: no connection, no JSON
             raise PushError(
                 f"{self._url} does not answer like a Grafana ({type(error).__name__}); is it up?"
             ) from error

@@ -1,4 +1,4 @@
-"""The training board: does the run learn, and how fast. From the rank pages of any trainer."""
+"""The training board: learning curves and speed of runs, from the rank pages of any trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAWN = f"opsd_data_source_tokens{{{RUN}}}"
 
 
 def _share(tokens: str) -> str:
-    """Share of each source in ``tokens`` of all sources of its run."""
+    """Share of each source in the ``tokens`` of its run."""
     return (
         f"max by (cluster, run, source) ({tokens})\n  / on (cluster, run) group_left ()\n"
         f"sum by (cluster, run) (max by (cluster, run, source) ({tokens}))"
@@ -41,28 +41,28 @@ def _learning(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Loss, spread over ranks",
-            "Highest minus lowest. Data-parallel ranks see other data, so that it is never 0; "
-            "one rank that leaves the others is.",
+            "Highest minus lowest rank. Never 0, as data-parallel ranks see different data. "
+            "A sudden rise: one rank has left the others.",
             "none",
             Query(f"max by (run) (opsd_rank_loss{{{RUN}}}) - min by (run) (opsd_rank_loss{{{RUN}}})", "{{run}}"),
         ),
         graph(
             "Gradient norm",
-            "Largest over the ranks, which all have the same after clipping.",
+            "Largest over the ranks. All ranks report the same value after clipping.",
             "none",
             Query(f"max by (run) (opsd_rank_grad_norm{{{RUN}}})", "{{run}}"),
             width=8,
         ),
         graph(
             "Learning rate",
-            "Of the last completed step. A loss that rises slowly with it is the schedule's doing.",
+            "Of the last completed step. If the loss rises slowly while it rises, suspect the schedule.",
             "none",
             Query(f"max by (run) (opsd_rank_learning_rate{{{RUN}}})", "{{run}}"),
             width=8,
         ),
         graph(
             "Step",
-            "Highest step completed; it falls back where a run goes back to a checkpoint.",
+            "Highest step completed. It falls when a run returns to a checkpoint.",
             "none",
             Query(f"run:opsd_rank_step:max{{{RUN}}}", "{{run}}"),
             width=8,
@@ -93,7 +93,7 @@ def _speed(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Where the time goes",
-            "Phases of completed steps.",
+            "Share of each phase in completed steps.",
             "percentunit",
             Query(f"run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}}}", "{{run}} {{phase}}"),
         ),
@@ -113,7 +113,7 @@ def _data(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Data",
         graph(
             "Waiting for data",
-            "Share of the time of completed steps, of the ten ranks that wait longest.",
+            "Share of step time spent waiting for data, of the ten ranks that wait longest.",
             "percentunit",
             Query(
                 f'topk(10, rate(opsd_rank_phase_seconds_total{{{RUN}, phase="data"}}[$__rate_interval]))',
@@ -122,27 +122,27 @@ def _data(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Tokens so far",
-            "That this generation of ranks has trained on in a day.",
+            "Tokens trained on in the last day.",
             "none",
             Query(f"sum by (run) (increase(opsd_rank_tokens_total{{{RUN}}}[1d]))", "{{run}}"),
         ),
         graph(
             "Data mixture, last hour",
-            "Share of each source in the tokens drawn; a new stage of the mixture shows as a step.",
+            "Share of each source in the tokens read. A new stage of the mixture shows as a step.",
             "percentunit",
             Query(_share(f"clamp_min(delta({DRAWN}[1h]), 0)"), "{{run}} {{source}}"),
             width=8,
         ),
         graph(
             "Data mixture since the start",
-            "Share of each source in all tokens that the run has drawn.",
+            "Share of each source in all tokens that the run has read.",
             "percentunit",
             Query(_share(DRAWN), "{{run}} {{source}}"),
             width=8,
         ),
         graph(
             "Passes through each source",
-            "Above 1 a source repeats; what it adds falls after about four (Muennighoff et al. 2023).",
+            "Above 1 a source repeats. After about four passes it adds little (Muennighoff et al. 2023).",
             "none",
             Query(f"max by (run, source) (opsd_data_source_epochs{{{RUN}}})", "{{run}} {{source}}"),
             width=8,
@@ -156,14 +156,14 @@ def _evaluations(result: dashboard.Dashboard) -> dashboard.Dashboard:
         "Evaluations",
         graph(
             "Results",
-            "Of the newest checkpoint that was evaluated, at most 32 of each run.",
+            "Results of the newest evaluated checkpoint, at most 32 for each run.",
             "none",
             Query(f"max by (run, name) (opsd_evaluation_result{{{RUN}}})", "{{run}} {{name}}"),
             floor=None,
         ),
         graph(
             "Against the reference run",
-            "Result over that of the reference run at equal tokens: below 1 a loss is better and a score is worse.",
+            "Result divided by the reference run's at equal tokens. Below 1: better for a loss, worse for a score.",
             "none",
             Query(
                 f"max by (run, name) (opsd_evaluation_result{{{RUN}}}) "
@@ -174,7 +174,7 @@ def _evaluations(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Step evaluated last",
-            "Behind the newest checkpoint where evaluations wait for a free node.",
+            "Lags behind the newest checkpoint while evaluations wait for a free node.",
             "none",
             Query(f"max by (run) (opsd_evaluation_step{{{RUN}}})", "{{run}}"),
         ),
@@ -193,7 +193,7 @@ def _checkpoints(result: dashboard.Dashboard) -> dashboard.Dashboard:
         ),
         graph(
             "Time for checkpoints and evaluations",
-            "Share of the time of completed steps.",
+            "Share of step time spent on checkpoints and evaluations.",
             "percentunit",
             Query(
                 f'run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}, phase=~"checkpoint|evaluation"}}',

@@ -193,12 +193,12 @@ class View(Protocol):
 
 
 SECTIONS = ("Meaning", "Impact", "Diagnosis", "Mitigation", "What opsd does by itself")
-"""The headings of a runbook page, in the order of the fields of ``Page`` after its title."""
+"""The headings of a guide, in the order of the fields of ``Guide`` after its title."""
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """The runbook's text. ``automatic`` says what opsd does by itself in each policy mode."""
+class Guide:
+    """What a runbook tells the person on call. ``automatic`` says what opsd does by itself in each policy mode."""
 
     title: str
     meaning: str
@@ -208,12 +208,12 @@ class Page:
     automatic: str
 
     @classmethod
-    def parse(cls, markdown: str) -> Page:
-        """A page from its Markdown: the title, then the sections of ``SECTIONS`` in their order. Raises ValueError."""
+    def parse(cls, markdown: str) -> Guide:
+        """A guide from its Markdown: the title, then the sections of ``SECTIONS`` in their order. Raises ValueError."""
         title, *sections = re.split(r"^## ", markdown.strip(), flags=re.MULTILINE)
         heads = tuple(section.partition("\n")[0].strip() for section in sections)
         if not title.startswith("# ") or heads != SECTIONS:
-            raise ValueError(f"a runbook page has a title and the sections {', '.join(SECTIONS)}; this one has {heads}")
+            raise ValueError(f"a guide has a title and the sections {', '.join(SECTIONS)}; this one has {heads}")
         return cls(title[2:].strip(), *(section.partition("\n")[2].strip() for section in sections))
 
 
@@ -242,7 +242,7 @@ class Runbook:
     """
 
     kind: str
-    page: Page
+    guide: Guide
     detect: Detect
     healed: Healed
     diagnose: Diagnose = same_finding

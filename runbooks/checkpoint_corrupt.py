@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import (
     FRESH_S,
     REMEMBERED_S,
@@ -89,7 +89,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     return (Action("notify", target=text(incident.data, "run"), reason=why),)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A checkpoint is damaged
 
 ## Meaning
@@ -127,7 +127,7 @@ In every mode the trainer refuses the checkpoint and loads the newest one that v
 
 RUNBOOK = Runbook(
     kind="checkpoint_corrupt",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events
 from opsd.runbooks.signals import counted, integer, number, text
 
@@ -138,7 +138,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return _slower(stalls) is None and _behind(view, leader) is None
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # Checkpoints are slow
 
 ## Meaning
@@ -171,7 +171,7 @@ failure, which then loses more steps; it also slows the training by the memory a
 
 RUNBOOK = Runbook(
     kind="checkpoint_slow",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

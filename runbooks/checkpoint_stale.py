@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
 from opsd.runbooks.signals import integer, text
 
@@ -82,7 +82,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return False if over and any(rank.live for rank in ranks_of(view, run)) else over
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # Checkpoints have stopped
 
 ## Meaning
@@ -114,7 +114,7 @@ None now. The next failure costs all steps since the last checkpoint: the incide
 
 RUNBOOK = Runbook(
     kind="checkpoint_stale",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 
 BOOTED = "opsd_host_boot_time_seconds"
 """The kernel reckons it from the wall clock, so that it moves by as much as that is stepped."""
@@ -64,7 +64,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return points[-1][0] - points[0][0] >= 0.9 * STEADY_S and max(values) - min(values) < STEP_S
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The clock was moved
 
 ## Meaning
@@ -95,7 +95,7 @@ node beyond five minutes; certificates, file times and `make` misbehave; logs of
 
 RUNBOOK = Runbook(
     kind="clock_skew",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

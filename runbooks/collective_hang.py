@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
 from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
 from opsd.runbooks.signals import counted, integer, number, text
@@ -127,7 +127,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     return (Action("notify", target=run, reason=f"{incident.summary}; no opsd launcher is there to restart it"),)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A collective hangs
 
 ## Meaning
@@ -162,7 +162,7 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
 
 RUNBOOK = Runbook(
     kind="collective_hang",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     diagnose=_diagnose,
     remedy=_remedy,

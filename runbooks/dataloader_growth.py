@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, ranks_of, recovered, step_seconds
 from opsd.runbooks.signals import counted, integer, number, spread, text
 from opsd.runbooks.trends import Point, by_step, condensed, due, thirds, trend
@@ -168,7 +168,7 @@ def _over(data: Mapping[str, object], recent: Sequence[float], known: int) -> bo
     return (max(recent) if integer(data, "period", 0) else median(recent)) <= limit
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # Waiting for data grows
 
 ## Meaning
@@ -203,7 +203,7 @@ for all steps of the run, and more of it the longer the run was.
 
 RUNBOOK = Runbook(
     kind="dataloader_growth",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.blame import STOPPED, UNINTERRUPTIBLE
 from opsd.runbooks.rank_hang import moved_on, reported_states, waits_for_data
 from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved
@@ -163,7 +163,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     return (Action("notify", target=run, reason=f"{why}; no opsd launcher is there to restart it"),)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The dataloader stalls
 
 ## Meaning
@@ -197,7 +197,7 @@ The whole job waits for one rank's data. No step is lost as long as the loader g
 
 RUNBOOK = Runbook(
     kind="dataloader_stall",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=moved_on,

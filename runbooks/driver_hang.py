@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.blame import UNINTERRUPTIBLE
 from opsd.runbooks.signals import latest, text
 from opsd.runbooks.xids import ECHOES, code_of, gpu_at
@@ -83,7 +83,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return False if hangs else True if view.known("nvml") else None
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The NVIDIA driver hangs
 
 ## Meaning
@@ -114,7 +114,7 @@ New programs hang at their first CUDA call, tools like nvidia-smi at once.
 
 RUNBOOK = Runbook(
     kind="driver_hang",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

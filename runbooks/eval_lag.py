@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
 from opsd.runbooks.signals import integer, number, text
 
@@ -131,7 +131,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return False if over and any(rank.live for rank in ranks_of(view, run)) else over
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A run lags behind its reference
 
 ## Meaning
@@ -163,7 +163,7 @@ same seed; at 1 T tokens the model was behind a smaller one in its evaluations, 
 
 RUNBOOK = Runbook(
     kind="eval_lag",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

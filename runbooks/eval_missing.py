@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
 from opsd.runbooks.signals import integer, text
 
@@ -108,7 +108,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return False if over and any(rank.live for rank in ranks_of(view, run)) else over
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # Evaluations are missing
 
 ## Meaning
@@ -141,7 +141,7 @@ tensor-parallel fault was found by comparing evaluations with an older run's, af
 
 RUNBOOK = Runbook(
     kind="eval_missing",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

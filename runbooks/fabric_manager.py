@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpus import driver_restarted
 from opsd.runbooks.runs import REMEMBERED_S, recovered, unsolved
 from opsd.runbooks.signals import integer, number, text
@@ -113,7 +113,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if down is None or over is None else True
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The NVLink fabric does not work
 
 ## Meaning
@@ -146,7 +146,7 @@ CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one G
 
 RUNBOOK = Runbook(
     kind="fabric_manager",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.gpus import by_gpu, job_text, newest, rank_on
 from opsd.runbooks.trends import Trend, blocks, due, thirds, trend
@@ -196,7 +196,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return all(offsets[uuid][max(offsets[uuid])] <= value + RISE_CELSIUS / 4 for uuid, value in before.items())
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A fan fails
 
 ## Meaning
@@ -228,7 +228,7 @@ None yet. At its limit the GPU is throttled, and a synchronous job then runs at 
 
 RUNBOOK = Runbook(
     kind="fan_failing",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

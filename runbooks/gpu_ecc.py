@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.gpus import blamed, by_gpu, job_text, newest
 from opsd.runbooks.signals import growth, number, text
 
@@ -68,7 +68,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return quiet and not waiting and not wanted
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A GPU has memory errors
 
 ## Meaning
@@ -98,7 +98,7 @@ An uncorrected error ends the rank, and with it the generation. The GPU may need
 
 RUNBOOK = Runbook(
     kind="gpu_ecc",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
 from opsd.runbooks.gpus import blamed, by_gpu, job_text, newest
 from opsd.runbooks.signals import growth, number, text
@@ -80,7 +80,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return view.wall - incident.opened_at > QUIET_S and growth(found[0], QUIET_S) < usual / 2
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A GPU corrects more and more memory errors
 
 ## Meaning
@@ -109,7 +109,7 @@ which ends the rank.
 
 RUNBOOK = Runbook(
     kind="gpu_ecc_trend",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import GpuFact
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpus import blamed, gpu_of, job_text, xids_of
 from opsd.runbooks.signals import counted, text
 from opsd.runbooks.swap import swap_out
@@ -48,7 +48,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if gpu is None else gpu.lost is None
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A GPU is lost
 
 ## Meaning
@@ -79,7 +79,7 @@ The rank on it dies or hangs with the next kernel, and the job with it. Other ca
 
 RUNBOOK = Runbook(
     kind="gpu_lost",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

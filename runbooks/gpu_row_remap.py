@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opsd.runbooks.base import Action, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpus import blamed, job_text, newest
 from opsd.runbooks.signals import text
 from opsd.runbooks.swap import swap_out
@@ -58,7 +58,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if pending is None or failed is None else not pending and not failed
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A row of GPU memory is being replaced
 
 ## Meaning
@@ -87,7 +87,7 @@ Pending: none right now, the next error in the same row may end the rank. Failed
 
 RUNBOOK = Runbook(
     kind="gpu_row_remap",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -6,7 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.base import (
+    Action,
+    Cost,
+    Culprit,
+    Evidence,
+    Finding,
+    Guide,
+    Incident,
+    Runbook,
+    Series,
+    Severity,
+    View,
+)
 from opsd.runbooks.gpus import loaded, rank_on
 from opsd.runbooks.signals import counted, integer, latest, number, seconds_spent, text, usual
 from opsd.runbooks.swap import swap_out
@@ -170,7 +182,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if steady and loaded(view)(uuid, rank_on(view, integer(incident.data, "gpu"))) else None
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A GPU is throttled
 
 ## Meaning
@@ -210,7 +222,7 @@ share. Above the hardware threshold clocks fall by half or more.
 
 RUNBOOK = Runbook(
     kind="gpu_throttle",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpus import by_gpu, driver_restarted, job_text
 from opsd.runbooks.runs import FRESH_S, REMEMBERED_S
 from opsd.runbooks.signals import integer, number, text
@@ -193,7 +193,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return _over(view, gpu, text(data, "action"), number(data, "at") or incident.opened_at)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The driver reports an Xid
 
 ## Meaning
@@ -235,7 +235,7 @@ should have been reset fails again soon.
 
 RUNBOOK = Runbook(
     kind="gpu_xid",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, rank_of, recovered
 from opsd.runbooks.signals import integer, level, number, text
 
@@ -75,7 +75,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return len(norms) == RECENT and all(norm < CALM_FACTOR * before for norm in norms)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The gradient explodes
 
 ## Meaning
@@ -105,7 +105,7 @@ With clipping such steps hardly train the model; without it they can ruin it wit
 
 RUNBOOK = Runbook(
     kind="gradient_explosion",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.signals import latest, seconds_spent
 
 TOTAL, AVAILABLE = "opsd_host_memory_total_bytes", "opsd_host_memory_available_bytes"
@@ -66,7 +66,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if state is None else state[1] >= 1.2 * LOW and state[2] < STALLED / 2
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The node runs out of memory
 
 ## Meaning
@@ -96,7 +96,7 @@ that, everything becomes slow, first of all the loaders.
 
 RUNBOOK = Runbook(
     kind="host_memory",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.ports import Port, boards, by_port, dependent, job_text, name, port_of
 from opsd.runbooks.signals import growth, number, text
 
@@ -146,7 +146,7 @@ def _gbit(rate: float) -> str:
     return f"{rate * 8 / 1e9:g}"
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A network link is down, slow or flapping
 
 ## Meaning
@@ -178,7 +178,7 @@ link that flaps passes every test that is shorter than the time between its faul
 
 RUNBOOK = Runbook(
     kind="ib_link",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
 from opsd.runbooks.signals import counted, integer, text
 
@@ -103,7 +103,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return len(last) == BACK_STEPS and last[0].step > step and all(math.isfinite(s.loss) for s in last)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The loss is not a number
 
 ## Meaning
@@ -136,7 +136,7 @@ All training since that step is lost. A checkpoint saved after it holds spoilt w
 
 RUNBOOK = Runbook(
     kind="loss_nan",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

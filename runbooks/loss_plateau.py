@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, rank_of, ranks_of, recovered
 from opsd.runbooks.signals import counted, integer, number, text
 from opsd.runbooks.trends import SURE, by_step, condensed, due, thirds, trend
@@ -120,7 +120,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return bool(losses) and median(losses) < limit
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The loss no longer falls
 
 ## Meaning
@@ -154,7 +154,7 @@ Nothing is broken. The steps cost as much as ever and the model learns next to n
 
 RUNBOOK = Runbook(
     kind="loss_plateau",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

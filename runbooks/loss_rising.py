@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, rank_of, ranks_of, recovered
 from opsd.runbooks.signals import counted, integer, number, text
 from opsd.runbooks.trends import Trend, by_step, condensed, due, thirds, trend
@@ -116,7 +116,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return bool(losses) and median(losses) < limit
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The loss rises slowly
 
 ## Meaning
@@ -148,7 +148,7 @@ checkpoint that is still good.
 
 RUNBOOK = Runbook(
     kind="loss_rising",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import leaders, rank_of, recovered
 from opsd.runbooks.signals import integer, level, number, text
 
@@ -96,7 +96,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return len(losses) == RECENT and all(loss < before + RECOVERED * (top - before) for loss in losses)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # The loss has a spike
 
 ## Meaning
@@ -128,7 +128,7 @@ it.
 
 RUNBOOK = Runbook(
     kind="loss_spike",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -6,7 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.base import (
+    Action,
+    Cost,
+    Culprit,
+    Evidence,
+    Finding,
+    Guide,
+    Incident,
+    Runbook,
+    Series,
+    Severity,
+    View,
+)
 from opsd.runbooks.ports import Port, dependent, job_text, name, port_of
 from opsd.runbooks.signals import growth, text
 from opsd.runbooks.swap import swap_out
@@ -145,7 +157,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     )
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A network port makes errors
 
 ## Meaning
@@ -181,7 +193,7 @@ Some bandwidth now. Later the link flaps or is lost, and the job with it.
 
 RUNBOOK = Runbook(
     kind="nic_degrading",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

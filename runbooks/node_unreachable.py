@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
 from opsd.runbooks.signals import counted, integer, latest, number, text
 
@@ -121,7 +121,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if unreached is None else not unreached
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A node cannot be reached
 
 ## Meaning
@@ -157,7 +157,7 @@ The launcher restarts a run without the lost node, or with a spare in its place,
 
 RUNBOOK = Runbook(
     kind="node_unreachable",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

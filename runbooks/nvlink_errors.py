@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.gpus import blamed, by_gpu, fresh, job_text
 from opsd.runbooks.signals import growth, text
 from opsd.runbooks.swap import swap_out
@@ -92,7 +92,7 @@ def _quiet(series: Series) -> bool:
     return len(points) > 0.9 * QUIET_S and points[-1][1] - points[0][1] < limit
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # NVLink errors
 
 ## Meaning
@@ -129,7 +129,7 @@ faults.
 
 RUNBOOK = Runbook(
     kind="nvlink_errors",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.signals import growth, latest, text
 
 WEAR, WRITTEN = "opsd_storage_nvme_wear_ratio", "opsd_storage_nvme_written_bytes_total"
@@ -121,7 +121,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     )
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # An NVMe drive is failing
 
 ## Meaning
@@ -151,7 +151,7 @@ to it; training goes on.
 
 RUNBOOK = Runbook(
     kind="nvme_failing",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

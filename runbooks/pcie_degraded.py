@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpus import blamed, by_gpu, job_text, loaded, newest, rank_on
 from opsd.runbooks.signals import growth, text
 
@@ -97,7 +97,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if busy else None
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A PCIe link is degraded
 
 ## Meaning
@@ -127,7 +127,7 @@ GPU. In a synchronous job the others wait for it.
 
 RUNBOOK = Runbook(
     kind="pcie_degraded",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

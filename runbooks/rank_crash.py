@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Culprit, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
 from opsd.runbooks.signals import integer, text
 
@@ -81,7 +81,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A rank crashed
 
 ## Meaning
@@ -117,7 +117,7 @@ In every mode the launcher restarts the generation; it gives up when the same fa
 
 RUNBOOK = Runbook(
     kind="rank_crash",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     healed=_healed,
     needs=("ranks",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.blame import STOPPED, RankState, blame
 from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, recovered, supervised, unsolved
 from opsd.runbooks.signals import counted, integer, number, text
@@ -160,7 +160,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     return (Action("notify", target=run, reason=f"{incident.summary}; no opsd launcher is there to restart it"),)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A rank hangs
 
 ## Meaning
@@ -191,7 +191,7 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
 
 RUNBOOK = Runbook(
     kind="rank_hang",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=moved_on,

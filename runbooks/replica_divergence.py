@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpus import xids_of
 from opsd.runbooks.runs import (
     job_of,
@@ -161,7 +161,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # Replicas have diverged
 
 ## Meaning
@@ -196,7 +196,7 @@ has to be trained again; a checkpoint written since then may hold the wrong repl
 
 RUNBOOK = Runbook(
     kind="replica_divergence",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

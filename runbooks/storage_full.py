@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.base import (
+    Action,
+    Cost,
+    Culprit,
+    Evidence,
+    Finding,
+    Guide,
+    Incident,
+    Runbook,
+    Series,
+    Severity,
+    View,
+)
 from opsd.runbooks.signals import text
 
 COUNTED = (
@@ -124,7 +136,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if rooms is None else not any(room.low for room in rooms)
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A file system is full
 
 ## Meaning
@@ -155,7 +167,7 @@ Checkpoints, logs and caches cannot be written. Saves in the background fail whi
 
 RUNBOOK = Runbook(
     kind="storage_full",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Series, Severity, View
+from opsd.runbooks.base import (
+    Action,
+    Cost,
+    Culprit,
+    Evidence,
+    Finding,
+    Guide,
+    Incident,
+    Runbook,
+    Series,
+    Severity,
+    View,
+)
 from opsd.runbooks.signals import growth, latest, level, number, text
 
 DISK, NFS = "opsd_storage_io_latency_seconds", "opsd_storage_nfs_latency_seconds"
@@ -194,7 +206,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # Storage is slow
 
 ## Meaning
@@ -229,7 +241,7 @@ Loaders fall behind, and every rank waits for the slowest one. Checkpoints take 
 
 RUNBOOK = Runbook(
     kind="storage_slow",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

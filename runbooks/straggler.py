@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import CLOCK, unfit_gpus
 from opsd.runbooks.gpus import newest
 from opsd.runbooks.runs import ranks_of, recovered
@@ -171,7 +171,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if recovered(view, run, integer(incident.data, "generation")) else None
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A rank is a straggler
 
 ## Meaning
@@ -204,7 +204,7 @@ A synchronous job runs at the pace of its slowest rank: 10 % on one GPU are 10 %
 
 RUNBOOK = Runbook(
     kind="straggler",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     diagnose=_diagnose,
     remedy=_remedy,

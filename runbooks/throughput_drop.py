@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.blame import STOPPED
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.runs import leaders, ranks_of, recovered
@@ -170,7 +170,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return median(_rate(step) for step in recent) >= (1 - BACK) * before
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # Throughput has dropped
 
 ## Meaning
@@ -207,7 +207,7 @@ In this order, as opsd does; `opsd incidents show ID` has the seconds per step o
 
 RUNBOOK = Runbook(
     kind="throughput_drop",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     diagnose=_diagnose,
     remedy=_remedy,

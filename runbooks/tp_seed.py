@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.runs import job_of, recovered, unsolved, world_size
 from opsd.runbooks.signals import counted, integer, text
 
@@ -73,7 +73,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # Tensor-parallel shards are copies
 
 ## Meaning
@@ -105,7 +105,7 @@ crashes and the loss falls; it falls more slowly than it should. SmolLM3 was res
 
 RUNBOOK = Runbook(
     kind="tp_seed",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

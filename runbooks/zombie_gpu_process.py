@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from opsd.collectors.base import GpuFact, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Page, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpus import by_gpu, newest
 from opsd.runbooks.runs import run_of
 from opsd.runbooks.signals import text
@@ -128,7 +128,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return uuid not in _held(view) if working else count == 0 and used < LEAST_MIB
 
 
-PAGE = Page.parse("""
+GUIDE = Guide.parse("""
 # A process holds a GPU that should be free
 
 ## Meaning
@@ -162,7 +162,7 @@ cannot be ended points to a driver that hangs.
 
 RUNBOOK = Runbook(
     kind="zombie_gpu_process",
-    page=PAGE,
+    guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

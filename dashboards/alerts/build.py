@@ -1,4 +1,4 @@
-"""Write the rules: the YAML under deploy/prometheus/rules is what Prometheus loads, and is checked to be current."""
+"""Build the rules. Prometheus loads the YAML under deploy/prometheus/rules; a test checks that it is current."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _BY_AREA = (
 
 
 def _of_runbook(book: Runbook) -> Alert:
-    """The alert of a runbook for which none was written: its incident, in the words of its page."""
-    meaning = " ".join(book.page.meaning.split())
+    """The alert of a runbook for which none was written, with the text of its guide."""
+    meaning = " ".join(book.guide.meaning.split())
     return Alert(
         "".join(word.title() for word in book.kind.split("_")),
         incident(book.kind),
-        summary=f"{book.page.title} ({{{{ $labels.instance }}}})",
+        summary=f"{book.guide.title} ({{{{ $labels.instance }}}})",
         description=meaning.partition(". ")[0].rstrip(".") + ".",
     )
 
 
 def _remaining() -> Group:
-    """An alert for every kind of incident that no area has one for."""
-    written = {rule.page for group in _BY_AREA for rule in group.rules if isinstance(rule, Alert)}
+    """An alert for every kind of incident that has none in another group."""
+    written = {rule.guide for group in _BY_AREA for rule in group.rules if isinstance(rule, Alert)}
     return Group("remaining", [_of_runbook(book) for book in RUNBOOKS if book.kind not in written])
 
 
@@ -46,7 +46,7 @@ def alerts() -> list[Alert]:
 
 
 def rendered(folder: Path = FOLDER, scheme: Scheme = "http") -> dict[Path, str]:
-    """File and content of every group, for agents that speak ``scheme``."""
+    """File and content of every group; ``scheme`` is that of the links to agents."""
     return {folder / f"{group.name}.yml": _speaking(group, scheme).to_yaml() for group in GROUPS}
 
 

@@ -1,32 +1,32 @@
 """Goodput of runs, and the alerts on its budget.
 
-Goodput is the time that a run's new steps would have taken at its usual pace, divided by the time that has passed.
-Steps done again after a failure are not new, and slow steps, restarts and stalls all count as loss. A new run has a
-new name, so that steps of one name only ever go on.
+Goodput is the time that a run's new steps would have taken at its usual pace, divided by the elapsed time. Steps
+repeated after a failure are not new; slow steps, restarts and stalls count as loss. Each new run has a new name, so
+that the highest step of a name never falls.
 """
 
 from __future__ import annotations
 
-from opsd.dashboards.alerts.model import Alert, Group, Record
+from opsd.dashboards.alerts.model import Alert, Group, RecordingRule
 
 OBJECTIVE = 0.95
-"""The goodput that a run is held to."""
+"""The service level objective of a run's goodput."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 
 
-def _goodput(window: str) -> Record:
+def _goodput(window: str) -> RecordingRule:
     highest, usual = "run:opsd_rank_step:highest1d", "run:opsd_rank_step_seconds:usual1d"
     new = f"({highest} - {highest} offset {window})"
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
-    return Record(
+    return RecordingRule(
         f"run:opsd_goodput:ratio_rate{window}",
         f"clamp({new} * {usual} / {seconds}, 0, 1)\n  and on (cluster, run) run:opsd_run_unfinished:max",
     )
 
 
 def _burn(short: str, long: str, factor: float) -> Alert:
-    """The run loses ``factor`` x its budget in both windows (The Site Reliability Workbook, chapter 5, table 5-8)."""
+    """The burn rate is above ``factor`` in both windows (The Site Reliability Workbook, chapter 5, table 5-8)."""
     level = f"{1 - factor * (1 - OBJECTIVE):.4g}"
     return Alert(
         "GoodputBurn",
@@ -34,23 +34,25 @@ def _burn(short: str, long: str, factor: float) -> Alert:
         scope="run",
         severity="critical" if factor > 1 else "warning",
         window=long,
-        summary=f"Run {{{{ $labels.run }}}} makes {{{{ $value | humanizePercentage }}}} of its usual progress "
-        f"over {short}, and as little over {long}",
-        description=f"At this pace the run uses up what its objective of {OBJECTIVE:.0%} allows it to lose "
-        f"{factor:g} times as fast as it may.",
+        summary=f"Run {{{{ $labels.run }}}} makes only {{{{ $value | humanizePercentage }}}} of its usual progress "
+        f"over {short}, and is also low over {long}",
+        description=f"The run uses up the error budget of its {OBJECTIVE:.0%} goodput objective "
+        f"at {factor:g} times the sustainable rate.",
     )
 
 
 GOODPUT = Group(
     "goodput",
     (
-        Record(
+        RecordingRule(
             "run:opsd_run_unfinished:max", 'max by (cluster, run) (opsd_run_state{state=~"running|restarting"}) == 1'
         ),
-        Record("run:opsd_rank_step:max", "max by (cluster, run) (opsd_rank_step)"),
-        Record("run:opsd_rank_step:highest1d", "max_over_time(run:opsd_rank_step:max[1d])"),
-        Record("run:opsd_rank_step_seconds:median", "quantile by (cluster, run) (0.5, opsd_rank_step_seconds)"),
-        Record("run:opsd_rank_step_seconds:usual1d", "quantile_over_time(0.25, run:opsd_rank_step_seconds:median[1d])"),
+        RecordingRule("run:opsd_rank_step:max", "max by (cluster, run) (opsd_rank_step)"),
+        RecordingRule("run:opsd_rank_step:highest1d", "max_over_time(run:opsd_rank_step:max[1d])"),
+        RecordingRule("run:opsd_rank_step_seconds:median", "quantile by (cluster, run) (0.5, opsd_rank_step_seconds)"),
+        RecordingRule(
+            "run:opsd_rank_step_seconds:usual1d", "quantile_over_time(0.25, run:opsd_rank_step_seconds:median[1d])"
+        ),
         *(_goodput(window) for window in WINDOWS),
         _burn("5m", "1h", 14.4),
         _burn("30m", "6h", 6),

@@ -1,23 +1,23 @@
 """Alerts about the hardware of nodes: GPUs, their links, memory, network, storage.
 
-Where a series states the fact the alert is made from the series; where it takes the node's past or its logs to know,
-it is made from the agent's incident.
+An alert uses the series where they show the fault directly, and the agent's incident where the node's history or logs
+are needed to decide.
 """
 
 from __future__ import annotations
 
-from opsd.dashboards.alerts.model import Alert, Group, Record, incident
+from opsd.dashboards.alerts.model import Alert, Group, RecordingRule, incident
 
 _XIDS_OF_PROGRAMS = "13|14|31|37|38|43|44|45|63|66|67|92|94|106|107|108|137|141|154|157"
-"""Xids that NVIDIA's catalogue says to ignore, that follow other Xids, or that programs cause themselves; the agent
-tells the latter apart by what came of the program, and opens an incident if it was the GPU."""
+"""Xids that NVIDIA's catalogue says to ignore, that follow other Xids, or that programs can cause. For the last, the
+agent looks at the program and opens an incident if the GPU was the cause."""
 
 _XIDS = (
     f'sum by (cluster, instance, pci_bus_id, code) (increase(opsd_xid_total{{code!~"{_XIDS_OF_PROGRAMS}"}}[15m])) > 0'
 )
 
 THROTTLES = "sw_thermal|hw_thermal|hw_slowdown|hw_power_brake"
-"""Reasons that are throttles; near 700 W the software power cap is the normal state."""
+"""Throttle reasons that count. The software power cap does not: near 700 W it is normal."""
 
 AVAILABILITY = Group(
     "availability",
@@ -26,7 +26,7 @@ AVAILABILITY = Group(
             "NodeUnreachable",
             incident("node_unreachable"),
             summary="Node unreachable, seen from {{ $labels.instance }}",
-            description="Slurm or a run on this node no longer hears from it, or from a node that it works with.",
+            description="Slurm or a run has lost contact with this node, or with a node that it works with.",
         ),
         Alert(
             "SparePoolEmpty",
@@ -36,8 +36,8 @@ AVAILABILITY = Group(
             severity="warning",
             hold="5m",
             summary="No spare of the cluster is ready",
-            description="Its spares are in use, stale or damaged: the next node that fails costs a requeue.",
-            cost="The next failure of a node stops its job until the node is repaired or the job is requeued.",
+            description="All spares are in use, outdated or failed. The next node failure costs a requeue.",
+            cost="The next node failure stops its job until the node is repaired or the job is requeued.",
         ),
         Alert(
             "GpuLost",
@@ -53,25 +53,25 @@ AVAILABILITY = Group(
             severity="critical",
             hold="15s",
             summary="The NVIDIA driver of {{ $labels.instance }} hangs",
-            description="A call into the driver has not returned. What the GPUs of this node do is unknown.",
+            description="A call into the driver has not returned. The state of this node's GPUs is unknown.",
         ),
         Alert(
             "RankCrash",
             incident("rank_crash"),
             summary="A rank on {{ $labels.instance }} crashed",
-            description="A rank of a run ended although the run had not.",
+            description="A rank ended before its run was complete.",
         ),
         Alert(
             "RankHang",
             incident("rank_hang"),
             summary="A rank on {{ $labels.instance }} hangs",
-            description="A rank has not changed phase or step for longer than this run's own past explains.",
+            description="A rank has not changed phase or step for much longer than is usual for this run.",
         ),
         Alert(
             "CollectiveHang",
             incident("collective_hang"),
             summary="A collective hangs on {{ $labels.instance }}",
-            description="Ranks wait in a collective that does not end: one of them, or the network, holds all up.",
+            description="Ranks wait in a collective that does not end. One rank or the network blocks all.",
         ),
     ),
     interval="5s",
@@ -80,7 +80,7 @@ AVAILABILITY = Group(
 HARDWARE = Group(
     "hardware",
     (
-        Record(
+        RecordingRule(
             "instance_gpu:opsd_gpu_throttle:ratio_rate1m",
             f'clamp_max(max by (cluster, instance, gpu) (rate(opsd_gpu_throttle_seconds_total{{reason=~"{THROTTLES}"}}'
             "[1m])), 1)",
@@ -93,7 +93,7 @@ HARDWARE = Group(
             keep="1m",
             summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} is throttled "
             "{{ $value | humanizePercentage }} of the time",
-            description="Heat, power brake or hardware slowdown hold its clocks back; the power cap is not counted.",
+            description="Heat, power brake or hardware slowdown lower its clocks. The power cap is not counted.",
         ),
         Alert(
             "GpuXid",
@@ -103,8 +103,8 @@ HARDWARE = Group(
             scope="gpu",
             severity="critical",
             summary="Xid {{ $labels.code }} on {{ $labels.instance }}{{ with $labels.gpu }}, GPU {{ . }}{{ end }}",
-            description="The driver reported a fault that programs do not cause themselves, or one of which the agent "
-            "found that this program did not cause it.",
+            description="The driver reported a fault that programs cannot cause, or that according to the agent "
+            "was not caused by this program.",
         ),
         Alert(
             "GpuEcc",
@@ -116,7 +116,7 @@ sum by (cluster, instance, gpu) (increase(opsd_gpu_ecc_errors_total{type="correc
             scope="gpu",
             severity="critical",
             summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} has memory errors",
-            description="Uncorrected ECC errors, or a burst of corrected ones: what it computes may be wrong soon.",
+            description="Uncorrected ECC errors, or a burst of corrected ones. Jobs may crash or give wrong results.",
         ),
         Alert(
             "GpuRowRemap",
@@ -124,8 +124,8 @@ sum by (cluster, instance, gpu) (increase(opsd_gpu_ecc_errors_total{type="correc
             "max by (cluster, instance, gpu) (DCGM_FI_DEV_ROW_REMAP_FAILURE) == 1",
             scope="gpu",
             severity="warning",
-            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} waits for a row remap, or has failed one",
-            description="A pending remap takes effect with the next reset; after a failed one the GPU must go back.",
+            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} has a pending or failed row remap",
+            description="A pending remap takes effect at the next GPU reset. After a failed one replace the GPU.",
         ),
         Alert(
             "NvlinkErrors",
@@ -139,8 +139,8 @@ count by (cluster, instance, gpu) (opsd_gpu_nvlink_up == 0) > 0
             scope="gpu",
             severity="warning",
             hold="1m",
-            summary="NVLink of GPU {{ $labels.gpu }} of {{ $labels.instance }} makes errors or is down",
-            description="Held for a minute, as links go up and down while a node boots.",
+            summary="NVLink of GPU {{ $labels.gpu }} of {{ $labels.instance }} has errors or is down",
+            description="Fires after one minute, as links go up and down while a node boots.",
         ),
         Alert(
             "FabricManager",
@@ -150,7 +150,7 @@ count by (cluster, instance, gpu) (opsd_gpu_nvlink_up == 0) > 0
             severity="warning",
             hold="2m",
             summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} is not registered with its NVLink fabric",
-            description="Without the fabric manager a job on this GPU does not start, or falls back to slow paths.",
+            description="Without the fabric manager a job on this GPU does not start, or uses slow paths.",
         ),
         Alert(
             "PcieDegraded",
@@ -160,19 +160,19 @@ count by (cluster, instance, gpu) (opsd_gpu_nvlink_up == 0) > 0
             severity="warning",
             hold="2m",
             summary="The PCIe link of GPU {{ $labels.gpu }} of {{ $labels.instance }} is degraded",
-            description="It has fewer lanes than it could have, or repeats what it sends.",
+            description="It runs with fewer lanes than the hardware supports, or resends packets.",
         ),
         Alert(
             "FanFailing",
             incident("fan_failing"),
             summary="Cooling of {{ $labels.instance }} is failing",
-            description="GPUs run hotter than their neighbours and their own past at the same power.",
+            description="At the same power, GPUs run hotter than their neighbours and than before.",
         ),
         Alert(
             "ZombieGpuProcess",
             incident("zombie_gpu_process"),
             summary="A process holds a GPU of {{ $labels.instance }} that should be free",
-            description="The next job on this GPU finds too little memory, or shares it without knowing.",
+            description="The next job on this GPU finds too little memory, or shares the GPU unknowingly.",
         ),
         Alert(
             "HostMemory",
@@ -180,13 +180,13 @@ count by (cluster, instance, gpu) (opsd_gpu_nvlink_up == 0) > 0
             severity="critical",
             hold="30s",
             summary="{{ $labels.instance }} has {{ $value | humanizePercentage }} of its memory left",
-            description="The kernel is about to kill processes, and a rank is the largest.",
+            description="The kernel is about to kill processes, and ranks are the largest.",
         ),
         Alert(
             "ClockSkew",
             incident("clock_skew"),
-            summary="The clock of {{ $labels.instance }} was moved",
-            description="Timestamps of logs and checkpoints of this node cannot be compared with those of others.",
+            summary="The clock of {{ $labels.instance }} was stepped",
+            description="Timestamps in logs and checkpoints of this node cannot be compared with those of other nodes.",
         ),
     ),
     interval="5s",
@@ -199,24 +199,24 @@ NETWORK = Group(
             "IbLink",
             incident("ib_link"),
             summary="A network link of {{ $labels.instance }} is down, slow or flapping",
-            description="NCCL goes on with fewer links, or waits for this one until it times out.",
+            description="NCCL continues with fewer links, or waits for this one until it times out.",
         ),
         Alert(
             "NicDegrading",
             incident("nic_degrading"),
-            summary="A network port of {{ $labels.instance }} makes errors",
-            description="A cable or an adapter is going bad; collectives become slow before the link goes down.",
+            summary="A network port of {{ $labels.instance }} has errors",
+            description="A cable or an adapter is failing. Collectives become slow before the link goes down.",
         ),
     ),
 )
 
 _SHARED = "opsd_storage_reachable"
-"""Only network file systems have it."""
+"""Only network file systems have this series."""
 _WRITABLE = "unless on (cluster, instance, mount) opsd_storage_read_only == 1"
 
 
 def _full(scope: str, which: str) -> str:
-    """File systems with little room, as the runbook sees it: a large one is not full for its share alone."""
+    """File systems that are nearly full by the runbook's rule: small share free, and few GiB or inodes free."""
     on_mount = f"on ({scope}, mount)"
     counted = f"max by ({scope}, mount) (\n  ({{}})\n  {which}\n  {_WRITABLE}\n)"
     share = counted.format(
@@ -240,7 +240,7 @@ STORAGE = Group(
             severity="warning",
             hold="1m",
             summary="{{ $labels.mount }} of {{ $labels.instance }} has {{ $value | humanizePercentage }} left",
-            description="The next checkpoint may not fit, and shared memory that is full kills data loaders.",
+            description="The next checkpoint may not fit. If it is shared memory, data loaders crash.",
         ),
         Alert(
             "StorageFull",
@@ -249,14 +249,14 @@ STORAGE = Group(
             severity="critical",
             hold="1m",
             summary="{{ $labels.mount }} has {{ $value | humanizePercentage }} left",
-            description="A network file system, told once for all its nodes. The next checkpoint may not fit.",
+            description="A network file system; one alert for all its nodes. The next checkpoint may not fit.",
             cost="Every run that writes there will lose its checkpoints.",
         ),
         Alert(
             "StorageSlow",
             incident("storage_slow"),
             summary="Storage of {{ $labels.instance }} is slow",
-            description="A disk or a file system answers far more slowly than it used to.",
+            description="A disk or a file system responds far more slowly than before.",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Alerts about opsd itself: what does not watch, does not remember or did not help. A silent exporter is an alert."""
+"""Alerts about opsd itself: agents and collectors that do not watch, lost records, failed actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITSELF = Group(
             hold="30s",
             agent_lives=False,
             summary="The agent of {{ $labels.instance }} does not answer",
-            description="The node, its network or the agent is down; nothing is known of its GPUs.",
+            description="The node, its network or the agent is down. Nothing is known about its GPUs.",
         ),
         Alert(
             "AgentMissing",
@@ -22,8 +22,8 @@ ITSELF = Group(
             scope="cluster",
             severity="critical",
             hold="1m",
-            summary="Prometheus scrapes no agent at all",
-            description="The job opsd has no targets: every other alert is silent, whatever happens.",
+            summary="Prometheus scrapes no agent",
+            description="The scrape job opsd has no targets. No other alert of opsd can fire.",
         ),
         Alert(
             "CollectorBlind",
@@ -31,15 +31,15 @@ ITSELF = Group(
             severity="warning",
             hold="5m",
             summary="Collector {{ $labels.collector }} of {{ $labels.instance }} is blind",
-            description="It raises or hangs. What it watches is unknown, which is not healthy.",
+            description="It fails or hangs. The state of what it watches is unknown.",
         ),
         Alert(
             "AgentSlow",
             "max by (cluster, instance) (rate(opsd_agent_missed_ticks_total[5m])) > 0.2",
             severity="warning",
             hold="5m",
-            summary="The agent of {{ $labels.instance }} leaves out a fifth of its ticks or more",
-            description="Detection is later than it should be; the node may be short of processor time.",
+            summary="The agent of {{ $labels.instance }} misses more than a fifth of its ticks",
+            description="Detection is delayed. The node may be short of CPU time.",
         ),
         Alert(
             "JournalDown",
@@ -47,21 +47,21 @@ ITSELF = Group(
             severity="warning",
             hold="2m",
             summary="The journal of {{ $labels.instance }} cannot be written",
-            description="Incidents are kept in memory only and are forgotten if the agent restarts.",
+            description="Incidents are kept only in memory and are lost if the agent restarts.",
         ),
         Alert(
             "RunbookFailing",
             "sum by (cluster, instance, kind) (increase(opsd_runbook_errors_total[10m])) > 0",
             severity="warning",
             summary="Runbook {{ $labels.kind }} raises errors on {{ $labels.instance }}",
-            description="This kind of incident may go unnoticed there.",
+            description="Incidents of this kind may go unnoticed on this node.",
         ),
         Alert(
             "KernelLogLost",
             "sum by (cluster, instance) (increase(opsd_kmsg_dropped_total[10m])) > 0",
             severity="info",
             summary="The agent of {{ $labels.instance }} has missed kernel messages",
-            description="The kernel wrote faster than the agent read; an Xid may be among what is lost.",
+            description="The kernel wrote faster than the agent read. An Xid may be among the lost messages.",
         ),
         Alert(
             "RankPagesBroken",
@@ -69,7 +69,7 @@ ITSELF = Group(
             severity="warning",
             hold="2m",
             summary="Rank pages of run {{ $labels.run }} on {{ $labels.instance }} cannot be read",
-            description="Ranks are not watched: hangs and stragglers among them go unnoticed.",
+            description="These ranks are not watched. Hangs and stragglers among them go unnoticed.",
         ),
         Alert(
             "SlurmSilent",
@@ -77,20 +77,20 @@ ITSELF = Group(
             severity="warning",
             hold="5m",
             summary="Slurm does not answer {{ $labels.instance }}",
-            description="Jobs and node states are unknown there, and nothing can be drained or requeued.",
+            description="The agent there does not know jobs and node states, and cannot drain or requeue.",
         ),
         Alert(
             "IncidentEscalated",
             'sum by (cluster, instance, kind, severity) (opsd_incidents{state="escalated"}) > 0',
             summary="Incident {{ $labels.kind }} on {{ $labels.instance }} waits for a person",
-            description="What opsd may do is used up, or is nothing.",
+            description="opsd has no remedy, is not allowed to apply it, or has used up its attempts.",
         ),
         Alert(
             "ActionFailed",
             'sum by (cluster, instance, verb) (increase(opsd_actions_total{outcome="failed"}[10m])) > 0',
             severity="warning",
             summary="Action {{ $labels.verb }} failed on {{ $labels.instance }}",
-            description="The agent tried to remedy an incident and could not.",
+            description="The agent tried to remedy an incident and failed.",
         ),
     ),
 )

@@ -1,9 +1,9 @@
-"""What rules are made of, and how they become Prometheus' YAML.
+"""Alerts and recording rules, and how they become Prometheus' YAML.
 
-An alert is named like its runbook: ``GpuThrottle`` is explained on the page ``gpu_throttle``. Its scope says what it
-is about, and with that which labels it has and how its message finds the job and what the job loses. The message is
-the same for all: node, GPU, job, cost, next step. Jobs are looked up when the message is written and are no labels, so
-that an alert stays the same alert when the next job starts.
+An alert is named like its runbook: ``GpuThrottle`` is explained by ``gpu_throttle``. Its scope decides which labels it
+has and how its message finds the affected job and the cost. All messages have the same fields: node, GPU, job, cost,
+next step. The job is looked up when the message is rendered and is not a label, so that an alert stays the same alert
+when the next job starts.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _MATCHERS: Mapping[Scope, tuple[str, str]] = {
 _ANY_AGENT = (
     '{{ with query "up{job=\\"opsd\\"} == 1" }}{{ . | first | label "instance" }}{{ else }}localhost:9477{{ end }}'
 )
-"""Host and port of an agent that lives: every agent has every page. Without any, that of the reader's own machine."""
+"""Host and port of any live agent, as every agent serves every guide; without one, localhost."""
 _REMEMBERED = "15m"
-"""How long after its last scrape the jobs of a silent agent are still named."""
+"""How long after its last scrape the jobs of a silent agent are still looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One alert. ``severity`` None takes it from the label ``severity`` of the expression's result.
+    """One alert. With ``severity`` None it comes from the label ``severity`` of the expression's result.
 
-    ``hold`` is Prometheus' ``for``, ``keep`` its ``keep_firing_for``. ``cost`` overrides what the message says of it.
-    ``agent_lives`` is whether the page can be had from the agent that the alert is about. ``window`` becomes a label,
-    which tells rules of one name apart. ``scheme`` is what the agents speak.
+    ``hold`` is Prometheus' ``for``, ``keep`` its ``keep_firing_for``. ``cost`` replaces the computed text.
+    ``agent_lives`` says whether the agent that the alert is about can serve the guide. ``window`` becomes a label,
+    which distinguishes rules of one name. ``scheme`` is that of the links to agents.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Alert:
     scheme: Scheme = "http"
 
     @property
-    def page(self) -> str:
-        """Name of the runbook page: the alert's name in snake case."""
+    def guide(self) -> str:
+        """Name of the runbook: the alert's name in snake case."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
 
     def as_rule(self) -> dict[str, Any]:
@@ -81,12 +81,12 @@ class Alert:
             "description": self.description,
             **where,
             **self._job_and_cost(),
-            "next_step": f"{ask}opsd runbook show {self.page}",
-            "runbook_url": f"{self.scheme}://{agent}/runbooks/{self.page}",
+            "next_step": f"{ask}opsd runbook show {self.guide}",
+            "runbook_url": f"{self.scheme}://{agent}/runbooks/{self.guide}",
         }
 
     def _job_and_cost(self) -> dict[str, str]:
-        """Which jobs are hit, and how many GPUs belong to them."""
+        """Which jobs are affected, and how many GPUs they have."""
         if self.scope == "cluster":
             return {"cost": self.cost} if self.cost else {}
         matcher, arguments = _MATCHERS[self.scope]
@@ -96,17 +96,17 @@ class Alert:
         jobs = f"count by (job_id) ({every} and on (job_id) {hit})"
         found = f'{{{{ range $i, $job := query (printf "{jobs}"{arguments}) }}}}{{{{ if $i }}}}, {{{{ end }}}}'
         held = (
-            "{{ $job.Value }} GPUs of job {{ $job.Labels.job_id }} wait or go at this pace: "
-            "up to {{ $job.Value }} GPU-hours an hour"
+            "{{ $job.Value }} GPUs of job {{ $job.Labels.job_id }} wait or run slower: "
+            "up to {{ $job.Value }} GPU-hours lost per hour"
         )
         return {
             "job": f"{found}{{{{ $job.Labels.job_id }}}}{{{{ else }}}}none{{{{ end }}}}",
-            "cost": self.cost or f"{found}{held}{{{{ else }}}}no job is known to be hit{{{{ end }}}}",
+            "cost": self.cost or f"{found}{held}{{{{ else }}}}no job is known to be affected{{{{ end }}}}",
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordingRule:
     """One recorded series, named ``level:metric:operations``."""
 
     name: str
@@ -122,7 +122,7 @@ class Group:
     """Rules that are evaluated together every ``interval``."""
 
     name: str
-    rules: Sequence[Alert | Record]
+    rules: Sequence[Alert | RecordingRule]
     interval: str = "15s"
 
     def to_yaml(self) -> str:
@@ -132,7 +132,7 @@ class Group:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such, and lists indented."""
+    """Writes multi-line texts as blocks, and indents lists."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -146,5 +146,5 @@ _Dumper.add_representer(str, _text)
 
 
 def incident(kind: str) -> str:
-    """Agents that have an incident of ``kind``, by its severity: what only the agent's own past and logs can tell."""
+    """Agents with an incident of ``kind``, by its severity. For faults that need the agent's history and logs."""
     return f'sum by (cluster, instance, severity) (opsd_incidents{{kind="{kind}"}}) > 0'

@@ -38,7 +38,7 @@ class Similar:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class KindStatistics:
     """How incidents of one kind went. Seconds are medians; shares are of those that are over.
 
     ``detect_s`` is from the oldest evidence to the opening, ``resolve_s`` from there to the end, None without any.
@@ -85,16 +85,16 @@ def nearest(incident: Incident, past: Iterable[Incident], limit: int = 3) -> lis
     return [Similar(other, round(score, 3), _done(other), _helped(other)) for score, other in best[:limit]]
 
 
-def statistics(incidents: Iterable[Incident]) -> list[Record]:
-    """One record for each kind, the most frequent first. Symptoms are left out: they end when their cause does."""
+def statistics(incidents: Iterable[Incident]) -> list[KindStatistics]:
+    """One for each kind, the most frequent first. Symptoms are left out: they end when their cause does."""
     kinds: defaultdict[str, list[Incident]] = defaultdict(list)
     for incident in incidents:
         if incident.cause is None:
             kinds[incident.kind].append(incident)
-    return sorted((_record(kind, group) for kind, group in kinds.items()), key=lambda r: (-r.count, r.kind))
+    return sorted((_statistics_of(kind, group) for kind, group in kinds.items()), key=lambda r: (-r.count, r.kind))
 
 
-def _record(kind: str, group: Sequence[Incident]) -> Record:
+def _statistics_of(kind: str, group: Sequence[Incident]) -> KindStatistics:
     over = [incident for incident in group if incident.resolved_at is not None]
 
     def share(number: int) -> float:
@@ -102,7 +102,7 @@ def _record(kind: str, group: Sequence[Incident]) -> Record:
 
     escalated = sum(incident.state is State.ESCALATED for incident in over)
     acted = sum(incident.state is State.RESOLVED and incident.attempts > 0 for incident in over)
-    return Record(
+    return KindStatistics(
         kind=kind,
         count=len(group),
         detect_s=_median(max(0.0, i.opened_at - min(e.at for e in i.evidence)) for i in group if i.evidence),

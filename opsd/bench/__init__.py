@@ -1,5 +1,5 @@
-"""Benchmarks: each measures opsd beside its peers in the same run."""
+"""Benchmarks: each measures opsd and comparable programs in the same run."""
 
 
 class BenchError(Exception):
-    """The benchmark cannot be carried out; the message says why."""
+    """The benchmark cannot be run; the message says why."""

@@ -1,6 +1,6 @@
 """CPU, memory, series and scrape time of the agent, beside nvitop-exporter on the same simulated driver.
 
-The node is that of the field: eight H100 with 18 NVLinks each, eight InfiniBand ports, eight ranks in training.
+The simulated node is typical: eight H100 with 18 NVLinks each, eight InfiniBand ports, eight ranks in training.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ GPUS = PORTS = RANKS = 8
 STEP_S = 0.25
 WARM_UP_S, MEASURED_S = 3, 30
 SCRAPES = 100
-"""Scrapes behind the percentiles, done after the CPU time was measured."""
+"""Number of scrapes for the percentiles, done after the CPU time was measured."""
 START_TIMEOUT_S = 20.0
 COMPLETE = 0.99
-"""Share of its series with which an exporter is ready: a few, like a disk's latency, need something to happen."""
+"""Share of its series with which an exporter is ready: a few, like a disk's latency, appear only after activity."""
 
 
 def run() -> dict[str, float | int | str]:
     """Both exporters, scraped once a second over the same 30 s. CPU in percent of one core.
 
-    The agent has every collector and runbook on. ``ours_ready_s`` is the time from the start of its process to the
-    first scrape that has all series but those of disks that have yet to do something. The scrape times are those of a
-    client in this process.
+    The agent has every collector and runbook enabled. ``ours_ready_s`` is the time from the start of its process to the
+    first scrape with all series except those of idle disks. Scrape times are measured by a client in this process.
     """
     with node() as place, ExitStack() as stack:
         exporters = [stack.enter_context(ours(place)), *stack.enter_context(nvitop(place))]
@@ -61,7 +60,7 @@ class Node:
 
 @contextlib.contextmanager
 def node() -> Iterator[Node]:
-    """A node in training, until the end of the block."""
+    """A node with a training run, until the end of the block."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         library = build(folder)
@@ -76,7 +75,7 @@ def node() -> Iterator[Node]:
 
 
 class Exporter:
-    """A running exporter: its process, its port, how long it took until all its series were there."""
+    """A running exporter: its process, its port, how long it took until all its series existed."""
 
     def __init__(self, name: str, command: Sequence[str], port: int, environment: dict[str, str]) -> None:
         self.name, self.port = name, port
@@ -114,7 +113,7 @@ class Exporter:
         return time.perf_counter() - began, sum(not line.startswith(b"#") for line in body.splitlines())
 
     def cpu_s(self) -> float:
-        """Processor seconds used so far."""
+        """CPU seconds used so far."""
         times = self._usage.cpu_times()
         return times.user + times.system
 

@@ -1,6 +1,6 @@
 """What a checkpoint of 2 GB costs the training, beside torch.save and torch's distributed checkpoint (DCP).
 
-nvidia-resiliency-ext is no peer without a GPU: it stages by the copy from there, and its saves call torch.cuda.
+nvidia-resiliency-ext cannot be compared without a GPU: it stages by copying from one, and its saves call torch.cuda.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TENSORS = 240
 """Parameters and moments of a model of 80 tensors."""
 
 STEP_WIDTH = 1024
-"""The training step that is slowed down: square matrices of this size, multiplied on one thread."""
+"""The training step that is timed: square matrices of this size, multiplied on one thread."""
 
 ROUNDS, QUIET_STEPS = 3, 20
 COPIES = 5
@@ -47,7 +47,7 @@ Results = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds the training stood still, how many times longer its steps took meanwhile, seconds until durable."""
+    """Seconds in which training was blocked, slowdown factor of steps during the save, seconds until durable."""
 
     blocked_s: float
     slowdown: float
@@ -55,7 +55,7 @@ class Cost:
 
 
 def run() -> Results:
-    """Medians of three saves each. Blocked is seen from the training; slowdown is the median step meanwhile.
+    """Medians of three saves each. Blocked: time in which no step ran; slowdown: median step during the save.
 
     ``ratio_blocked`` is over one copy of the state in memory, ``ratio_persist`` the speed of our write over what fio
     writes in sequence, ``ratio_restore`` the restore from disk over that from memory, both into the same state; the
@@ -107,7 +107,7 @@ def _copy_seconds(tensors: list[torch.Tensor]) -> float:
 
 
 def _measure(begin: Callable[[], object], done: Callable[[], bool], step: Callable[[], float]) -> Cost:
-    """Call ``begin``, then train until ``done``; the training is blocked in both calls."""
+    """Call ``begin``, then train until ``done``; both calls block the training."""
     quiet = [step() for _ in range(QUIET_STEPS)]
     began = time.perf_counter()
     begin()
@@ -160,7 +160,7 @@ def _ours(tensors: list[torch.Tensor], step: Callable[[], float], disk: Path, sh
 
 
 def _restores(state: State, folder: Path, shared: Path) -> Results:
-    """Verified and copied into ``state``, from memory and from the disk, as a start of the run does."""
+    """Seconds to verify and copy into ``state``, from memory and from disk, as at the start of a run."""
     record = read_record(shared, 0)
     assert record is not None
     times: dict[str, list[float]] = {"memory": [], "disk": []}
@@ -216,7 +216,7 @@ def _async_save(state: dict[str, Any], kind: AsyncCheckpointerType, path: Path) 
 
 
 def _saves(disk: Path, step: Callable[[], float], write: Callable[[Path], Any]) -> Cost:
-    """What ``write`` costs; a future that it returns is waited for. The first save warms up and is left out."""
+    """The cost of ``write``, including a future that it returns. The first save is a warm-up and is not counted."""
     costs = []
     for _ in range(ROUNDS + 1):
         with tempfile.TemporaryDirectory(dir=disk) as folder:

@@ -1,4 +1,4 @@
-"""Cost of a rank-page update, and proof that it makes no system call."""
+"""Cost of a rank-page update, and a test that it makes no system call."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from opsd.client import Reporter
 
 ROUNDS, CALLS = 9, 50_000
 _EXIT_CALL = {"x86_64": 60, "aarch64": 93}
-"""Number of exit(2); os._exit calls exit_group, which the filter forbids like everything else."""
+"""System call number of exit(2), as the filter also forbids exit_group, which os._exit calls."""
 
 
 def run() -> dict[str, float | int | str]:
     """Microseconds per phase change and per step report; medians of nine rounds of 50,000 calls.
 
-    The peer is a JSON heartbeat file replaced by rename, which is what a trainer without a rank page can do with the
-    standard library.
+    It is compared with a JSON heartbeat file replaced by rename, the standard library's alternative.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         reporter = Reporter(Path(folder) / "rank-0000.page")

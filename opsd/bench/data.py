@@ -1,4 +1,4 @@
-"""Finding a sample of SmolLM3's mixture at any point of a run, beside Grain, Megatron and an index that grows."""
+"""Finding a sample of SmolLM3's mixture at any point of a run, beside Grain, Megatron and a growing index."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = 576
 """SmolLM3's global batch in sequences."""
 
 SEQUENCES = 10_000_019
-"""Of each source: 41 GB of tokens at 4,096 a sequence."""
+"""Sequences of each source: 41 GB of tokens at 4,096 per sequence."""
 
 PLACES = (0, 10**3, 10**6, 10**9, 10**11, 10**13)
 ROUNDS, BATCHES = 15, 16
@@ -38,12 +38,12 @@ Results = dict[str, float]
 
 
 def run() -> Results:
-    """Microseconds per sample, seconds and MiB. Memory is what the process has grown by, each peer in its own.
+    """Microseconds per sample, seconds and MiB. Memory is the growth of the process; each peer has its own.
 
-    ``ours_flat_ratio`` is the dearest of ``PLACES`` over the cheapest: medians of what each costs in a round that takes
-    all of them in turn, relative to that round's mean, because the machine is faster in some rounds than in others.
-    ``megatron`` is the compiled helper of the megatron-core wheel, ``growing`` what nanotron's nanosets do: 16 bytes
-    for every sample of the run, in every rank. Both build for the first stage only.
+    ``ours_flat_ratio`` is the most expensive of ``PLACES`` divided by the cheapest. A round measures all of them, and
+    each cost is relative to the round's mean, because the speed of the machine varies. ``megatron`` is the compiled
+    helper of the megatron-core wheel, ``growing`` the method of nanotron's nanosets: 16 bytes for every sample of the
+    run, in every rank. Both are built for the first stage only.
     """
     results = _alone(_ours)
     for size in INDEX_SIZES:
@@ -164,7 +164,7 @@ def _grain() -> Results:
 
 
 def _alone(work: Callable[[], Results]) -> Results:
-    """What ``work`` returns in a process forked for it, whose memory nobody else has touched."""
+    """The result of ``work`` in a process forked for it, so that its memory can be measured."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(target=_answer, args=(theirs, work))
     process.start()

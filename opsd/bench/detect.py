@@ -1,10 +1,10 @@
-"""How well the agent finds what is wrong: every scenario of the tests, and three days in which nothing is.
+"""Quality of detection: every scenario of the tests, and three days of healthy nodes.
 
 Each scenario is played once through the agent's own window, runbooks and policy under a virtual clock, in mode act
-where it is written for that mode. The healthy time is ``NODES`` simulated nodes with ``HOURS`` each, all with noise of
-their own, evaluation pauses, checkpoints, a hiccup of the data loader now and then and a planned restart. There the
-agent looks every ``LOOK_S`` seconds instead of every second, which is as seldom as the runbooks can still compare with
-the last ten minutes; what a healthy run shows between two looks is therefore not part of it.
+where it is written for that mode. The healthy time is ``NODES`` simulated nodes with ``HOURS`` each, with different
+noise, evaluation pauses, checkpoints, occasional data loader delays and a planned restart. There the agent ticks every
+``LOOK_S`` seconds instead of every second, the longest interval at which runbooks can still compare with the last ten
+minutes. What happens between two ticks is therefore not covered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NODES, HOURS = 12, 6.0
 LOOK_S = 5.0
 HOUR_S = 3600.0
 PREDICTIONS = frozenset({"fan_failing", "gpu_ecc_trend", "nic_degrading", "nvme_failing"})
-"""Kinds that foresee a failure; each states its horizon on its runbook's page."""
+"""Kinds that predict a failure; the guide of each states how far ahead."""
 
 
 def run() -> dict[str, Any]:
@@ -46,9 +46,9 @@ def run() -> dict[str, Any]:
 
 
 def score(verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """What verdicts amount to. Without any incident expected or found, precision, recall and accuracy are 1.
+    """The statistics of verdicts. Without any incident expected or found, precision, recall and accuracy are 1.
 
-    ``flawed`` are scenarios in which anything at all was not as expected: too late, the wrong action or severity.
+    ``flawed`` are scenarios with any difference from what was expected: too late, a wrong action or severity.
     """
     known = list(verdicts)
     hits = [hit for verdict in known for hit in verdict.hits]
@@ -74,7 +74,7 @@ def score(verdicts: Iterable[Verdict]) -> dict[str, Any]:
 
 
 def false_alarms(seed: int, hours: float, look_s: float = LOOK_S) -> list[str]:
-    """The kinds of incident that open on a healthy node in ``hours``; ``seed`` decides about its noise."""
+    """The kinds of incident that open on a healthy node in ``hours``; ``seed`` is that of its noise."""
     return sorted(
         incident.kind for incident in play(healthy_node(seed, hours), "act", look_s=look_s).incidents.values()
     )

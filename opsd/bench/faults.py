@@ -1,7 +1,7 @@
-"""``opsd bench faults``: runs that random faults happen to, one after the other, on a real Slurm cluster in namespaces.
+"""``opsd bench faults``: runs with a sequence of random faults, on a real Slurm cluster in namespaces.
 
-Each is compared with a run that nothing happened to: the same steps, each loss equal to the last bit, also those of
-steps that were done again, and a ledger that sums to the time that has passed.
+Each is compared with an undisturbed run: the same steps, each loss equal to the last bit, also in repeated steps, and a
+ledger that sums to the elapsed time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ SEED = 1
 
 
 def run(trials: int = TRIALS, seed: int = SEED) -> dict[str, Any]:
-    """``ours_ended_well`` of ``ours_sequences``, the seeds of the others, and the largest error of a ledger.
+    """``ours_ended_well`` of ``ours_sequences``, the seeds of the failed ones, and the largest error of a ledger.
 
-    Sequence n has the seed ``seed`` + n. Raises ScenarioError where there can be no cluster.
+    Sequence n has the seed ``seed`` + n. Raises ScenarioError if no cluster can be started.
     """
     found = on_the_cluster("sequences").run(range(seed, seed + trials), lambda text: print(text, flush=True))
     bad = [number for number, outcome in found.items() if outcome.problems]

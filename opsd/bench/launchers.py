@@ -1,7 +1,7 @@
-"""Launchers that claim and run no ranks, a process for each: ``python -m opsd.bench.launchers JSON``.
+"""Launchers without ranks, one process each: ``python -m opsd.bench.launchers JSON``.
 
-Says the process ids on standard output and ends with standard input. The processes are forked, so that a thousand of
-them have room; where each has got to, they write into a file that ``States`` reads.
+Prints the process ids on standard output and ends when standard input does. The processes are forked, so that a
+thousand of them fit into memory. They write their state into a file that ``States`` reads.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.protocol import Member
 
 GATHER_S = 0.02
-"""Changes that come so shortly after each other make one plan."""
+"""Changes within this many seconds are combined into one plan."""
 RANKS = 8
 LEADERS, NICE = 8, 10
-"""The first launchers, which lead in turn, come before the others: on a cluster each has a machine of its own."""
+"""The first launchers, which lead in turn, start before the others: on a cluster each has its own machine."""
 ANSWER = Ready(29_500, 1_234_567, 1_234_500)
-"""As long as what a launcher answers."""
+"""As long as a launcher's answer."""
 PAYLOAD = {"first": False, "restarts": 0, "noticed_s": 0.0, "keep": 0}
 _STATE = struct.Struct("=dqq?")
 _PR_SET_PDEATHSIG = 1
 
 
 def member(number: int, port: int) -> Member:
-    """The launcher ``number``, with an address of its own on the loopback network."""
+    """The launcher ``number``, with its own address on the loopback network."""
     return Member(f"n{number:05d}", f"127.77.{number // 250}.{number % 250 + 1}", port)
 
 
@@ -68,7 +68,7 @@ class States:
 
 
 class Simulated:
-    """One launcher and its listener; as leader it gives a slot to each that is alive, once all ``expected`` are."""
+    """One launcher and its listener; as leader it gives each live launcher a slot, once all ``expected`` are alive."""
 
     def __init__(self, number: int, members: Sequence[Member], settings: Mapping[str, Any], states: States) -> None:
         self.loop = Loop()
@@ -118,7 +118,7 @@ class Simulated:
         self._states[self._number] = State(time.monotonic(), plan.number, len(plan.slots), leader)
 
     def cut_off(self) -> None:
-        """Nothing runs here that would have to end."""
+        """There are no ranks to end."""
 
     def overtaken(self) -> None:
         raise SystemExit("another copy of the benchmark has claimed its folder")
@@ -127,11 +127,11 @@ class Simulated:
         """Nobody ends this run."""
 
     def received(self, sender: str, body: Body) -> None:
-        """Nothing is said in this benchmark."""
+        """Messages are not used in this benchmark."""
 
 
 def _fork(number: int, members: Sequence[Member], settings: Mapping[str, Any], states: States) -> int:
-    """The launcher ``number`` in a process that does not outlive this one."""
+    """The launcher ``number`` in a process that ends with this one."""
     parent, pid = os.getpid(), os.fork()
     if pid:
         return pid

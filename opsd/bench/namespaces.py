@@ -25,7 +25,7 @@ class Namespaces:
             raise NoNamespacesError("network namespaces need root, ip and tc")
         self.count = count
         self._mbit = mbit
-        # The kernel takes links of namespaces that are gone away only later: no name is used twice.
+        # The kernel removes the links of deleted namespaces only later, so names are not reused.
         self._prefix = f"{prefix}{os.getpid() % 10_000:04}{next(_MADE) % 100:02}"
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class Namespaces:
         return f"10.213.0.{node + 1}"
 
     def command(self, node: int) -> list[str]:
-        """What to put before a command line to run it on a node."""
+        """Prefix of a command line that runs it on a node."""
         return ["ip", "netns", "exec", self._name(node)]
 
     def set_speed(self, node: int, mbit: float) -> None:

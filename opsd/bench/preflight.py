@@ -1,8 +1,8 @@
-"""``opsd bench preflight``: how long the profiles take, how often the search is right, and what measuring costs.
+"""``opsd bench preflight``: duration of the profiles, accuracy of the search, overhead of the measurements.
 
 The search runs on four network namespaces over gloo with traffic control slowing one of them, and on simulated
 clusters. Our all-reduce is timed against a plain loop in the same two processes, the GEMM burn against torch.mm on the
-same GPU. What this machine cannot do (no root, no GPU) is missing from the result.
+same GPU. Measurements that this machine cannot do (no root, no GPU) are missing from the result.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run() -> dict[str, float | int | str]:
 
 
 def _profile_seconds(profile: str, folder: Path) -> float:
-    """Wall-clock seconds of the whole command, interpreter included."""
+    """Wall-clock seconds of the whole command, including the interpreter's start."""
     began = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "opsd", "preflight", "--profile", profile, "--quiet"],
@@ -66,7 +66,7 @@ def _profile_seconds(profile: str, folder: Path) -> float:
 
 
 def _simulations() -> dict[str, float | int | str]:
-    """Share of right diagnoses and the most tests used, over all kinds of faults but the one nobody can find."""
+    """Share of right diagnoses and the most tests used, over all kinds of faults except the undetectable one."""
     results: dict[str, float | int | str] = {}
     for nodes, per_switch in ((232, 16), (1024, 32)):
         scores = [score(plant, nodes, per_switch, _SIMULATED, seed=1) for plant in PLANTS]
@@ -83,26 +83,26 @@ def _namespaces() -> dict[str, float | int | str]:
     with Namespaces(_NODES, mbit=_MBIT) as cluster, tempfile.TemporaryDirectory() as state:
         environment = {**os.environ, "OPSD_STATE_DIR": state}
         began = time.perf_counter()
-        head = subprocess.Popen(
-            [*cluster.command(0), sys.executable, "-m", "opsd.bench.search_head", cluster.address(0), str(_NODES)],
+        leader = subprocess.Popen(
+            [*cluster.command(0), sys.executable, "-m", "opsd.bench.search_leader", cluster.address(0), str(_NODES)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         members = [_member(cluster, number, environment) for number in range(1, _NODES)]
-        assert head.stdin is not None and head.stdout is not None
+        assert leader.stdin is not None and leader.stdout is not None
         try:
             for trial in range(2 * TRIALS):
                 slow = random.randrange(_NODES) if trial % 2 else None
                 for node in range(_NODES):
                     cluster.set_speed(node, _MBIT * _SLOW if node == slow else _MBIT)
-                head.stdin.write("search\n")
-                head.stdin.flush()
-                culprits: list[str] = json.loads(head.stdout.readline())
+                leader.stdin.write("search\n")
+                leader.stdin.flush()
+                culprits: list[str] = json.loads(leader.stdout.readline())
                 named += slow is not None and culprits == [f"node n{slow}"]
                 blamed += slow is None and bool(culprits)
-            head.stdin.close()
-            head.wait(timeout=60)
+            leader.stdin.close()
+            leader.wait(timeout=60)
         finally:
-            everybody: list[subprocess.Popen[Any]] = [head, *members]
+            everybody: list[subprocess.Popen[Any]] = [leader, *members]
             for process in everybody:
                 process.kill()
                 process.wait()
@@ -121,7 +121,7 @@ def _member(cluster: Namespaces, number: int, environment: dict[str, str]) -> su
 
 
 def _allreduce() -> dict[str, float | int | str]:
-    """Bus bandwidth of our all-reduce and of a plain loop, taking turns in the same two processes."""
+    """Bus bandwidth of our all-reduce and of a plain loop, alternating in the same two processes."""
     context = multiprocessing.get_context("spawn")
     answers: Queue[tuple[float, float]] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """``opsd bench recovery``: steps lost when a rank of the included trainer is killed, and on SIGTERM.
 
-Afterwards the same run is done once more with nothing happening to it, and all losses are compared bit by bit.
+Afterwards the same run is repeated undisturbed, and all losses are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NEVER = 100_000
 
 
 def run(kills: int = KILLS, stops: int = STOPS) -> dict[str, float | int | str]:
-    """Kill a rank at ``kills`` random moments, then stop the run ``stops`` times by SIGTERM and start it again.
+    """Kill a rank at ``kills`` random moments, then stop the run ``stops`` times by SIGTERM and restart it.
 
-    Every other kill comes right after a save has begun; ``ours_kills_into_saves`` are those that left one unfinished.
-    A step is lost if it has to be done once more. ``ours_losses_different`` counts the lines of metrics.jsonl, those of
-    steps done twice included, whose loss is not that of the undisturbed run to the last bit. There is no peer: torchrun
-    alone keeps no state. Raises BenchError.
+    Every second kill comes right after a save has begun; ``ours_kills_into_saves`` counts saves left unfinished.
+    A step is lost if it has to be repeated. ``ours_losses_different`` counts the lines of metrics.jsonl, repeated steps
+    included, whose loss differs from the undisturbed run in any bit. Nothing is compared: torchrun alone keeps no
+    state. Raises BenchError.
     """
     with tempfile.TemporaryDirectory(prefix="opsd-bench-") as name:
         folder = Path(name)
@@ -80,7 +80,7 @@ class Training:
         self._random = random.Random(1)
         self._process = self._launch()
         self.into_saves = 0
-        """Kills after which a checkpoint that had been begun was not there."""
+        """Number of kills after which a checkpoint that had been begun was missing."""
 
     def kill(self, *, into_save: bool) -> int:
         """SIGKILL a random rank at a random moment once a checkpoint is committed; the steps lost."""
@@ -97,7 +97,7 @@ class Training:
         return int(self._seen("resumed")[-1]["lost_steps"])
 
     def stop_and_resume(self) -> int:
-        """SIGTERM to the launcher, then the same command again; steps done twice."""
+        """SIGTERM to the launcher, then the same command again; returns the number of repeated steps."""
         self._process.send_signal(signal.SIGTERM)
         code = self._process.wait(timeout=LIMIT_S)
         if code != exitcodes.REQUEUE:
@@ -114,13 +114,13 @@ class Training:
         self._process.wait(timeout=LIMIT_S)
 
     def finish(self) -> list[tuple[int, float]]:
-        """Let the run come to its end; its losses."""
+        """Wait for the end of the run; returns its losses."""
         if code := self._process.wait():
             raise BenchError(f"the undisturbed run ended with {code}:\n{self._output()}")
         return self.losses()
 
     def losses(self) -> list[tuple[int, float]]:
-        """Step and loss of every whole line of the metrics."""
+        """Step and loss of every complete line of the metrics."""
         lines = (self._folder / self._name / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         found = [json.loads(line) for line in lines if line.endswith("\n")]
         return [(int(line["step"]), float(line["loss"])) for line in found]
@@ -179,4 +179,4 @@ class Training:
             if self._process.poll() is not None:
                 break
             time.sleep(poll_s)
-        raise BenchError(f"the run did not go on:\n{self._output()}")
+        raise BenchError(f"the run did not continue:\n{self._output()}")

@@ -60,7 +60,7 @@ while True:
 
 
 class Step(NamedTuple):
-    """One completed step: which process, at which wall second."""
+    """One completed step: process id and epoch second."""
 
     pid: int
     t: float
@@ -69,9 +69,9 @@ class Step(NamedTuple):
 def run(trials: int = TRIALS) -> dict[str, float | int | str]:
     """Alternate ours and torchrun over ``trials`` kills each; then one stopped rank.
 
-    ``ours_restart`` is with standby interpreters ready, as a run has them most of the time; ``at_once_again`` is a
-    second kill right after that, with new ones still on their way. ``torchrun_failed`` counts restarts that torchrun
-    did not bring to an end; they are done again and not timed. Times in seconds. Raises BenchError.
+    ``ours_restart`` is with standby interpreters ready, as a run usually has them; ``at_once_again`` is a second kill
+    right after that, before new ones are ready. ``torchrun_failed`` counts restarts that torchrun did not complete;
+    they are repeated and not timed. Times in seconds. Raises BenchError.
     """
     if find_spec("torch") is None:
         raise BenchError("the script of this benchmark needs torch: pip install 'opsd[train]'")
@@ -81,19 +81,19 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
         for number in range(trials):
-            with _opsd(folder / f"ours-{number}") as job:
-                job.warm()
-                memory.append(job.memory_mib())
-                killed, first = job.kill_and_wait()
+            with _opsd(folder / f"ours-{number}") as measured:
+                measured.warm()
+                memory.append(measured.memory_mib())
+                killed, first = measured.kill_and_wait()
                 ours.append(first - killed)
-                noticed.append(job.event("rank_exited")["t"] - killed)
-                killed, first = job.kill_and_wait()
+                noticed.append(measured.event("rank_exited")["t"] - killed)
+                killed, first = measured.kill_and_wait()
                 cold.append(first - killed)
             seconds, failures = _peer_restart(folder / f"torchrun-{number}")
             peer.append(seconds)
             failed += failures
-        with _opsd(folder / "hang") as job:
-            named, limit = job.stop_and_wait()
+        with _opsd(folder / "hang") as measured:
+            named, limit = measured.stop_and_wait()
     return {
         "ours_restart_p50_s": statistics.median(ours),
         "ours_restart_max_s": max(ours),
@@ -115,16 +115,16 @@ def _peer_restart(folder: Path) -> tuple[float, int]:
     """Seconds that torchrun took, and how often it failed before. Raises BenchError if it fails every time."""
     for attempt in range(PEER_ATTEMPTS):
         try:
-            with _torchrun(folder.with_name(f"{folder.name}-{attempt}")) as job:
-                job.steady()
-                killed, first = job.kill_and_wait()
+            with _torchrun(folder.with_name(f"{folder.name}-{attempt}")) as measured:
+                measured.steady()
+                killed, first = measured.kill_and_wait()
                 return first - killed, attempt
         except BenchError as error:
             problem = error
     raise problem
 
 
-class Job:
+class MeasuredRun:
     """A running launcher with the script under it. ``folder`` holds its logs, ``steps`` what its ranks wrote."""
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
@@ -157,13 +157,13 @@ class Job:
         return ranks()
 
     def warm(self) -> None:
-        """Wait until the run is steady and the launcher has its standby interpreters, as it has most of the time."""
+        """Wait until the run is steady and the launcher has its standby interpreters."""
         self.steady()
         control = self.folder.parent / "shm" / self.folder.name / "control.sock"
         self._until(lambda: ask_launcher(control, {"cmd": "status"})["standby"] == RANKS)
 
     def kill_and_wait(self) -> tuple[float, float]:
-        """SIGKILL one rank; the wall seconds of the kill and of the first step that new ranks complete."""
+        """SIGKILL one rank; returns the epoch seconds of the kill and of the first step that new ranks complete."""
         old = self.steady()
         known = {step.pid for step in self.steps()}
         self._until(lambda: self.steps()[-1].t > time.time() - 0.2)
@@ -177,7 +177,7 @@ class Job:
         return killed, min(fresh())
 
     def stop_and_wait(self) -> tuple[float, float]:
-        """SIGSTOP one rank; seconds from the last step to the hang being named, and the limit in force."""
+        """SIGSTOP one rank; returns the seconds from the last step to the hang's detection, and the current limit."""
         pids = self.steady()
         os.kill(pids[-1], signal.SIGSTOP)
         event = self.event("hang_detected")
@@ -185,7 +185,7 @@ class Job:
         return event["t"] - last, event["limit_s"]
 
     def event(self, kind: str) -> dict[str, Any]:
-        """The first launcher event of a kind, waited for."""
+        """Wait for the first launcher event of a kind."""
         path = self.folder / "events.jsonl"
 
         def found() -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ class Job:
         raise BenchError("the launcher has no resident memory; is it gone?")
 
     def close(self) -> None:
-        """End the job and its ranks, also where the launcher does not see to them any more."""
+        """End the launcher and its ranks, also those that it has left behind."""
         ranks = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.send_signal(signal.SIGINT)
         try:
@@ -225,24 +225,24 @@ class Job:
 
 
 @contextmanager
-def _opsd(folder: Path) -> Iterator[Job]:
+def _opsd(folder: Path) -> Iterator[MeasuredRun]:
     options = [f"--nproc-per-node={RANKS}", "--redirects=3", f"--run-id={folder.name}", f"--run-dir={folder}"]
-    with _job(folder, [sys.executable, "-m", "opsd", "launch", "--max-restarts=9", *options]) as job:
-        yield job
+    with _measured(folder, [sys.executable, "-m", "opsd", "launch", "--max-restarts=9", *options]) as measured:
+        yield measured
 
 
 @contextmanager
-def _torchrun(folder: Path) -> Iterator[Job]:
+def _torchrun(folder: Path) -> Iterator[MeasuredRun]:
     options = ["--standalone", f"--nproc-per-node={RANKS}", "--monitor-interval=0.1", "--max-restarts=9"]
-    with _job(folder, [sys.executable, "-m", "torch.distributed.run", *options]) as job:
-        yield job
+    with _measured(folder, [sys.executable, "-m", "torch.distributed.run", *options]) as measured:
+        yield measured
 
 
 @contextmanager
-def _job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
+def _measured(folder: Path, command: Sequence[str]) -> Iterator[MeasuredRun]:
     folder.mkdir()
-    job = Job(folder, command)
+    measured = MeasuredRun(folder, command)
     try:
-        yield job
+        yield measured
     finally:
-        job.close()
+        measured.close()

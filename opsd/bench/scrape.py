@@ -1,6 +1,6 @@
-"""Fifty scrapers at one agent: time of an answer and CPU, beside nvitop-exporter on the same simulated driver.
+"""Fifty concurrent scrapers: response time and CPU, beside nvitop-exporter on the same simulated driver.
 
-A Prometheus pair and a few people with the page open are five; fifty are what is left of an incident.
+A pair of Prometheus servers and a few open web pages are five clients; fifty is what an incident may bring.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from opsd.bench.agent import Exporter, node, nvitop, ours
 SCRAPERS = 50
 ROUNDS = 20
 SPREAD_S = 15
-"""For the CPU: each scraper asks once a second for so long, at a time of its own within the second."""
+"""For the CPU time: each scraper asks once a second for this long, at its own time within the second."""
 TIMEOUT_S = 5.0
-"""A scrape that takes longer has failed, and counts with so much."""
+"""A scrape that takes longer has failed, and counts as this long."""
 _HEADERS = "Host: localhost\r\nAccept: application/openmetrics-text;version=1.0.0\r\nAccept-Encoding: gzip\r\n"
 
 
 def run() -> dict[str, float | int | str]:
     """Percentiles in milliseconds of answers to all scrapers at the same instant, and CPU in percent of one core.
 
-    ``*_failed`` is the share of scrapes at the same instant that had no answer, among them connections that an exporter
-    did not accept. The worst case for the percentiles, the usual one for the CPU. The scrapers are threads of this
-    process, whose own time is in the figures of both exporters.
+    ``*_failed`` is the share of simultaneous scrapes without an answer, among them connections that an exporter did not
+    accept. Percentiles are of the worst case, CPU of the usual one. The scrapers are threads of this process, whose own
+    time is included in the figures of both exporters.
     """
     with node() as place, ExitStack() as stack:
         exporters = [stack.enter_context(ours(place)), *stack.enter_context(nvitop(place))]
@@ -66,7 +66,7 @@ def _cpu_percent(exporter: Exporter) -> float:
 
 
 def _scrapes(port: int, path: str, rounds: int, wait: Callable[[int, int], None]) -> list[float]:
-    """Seconds of each answer; ``wait`` holds scraper and round back until it is their time."""
+    """Seconds of each answer; ``wait`` blocks until it is the turn of this scraper and round."""
     taken: list[float] = []
 
     def scraper(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory and CPU of the agent over an hour, scraped every second: neither may grow once the window is full."""
+"""Memory and CPU of the agent over an hour, scraped every second: neither may grow once its window is full."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from opsd.bench.agent import Exporter, node, ours
 
 MINUTES = int(os.environ.get("OPSD_BENCH_SOAK_MINUTES", "60"))
 WINDOW_MINUTES = 10
-"""The window of the agent: until it is full, memory has to grow."""
+"""The length of the agent's window: memory grows until it is full."""
 
 
 def run() -> dict[str, float | int | str]:
-    """Resident memory at the end of each stretch of ten minutes, and CPU in percent of one core during it."""
+    """Resident memory at the end of each ten minutes, and CPU in percent of one core during them."""
     with node() as place, ours(place) as agent:
         stretches = [_stretch(agent, WINDOW_MINUTES * 60) for _ in range(max(2, MINUTES // WINDOW_MINUTES))]
     (full_mib, _), (end_mib, end_cpu) = stretches[0], stretches[-1]

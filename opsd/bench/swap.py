@@ -1,4 +1,4 @@
-"""``opsd bench swap``: how long a run stands still when a node of it goes, on a real Slurm cluster in namespaces."""
+"""``opsd bench swap``: how long a run stops when it loses a node, on a real Slurm cluster in namespaces."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TRIALS = 10
 
 
 def on_the_cluster(name: str) -> ModuleType:
-    """The module ``name`` beside the test cluster, which is no part of the installed package.
+    """The module ``name`` of the tests, which are not part of the installed package.
 
-    Raises ScenarioError where there can be no cluster.
+    Raises ScenarioError if no cluster can be started.
     """
     if not (ROOT / "tests/integration/slurm").is_dir():
         raise ScenarioError("the test cluster is part of the checkout, and this opsd is installed without it")

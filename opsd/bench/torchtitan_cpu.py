@@ -1,10 +1,10 @@
-"""torchtitan's trainer on the CPU, which it does not know. A program for ``.venv-torchtitan`` (``make torchtitan``).
+"""torchtitan's trainer on the CPU, which it does not support. Runs in ``.venv-torchtitan`` (``make torchtitan``).
 
-``python -m opsd.bench.torchtitan_cpu SHAPE`` does a step for each line on standard input and answers with an empty one.
+``python -m opsd.bench.torchtitan_cpu SHAPE`` does a step for each line on standard input and prints an empty line.
 
-torchtitan asks one module-wide object about its device: what stands in for it here knows torch.cpu and has no memory to
-tell of. Its language models have flex or varlen attention, which cannot be trained on the CPU: here they have the third
-that torchtitan has, scaled dot products. Everything else is torchtitan as it is.
+torchtitan has one module-wide object for its device. Its replacement here uses torch.cpu and reports no memory. The
+language models use flex or varlen attention, which cannot be trained on the CPU; here they use torchtitan's third kind,
+scaled dot products. Everything else is unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchtitan.tools import utils
 
 
 class Cpu:
-    """What torchtitan asks of ``torch.cuda``."""
+    """The part of ``torch.cuda`` that torchtitan uses."""
 
     total_memory = 1 << 34
 
@@ -62,7 +62,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the model, and of a step: ``micro_batches`` of ``rows`` sequences of ``length`` tokens."""
+    """Shape of the model and of a step: ``micro_batches`` of ``rows`` sequences of ``length`` tokens."""
 
     layers: int
     width: int
@@ -76,7 +76,7 @@ class Shape:
 
 
 class RandomTokens(BaseDataLoader):
-    """The same random tokens each time, without end."""
+    """An endless stream of the same random tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -141,9 +141,9 @@ def _model(shape: Shape) -> Any:
 
 
 def main() -> None:
-    """Do a step for each line until there is none."""
+    """Do a step for each line on standard input."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what torchtitan prints is no answer
+    os.dup2(2, 1)  # keeps torchtitan's output apart from the answers
     os.environ.update(ALONE)
     with tempfile.TemporaryDirectory() as folder:
         config = configure(Shape(**json.loads(sys.argv[1])), Path(folder), steps=10_000)

@@ -1,9 +1,9 @@
 """``opsd bench trainer``: tokens/s of the trainer beside torchtitan and transformers' Llama under plain FSDP2.
 
-All have the same shape and train on the same micro-batches in turn, so that whatever else the machine does hits all.
-transformers' Llama begins with the same weights. torchtitan needs a newer torch and so runs in a process of its own
-(``torchtitan_cpu``), where ``make torchtitan`` has installed it. Besides, how long eight ranks take from the command to
-their fifth step in three dimensions of parallelism.
+All have the same shape and train on the same micro-batches in turn, so that other load on the machine affects all.
+transformers' Llama begins with the same weights. torchtitan needs a newer torch and runs in its own process
+(``torchtitan_cpu``) if ``make torchtitan`` has installed it. Also measured: the time from the command to the fifth step
+of eight ranks in three dimensions of parallelism.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TORCHTITAN = Path(__file__).parents[2] / ".venv-torchtitan" / "bin" / "python"
 
 
 def run() -> dict[str, float | int]:
-    """Tokens per second, the medians of 31 steps each; ``difference_loss`` is the largest, relative, in the steps.
+    """Tokens per second, medians of 31 steps each; ``difference_loss`` is the largest relative difference of a step.
 
     Raises BenchError if the ranks of ``ours_dp2_tp2_pp2_five_steps_s`` fail.
     """
@@ -182,7 +182,7 @@ def _peer(config: Config) -> Step:
 
 @contextmanager
 def _torchtitan(config: Config) -> Iterator[Step | None]:
-    """torchtitan, which begins with weights of its own; None where it is not installed."""
+    """torchtitan, which begins with other weights; None if it is not installed."""
     if not TORCHTITAN.exists():
         yield None
         return

@@ -1,1 +1,1 @@
-"""Faults on purpose, for game days and tests: each bounded in time and undone, also if ``opsd chaos`` is killed."""
+"""Deliberate faults for game days and tests, limited in time and undone even if ``opsd chaos`` is killed."""

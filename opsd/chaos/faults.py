@@ -1,6 +1,6 @@
-"""The faults: what each will do, in words for whoever is to confirm it, how it begins, and how it is undone.
+"""The faults: what each will do, in words for the person who confirms it, how it begins, and how it is undone.
 
-Making a fault looks and changes nothing. Each raises ChaosError if it cannot be caused here.
+Creating a fault changes nothing. Each function raises ChaosError if its fault cannot be caused here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from opsd.client import PageError, RankPage, read_page
 
 GIB: Final = 1 << 30
 ROOT_KEEPS: Final = GIB
-"""Bytes that stay free on the file system of / whatever is asked for."""
+"""Bytes that always stay free on the file system of /."""
 _POLL_S: Final = 0.001
 _STOP_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``begin`` causes it and raises ChaosError or OSError; ``undo`` is None if it is done once it is caused.
+    """``begin`` causes it and raises ChaosError or OSError; ``undo`` is None if there is nothing to undo.
 
-    ``held`` are descriptors that whoever undoes the fault has to keep open until then.
+    ``held`` are descriptors that the guard has to keep open until the fault is undone.
     """
 
     name: str
@@ -55,7 +55,7 @@ def kill_rank(run: Run, number: int | None) -> Fault:
 
 
 def stop_rank(run: Run, number: int | None) -> Fault:
-    """SIGSTOP for one rank, wherever it is."""
+    """SIGSTOP for one rank, in any phase."""
     page = target.rank(run, number)
     process = _process(page)
     text = f"stops {_described(page, run)} (SIGSTOP)"
@@ -84,10 +84,10 @@ def hang_collective(run: Run, number: int | None, within_s: float) -> Fault:
 
 
 def kill_node(run: Run) -> Fault:
-    """SIGKILL for everything of the run on this node: nothing says goodbye, but the kernel closes its sockets."""
+    """SIGKILL for every process of the run on this node. Nothing shuts down cleanly, but the kernel closes sockets."""
 
     def begin() -> None:
-        for _ in range(2):  # the second time for what was started during the first
+        for _ in range(2):  # the second pass is for processes started during the first
             for process in list(target.everything(run)):
                 process.signal(signal.SIGKILL)
 
@@ -103,8 +103,8 @@ def reboot_node(node: str, trigger: Path = Path("/proc/sysrq-trigger")) -> Fault
     def begin() -> None:
         trigger.write_text("b", encoding="ascii")
 
-    notes = ("nothing is written back to disk, nobody is told, and every job on the node is lost", "not undone")
-    return Fault("kill-node", f"reboots node {node} this instant (sysrq b)", begin, notes=notes)
+    notes = ("nothing is written back to disk, no service is notified, and every job here is lost", "not undone")
+    return Fault("kill-node", f"reboots node {node} immediately (sysrq b)", begin, notes=notes)
 
 
 def corrupt_checkpoint(run: Run, step: int | None, *, forget_memory: bool, leave: bool) -> Fault:
@@ -123,7 +123,7 @@ def corrupt_checkpoint(run: Run, step: int | None, *, forget_memory: bool, leave
 
     def begin() -> None:
         if not change_byte(str(path), offset, damage.was, damage.now):
-            raise ChaosError(f"{path} has been written anew meanwhile")
+            raise ChaosError(f"{path} has been rewritten meanwhile")
         for kept in run.memory.glob("rank-*.state*") if forget_memory else ():
             kept.unlink(missing_ok=True)
 
@@ -135,7 +135,7 @@ def corrupt_checkpoint(run: Run, step: int | None, *, forget_memory: bool, leave
 
 
 def fill_disk(mount: Path, leave: int) -> Fault:
-    """Reserve all but ``leave`` bytes of a file system in a file without a name, which goes with its last holder."""
+    """Allocate all but ``leave`` bytes of a file system in an unlinked file, which is freed when it is closed."""
     info = mount.stat()
     if info.st_dev == Path("/").stat().st_dev and leave < ROOT_KEEPS:
         raise ChaosError(f"{mount} is on the file system of /, of which {ROOT_KEEPS >> 20} MB have to stay free")
@@ -182,22 +182,22 @@ def _in_collective(path: Path, process: Process) -> bool:
     except PageError as error:
         raise ChaosError(str(error)) from error
     if page.pid != process.pid or not process.alive:
-        raise ChaosError(f"rank {page.rank} has been started anew meanwhile")
+        raise ChaosError(f"rank {page.rank} has been restarted meanwhile")
     return page.phase == "collective"
 
 
 def _free(mount: Path) -> int:
-    """Bytes that a user without privileges may still write there."""
+    """Bytes that an unprivileged user may still write there."""
     info = os.statvfs(mount)
     return info.f_bavail * info.f_frsize
 
 
 def _nameless(folder: Path) -> int:
-    """A file in ``folder`` that has no name. Raises OSError."""
+    """An unlinked file in ``folder``. Raises OSError."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
-    except OSError:  # NFS and some overlays: the name is there for a moment
+    except OSError:  # no O_TMPFILE on NFS and some overlays: the name exists for a moment
         path = folder / f".opsd-chaos-{os.getpid()}"
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         path.unlink()

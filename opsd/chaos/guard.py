@@ -1,9 +1,9 @@
 """The process that undoes a fault: after its time, when told to, or as soon as ``opsd chaos`` is gone.
 
-``opsd chaos`` holds the other end of the guard's standard input and never undoes anything itself as long as the guard
-lives. So a normal end, Ctrl-C and kill -9 take the same way. Lines from ``opsd chaos``: the record, then ``begun``;
-lines from the guard: ``ready`` or a problem, then the result. A guard that was itself killed leaves its record behind,
-which ``opsd chaos undo`` finds.
+``opsd chaos`` holds the other end of the guard's standard input and undoes nothing itself while the guard is alive.
+Normal end, Ctrl-C and kill -9 are therefore handled alike. Lines from ``opsd chaos``: the record, then ``begun``; lines
+from the guard: ``ready`` or a problem, then the result. A guard that was itself killed leaves its record behind, which
+``opsd chaos undo`` finds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from opsd.chaos.records import Record, remove, write
+from opsd.chaos.records import FaultRecord, remove, write
 from opsd.chaos.undo import ChaosError, Process, Undo, decode
 
 _END_S: Final = 30.0
@@ -30,19 +30,19 @@ _ENDINGS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a fault ended: ``undone``, and the sentence about it."""
+    """How a fault ended: whether it is ``undone``, and a sentence about it."""
 
     undone: bool
     text: str
 
 
 class Guard:
-    """A running guard. ``close`` has to follow; if this process dies the guard undoes the fault all the same.
+    """A running guard. Call ``close`` at the end; if this process dies the guard undoes the fault anyway.
 
     ``held`` are descriptors that the guard keeps open until the end. Raises ChaosError if it cannot guard.
     """
 
-    def __init__(self, record: Record, undo: Undo, folder: Path, held: Sequence[int] = ()) -> None:
+    def __init__(self, record: FaultRecord, undo: Undo, folder: Path, held: Sequence[int] = ()) -> None:
         self._undo = undo
         self._late = False
         self._process = subprocess.Popen(
@@ -63,7 +63,7 @@ class Guard:
             raise ChaosError(f"nothing was done, because it could not be undone: {answer or 'the guard has ended'}")
 
     def begun(self) -> None:
-        """Say that the fault is in effect: its time counts from now. Without a guard any more ``wait`` undoes it."""
+        """Tell the guard that the fault is in effect: its time starts now. If the guard is gone, ``wait`` undoes it."""
         self._late = not self._tell("begun")
 
     def wait(self) -> Result:
@@ -71,7 +71,7 @@ class Guard:
         return self._result(self._hear())
 
     def close(self) -> Result:
-        """Have the fault undone now; returns the result."""
+        """Undo the fault now; returns the result."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -83,7 +83,7 @@ class Guard:
                 self._process.wait(_END_S)
             return Result(**json.loads(answer))
         self._process.wait(_END_S)
-        gone = "the guard had been told to end" if answer else "the guard was killed"
+        gone = "the guard was told to end" if answer else "the guard was killed"
         try:
             return Result(True, f"{gone}; {self._undo.undo()}")
         except (ChaosError, OSError) as error:
@@ -104,14 +104,14 @@ class Guard:
 
 
 def main() -> int:
-    """Guard the fault whose record comes over standard input; records are kept in the folder ``sys.argv[1]``."""
+    """Guard the fault whose record comes on standard input; records are kept in the folder ``sys.argv[1]``."""
     waker, signalled = _wake_on_signals()
     folder = Path(sys.argv[1])
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as unbuffered:
         line = unbuffered.readline()
     if not line:
         return 1
-    record = Record(**json.loads(line)).guarded_by(Process.of(os.getpid()))
+    record = FaultRecord(**json.loads(line)).guarded_by(Process.of(os.getpid()))
     try:
         undo = decode(record.undo)
         write(folder, record)
@@ -133,7 +133,7 @@ def main() -> int:
 
 
 def _wake_on_signals() -> tuple[int, int]:
-    """A pipe that becomes readable when one of ``_ENDINGS`` arrives: its writing and its reading end."""
+    """A pipe that becomes readable when one of ``_ENDINGS`` arrives: its write end and its read end."""
     signalled, waker = os.pipe()
     os.set_blocking(waker, False)
     for number in _ENDINGS:
@@ -143,9 +143,9 @@ def _wake_on_signals() -> tuple[int, int]:
 
 
 def _wait(signalled: int, limit_s: float | None) -> bool:
-    """True as soon as ``opsd chaos`` says something; False at its end, after a signal and after ``limit_s``.
+    """True once ``opsd chaos`` writes a line; False at end of file, after a signal and after ``limit_s`` seconds.
 
-    The fault itself bounds how long it takes to begin: to undo it before would leave what begins later unguarded.
+    The fault itself limits how long it takes to begin. Undoing it earlier would leave a late start unguarded.
     """
     ready, _, _ = select.select([sys.stdin.fileno(), signalled], [], [], limit_s)
     return ready == [sys.stdin.fileno()] and bool(os.read(sys.stdin.fileno(), 100))

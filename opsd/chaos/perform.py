@@ -1,4 +1,4 @@
-"""Causing one fault under a guard: said, confirmed, begun, ended, and each of it told."""
+"""Cause one fault under a guard: announce, confirm, begin, end, and report each step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Any
 from opsd import exitcodes
 from opsd.chaos.faults import Fault
 from opsd.chaos.guard import Guard, Result
-from opsd.chaos.records import Record
+from opsd.chaos.records import FaultRecord
 from opsd.chaos.undo import ChaosError, encode
 
 
 class _Stopped(Exception):
-    """Ctrl-C or a signal that asks for the end."""
+    """Ctrl-C or a signal that asks to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teller:
-    """Tells what happens: to the terminal as sentences, or as JSON lines, and always to the system's log."""
+    """Reports what happens: on the terminal as sentences or JSON lines, and always in the system log."""
 
     as_json: bool
 
@@ -45,7 +45,7 @@ class Teller:
 def perform(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
     """Cause ``fault`` and return once it is undone, after ``for_s`` seconds or a signal; returns the exit code.
 
-    ``folder`` is where records go.
+    Records are written to ``folder``.
     """
     try:
         if fault.undo is None:
@@ -61,7 +61,7 @@ def perform(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
 def _guarded(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
     assert fault.undo is not None
     id = f"{fault.name}-{secrets.token_hex(3)}"
-    record = Record(id, fault.name, fault.text, fault.run, for_s, encode(fault.undo))
+    record = FaultRecord(id, fault.name, fault.text, fault.run, for_s, encode(fault.undo))
     guard = Guard(record, fault.undo, folder, fault.held)
     code = exitcodes.OK
     try:
@@ -88,7 +88,7 @@ def _told(fault: Fault, result: Result, code: int, id: str, tell: Teller) -> int
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise ``_Stopped`` in the block at a signal that asks for the end; after the block such signals are ignored."""
+    """Raise ``_Stopped`` in the block at a signal that asks to stop; after the block such signals are ignored."""
 
     def stop(_number: int, _frame: object) -> None:
         raise _Stopped

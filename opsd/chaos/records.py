@@ -1,7 +1,7 @@
-"""What is in effect on this node: a small file per fault in shared memory, kept by the fault's guard.
+"""The faults in effect on this node: a small file per fault in shared memory, written by the fault's guard.
 
-Each user has a folder of their own beside the runs' folder. Root sees all of them and undoes only its own: what
-somebody else wrote is not to be carried out by root.
+Each user has their own folder beside the runs' folder. Root sees all of them and undoes only its own, because root
+must not execute what another user has written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FaultRecord:
     """One fault: what it is, how long it lasts once it has begun, and how it is undone.
 
     ``began`` is in seconds since the epoch, None while the fault is being caused.
@@ -44,23 +44,23 @@ class Record:
         """The record as plain values."""
         return asdict(self)
 
-    def guarded_by(self, guard: Process | None) -> Record:
+    def guarded_by(self, guard: Process | None) -> FaultRecord:
         """This record with its guard."""
         assert guard is not None
         return replace(self, guard_pid=guard.pid, guard_start=guard.start)
 
-    def begun(self, now: float) -> Record:
+    def begun(self, now: float) -> FaultRecord:
         """This record once the fault is in effect."""
         return replace(self, began=now)
 
     @property
     def guard(self) -> Process:
-        """The process that is to undo it."""
+        """The process that undoes it."""
         return Process(self.guard_pid, self.guard_start)
 
     @property
     def state(self) -> str:
-        """In words for ``opsd chaos list``."""
+        """Its state as ``opsd chaos list`` shows it."""
         if not self.guard.alive:
             return "left over: its guard is gone; opsd chaos undo ends it"
         if self.began is None:
@@ -73,8 +73,8 @@ def folder_of(root: Path, uid: int) -> Path:
     return root.absolute().with_name(f"{root.name}-chaos-{uid}")
 
 
-def write(folder: Path, record: Record) -> None:
-    """Keep ``record``. Raises ChaosError if the folder belongs to somebody else, OSError if it cannot be written."""
+def write(folder: Path, record: FaultRecord) -> None:
+    """Write ``record``. Raises ChaosError if the folder belongs to another user, OSError if it cannot be written."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not _owned(folder, os.getuid()):
@@ -84,15 +84,15 @@ def write(folder: Path, record: Record) -> None:
     draft.replace(folder / f"{record.id}.json")
 
 
-def remove(folder: Path, record: Record) -> None:
-    """Forget ``record``, and the folder with the last one."""
+def remove(folder: Path, record: FaultRecord) -> None:
+    """Remove ``record``, and the folder with the last one."""
     with suppress(OSError):
         (folder / f"{record.id}.json").unlink(missing_ok=True)
         folder.rmdir()
 
 
-def find(root: Path) -> Iterator[tuple[int, Record]]:
-    """The user and the record of every fault that this user may see. Files that are no records are left out."""
+def find(root: Path) -> Iterator[tuple[int, FaultRecord]]:
+    """The user and the record of every fault that this user may see. Other files are skipped."""
     for folder in sorted(root.absolute().parent.glob(f"{root.name}-chaos-*")):
         uid = int(number) if (number := folder.name.rpartition("-")[2]).isdigit() else -1
         if not _owned(folder, uid):
@@ -100,11 +100,11 @@ def find(root: Path) -> Iterator[tuple[int, Record]]:
         with suppress(PermissionError):
             for file in sorted(folder.glob("*.json")):
                 with suppress(OSError, ValueError, TypeError):
-                    yield uid, Record(**json.loads(_read(file)))
+                    yield uid, FaultRecord(**json.loads(_read(file)))
 
 
-def end(folder: Path, record: Record) -> str:
-    """Have the fault of ``record`` undone by its guard, or undo it if that is gone; returns what was done.
+def end(folder: Path, record: FaultRecord) -> str:
+    """Tell the guard to undo the fault of ``record``, or undo it here if the guard is gone; returns what was done.
 
     Raises ChaosError and OSError.
     """

@@ -1,4 +1,4 @@
-"""The runs of this node as targets: found in shared memory, and nothing that is not theirs."""
+"""The runs of this node as targets of faults, found in shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from opsd.rundir import owner_pid
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run with a living launcher on this node. ``uid`` is the user whose run it is."""
+    """A run with a live launcher on this node. ``uid`` is its user."""
 
     name: str
     node: str
@@ -37,7 +37,7 @@ class Run:
 
 
 def runs(root: Path) -> list[Run]:
-    """The living runs whose folders are below ``root``, by name. Folders that make no sense are left out."""
+    """The live runs whose folders are in ``root``, by name. Invalid folders are skipped."""
     found = []
     for memory in sorted(root.iterdir()) if root.is_dir() else ():
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -57,21 +57,21 @@ def _living(memory: Path) -> Run | None:
 
 
 def find(root: Path, name: str | None) -> Run:
-    """The run called ``name``, or the only one. Raises ChaosError."""
+    """The run named ``name``, or the only one. Raises ChaosError."""
     living = runs(root)
     names = ", ".join(run.name for run in living)
     if not living:
-        raise ChaosError(f"no run of opsd launch lives on this node (looked in {root})")
+        raise ChaosError(f"no run of opsd launch is active on this node (looked in {root})")
     if name is None and len(living) > 1:
-        raise ChaosError(f"several runs live on this node: name one of {names} with --run")
+        raise ChaosError(f"several runs are active on this node: name one of {names} with --run")
     for run in living:
         if name in (None, run.name):
             return run
-    raise ChaosError(f"no run {name} lives on this node; there is {names}")
+    raise ChaosError(f"no run {name} is active on this node; there is {names}")
 
 
 def ranks(run: Run) -> list[RankPage]:
-    """The pages of the run's living ranks on this node: processes below its launcher, whatever the pages say."""
+    """The pages of the run's live ranks on this node: only processes that descend from its launcher."""
     below = set(descendants(run.launcher.pid))
     found = []
     for path in sorted(run.memory.glob("rank-*.page")):
@@ -88,7 +88,7 @@ def rank(run: Run, number: int | None) -> RankPage:
     """The page of rank ``number``, or of the lowest on this node. Raises ChaosError."""
     pages = ranks(run)
     if not pages:
-        raise ChaosError(f"{run.text} has no living rank at the moment: try again once it has started")
+        raise ChaosError(f"{run.text} has no live rank at the moment: try again once it has started")
     for page in pages:
         if number in (None, page.rank):
             return page
@@ -97,7 +97,7 @@ def rank(run: Run, number: int | None) -> RankPage:
 
 
 def everything(run: Run) -> Iterator[Process]:
-    """The launcher, all processes below it, and those of its ranks that have slipped away from it."""
+    """The launcher, its descendants, and those of its ranks that have been reparented."""
     yield run.launcher
     known = {run.launcher.pid, os.getpid()}
     for pid in descendants(run.launcher.pid):
@@ -111,7 +111,7 @@ def everything(run: Run) -> Iterator[Process]:
 
 
 def become_owner(run: Run) -> None:
-    """Go on as the user of the run, for good, so that the kernel keeps root's hands off everybody else's things."""
+    """Become the run's user permanently, so that the kernel prevents harm to other users."""
     if os.geteuid() == run.uid:
         return
     if os.geteuid() != 0:
@@ -125,7 +125,7 @@ def become_owner(run: Run) -> None:
     os.setresuid(run.uid, run.uid, run.uid)
     if not (os.access(sys.executable, os.X_OK) and os.access(__file__, os.R_OK) and os.access(os.__file__, os.R_OK)):
         raise ChaosError(
-            f"{run.text} belongs to {entry.pw_name}, who may not use this Python ({sys.executable}): "
+            f"{run.text} belongs to {entry.pw_name}, who has no access to this Python ({sys.executable}): "
             "install opsd where every user may read it, as deploy/install does"
         )
 

@@ -1,6 +1,6 @@
-"""How each lasting fault is undone: plain data, so that a process that outlives ``opsd chaos`` can do it.
+"""How each lasting fault is undone, as plain data that another process can execute after ``opsd chaos`` has died.
 
-Undoing what is not, or no longer, in effect is no error. Standard library only: the guard loads it.
+Undoing a fault that is not in effect is no error. Standard library only, as the guard loads this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opsd.client import process_start
 
 COMMAND_S: Final = 10.0
 QDISC_HANDLE: Final = "c405:"
-"""The handle of the queueing discipline of ``slow-node``: tells it from any other."""
+"""The handle of ``slow-node``'s queueing discipline, which identifies it."""
 ROUTE_PROTOCOL: Final = "217"
 """The routing protocol number of the routes of ``partition`` (ip-route(8)): one that no routing daemon has."""
 
@@ -39,7 +39,7 @@ class Undo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that cannot be mistaken for a later one with its pid: ``start`` is in clock ticks since boot."""
+    """A process, identified also by ``start`` (clock ticks since boot), as pids are reused."""
 
     pid: int
     start: int
@@ -62,7 +62,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """True while it runs, or is stopped."""
+        """True while it runs or is stopped."""
         return self.state is not None
 
     def signal(self, number: signal.Signals) -> bool:
@@ -84,7 +84,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Let a stopped process go on."""
+    """Continue a stopped process."""
 
     kind: ClassVar[str] = "resume"
     pid: int
@@ -99,28 +99,28 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class RemoveQdisc:
-    """Take the queueing discipline of ``slow-node`` off an interface."""
+    """Remove the queueing discipline of ``slow-node`` from an interface."""
 
     kind: ClassVar[str] = "remove_qdisc"
     interface: str
 
     def undo(self) -> str:
-        """Remove it, and only it."""
+        """Remove it, and no other."""
         if root_qdisc(self.interface).get("handle") != QDISC_HANDLE:
-            return f"{self.interface} is not slowed any more"
+            return f"{self.interface} is no longer slowed"
         command("tc", "qdisc", "del", "dev", self.interface, "root", "handle", QDISC_HANDLE)
         return f"{self.interface} is as fast as before"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveRoutes:
-    """Take away the routes of ``partition``."""
+    """Remove the routes of ``partition``."""
 
     kind: ClassVar[str] = "remove_routes"
     peers: Sequence[str]
 
     def undo(self) -> str:
-        """Remove those that are still there."""
+        """Remove those that still exist."""
         for peer in self.peers:
             shown = command("ip", family(peer), "route", "show", peer, "proto", ROUTE_PROTOCOL)
             if shown.strip():
@@ -130,7 +130,7 @@ class RemoveRoutes:
 
 @dataclass(frozen=True, slots=True)
 class RestoreByte:
-    """Give a file the byte back that was changed in it."""
+    """Restore the byte that was changed in a file."""
 
     kind: ClassVar[str] = "restore_byte"
     path: str
@@ -139,23 +139,23 @@ class RestoreByte:
     now: int
 
     def undo(self) -> str:
-        """Write it, unless the file is gone or has something else there meanwhile."""
+        """Write it, unless the file is gone or was changed meanwhile."""
         try:
             restored = change_byte(self.path, self.offset, self.now, self.was)
         except FileNotFoundError:
             return f"{self.path} is gone meanwhile"
-        return f"{self.path} is as it was" if restored else f"{self.path} has been written anew meanwhile"
+        return f"{self.path} is as it was" if restored else f"{self.path} has been rewritten meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The end of ``fill-disk``: its file has no name and goes with the last process that has it open."""
+    """The end of ``fill-disk``: its unlinked file is freed when the last process closes it."""
 
     kind: ClassVar[str] = "release"
     mount: str
 
     def undo(self) -> str:
-        """Nothing is left to do."""
+        """Nothing to do."""
         return f"the space on {self.mount} is free again"
 
 
@@ -170,7 +170,7 @@ def encode(undo: Undo) -> dict[str, Any]:
 
 
 def decode(value: dict[str, Any]) -> Undo:
-    """The inverse of ``encode``. Raises ChaosError if that is not what ``value`` is."""
+    """The inverse of ``encode``. Raises ChaosError if ``value`` is invalid."""
     fields = {name: field for name, field in value.items() if name != "kind"}
     try:
         return _KINDS[value["kind"]](**fields)

@@ -19,21 +19,21 @@ BENCHES = {
     "agent": "CPU, memory, series and scrape time of the agent beside nvitop-exporter",
     "checkpoint": "what a checkpoint costs the training, beside torch.save and DCP",
     "client": "cost of a rank-page update",
-    "data": "finding a sample at any point of a run, beside Grain, Megatron's index and one that grows",
+    "data": "finding a sample at any point of a run, beside Grain, Megatron's index and a growing one",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
-    "faults": "runs that random faults happen to, on a real Slurm cluster in namespaces",
-    "membership": "launchers that agree on a new generation after a loss, and what they cost the head",
+    "faults": "runs with random faults, on a real Slurm cluster in namespaces",
+    "rendezvous": "launchers that agree on a new generation after a loss, and what they cost the leader",
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "fifty kills and SIGTERM: steps lost, and every loss compared with an undisturbed run",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
-    "scrape": "fifty scrapers at one agent, and people with the page open, beside nvitop-exporter",
+    "scrape": "fifty concurrent scrapers of one agent, beside nvitop-exporter",
     "soak": "memory and CPU of the agent over an hour",
-    "swap": "how long a run stands still when a node of it goes, on a real Slurm cluster in namespaces",
+    "swap": "how long a run stops when it loses a node, on a real Slurm cluster in namespaces",
     "trainer": "tokens/s of the trainer beside torchtitan and transformers' Llama under FSDP2; start of eight ranks",
 }
 LONG = ("faults", "soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
-OPTIONS = {"nodes": ("membership",), "trials": ("faults", "swap"), "seed": ("faults",), "scenario": ("swap",)}
+OPTIONS = {"nodes": ("rendezvous",), "trials": ("faults", "swap"), "seed": ("faults",), "scenario": ("swap",)}
 """Options that only some benchmarks have."""
 
 
@@ -44,7 +44,7 @@ def _print_names(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every value with its name; a value that is itself a table has a row for each of its own."""
+    """Every value with its name; nested tables become one row per value."""
     for key, value in results.items():
         if isinstance(value, Mapping):
             yield from ((f"{key} {name}", inner) for name, inner in _rows(value))
@@ -63,7 +63,7 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 @click.option(
     "--nodes",
     type=click.IntRange(16, 4096),
-    help="Of membership only: how many launchers are simulated; 1,024 unless given.",
+    help="Of rendezvous only: how many launchers are simulated; 1,024 unless given.",
 )
 @click.option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
 @click.option("--seed", type=click.IntRange(0), help="Of faults: the seed of the first sequence; 1 unless given.")

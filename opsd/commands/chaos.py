@@ -1,4 +1,4 @@
-"""``opsd chaos``: faults on purpose, confirmed, bounded in time, and undone."""
+"""``opsd chaos``: deliberate faults, confirmed, limited in time, and undone."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-_of_run = click.option("--run", "run_name", metavar="RUN", help="The run; not needed if only one lives on this node.")
-_of_rank = click.option("--rank", type=click.IntRange(0), help="The rank; the lowest on this node if not said.")
+_of_run = click.option("--run", "run_name", metavar="RUN", help="The run; not needed if only one is active.")
+_of_rank = click.option("--rank", type=click.IntRange(0), help="The rank; by default the lowest on this node.")
 _always = _options(
     click.option("--yes", is_flag=True, help="Do not ask."),
-    click.option("--json", "as_json", is_flag=True, help="Tell what happens as JSON lines."),
+    click.option("--json", "as_json", is_flag=True, help="Report events as JSON lines."),
 )
 _lasting = _options(
     click.option("--for", "for_s", callback=_seconds, default="30s", show_default=True, help="How long; at most 10m."),
     _always,
 )
-_any_node = click.option("--force", is_flag=True, help="Also on a node where no run lives.")
+_any_node = click.option("--force", is_flag=True, help="Also on a node without an active run.")
 
 
 class _Group(click.Group):
-    """Turns what is wrong with a target into one sentence and exit code 2."""
+    """Turns ChaosError into one sentence and exit code 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -89,10 +89,10 @@ class _Group(click.Group):
 
 @click.group(cls=_Group)
 def chaos() -> None:
-    """Cause one fault on this node, on purpose, and undo it.
+    """Cause one fault on this node, and undo it.
 
-    For game days and tests. Each command finds the run in shared memory, says what it will do and asks. Faults that
-    last are undone after --for, at Ctrl-C and also if this command is killed.
+    For game days and tests. Each command finds the run in shared memory, says what it will do and asks for
+    confirmation. Lasting faults are undone after --for, at Ctrl-C, and even if this command is killed.
 
     Ends with 0 when the fault was caused and undone, 1 if it could not be caused or undone, 2 for a wrong command
     line, no such run or no confirmation, 3 if it was interrupted (and undone).
@@ -114,7 +114,7 @@ def kill_rank(run_name: str | None, rank: int | None, yes: bool, as_json: bool) 
 @_of_rank
 @_lasting
 def stop_rank(run_name: str | None, rank: int | None, for_s: float, yes: bool, as_json: bool) -> int:
-    """Stop one rank (SIGSTOP), wherever it is, and let it go on."""
+    """Stop one rank (SIGSTOP) in any phase, then continue it."""
     run = _owned_run(run_name)
     return _do(faults.stop_rank(run, rank), for_s, yes=yes, as_json=as_json)
 
@@ -122,7 +122,14 @@ def stop_rank(run_name: str | None, rank: int | None, for_s: float, yes: bool, a
 @chaos.command("hang-collective")
 @_of_run
 @_of_rank
-@click.option("--within", "within_s", callback=_seconds, default="30s", show_default=True, help="Wait so long for one.")
+@click.option(
+    "--within",
+    "within_s",
+    callback=_seconds,
+    default="30s",
+    show_default=True,
+    help="Limit of the wait for a collective.",
+)
 @_lasting
 def hang_collective(
     run_name: str | None, rank: int | None, within_s: float, for_s: float, yes: bool, as_json: bool
@@ -139,12 +146,12 @@ def hang_collective(
     type=click.Choice(["processes", "sysrq"]),
     default="processes",
     show_default=True,
-    help="Kill all processes of the run on this node, or really reboot the node.",
+    help="Kill all processes of the run on this node, or reboot the node.",
 )
-@click.option("--node", help="The name of this node, which --method sysrq wants to be told.")
+@click.option("--node", help="The name of this node; --method sysrq requires it as confirmation.")
 @_always
 def kill_node(run_name: str | None, method: str, node: str | None, yes: bool, as_json: bool) -> int:
-    """Lose this node: kill everything of the run on it at once, or reboot it without warning."""
+    """Lose this node: kill all its processes of the run, or reboot it without warning."""
     run = target.find(memory_root(), run_name)
     if method == "processes":
         target.become_owner(run)
@@ -155,13 +162,13 @@ def kill_node(run_name: str | None, method: str, node: str | None, yes: bool, as
         _need_terminal()
         node = click.prompt(f"This reboots {here}, with every job on it. Type its name", err=True)
     if node != here:
-        raise click.UsageError(f"this node is {here}, not {node}: say --node {here} if it is to be rebooted")
+        raise click.UsageError(f"this node is {here}, not {node}: use --node {here} to reboot it")
     return _do(faults.reboot_node(here), 0.0, yes=yes, as_json=as_json)
 
 
 @chaos.command("corrupt-checkpoint")
 @_of_run
-@click.option("--step", type=click.IntRange(0), help="Of the checkpoint; the newest if not said.")
+@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; by default the newest.")
 @click.option("--forget-memory", is_flag=True, help="Also remove the copies of it in shared memory.")
 @click.option("--leave", is_flag=True, help="Do not undo it.")
 @_lasting
@@ -186,7 +193,7 @@ def corrupt_checkpoint(
 @_any_node
 @_lasting
 def fill_disk(mount: Path, leave: int, force: bool, for_s: float, yes: bool, as_json: bool) -> int:
-    """Fill the file system of the folder MOUNT. The space comes back even if every process of opsd is killed."""
+    """Fill the file system of the folder MOUNT. The space is freed even if every process of opsd is killed."""
     _need_run(force)
     return _do(faults.fill_disk(mount.absolute(), leave), for_s, yes=yes, as_json=as_json)
 
@@ -196,14 +203,14 @@ def fill_disk(mount: Path, leave: int, force: bool, for_s: float, yes: bool, as_
 @_any_node
 @_lasting
 def partition(peers: tuple[str, ...], force: bool, for_s: float, yes: bool, as_json: bool) -> int:
-    """Cut this node off from others: nothing is sent to them any more. Needs root."""
+    """Cut this node off from others: it stops sending to them. Needs root."""
     _need_root("a route")
     _need_run(force)
     return _do(network.partition(peers), for_s, yes=yes, as_json=as_json)
 
 
 @chaos.command("slow-node")
-@click.option("--interface", help="The interface; that of the default route if not said.")
+@click.option("--interface", help="The interface; by default that of the default route.")
 @click.option("--rate", callback=_like(network.RATE, "100mbit"), default="", help="At most so much (100mbit).")
 @click.option("--delay", callback=_like(network.DELAY, "50ms"), default="", help="So much later (50ms).")
 @click.option("--loss", callback=_like(network.LOSS, "1%"), default="", help="Lose so many packets (1%).")
@@ -212,7 +219,7 @@ def partition(peers: tuple[str, ...], force: bool, for_s: float, yes: bool, as_j
 def slow_node(
     interface: str | None, rate: str, delay: str, loss: str, force: bool, for_s: float, yes: bool, as_json: bool
 ) -> int:
-    """Make this node slow to answer: shape what it sends. Needs root."""
+    """Make this node slow: shape what it sends. Needs root."""
     _need_root("traffic control")
     _need_run(force)
     if not (rate or delay or loss):
@@ -224,7 +231,7 @@ def slow_node(
 @chaos.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 def list_command(as_json: bool) -> int:
-    """List the faults that are in effect on this node, or were left over."""
+    """List the faults that are in effect on this node or were left over."""
     found = list(records.find(memory_root()))
     for uid, record in found:
         if as_json:
@@ -239,7 +246,7 @@ def list_command(as_json: bool) -> int:
 @chaos.command("undo")
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 def undo(ids: tuple[str, ...]) -> int:
-    """Undo faults now: those called ID, or all of this user."""
+    """Undo faults now: those named ID, or all of this user."""
     found = list(records.find(memory_root()))
     if unknown := {*ids} - {record.id for _, record in found}:
         raise click.UsageError(f"no fault {', '.join(sorted(unknown))} is in effect here: see opsd chaos list")
@@ -249,7 +256,7 @@ def undo(ids: tuple[str, ...]) -> int:
             continue
         try:
             if uid != os.geteuid():
-                raise ChaosError(f"it belongs to user {uid}, who has to undo it")
+                raise ChaosError(f"it belongs to user {uid}, who must undo it")
             click.echo(f"{record.id}: {records.end(records.folder_of(memory_root(), uid), record)}")
         except (ChaosError, OSError) as error:
             click.echo(f"{record.id}: NOT UNDONE: {error}", err=True)
@@ -294,4 +301,4 @@ def _need_root(what: str) -> None:
 
 def _need_run(force: bool) -> None:
     if not force and not target.runs(memory_root()):
-        raise click.UsageError("no run of opsd launch lives on this node: say --force if it is meant all the same")
+        raise click.UsageError("no run of opsd launch is active on this node: use --force to do it anyway")

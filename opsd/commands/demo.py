@@ -51,9 +51,8 @@ NEEDED = ("numpy", "safetensors", "tokenizers", "torch")
 def demo(folder: Path, steps: int | None, target: TextIO | None, picture: Path | None) -> None:
     """Train a small model on this machine, break it six ways, watch it recover.
 
-    Exit code 0 only if every fault was detected, blamed on the right culprit and repaired, and every loss equals
-    that of an undisturbed run to the last bit. Without GPUs, eight simulated ones take their place, labelled as
-    such.
+    Exit code 0 only if every fault was detected, attributed to the right culprit and repaired, and every loss equals
+    that of an undisturbed run to the last bit. Without GPUs it simulates eight, labelled as simulated.
     """
     console = Console()
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -77,7 +76,7 @@ def demo(folder: Path, steps: int | None, target: TextIO | None, picture: Path |
 
 
 class Demo:
-    """The acts of the demo in order."""
+    """The parts of the demo, in order."""
 
     def __init__(self, scene: Scene, console: Console, picture: Path | None) -> None:
         self.scene = scene
@@ -87,7 +86,7 @@ class Demo:
         self.began = time.time()
 
     def play(self, steps: int | None, target: TextIO | None) -> bool:
-        """The whole demo; True if everything that was promised came true."""
+        """The whole demo; True if it passed."""
         gpus = self._prepare()
         steps = steps or self._measured_steps()
         view = View(simulated_gpus=gpus.simulated is not None)
@@ -131,7 +130,7 @@ class Demo:
         return ["-m", "opsd.trainer", "tiny", *(f"--set={key}={value}" for key, value in settings.items())]
 
     def _measured_steps(self) -> int:
-        """As many steps as fill the time on this machine that the faults and their repairs need."""
+        """The number of steps that the faults and their repairs need on this machine."""
         with self.console.status("measuring the step time of this machine"):
             run = self.scene.start_run("calibration", self._program(CALIBRATION_STEPS))
             if run.wait() != 0:
@@ -146,7 +145,7 @@ class Demo:
         return steps
 
     def _run(self, name: str, steps: int, gpus: demo_gpus.Gpus, view: View, director: Director | None) -> Snapshot:
-        """One supervised run from start to end; returns the last look at it."""
+        """One supervised run from start to end; returns its last snapshot."""
         process = self.scene.start_run(name, self._program(steps))
         eyes = Eyes(self.scene.shm / name, self.scene.folder / name / "events.jsonl", self.scene.agent_url)
         live = Live(console=self.console, refresh_per_second=5, transient=False) if self.console.is_terminal else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from opsd import config, exitcodes
 from opsd.agent.labels import LABELS
 from opsd.commands.metrics import catalogue
-from opsd.commands.runbook import all_pages, to_markdown
+from opsd.commands.runbook import all_guides, to_markdown
 from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
 from opsd.launch.io.handshake import OLDEST, VERSION
@@ -28,7 +28,7 @@ def rendered(folder: Path = FOLDER) -> dict[Path, str]:
         "messages.md": _messages(),
         "alerts.md": _alerts(),
         "runbooks/README.md": _runbooks(),
-        **{f"runbooks/{name}.md": to_markdown(page) for name, page in all_pages().items()},
+        **{f"runbooks/{name}.md": to_markdown(guide) for name, guide in all_guides().items()},
     }
     return {folder / name: NOTE + "\n" + text for name, text in pages.items()}
 
@@ -104,7 +104,7 @@ def _alerts() -> str:
 
     rows = [
         (
-            f"[{alert.name}](runbooks/{alert.page}.md)",
+            f"[{alert.name}](runbooks/{alert.guide}.md)",
             alert.severity or "of the incident",
             alert.hold,
             alert.description,
@@ -118,5 +118,5 @@ def _alerts() -> str:
 
 
 def _runbooks() -> str:
-    rows = [(f"[{name}]({name}.md)", page.title) for name, page in all_pages().items()]
+    rows = [(f"[{name}]({name}.md)", guide.title) for name, guide in all_guides().items()]
     return "# Runbooks\n\n" + _table(("name", "title"), rows)

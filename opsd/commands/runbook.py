@@ -11,8 +11,8 @@ from rich.table import Table
 
 from opsd.commands.settings import BadConfig
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_pages import PAGES
-from opsd.runbooks.base import SECTIONS, Page
+from opsd.runbooks.alert_guides import GUIDES
+from opsd.runbooks.base import SECTIONS, Guide
 
 
 @click.group()
@@ -27,36 +27,36 @@ def list_runbooks() -> None:
     for column in ("name", "title", "needs"):
         table.add_column(column)
     for book in RUNBOOKS:
-        table.add_row(book.kind, book.page.title, ", ".join(book.needs))
-    for name, page in PAGES.items():
-        table.add_row(name, page.title, "Prometheus")
+        table.add_row(book.kind, book.guide.title, ", ".join(book.needs))
+    for name, guide in GUIDES.items():
+        table.add_row(name, guide.title, "Prometheus")
     Console().print(table, highlight=False)
 
 
 @runbook.command()
 @click.argument("name")
-@click.option("--markdown", is_flag=True, help="Print the page as Markdown.")
+@click.option("--markdown", is_flag=True, help="Print it as Markdown.")
 def show(name: str, markdown: bool) -> None:
-    """The page of the runbook NAME: meaning, impact, diagnosis, mitigation, and what opsd does by itself."""
-    pages = all_pages()
-    if name not in pages:
-        nearest = difflib.get_close_matches(name, pages, n=1)
+    """The runbook NAME: meaning, impact, diagnosis, mitigation, and what opsd does by itself."""
+    guides = all_guides()
+    if name not in guides:
+        nearest = difflib.get_close_matches(name, guides, n=1)
         said = f"did you mean {nearest[0]}?" if nearest else "see `opsd runbook list`"
         raise BadConfig(f"no runbook is named {name}; {said}")
-    text = to_markdown(pages[name])
+    text = to_markdown(guides[name])
     if markdown:
         click.echo(text, nl=False)
     else:
         Console().print(Markdown(text))
 
 
-def all_pages() -> dict[str, Page]:
-    """Every page by its name: those of the runbooks, then those of alerts without one."""
-    return {**{book.kind: book.page for book in RUNBOOKS}, **PAGES}
+def all_guides() -> dict[str, Guide]:
+    """Every guide by its name: those of the runbooks, then those of alerts without a runbook."""
+    return {**{book.kind: book.guide for book in RUNBOOKS}, **GUIDES}
 
 
-def to_markdown(page: Page) -> str:
-    """``page`` as Markdown."""
-    texts = (page.meaning, page.impact, page.diagnosis, page.mitigation, page.automatic)
+def to_markdown(guide: Guide) -> str:
+    """``guide`` as Markdown."""
+    texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
     sections = zip(SECTIONS, texts, strict=True)
-    return f"# {page.title}\n" + "".join(f"\n## {head}\n\n{text}\n" for head, text in sections)
+    return f"# {guide.title}\n" + "".join(f"\n## {head}\n\n{text}\n" for head, text in sections)

@@ -1,4 +1,4 @@
-"""``opsd stack``: the monitoring stack on one machine, with a fault that is told to a webhook."""
+"""``opsd stack``: the monitoring stack on one machine, with a fault that is reported to a webhook."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GPU = 3
 FIRST_DATA_S, TOLD_S, LEDGER_S = 60.0, 45.0, 30.0
-"""Data within a minute, the alert 45 s after the fault at a scrape every 15 s, a ledger soon after the first look."""
+"""Time limits in seconds: first data, the alert after the fault (scrapes every 15 s), the ledger of the job page."""
 
 
 @click.command()
@@ -34,7 +34,7 @@ FIRST_DATA_S, TOLD_S, LEDGER_S = 60.0, 45.0, 30.0
 def stack(scrape: float, keep: bool, pictures: Path | None) -> None:
     """Start Prometheus, Alertmanager and an agent with simulated GPUs, overheat one, and wait for the alert.
 
-    Everything listens on loopback ports and is gone afterwards. Exits with 1 if the alert does not arrive in time.
+    Everything listens on loopback ports and is removed afterwards. Exits with 1 if the alert does not arrive in time.
     """
     try:
         from opsd.stack import world
@@ -47,7 +47,7 @@ def stack(scrape: float, keep: bool, pictures: Path | None) -> None:
                 if pictures is not None:
                     _take_pictures(running, pictures)
                 if keep:
-                    click.echo("everything is left running; Ctrl-C ends it")
+                    click.echo("everything keeps running; Ctrl-C ends it")
                     while True:
                         time.sleep(3600)
         except (world.StackError, NoCompilerError, SimulationError, PictureError) as error:
@@ -57,7 +57,7 @@ def stack(scrape: float, keep: bool, pictures: Path | None) -> None:
 
 
 def _show(running: Stack) -> bool:
-    """Tell what happens; whether the alert arrived in time."""
+    """Report progress; returns whether the alert arrived in time."""
     from opsd.stack.world import eventually
 
     began = time.monotonic()
@@ -82,7 +82,7 @@ def _show(running: Stack) -> bool:
 
 
 def _take_pictures(running: Stack, folder: Path) -> None:
-    """Once the page of the job has its ledger, which is made when somebody looks for the first time."""
+    """Wait until the job page has its ledger, which is computed at the first request."""
     from opsd.stack.world import eventually
 
     def has_ledger() -> bool:

@@ -1,4 +1,4 @@
-"""The faults of the demo: how each is caused, who is to blame, and when it counts as repaired."""
+"""The faults of the demo: how each is caused, the expected culprit, and when it counts as repaired."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opsd.demo.world import Snapshot
 
 
 class Gpu(Protocol):
-    """The knobs of a simulated GPU that the demo turns: 1.0 is healthy cooling; the other is how fast heat shows."""
+    """Settings of a simulated GPU that the demo changes: cooling (1.0 is healthy) and the thermal time constant."""
 
     cooling: float
     thermal_tau_s: float
@@ -25,7 +25,7 @@ class Gpu(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What faults act on: the run's checkpoints, its shared memory and, where they are simulated, the GPUs."""
+    """What faults change: the run's checkpoints, its shared memory and, if simulated, the GPUs."""
 
     checkpoints: Path
     shm: Path
@@ -34,11 +34,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``inject`` causes the fault and returns what the culprit is expected to be, as a subset of the incident's.
+    """``inject`` causes the fault and returns the expected culprit, as a subset of the incident's fields.
 
-    ``restarts`` says that the ranks will have to be started again, for which warm interpreters are waited for.
-    ``symptoms`` are the kinds of incidents that have to be told as part of the one about the fault. ``simulated`` ones
-    need GPUs that may be broken.
+    ``restarts`` says that the ranks must be restarted, for which the demo first waits for warm interpreters.
+    ``symptoms`` are the kinds of incidents that must become symptoms of this fault's. ``simulated`` faults need
+    simulated GPUs.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass
 class Trial:
-    """One fault on its way through the demo; times are epoch seconds."""
+    """One fault and what the demo has observed about it; times are epoch seconds."""
 
     fault: Fault
     injected_at: float
@@ -67,7 +67,7 @@ class Trial:
 
     @property
     def culprit_right(self) -> bool:
-        """True if the incident blames what was broken."""
+        """True if the incident names the expected culprit."""
         if self.incident is None:
             return False
         culprit: Mapping[str, Any] = self.incident["culprit"]
@@ -78,18 +78,18 @@ class Trial:
 
     @property
     def passed(self) -> bool:
-        """True if the fault was detected, blamed on the right culprit, told as one incident, and repaired."""
+        """True if the fault was detected, attributed to the right culprit, reported as one incident, and repaired."""
         found = self.detected_at is not None and self.recovered_at is not None and self.culprit_right
         return found and {*self.fault.symptoms} <= {*self.symptoms}
 
     @property
     def symptoms(self) -> tuple[str, ...]:
-        """The kinds of incidents that the agent has put down to this one."""
+        """The kinds of this incident's symptoms."""
         return tuple(symptom["kind"] for symptom in (self.incident or {}).get("symptoms", ()))
 
 
 def observe(trial: Trial, now: Snapshot) -> None:
-    """Fill in what has become known about a trial. An incident from before the injection never counts."""
+    """Update a trial with what is known now. An incident from before the injection never counts."""
     if trial.incident is None or trial.incident["state"] not in ("resolved", "escalated"):
         for incident in now.incidents or ():
             if incident["kind"] == trial.fault.runbook and incident["opened_at"] >= trial.injected_at:
@@ -148,7 +148,7 @@ def _stall_loader(_stage: Stage, now: Snapshot) -> dict[str, object]:
 
 
 def _corrupt_and_crash(stage: Stage, now: Snapshot) -> dict[str, object]:
-    """Flip one bit in the largest file of the newest checkpoint, then kill a rank and lose what memory kept of it."""
+    """Flip one bit in the largest file of the newest checkpoint, then kill a rank and delete the copy in memory."""
     folder = manifest.folder_of(stage.checkpoints, manifest.steps(stage.checkpoints)[-1])
     entry = max(manifest.read(folder).files, key=lambda file: file.size)
     with open(folder / entry.name, "r+b") as file:
@@ -173,7 +173,7 @@ def _just_committed(previous: Trial | None, now: Snapshot) -> bool:
 
 
 def _fail_memory(stage: Stage, now: Snapshot) -> dict[str, object]:
-    """An uncorrectable memory error, contained: the driver reports Xid 94 and ends the program that hit it."""
+    """A contained uncorrectable memory error: the driver reports Xid 94 and ends the affected program."""
     assert stage.gpus is not None
     stage.gpus[0].raise_xid(94)
     os.kill(_rank(now, 0).pid, signal.SIGKILL)
@@ -181,7 +181,7 @@ def _fail_memory(stage: Stage, now: Snapshot) -> dict[str, object]:
 
 
 def _block_fan(stage: Stage, _now: Snapshot) -> dict[str, object]:
-    """Cooling that cannot carry the full load away, but can at a power limit 15 % lower."""
+    """Cooling that is too weak for full load, but sufficient at a power limit 15 % lower."""
     assert stage.gpus is not None
     stage.gpus[1].thermal_tau_s = 2.0
     stage.gpus[1].cooling = 0.59
@@ -231,10 +231,10 @@ FAULTS = (
 
 @dataclass
 class Director:
-    """Injects the faults one after the other, each once the run is steady again, and watches what becomes of them.
+    """Injects the faults one after the other, each once the run is steady again, and tracks them.
 
     Steady means that the run has done ``gap_steps`` steps in at least ``gap_s`` seconds since the last repair,
-    and that the launcher has warm interpreters again, which is waited for at most ``warm_s``.
+    and that the launcher has warm interpreters again; the wait for these is at most ``warm_s``.
     """
 
     stage: Stage
@@ -251,7 +251,7 @@ class Director:
         self._steady_at = 0.0
 
     def tick(self, now: Snapshot) -> str | None:
-        """Advance by one look at the run; the title of a fault that was injected just now, or None."""
+        """Process one snapshot; returns the title of a fault that was just injected, or None."""
         for trial in self.trials:
             observe(trial, now)
         busy = self.trials and self.trials[-1].recovered_at is None

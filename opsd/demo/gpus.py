@@ -14,13 +14,13 @@ LOAD_WATTS, IDLE_WATTS = 640.0, 95.0
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """``simulated`` is None on a machine with GPUs of its own, and where they cannot be simulated (``why``)."""
+    """``simulated`` is None on a machine with real GPUs, and if they cannot be simulated; ``why`` is the reason."""
 
     simulated: SimulatedGpus | None
     why: str = ""
 
     def follow(self, now: Snapshot) -> None:
-        """Let the simulated GPUs of live ranks work and the others idle."""
+        """Put load on the simulated GPUs of live ranks; the others are idle."""
         if self.simulated is None:
             return
         busy = {page.local_rank for page in now.pages if page.state == "running" and page.steps_reported}
@@ -30,9 +30,9 @@ class Gpus:
 
 
 def prepare(scene: Scene, path: str | None = None) -> Gpus:
-    """Find or simulate GPUs and tell ``scene`` about them. A compiler is looked for on ``path``, by default PATH."""
+    """Find or simulate GPUs and configure ``scene`` for them. ``path`` is searched for a compiler, by default PATH."""
     if _has_real_gpus():
-        return Gpus(None, "this machine has GPUs of its own, and the demo does not make real ones overheat")
+        return Gpus(None, "this machine has real GPUs, and the demo does not overheat these")
     try:
         scene.library = build(scene.folder / "simulated", path)
     except (NoCompilerError, SimulationError) as error:

@@ -14,7 +14,7 @@ from opsd.demo.view import culprit_name
 
 
 def losses(metrics: Path) -> dict[int, list[str]]:
-    """Every loss ever reported for each step, as written: a step that was done twice has two."""
+    """Every reported loss of each step, as written; a repeated step has several."""
     found: dict[int, list[str]] = {}
     with open(metrics, encoding="utf-8") as file:
         for line in file:
@@ -25,7 +25,7 @@ def losses(metrics: Path) -> dict[int, list[str]]:
 
 
 def differing_steps(reference: Mapping[int, Sequence[str]], disturbed: Mapping[int, Sequence[str]]) -> list[int]:
-    """Steps at which the runs do not agree to the last bit, recomputed steps and steps missing in one included."""
+    """Steps whose losses differ in any bit, including repeated steps and steps missing in one run."""
     return [
         step
         for step in sorted(reference.keys() | disturbed.keys())
@@ -59,7 +59,7 @@ def as_json(
 
 
 def faults_table(trials: Sequence[Trial]) -> Table:
-    """One row a fault: what was done to the run and what became of it."""
+    """One row per fault: what was done to the run and the outcome."""
     table = Table(
         title="Faults: seconds from injection, steps lost", title_justify="left", box=None, padding=(0, 1, 0, 0)
     )
@@ -88,7 +88,7 @@ def verdict(
     disturbed: Mapping[int, Sequence[str]],
     false_alarms: Sequence[str],
 ) -> list[str]:
-    """What the demo found out, a sentence each, in rich markup."""
+    """The demo's results, one sentence each, in rich markup."""
     lines = [f"[red]never injected: {title}; the run was over too soon[/]" for title in missing]
     lines += [f"[red]not repaired: {trial.fault.title}[/]" for trial in trials if not trial.passed]
     if false_alarms:

@@ -1,4 +1,4 @@
-"""The demo's stage: workspace, simulated GPUs, agent, and the programs that it starts and stops."""
+"""The demo's environment: workspace, simulated GPUs, agent, and the programs that it starts and stops."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TEXT_BYTES = 3_000_000
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue; the message says why."""
 
 
 @dataclass
 class Scene:
-    """``folder`` holds all that the demo writes, except rank pages, which live in shared memory."""
+    """``folder`` holds everything that the demo writes, except rank pages, which are in shared memory."""
 
     folder: Path
     shm: Path
@@ -53,7 +53,7 @@ class Scene:
             raise DemoError(f"{' '.join(arguments)} failed ({process.returncode}):\n{self.tail(log)}")
 
     def start_agent(self) -> subprocess.Popen[bytes]:
-        """Start the agent with every runbook allowed to act."""
+        """Start the agent in policy mode act."""
         config = self.folder / "opsd.toml"
         library = f'library = "{self.library}"\n' if self.library else ""
         config.write_text(
@@ -82,7 +82,7 @@ class Scene:
         return "\n".join((self.folder / log).read_text(errors="replace").splitlines()[-lines:])
 
     def close(self) -> None:
-        """Stop everything that still runs and remove the shared memory."""
+        """Stop everything that is still running and remove the shared memory."""
         running = [process for process in self._processes if process.poll() is None]
         for process in running:
             process.terminate()

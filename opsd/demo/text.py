@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library and the installed documentation."""
+"""Text that every machine has: the sources of Python's standard library and installed documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_BYTES, MAX_BYTES = 2_000, 200_000
 def copy_text(target: Path, limit: int) -> int:
     """Copy text files into ``target`` until ``limit`` bytes are reached; returns the bytes copied.
 
-    The order is fixed, so that the same machine always gives the same text. Raises OSError if ``target`` cannot
+    The order is fixed, so that one machine always gives the same text. Raises OSError if ``target`` cannot
     be written.
     """
     target.mkdir(parents=True, exist_ok=True)

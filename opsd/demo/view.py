@@ -24,7 +24,7 @@ _STATE_STYLE = {"open": "red", "acting": "yellow", "verifying": "yellow", "resol
 
 @dataclass
 class View:
-    """Keeps the little history that the screen needs: losses for the sparkline and the log of what happened."""
+    """Holds the history shown on the screen: losses for the sparkline and the event log."""
 
     simulated_gpus: bool
     stage: str = ""
@@ -36,7 +36,7 @@ class View:
     _last_step: int = -1
 
     def update(self, now: Snapshot, elapsed: float) -> list[str]:
-        """Take in a snapshot; returns the new log lines."""
+        """Process a snapshot; returns the new log lines."""
         fresh = [*self._from_events(now), *self._from_incidents(now)]
         lines = [f"{elapsed:6.1f} s  {line}" for line in fresh]
         self.log.extend(lines)
@@ -47,7 +47,7 @@ class View:
         return lines
 
     def note(self, text: str, elapsed: float) -> str:
-        """Add one line of the demo's own to the log."""
+        """Add a line to the log."""
         line = f"{elapsed:6.1f} s  {text}"
         self.log.append(line)
         return line
@@ -102,7 +102,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def describe_event(event: Mapping[str, Any]) -> str | None:
-    """One line for a launcher event, or None for those not worth one."""
+    """One line for a launcher event, or None for those that are not shown."""
     match event["event"]:
         case "generation_started":
             warm = event.get("standby", 0)
@@ -198,7 +198,7 @@ def _incidents(now: Snapshot) -> RenderableType:
 
 
 def culprit_name(culprit: Mapping[str, Any]) -> str:
-    """A culprit as people say it: "rank 1", "GPU 1 (rank 1)", "data of rank 0", "storage: FILE"."""
+    """A culprit in words: "rank 1", "GPU 1 (rank 1)", "data of rank 0", "storage: FILE"."""
     component, rank, gpu = culprit["component"], culprit.get("rank"), culprit.get("gpu")
     if component == "gpu" and gpu is not None:
         return f"GPU {gpu}" + (f" (rank {rank})" if rank is not None else "")

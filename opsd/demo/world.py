@@ -1,4 +1,4 @@
-"""What the demo can see: rank pages, launcher events, the agent's incidents and metrics, at one moment."""
+"""Snapshots of the demo's run: rank pages, launcher events, the agent's incidents and metrics."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GPU_METRICS = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at the run. ``wall`` is epoch seconds; ``incidents`` and ``gpus`` are None while the agent is silent.
+    """The run at one moment. ``wall`` is epoch seconds; ``incidents`` and ``gpus`` are None without the agent.
 
-    ``standby`` is the number of warm interpreters that the launcher holds ready.
+    ``standby`` is the number of warm interpreters that the launcher has ready.
     """
 
     wall: float
@@ -62,7 +62,7 @@ class Eyes:
     _seen: list[dict[str, Any]] = field(default_factory=list)
 
     def look(self, wall: float) -> Snapshot:
-        """What there is to see now; parts that cannot be read are absent."""
+        """A snapshot of now; parts that cannot be read are absent."""
         self._tail()
         incidents = self._get("/api/v1/incidents?symptoms=1")
         return Snapshot(
@@ -100,7 +100,7 @@ class Eyes:
 
 
 def _with_symptoms(incidents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Each incident followed by its symptoms: a fault of the demo may be found as the symptom of another trouble."""
+    """Each incident followed by its symptoms, as a fault of the demo may be detected as a symptom of another."""
     return [found for incident in incidents for found in (incident, *incident["symptoms"])]
 
 
@@ -115,7 +115,7 @@ def _pages(folder: Path) -> list[RankPage]:
 
 
 def parse_gpus(text: str | None) -> Mapping[int, Mapping[str, float]] | None:
-    """GPU index -> what the demo shows of it, from the agent's metrics; None without metrics."""
+    """GPU index -> its values on the screen, from the agent's metrics; None without metrics."""
     if text is None:
         return None
     gpus: dict[int, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Where Alertmanager's messages arrive: every receiver of the shipped configuration, on this machine."""
+"""A server that takes Alertmanager's messages in place of every receiver of the shipped configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Server(ThreadingHTTPServer):
-    """Alertmanager connects for each group and receiver at once; whom the queue turns away may try for a minute."""
+    """Alertmanager opens connections for all groups and receivers at once; a refused one may retry for a minute."""
 
     daemon_threads = True
     request_queue_size = 1024
@@ -19,7 +19,7 @@ class _Server(ThreadingHTTPServer):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; ``receiver`` is webhook, slack or pagerduty, ``at`` a monotonic second."""
+    """One message; ``receiver`` is webhook, slack or pagerduty, ``at`` is in monotonic seconds."""
 
     receiver: str
     at: float
@@ -27,7 +27,7 @@ class Message:
 
 
 class Inbox:
-    """Takes what is posted to ``url``/RECEIVER; port 0 is any that is free. Raises OSError if it is taken."""
+    """Takes what is posted to ``url``/RECEIVER; port 0 is any free one. Raises OSError if the port is taken."""
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.messages: list[Message] = []
@@ -50,7 +50,7 @@ class Inbox:
         threading.Thread(target=self._server.serve_forever, name="inbox", daemon=True).start()
 
     def alerts(self, name: str, receiver: str = "webhook") -> list[tuple[float, Any]]:
-        """When which alerts called ``name`` arrived at the webhook."""
+        """Time and alert of every arrival of an alert named ``name`` at the webhook."""
         return [
             (message.at, alert)
             for message in list(self.messages)
@@ -60,7 +60,7 @@ class Inbox:
         ]
 
     def firing(self) -> list[Any]:
-        """The alerts that a webhook said are firing, once for each time."""
+        """The alerts that a webhook message reported as firing, once for each message."""
         bodies = [message.body for message in list(self.messages) if isinstance(message.body, dict)]
         return [alert for body in bodies for alert in body.get("alerts", ()) if alert["status"] == "firing"]
 

@@ -1,4 +1,4 @@
-"""What the series of a healthy node look like: the background of every scenario."""
+"""The series of a healthy node, with which every scenario begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINKS = 18
 GIB = 2.0**30
 
 Course = tuple[Metric, tuple[str, ...], Signal]
-"""A metric, the values of those labels that do not identify the GPU, and how its value goes."""
+"""A metric, the values of those labels that do not identify the GPU, and the course of its value."""
 
 
 def gpu(loaded: bool) -> Iterator[Course]:
@@ -115,7 +115,7 @@ def storage() -> Iterator[Course]:
 
 
 def drive() -> Iterator[Course]:
-    """The SMART log of that drive: a third used up in three years, at 100 MB/s."""
+    """The SMART log of that drive: a third of its endurance used in three years, at 100 MB/s."""
     controller = ("nvme0",)
     yield nvme.INFO, ("nvme0", "MZQL27T6HBLA", "S6CKNE0T", "GDC5602Q"), Signal(1)
     yield nvme.LIVE, controller, Signal(1)
@@ -131,7 +131,7 @@ def drive() -> Iterator[Course]:
 
 
 def slurm(job: str) -> Iterator[Course]:
-    """The series of a node that Slurm has given to ``job``."""
+    """The series of a node that Slurm has allocated to ``job``."""
     yield slurm_collector.UP, (), Signal(1)
     yield slurm_collector.AGE, (), Signal(10)
     for state in slurm_collector.STATES:

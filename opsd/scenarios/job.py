@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from opsd.collectors.base import Event, Fact, RunFact
-from opsd.scenarios.model import Change, Crash, Hang, Job
+from opsd.scenarios.model import Change, Crash, Hang, ScenarioJob
 from opsd.scenarios.ranks import NEVER, ORDER, SHARE, SimulatedRank
 from opsd.scenarios.signals import Signal
 
@@ -18,9 +18,11 @@ TOKENS = 16_384
 
 
 class SimulatedJob:
-    """The ranks of a job on one node. ``advance`` moves it on; facts and events are those of the collector."""
+    """The ranks of a job on one node. ``advance`` moves its time on; facts and events are those of the collector."""
 
-    def __init__(self, job: Job, node: str, rng: random.Random, began: float, wall: Callable[[float], float]) -> None:
+    def __init__(
+        self, job: ScenarioJob, node: str, rng: random.Random, began: float, wall: Callable[[float], float]
+    ) -> None:
         self.settings, self._node, self._rng, self._wall = job, node, rng, wall
         self.world_size = job.world_size or job.ranks
         self.loss, self.grad_norm = Signal(job.loss, noise=0.01), Signal(0.5, noise=0.02)
@@ -39,7 +41,7 @@ class SimulatedJob:
     # -- what the collector sees ---------------------------------------------------------------------------------
 
     def facts(self) -> Iterator[Fact]:
-        """The pages of the ranks, and the launcher's word on the run."""
+        """The facts of the ranks and of the run."""
         for rank in self.ranks:
             yield rank.fact(run=self.settings.run, job=self.settings.job, world_size=self.world_size)
         if self.settings.launcher:
@@ -63,14 +65,14 @@ class SimulatedJob:
         return taken
 
     def emit(self, kind: str, at: float, /, **fields: object) -> None:
-        """Something for the run's event stream at monotonic second ``at``."""
+        """Add an event to the run's events at monotonic second ``at``."""
         data = {"run": self.settings.run, "node": self._node, "generation": self.generation, **fields}
         self._events.append(Event(kind, self._wall(at), f"{kind} of {self.settings.run}", data))
 
     # -- time ----------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Let everything happen that is due up to second ``now``."""
+        """Process everything that is due up to second ``now``."""
         while True:
             rank = min(self.ranks, key=lambda r: r.until, default=None)
             timer = self._timers[0][0] if self._timers else NEVER
@@ -96,7 +98,7 @@ class SimulatedJob:
             self._meet(at)
 
     def _meet(self, at: float) -> None:
-        """Let the ranks go on if all of them have come to the collective."""
+        """Let the ranks continue if all of them have reached the collective."""
         if self.ranks and not self.remote_stuck and all(rank.arrived for rank in self.ranks):
             slowest = max(rank.slow.get("collective", 1.0) for rank in self.ranks)
             for rank in self.ranks:
@@ -168,10 +170,10 @@ class SimulatedJob:
         for rank in self.ranks:
             rank.set_process(None, at)
 
-    # -- what scenarios do to it ---------------------------------------------------------------------------------
+    # -- changes by scenarios ------------------------------------------------------------------------------------
 
     def apply(self, change: Change, at: float) -> None:
-        """Carry out those parts of ``change`` that concern ranks and launcher."""
+        """Apply those parts of ``change`` that concern ranks and launcher."""
         chosen = [rank for rank in self.ranks if change.ranks is None or rank.number in change.ranks]
         for rank in chosen:
             _apply(rank, change, at)

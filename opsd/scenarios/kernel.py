@@ -1,4 +1,4 @@
-"""The kernel log of a simulated node. What it says goes through the agent's own collector of the kernel log."""
+"""The kernel log of a simulated node, read by the agent's own collector."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class SimulatedKernel:
         return self._records.popleft()
 
     def collect(self) -> Reading | NoData:
-        """What the collector makes of what is new."""
+        """What the collector reads from the new records."""
         return self._collector.collect()

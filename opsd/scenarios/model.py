@@ -1,9 +1,9 @@
-"""The scenario format: one TOML file is one timeline and what the agent is expected to make of it.
+"""The scenario format: one TOML file has one timeline and the incidents and actions expected from the agent.
 
 A scenario starts with a healthy node: GPUs under load, a job that has trained for a while, a launcher. ``[[at]]`` says
-what changes when; ``[[on]]`` says how the world answers to an action of opsd; ``[[expect]]`` says which incident has to
-open, how soon, with which culprit, and what opsd does about it in each policy mode. Whatever incident is not expected
-(or listed in ``allow``) is a false alarm. A scenario without ``[[expect]]`` is healthy, however odd it looks::
+what changes when; ``[[on]]`` what an action of opsd changes; ``[[expect]]`` which incident must open, how soon, with
+which culprit, and what opsd does about it in each policy mode. An incident that is neither expected nor listed in
+``allow`` is a false alarm. A scenario without ``[[expect]]`` is healthy::
 
     title = "The fan of one GPU fails"
     duration = 90
@@ -42,7 +42,7 @@ MODES: tuple[Mode, ...] = ("observe", "recommend", "act")
 
 
 class ScenarioError(Exception):
-    """A scenario file that makes no sense; the message says where and why."""
+    """An invalid scenario file; the message says where and why."""
 
 
 class _Part(BaseModel):
@@ -50,7 +50,7 @@ class _Part(BaseModel):
 
 
 class Course(_Part):
-    """How a series goes on from where it is: ``rate`` per second, ``to`` a value ``over`` seconds, or ``add`` once."""
+    """How a series changes from now on: ``rate`` per second, ``to`` a value ``over`` seconds, or ``add`` once."""
 
     rate: float | None = None
     to: float | None = None
@@ -72,7 +72,7 @@ class Crash(_Part):
 
 
 class Hang(_Part):
-    """The launcher detects a hang and blames the first of ``ranks``, or nobody."""
+    """The launcher detects a hang and blames the first of ``ranks``, or no rank."""
 
     nobody: bool = False
     limit_s: float = 5.0
@@ -90,22 +90,22 @@ class Change(_Part):
     )
 
     ranks: tuple[int, ...] | None = None
-    process: str | None = Field(None, description="State letter of the process: T, Z, D stop it, S and R let it go on.")
-    stall: str | None = Field(None, description="The phase that the rank does not leave again; empty: go on.")
+    process: str | None = Field(None, description="State letter of the process: T, Z, D stop it, S and R continue it.")
+    stall: str | None = Field(None, description="The phase that the rank does not leave; empty: continue.")
     slow: dict[str, float] | None = Field(None, description="Phase -> factor on its duration.")
-    creep: dict[str, float] | None = Field(None, description="Phase -> what each further step adds to that factor.")
+    creep: dict[str, float] | None = Field(None, description="Phase -> increase of that factor per step.")
     worker: str | None = Field(None, description="State letter of the loader process; empty: there is none.")
     pause: dict[str, float] | None = Field(None, description="Phase -> seconds, once, at the next step boundary.")
     crash: Crash | None = None
     hang: Hang | None = None
     loss: Value | None = Field(None, description="Of the whole run, or of the chosen ranks only.")
     grad_norm: Value | None = None
-    commits: bool | None = Field(None, description="False: checkpoints do not become durable any more.")
-    remote_stuck: bool | None = Field(None, description="A rank of another node does not come to the collective.")
+    commits: bool | None = Field(None, description="False: checkpoints no longer become durable.")
+    remote_stuck: bool | None = Field(None, description="A rank of another node does not join the collective.")
 
     event: dict[str, object] | None = Field(None, description="A launcher or rank event: event, and its fields.")
     restart: str | None = Field(None, description="The launcher restarts the generation for this reason.")
-    finish: bool = Field(False, description="The run ends in good order.")
+    finish: bool = Field(False, description="The run ends normally.")
     launcher: Literal["dead"] | None = None
 
     kernel: tuple[str, ...] = Field((), description="Lines that the kernel logs.")
@@ -116,7 +116,7 @@ class Change(_Part):
 
 
 class Moment(Change):
-    """A change at second ``t``; every further ``every`` seconds again, ``times`` times in all."""
+    """A change at second ``t``, repeated every ``every`` seconds, ``times`` times in total."""
 
     t: float = Field(ge=0)
     every: float = Field(0.0, ge=0)
@@ -124,14 +124,14 @@ class Moment(Change):
 
 
 class Reaction(Change):
-    """How the world answers to an action: the change comes ``after`` seconds; ``fails`` is why the action fails."""
+    """What an action changes, ``after`` seconds later; ``fails`` is why the action fails, "" if it succeeds."""
 
     action: str
     after: float = Field(0.5, ge=0)
     fails: str = ""
 
 
-class Job(_Part):
+class ScenarioJob(_Part):
     """The job on the node. Local rank i runs on GPU i."""
 
     run: str = "smol"
@@ -147,13 +147,13 @@ class Job(_Part):
     checkpoint_every: int = 50
     checkpoint_s: float = 0.3
     commit_s: float = Field(
-        default=1.0, description="A checkpoint is durable this long after the training has gone on."
+        default=1.0, description="Seconds from the end of a checkpoint's pause until it is durable."
     )
     loss: float = 2.5
 
 
 class Expectation(_Part):
-    """An incident that must open. ``culprit`` is the part of it that must be right; ``at`` is when the fault begins."""
+    """An incident that must open. ``culprit`` has the fields that must match; ``at`` is when the fault begins."""
 
     kind: str
     culprit: dict[str, str | int] = Field(default_factory=dict)
@@ -163,7 +163,7 @@ class Expectation(_Part):
     actions: tuple[str, ...] = Field((), description="Verbs carried out in mode act, in their order.")
     state: dict[Mode, Literal["open", "acting", "verifying", "resolved", "escalated"]] = Field(default_factory=dict)
     evidence: tuple[str, ...] = Field((), description="Texts that the evidence, summary or cost must contain.")
-    symptoms: tuple[str, ...] = Field((), description="Kinds that must hang below this one, and may open before it.")
+    symptoms: tuple[str, ...] = Field((), description="Kinds that must be symptoms of this one; may open before it.")
 
 
 class Scenario(_Part):
@@ -173,27 +173,27 @@ class Scenario(_Part):
     duration: float = Field(60.0, gt=0, le=86_400)
     gpus: Annotated[int, Field(ge=0, le=16)] = 4
     seed: int = 0
-    job: Job = Job()
+    job: ScenarioJob = ScenarioJob()
     at: tuple[Moment, ...] = ()
     on: tuple[Reaction, ...] = ()
     expect: tuple[Expectation, ...] = ()
-    allow: tuple[str, ...] = Field((), description="Kinds that may open besides: known symptoms of the expected one.")
+    allow: tuple[str, ...] = Field((), description="Further kinds that may open: known symptoms of the expected one.")
     modes: tuple[Mode, ...] = Field(
         default=(), description="Modes to play; by default all, for a healthy one act only."
     )
 
     @property
     def played_in(self) -> tuple[Mode, ...]:
-        """The modes to play. What finds nothing does nothing, so one mode tells all about a healthy scenario."""
+        """The modes to play; a healthy scenario is played in one only, as modes differ in what follows an incident."""
         return self.modes or (MODES if self.expect else ("act",))
 
     def moments(self) -> list[tuple[float, Change]]:
-        """Every change with its second, repetitions unrolled, in the order of time."""
+        """Every change with its second, repetitions unrolled, sorted by time."""
         unrolled = [(m.t + n * m.every, m) for m in self.at for n in range(m.times)]
         return sorted(unrolled, key=lambda moment: moment[0])
 
     def fault_at(self, expectation: Expectation) -> float:
-        """When the fault of ``expectation`` begins: by default with the first change."""
+        """When the fault of ``expectation`` begins; by default with the first change."""
         return expectation.at if expectation.at is not None else min((m.t for m in self.at), default=0.0)
 
 
@@ -210,5 +210,5 @@ def load(path: Path) -> Scenario:
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """The scenario files under ``folder``, one folder per kind of incident, in a stable order."""
+    """The scenario files under ``folder``, which has one folder per kind of incident, sorted."""
     yield from sorted(folder.glob("*/*.toml"))

@@ -24,7 +24,7 @@ from opsd.scenarios.signals import Signal
 NODE = "n01"
 MONOTONIC_0 = 50_000.0
 WALL_0 = 1_760_000_000.0
-"""What the clocks show at second 0 of a scenario."""
+"""The clocks at second 0 of a scenario."""
 
 COLLECTORS = {
     "nvml": nvml.METRICS,
@@ -44,7 +44,7 @@ _SELECTOR = re.compile(r"(\w+)(?:\{(.*)\})?")
 
 
 class SimulatedNode:
-    """The world of one scenario. Seconds are those of the scenario; ``now`` and ``wall`` are the agent's clocks."""
+    """The node of one scenario. Seconds are those of the scenario; ``now`` and ``wall`` are the agent's clocks."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._rng = random.Random(scenario.seed)
@@ -88,12 +88,12 @@ class SimulatedNode:
         return WALL_0 + self._clock_offset + monotonic - MONOTONIC_0
 
     def advance(self, second: float) -> None:
-        """Let the world go on to ``second`` of the scenario."""
+        """Move the time on to ``second`` of the scenario."""
         self.second = second
         self.job.advance(self.now)
 
     def apply(self, change: Change) -> None:
-        """Carry out ``change`` now. Raises ScenarioError for a series that no collector has."""
+        """Apply ``change`` now. Raises ScenarioError for a series that no collector has."""
         self._clock_offset += change.clock
         self._states |= dict.fromkeys(change.blind, Health.ERROR) | dict.fromkeys(change.hung, Health.HUNG)
         self._states |= dict.fromkeys(change.sighted, Health.OK)
@@ -121,7 +121,7 @@ class SimulatedNode:
         return Reading(samples, (), self._gpu_facts()) if collector == "nvml" else Reading(samples)
 
     def health(self) -> Reading:
-        """How the collectors stand, as the agent itself tells it."""
+        """The states of the collectors, as the agent itself reports them."""
         return Reading(
             tuple(
                 Sample(COLLECTOR_STATE, float(state is health), (name, state.value))
@@ -174,7 +174,7 @@ class SimulatedNode:
         )
 
     def _set(self, selector: str, value: Value, gpu: int | None) -> None:
-        """Give every series that fits ``selector`` a new course; a series that is not there yet is made."""
+        """Give every series that matches ``selector`` a new course; a missing series is created."""
         match = _SELECTOR.fullmatch(selector)
         metric = self._metrics.get(match[1]) if match else None
         if match is None or metric is None:

@@ -1,4 +1,4 @@
-"""Play a scenario: the agent's own window, judge and responder over a simulated node, with the clock in our hands."""
+"""Play a scenario: the agent's own window, judge and responder over a simulated node, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from opsd.scenarios.node import COLLECTORS, NODE, SimulatedNode
 
 @dataclass
 class Played:
-    """What the agent made of a scenario, in its seconds. ``actions`` were carried out, ``errors`` are its own bugs."""
+    """What the agent did in a scenario, in its seconds. ``actions`` were executed; ``errors`` are bugs of the agent."""
 
     mode: Mode
     opened: dict[str, float] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Played:
 
 
 class _Hands(Executor):
-    """Actions end at once, as the scenario says, and the world answers to them later."""
+    """Actions end at once, with the result that the scenario says; their effect comes later."""
 
     def __init__(self, player: _Player) -> None:
         super().__init__(shm=Path("/nonexistent"), notify=lambda _text, _fields: None)
@@ -58,7 +58,7 @@ class _Player:
         heapq.heapify(self._due)
 
     def acted(self, incident: str, action: Action) -> str:
-        """Note an action that the agent carries out; why it fails, or ""."""
+        """Record an action that the agent executes; returns why it fails, or ""."""
         self.played.actions.append((self._node.second, incident, action))
         reactions = [reaction for reaction in self._scenario.on if reaction.action == action.verb]
         for reaction in reactions:
@@ -114,7 +114,7 @@ class _Player:
         self.played.transitions.append((self._node.second, transition))
 
     def _go_to(self, second: float) -> float:
-        """Let everything happen up to ``second``; by how much the wall clock was stepped meanwhile."""
+        """Process everything up to ``second``; returns by how much the wall clock was stepped meanwhile."""
         stepped = 0.0
         while self._due and self._due[0][0] <= second:
             at, _, change = heapq.heappop(self._due)

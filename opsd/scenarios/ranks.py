@@ -52,7 +52,7 @@ class SimulatedRank:
     _left: float | None = None
 
     def enter(self, phase: str, at: float) -> None:
-        """Go from the present phase to ``phase`` at second ``at``."""
+        """Change to ``phase`` at second ``at``."""
         self.spent[self.phase] = self.spent.get(self.phase, 0.0) + at - self.since
         self.phase, self.since = phase, at
         self.until = NEVER if phase == "collective" or phase in self.stalls else at + self.duration(phase)
@@ -76,7 +76,7 @@ class SimulatedRank:
         self.phase, self.spent = "other", {}
 
     def begin_next(self, at: float) -> None:
-        """Enter a pause that is due, or else the first phase of the next step."""
+        """Enter a pause that is due, otherwise the first phase of the next step."""
         if self.pauses:
             phase, seconds = self.pauses.popleft()
             self.enter_for(phase, at, seconds)
@@ -89,7 +89,7 @@ class SimulatedRank:
         self.phase, self.since, self.until = phase, at, at + seconds
 
     def release(self, at: float) -> None:
-        """Leave a stall: the phase takes its usual time from now on."""
+        """Leave a stall: the phase takes its usual time again."""
         self.stalls.clear()
         if self.until == NEVER and self.phase in ORDER and self.phase != "collective" and not self.halted:
             self.until = at + self.duration(self.phase)
@@ -101,11 +101,11 @@ class SimulatedRank:
 
     @property
     def arrived(self) -> bool:
-        """True if the rank waits in the collective and is able to take part in it."""
+        """True if the rank waits in the collective and can take part in it."""
         return self.phase == "collective" and self.until == NEVER and not self.halted
 
     def set_process(self, process: str | None, at: float) -> None:
-        """Stop the process, let it go on, or end it (None)."""
+        """Stop, continue or end (None) the process."""
         before, self.process = self.halted, process
         if self.halted and not before:
             self._left, self.until = self.until - at, NEVER

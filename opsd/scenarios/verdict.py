@@ -1,4 +1,4 @@
-"""Compare what the agent made of a scenario with what was expected of it."""
+"""Compare what the agent did in a scenario with what was expected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``problems`` are sentences, none if all went as expected. ``missed`` and ``false_alarms`` are kinds."""
+    """``problems`` are sentences, none if all is as expected. ``missed`` and ``false_alarms`` are kinds."""
 
     hits: tuple[Hit, ...]
     missed: tuple[str, ...]

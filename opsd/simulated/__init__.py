@@ -1,1 +1,1 @@
-"""Simulated GPUs: a small NVML library in C, driven through shared memory; always labelled as simulated."""
+"""Simulated GPUs: a small NVML library in C, controlled through shared memory and always labelled as simulated."""

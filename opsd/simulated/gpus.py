@@ -1,4 +1,4 @@
-"""Simulated GPUs, driven through the state file that they share with the simulated NVML library (``nvml.c``).
+"""Simulated GPUs, controlled through the state file that they share with the simulated NVML library (``nvml.c``).
 
 Start the reader (the agent, nvitop) with ``OPSD_SIMULATED_NVML`` naming the state file and the built
 ``libnvidia-ml.so.1`` as its library, then change the GPUs while it runs::
@@ -36,7 +36,7 @@ _GIB = 1 << 30
 
 
 class SimulatedGpu:
-    """One GPU. Setters take effect at the next driver call of any process, getters show the last one's state."""
+    """One GPU. Setters take effect at the next driver call of any process; getters return the state after the last."""
 
     def __init__(self, raw: GpuState, index: int) -> None:
         self._raw = raw
@@ -47,7 +47,7 @@ class SimulatedGpu:
         return bytes(self._raw.uuid).decode()
 
     def load(self, *, utilization: float, power_watts: float, memory_ratio: float | None = None) -> None:
-        """What the work on the GPU asks of it: utilization in percent, board power, share of memory in use."""
+        """Set the load on the GPU: utilization in percent, board power, share of memory in use."""
         self._raw.utilization = utilization
         self._raw.memory_utilization = utilization * 0.6
         self._raw.demand_w = power_watts
@@ -65,7 +65,7 @@ class SimulatedGpu:
 
     @property
     def power_watts(self) -> float:
-        """Board power. Set: what the work asks for; get: what limit and throttling leave of it."""
+        """Board power. Set: the demand of the load; get: the demand as reduced by power limit and throttling."""
         return float(self._raw.power_w)
 
     @power_watts.setter
@@ -91,7 +91,7 @@ class SimulatedGpu:
 
     @property
     def thermal_tau_s(self) -> float:
-        """Seconds in which the die covers 63 % of the way to its equilibrium temperature."""
+        """Thermal time constant: seconds in which the die covers 63 % of the way to its equilibrium temperature."""
         return float(self._raw.tau_s)
 
     @thermal_tau_s.setter
@@ -113,7 +113,7 @@ class SimulatedGpu:
 
     @property
     def throttle_reasons(self) -> int:
-        """The clocks-event-reason mask; set: bits that are on whatever the physics says."""
+        """The clocks-event-reason mask; set: bits that are always on, regardless of the simulated physics."""
         return int(self._raw.reasons)
 
     @throttle_reasons.setter
@@ -136,7 +136,7 @@ class SimulatedGpu:
 
     @property
     def lost(self) -> bool:
-        """Whether the GPU has fallen off the bus: every call about it answers NVML_ERROR_GPU_IS_LOST."""
+        """Whether the GPU has fallen off the bus: every call about it returns NVML_ERROR_GPU_IS_LOST."""
         return bool(self._raw.lost)
 
     @lost.setter
@@ -163,7 +163,7 @@ class SimulatedGpu:
 
     @property
     def tensor_share(self) -> float:
-        """Share of the busy time in which the tensor cores work."""
+        """Share of the busy time in which the tensor cores are active."""
         return float(self._raw.tensor_share)
 
     @tensor_share.setter
@@ -181,7 +181,7 @@ class SimulatedGpu:
 
     @property
     def profiling(self) -> bool:
-        """Whether the GPU has GPM, which tells what its units do: Hopper and later."""
+        """Whether the GPU has GPM (metrics of its units): Hopper and later."""
         return bool(self._raw.profiling)
 
     @profiling.setter
@@ -195,15 +195,15 @@ class SimulatedGpu:
 
     @property
     def blocking_calls(self) -> int:
-        """Those of them that block by design (nvmlDeviceGetPcieThroughput)."""
+        """Driver calls so far that block by design (nvmlDeviceGetPcieThroughput)."""
         return int(self._raw.blocking_calls)
 
     def set_unsupported(self, names: Iterable[str | int]) -> None:
-        """Calls (by name) and fields (by number) that answer NVML_ERROR_NOT_SUPPORTED from now on."""
+        """Calls (by name) and fields (by number) that return NVML_ERROR_NOT_SUPPORTED from now on."""
         self._raw.unsupported = _words(names, 512)
 
     def set_denied(self, names: Iterable[str]) -> None:
-        """Calls that answer NVML_ERROR_NO_PERMISSION from now on."""
+        """Calls that return NVML_ERROR_NO_PERMISSION from now on."""
         self._raw.denied = _words(names, 256)
 
     def set_ecc(self, *, corrected: int = 0, uncorrected: int = 0, aggregate: bool = False) -> None:
@@ -227,7 +227,7 @@ class SimulatedGpu:
             self._raw.link_errors[kind][link] = count
 
     def set_recovery_action(self, action: int) -> None:
-        """Set what the driver asks for: 0 nothing, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."""
+        """Set the recovery action of the driver: 0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."""
         self._raw.recovery_action = action
 
     def set_fabric(self, *, state: int = 3, status: int = 0, health: int = 0) -> None:
@@ -244,7 +244,7 @@ class SimulatedGpu:
             self._raw.process_pid[slot], self._raw.process_memory[slot] = pid, memory
 
     def replace(self, board: int) -> None:
-        """Put another board into the slot: idle, without errors, and with the UUID of this number."""
+        """Replace the board: idle, without errors, and with the UUID of this number."""
         bus_id = self._raw.bus_id
         ctypes.memset(ctypes.addressof(self._raw), 0, ctypes.sizeof(self._raw))
         _make_idle(self._raw, board)
@@ -264,7 +264,7 @@ def _words(names: Iterable[str | int], room: int) -> bytes:
 
 
 class SimulatedGpus:
-    """The GPUs of one state file. Use ``create`` to make the file, ``open`` to drive GPUs that somebody else made."""
+    """The GPUs of one state file. Use ``create`` to make the file, ``open`` for an existing one."""
 
     def __init__(self, path: Path, mapping: mmap.mmap) -> None:
         self.path = path
@@ -323,7 +323,7 @@ class SimulatedGpus:
         return {STATE_ENV: str(self.path), "LD_LIBRARY_PATH": str(library.parent)}
 
     def fail_init(self, code: int) -> None:
-        """Make nvmlInit answer ``code`` from now on, for instance 18 (driver/library mismatch); 0 makes it work."""
+        """Make nvmlInit return ``code`` from now on, for instance 18 (driver/library mismatch); 0 makes it succeed."""
         self._state.init_error = code
 
     def reload_driver(self) -> None:
@@ -331,7 +331,7 @@ class SimulatedGpus:
         self._state.reloads += 1
 
     def close(self) -> None:
-        """Let go of the file; it stays on disk for its other users. GPUs taken from here before keep working."""
+        """Close the file; it stays on disk for its other users. GPU objects taken from here before keep working."""
         self._gpus.clear()
         del self._state
 

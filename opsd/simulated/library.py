@@ -1,4 +1,4 @@
-"""Builds the simulated ``libnvidia-ml.so.1`` with the compiler of the machine."""
+"""Builds the simulated ``libnvidia-ml.so.1`` with the machine's C compiler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SimulationError(Exception):
 def build(folder: Path, path: str | None = None) -> Path:
     """Compile the simulated NVML into ``folder`` and return the path of its ``libnvidia-ml.so.1``.
 
-    A library built before from the same source is used again. ``path`` is where the compiler is looked for, by
-    default the PATH. Raises NoCompilerError without ``cc`` or ``gcc`` there, SimulationError if the compiler fails,
+    A library built before from the same source is reused. ``path`` is the search path for the compiler, by default
+    PATH. Raises NoCompilerError without ``cc`` or ``gcc`` there, SimulationError if the compiler fails,
     OSError if the folder cannot be written.
     """
     source = b"".join((_FOLDER / name).read_bytes() for name in SOURCES)

@@ -1,4 +1,4 @@
-"""A GPU node that exists only on paper: simulated GPUs, an RDMA port, and a run whose ranks do nothing but report."""
+"""A simulated GPU node: simulated GPUs, an RDMA port, and a run whose ranks only write their rank pages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CHECKPOINT_STEPS = 40
 TOKENS = 65_536
 MIXTURE, SOURCE_TOKENS = {"web": 0.85, "code": 0.15}, 1 << 24
 MODEL_FLOPS, PEAK_FLOPS = 19.2e9, 989e12
-"""Per token of a 3 B model, and per second of an H100 in bf16."""
+"""FLOPs per token of a 3 B model, and per second of an H100 in bf16."""
 
 
 class Node:
-    """What the agent looks at, in ``folder``. Raises NoCompilerError where GPUs cannot be simulated."""
+    """The files that the agent reads, in ``folder``. Raises NoCompilerError if GPUs cannot be simulated."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class Node:
         return file
 
     def environment(self) -> dict[str, str]:
-        """Variables with which an agent sees this node."""
+        """Environment variables with which an agent sees this node."""
         return {
             **os.environ,
             STATE_ENV: str(self.gpus.path),
@@ -60,7 +60,7 @@ class Node:
         }
 
     def overheat(self, gpu: int) -> None:
-        """Let the cooling of a GPU fail: it will be throttled within seconds."""
+        """Make the cooling of a GPU fail: it is throttled within seconds."""
         self.gpus[gpu].cooling = 0.45
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Node:
         return reporters
 
     def _train(self) -> None:
-        """All ranks in lockstep, with the loss of a run that goes well."""
+        """All ranks in lockstep, with the loss of a healthy run."""
         step, noise = 0, random.Random(0)
         while not self._stop.is_set():
             for phase, share in (("data", 0.05), ("forward", 0.3), ("backward", 0.45), ("collective", 0.15)):
@@ -109,7 +109,7 @@ class Node:
             step += 1
 
     def _evaluate(self, step: int, loss: float) -> None:
-        """A run that is as good as its reference."""
+        """Evaluation results equal to the reference's."""
         results = {"loss": round(loss + 0.05, 4), "cloze_accuracy": round(1 / loss, 4)}
         reference = {name: round(value * 1.005, 4) for name, value in results.items()}
         tokens = step * TOKENS
@@ -124,7 +124,7 @@ class Node:
         )
 
     def _tell_data(self, step: int) -> None:
-        """Two sources by weight, of which the smaller is soon read through."""
+        """Two weighted sources; the smaller is soon exhausted."""
         drawn = {source: round(step * TOKENS * weight) for source, weight in MIXTURE.items()}
         passes = {source: tokens / SOURCE_TOKENS for source, tokens in drawn.items()}
         _append(self._events, event="data_mixture", generation=1, step=step, tokens=drawn, epochs=passes)

@@ -1,4 +1,4 @@
-"""Pictures of the agent's pages, taken by a real browser: those of the documentation."""
+"""Screenshots of the agent's pages for the documentation, taken by a real browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOTS: Final = (
     ("job.png", f"/job/{JOB}", (1100, 1200), "dark"),
     ("node-phone.png", "/", (360, 740), "dark"),
 )
-"""File, address, width and height in pixels, and what the reader prefers."""
+"""File, address, width and height in pixels, preferred colour scheme."""
 _SCHEMES: Final = {"dark": 0, "light": 1}
 
 

@@ -1,4 +1,4 @@
-"""InfiniBand ports in a folder that stands for /sys/class/infiniband."""
+"""Simulated InfiniBand ports in a folder like /sys/class/infiniband."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HW_COUNTERS: Final = (
 
 
 class Port:
-    """Port 1 of a ConnectX-7: a folder with the files that its driver makes. ``device`` must not exist yet."""
+    """Port 1 of a ConnectX-7: a folder with the files of its driver. ``device`` must not exist yet."""
 
     def __init__(self, device: Path) -> None:
         self._folder = device / "ports" / "1"
@@ -42,7 +42,7 @@ class Port:
             (self._folder / name).write_text(f"{text}\n")
 
     def carry(self, data: int) -> None:
-        """Count ``data`` bytes sent and as many received, as the hardware does in words of four bytes."""
+        """Count ``data`` bytes sent and received, in words of four bytes like the hardware."""
         self._words += data // 4
         for name in ("port_xmit_data", "port_rcv_data"):
             (self._folder / "counters" / name).write_text(f"{self._words}\n")

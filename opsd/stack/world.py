@@ -1,4 +1,4 @@
-"""Prometheus, Alertmanager and an agent as processes on loopback ports, with the configuration that opsd ships."""
+"""Prometheus, Alertmanager and an agent as processes on loopback ports, with the shipped configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StackError(Exception):
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on right now."""
+    """Currently free ports."""
     probes = [socket.socket() for _ in range(number)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
@@ -43,10 +43,10 @@ def free_ports(number: int) -> list[int]:
 
 
 class Stack:
-    """Everything, in ``folder``. Raises StackError.
+    """The stack, with its files in ``folder``. Raises StackError.
 
-    ``scrape_s`` seconds lie between scrapes; ``rules_s`` overrides how often rules are evaluated, otherwise as shipped.
-    ``node_exporters`` are addresses that are scraped, too.
+    ``scrape_s`` is the scrape interval in seconds, ``rules_s`` overrides the evaluation interval of the rules.
+    ``node_exporters`` are further addresses to scrape.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Stack:
         self.close()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series that Prometheus answers right now. Raises ValueError if the expression is none."""
+        """The series that Prometheus returns now. Raises ValueError for an invalid expression."""
         asked = urllib.parse.urlencode({"query": expression})
         try:
             answer = get(f"{self.prometheus}/api/v1/query?{asked}")
@@ -183,7 +183,7 @@ def _answers(url: str) -> bool:
 
 
 def eventually(condition: Callable[[], bool], within_s: float) -> bool:
-    """True as soon as ``condition`` is, False if it is not within the time."""
+    """True once ``condition`` is, False after the time limit."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -14,16 +14,16 @@ from opsd.agent.policy import Limits
 from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
 from opsd.collectors.base import Collector
-from opsd.runbooks.base import Page, Runbook
+from opsd.runbooks.base import Guide, Runbook
 from tests.fakes.clock import FakeClock
 
-PAGE = Page("Trouble", "m", "i", "d", "m", "a")
+GUIDE = Guide("Trouble", "m", "i", "d", "m", "a")
 SILENT = Log(lambda event: None)
 
 
 def runbook(**changes: object) -> Runbook:
     """A runbook for incidents of kind "trouble" that finds nothing unless told to."""
-    fields = {"kind": "trouble", "page": PAGE, "detect": lambda _view: (), "healed": lambda _incident, _view: None}
+    fields = {"kind": "trouble", "guide": GUIDE, "detect": lambda _view: (), "healed": lambda _incident, _view: None}
     return Runbook(**{**fields, "needs": ("source",), **changes})
 
 

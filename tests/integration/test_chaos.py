@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from opsd.chaos.guard import Guard
-from opsd.chaos.records import Record, end, find, folder_of
+from opsd.chaos.records import FaultRecord, end, find, folder_of
 from opsd.chaos.undo import Process, Resume, encode
 from opsd.checkpoints import manifest
 from opsd.client import read_page
@@ -154,7 +154,7 @@ def test_a_fault_that_begins_after_its_guard_has_ended_is_undone(tmp_path: Path)
         process = Process.of(rank.pid)
         assert process is not None
         undo = Resume(process.pid, process.start)
-        record = Record("late", "hang-collective", "stops", "r", 300.0, encode(undo))
+        record = FaultRecord("late", "hang-collective", "stops", "r", 300.0, encode(undo))
         folder = folder_of(tmp_path / "shm", os.geteuid())
         guard = Guard(record, undo, folder)
         ((_, kept),) = find(tmp_path / "shm")
@@ -162,7 +162,7 @@ def test_a_fault_that_begins_after_its_guard_has_ended_is_undone(tmp_path: Path)
         rank.send_signal(signal.SIGSTOP)
         guard.begun()
         result = guard.wait()
-        assert result.undone and "the guard had been told to end" in result.text
+        assert result.undone and "the guard was told to end" in result.text
         assert eventually(lambda: not stopped(rank.pid))
     finally:
         rank.kill()
@@ -214,9 +214,9 @@ def test_a_rank_is_killed_and_the_run_goes_on(launched: Launched) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("stop-rank",), "say --yes"),
+        (("stop-rank",), "use --yes"),
         (("stop-rank", "--yes", "--rank=7"), "rank 7 of run r"),
-        (("stop-rank", "--yes", "--run=x"), "no run x lives on this node; there is r"),
+        (("stop-rank", "--yes", "--run=x"), "no run x is active on this node; there is r"),
         (("stop-rank", "--yes", "--for=1h"), "at most 10m"),
         (("corrupt-checkpoint", "--yes", "--step=9"), "no complete checkpoint of step 9"),
         (("slow-node", "--yes", "--rate=fast"), "not of the form 100mbit"),
@@ -259,7 +259,7 @@ def test_a_lost_node_takes_everything_of_the_run_with_it(tmp_path: Path) -> None
             assert eventually(lambda: not alive(rank) and not alive(daemon))
         assert bystander.poll() is None
         code, said = run_chaos(tmp_path, "kill-node", "--yes")
-        assert code == 2 and "no run of opsd launch lives on this node" in said
+        assert code == 2 and "no run of opsd launch is active on this node" in said
     finally:
         bystander.kill()
         bystander.wait()

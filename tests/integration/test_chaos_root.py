@@ -109,14 +109,14 @@ def test_nobody_cuts_himself_off(tmp_path: Path) -> None:
     login = ("env", "SSH_CONNECTION=192.0.2.7 50000 192.0.2.1 22", "sh", "-c")
     like_sudo = (*login, 'env -u SSH_CONNECTION "$@"; exit $?', "sh")
     code, said = finish(chaos(tmp_path, "partition", "--peer=192.0.2.7", "--yes", "--force", before=like_sudo))
-    assert code == 2 and "192.0.2.7 is where you have logged in from" in said
+    assert code == 2 and "192.0.2.7 is the address you are logged in from" in said
 
 
 def test_a_node_is_slowed_and_let_go(network: Namespaces, tmp_path: Path) -> None:
     """A shaping that somebody else has set up is left alone; without one there is ours, for its time."""
     arguments = ("slow-node", "--interface=eth0", "--rate=1mbit", "--for=2s", "--yes", "--force")
     code, said = finish(chaos(tmp_path, *arguments, before=network.command(0)))
-    assert code == 2 and "of somebody else (tbf)" in said
+    assert code == 2 and "another queueing discipline (tbf)" in said
     output(*network.command(0), "tc", "qdisc", "del", "dev", "eth0", "root")
     before = qdisc(network)
     process = chaos(tmp_path, *arguments, before=network.command(0))
@@ -141,9 +141,9 @@ def test_what_the_kernel_refuses_is_said(network: Namespaces, tmp_path: Path) ->
     [
         (("kill-node", "--method=sysrq", "--yes", "--node=other", "--run=r"), "not other"),
         (("kill-node", "--method=sysrq", "--run=r"), "no terminal to confirm this at"),
-        (("partition", "--yes", "--force", "--peer=127.0.0.1"), "an address of this node itself"),
-        (("partition", "--yes", "--force", "--peer=no.such.invalid"), "no name that is known here"),
-        (("partition", "--yes", "--peer=10.0.0.1"), "no run of opsd launch lives on this node"),
+        (("partition", "--yes", "--force", "--peer=127.0.0.1"), "an address of this node"),
+        (("partition", "--yes", "--force", "--peer=no.such.invalid"), "neither an address nor a known name"),
+        (("partition", "--yes", "--peer=10.0.0.1"), "no run of opsd launch is active on this node"),
         (("slow-node", "--yes", "--force", "--interface=lo"), "say how slow"),
         (("slow-node", "--yes", "--force", "--interface=nil0", "--rate=1mbit"), "no interface nil0"),
     ],

@@ -13,9 +13,9 @@ pytest.importorskip("yaml")
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts.build import FOLDER, GROUPS, alerts, rendered
-from opsd.dashboards.alerts.model import Record, incident
+from opsd.dashboards.alerts.model import RecordingRule, incident
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_pages import PAGES
+from opsd.runbooks.alert_guides import GUIDES
 from tests.fakes.alert_cases import BURNS, CASES
 
 
@@ -24,17 +24,17 @@ def test_committed_rules_are_what_the_code_makes() -> None:
     assert {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.yml")} == rendered()
 
 
-def test_alerts_and_pages_are_a_bijection() -> None:
-    """Every kind of incident has its alert, every alert its page, and the URL leads to that page."""
-    pages = {alert.page for alert in alerts()}
-    assert pages == {runbook.kind for runbook in RUNBOOKS} | set(PAGES)
+def test_alerts_and_guides_are_a_bijection() -> None:
+    """Every kind of incident has its alert, every alert its guide, and the URL leads to that guide."""
+    guides = {alert.guide for alert in alerts()}
+    assert guides == {runbook.kind for runbook in RUNBOOKS} | set(GUIDES)
     for alert in alerts():
-        assert alert.as_rule()["annotations"]["runbook_url"].endswith(f"/runbooks/{alert.page}")
+        assert alert.as_rule()["annotations"]["runbook_url"].endswith(f"/runbooks/{alert.guide}")
 
 
 def test_every_alert_is_tested_by_hand_or_is_about_an_incident() -> None:
     """A new alert without a test fails here, and so does a test of an alert that is gone."""
-    of_incidents = {alert.name for alert in alerts() if alert.expr == incident(alert.page)}
+    of_incidents = {alert.name for alert in alerts() if alert.expr == incident(alert.guide)}
     burns = {alert.window for alert in alerts() if alert.name == "GoodputBurn"}
     assert {alert.name for alert in alerts()} == of_incidents | set(CASES) | {"GoodputBurn"}
     assert of_incidents & set(CASES) == set()
@@ -58,7 +58,7 @@ def test_rules_use_only_series_that_exist() -> None:
     """A rule about a series that nobody writes would be silent for ever."""
     exported = {metric.name for _, metric in catalogue()}
     rules = [rule for group in GROUPS for rule in group.rules]
-    recorded = {rule.name for rule in rules if isinstance(rule, Record)}
+    recorded = {rule.name for rule in rules if isinstance(rule, RecordingRule)}
     for rule in rules:
         words = set(re.findall(r"(?<![\w:])(?:opsd|DCGM_FI)_\w+", rule.expr))
         levels = set(re.findall(r"\b(?:instance|run|cluster)\w*:[\w:]+", rule.expr))

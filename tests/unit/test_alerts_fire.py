@@ -28,7 +28,7 @@ def case_of(alert: Alert) -> Case:
         return SHARED[alert.name]
     if alert.name in CASES:
         return CASES[alert.name]
-    series = f'opsd_incidents{{{NODE},kind="{alert.page}",severity="critical",state="acting"}}'
+    series = f'opsd_incidents{{{NODE},kind="{alert.guide}",severity="critical",state="acting"}}'
     other = f'opsd_incidents{{{NODE},kind="another",severity="critical",state="acting"}}'
     return Case([{series: "0x30 1x20"}], [{series: "1x30 0x20", other: "1x50"}])
 
@@ -148,7 +148,7 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         "node": "node-17",
         "gpu": "3",
         "job": "4242",
-        "cost": "3 GPUs of job 4242 wait or go at this pace: up to 3 GPU-hours an hour",
+        "cost": "3 GPUs of job 4242 wait or run slower: up to 3 GPU-hours lost per hour",
         "next_step": "on node-17: opsd incidents; opsd runbook show gpu_lost",
         "runbook_url": "http://node-17:9477/runbooks/gpu_lost",
     }
@@ -160,10 +160,10 @@ def test_a_node_that_is_down_still_names_its_job(tmp_path: Path) -> None:
     """Its series ended with its agent; the page is that of an agent that lives, or where none does of one's own."""
     message = {
         "summary": "The agent of node-17:9477 does not answer",
-        "description": "The node, its network or the agent is down; nothing is known of its GPUs.",
+        "description": "The node, its network or the agent is down. Nothing is known about its GPUs.",
         "node": "node-17",
         "job": "4242",
-        "cost": "1 GPUs of job 4242 wait or go at this pace: up to 1 GPU-hours an hour",
+        "cost": "1 GPUs of job 4242 wait or run slower: up to 1 GPU-hours lost per hour",
         "next_step": "opsd runbook show agent_silent",
     }
     down = {f'up{{{NODE},job="opsd"}}': "1x20 0x50", INFO.format(INSTANCE, 3, 0): "1x20 stale"}

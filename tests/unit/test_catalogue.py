@@ -14,7 +14,7 @@ from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
 from opsd.commands.runbook import to_markdown
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import Page
+from opsd.runbooks.base import Guide
 
 _BASE_UNITS = {
     "",
@@ -77,9 +77,9 @@ def test_a_runbook_can_be_read(book) -> None:
     assert book.kind in CliRunner().invoke(cli, ["runbook", "list"]).output
     shown = CliRunner().invoke(cli, ["runbook", "show", book.kind, "--markdown"])
     assert shown.exit_code == exitcodes.OK
-    assert Page.parse(shown.output) == book.page
-    assert to_markdown(book.page) == shown.output
-    assert book.page.title in CliRunner().invoke(cli, ["runbook", "show", book.kind]).output
+    assert Guide.parse(shown.output) == book.guide
+    assert to_markdown(book.guide) == shown.output
+    assert book.guide.title in CliRunner().invoke(cli, ["runbook", "show", book.kind]).output
 
 
 def test_a_runbook_that_does_not_exist_names_the_nearest() -> None:

@@ -15,14 +15,14 @@ pytest.importorskip("grafana_foundation_sdk")
 
 from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts.build import GROUPS
-from opsd.dashboards.alerts.model import Record
+from opsd.dashboards.alerts.model import RecordingRule
 from opsd.dashboards.build import outdated, rendered
 from opsd.preflight.formats import openmetrics
 from tests.fakes.preflight_reports import GEMM, report
 
 BOARDS = [pytest.param(json.loads(text), id=path.stem) for path, text in rendered()]
 COUNTING = ("counter", "untyped")
-RECORDED = {rule.name for group in GROUPS for rule in group.rules if isinstance(rule, Record)}
+RECORDED = {rule.name for group in GROUPS for rule in group.rules if isinstance(rule, RecordingRule)}
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:

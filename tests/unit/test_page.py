@@ -21,7 +21,7 @@ from opsd.agent.web.runbook_pages import runbook_list, runbook_page
 from opsd.collectors import spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_pages import PAGES
+from opsd.runbooks.alert_guides import GUIDES
 from opsd.runbooks.base import Evidence, Severity, State
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import WALL, incident
@@ -260,7 +260,7 @@ def test_history_forgets_what_is_gone() -> None:
     assert history.values("DCGM_FI_DEV_GPU_TEMP", "GPU-0") == ()
 
 
-@pytest.mark.parametrize("name", [*(book.kind for book in RUNBOOKS), *PAGES])
+@pytest.mark.parametrize("name", [*(book.kind for book in RUNBOOKS), *GUIDES])
 def test_every_runbook_is_a_page(name: str) -> None:
     """Where the link in an alert leads."""
     whole = runbook_page(name)

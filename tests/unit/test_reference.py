@@ -14,7 +14,7 @@ from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
 from opsd.commands.reference import FOLDER, leftovers, rendered
-from opsd.commands.runbook import all_pages
+from opsd.commands.runbook import all_guides
 from opsd.config import known_keys, sections
 
 
@@ -36,7 +36,7 @@ def test_nothing_is_left_out() -> None:
     assert [key for key in known_keys() if f"| `{key.partition('.')[2]}` |" not in settings] == []
     codes = {value for name, value in vars(exitcodes).items() if name.isupper()}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", text("exit-codes.md"), re.MULTILINE)} == codes
-    assert [name for name in all_pages() if f"({name}.md)" not in text("runbooks/README.md")] == []
+    assert [name for name in all_guides() if f"({name}.md)" not in text("runbooks/README.md")] == []
 
 
 def test_links_lead_somewhere() -> None:

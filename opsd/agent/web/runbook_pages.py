@@ -7,21 +7,21 @@ from functools import lru_cache
 
 from opsd.agent.web.html import Html, card, document, h, join, link
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_pages import PAGES
-from opsd.runbooks.base import SECTIONS, Page
+from opsd.runbooks.alert_guides import GUIDES
+from opsd.runbooks.base import SECTIONS, Guide
 
 
 def runbook_page(name: str) -> bytes | None:
     """The page of the runbook or alert ``name`` as UTF-8, None if there is none."""
     book = next((book for book in RUNBOOKS if book.kind == name), None)
-    page = book.page if book else PAGES.get(name)
-    return None if page is None else _document(name, page)
+    guide = book.guide if book else GUIDES.get(name)
+    return None if guide is None else _document(name, guide)
 
 
 def runbook_list() -> bytes:
     """The list of all pages as UTF-8."""
-    found = _list((book.kind, book.page) for book in RUNBOOKS)
-    raised = _list(PAGES.items())
+    found = _list((book.kind, book.guide) for book in RUNBOOKS)
+    raised = _list(GUIDES.items())
     main = join((card("kinds", "Incidents", found), card("alerts", "Alerts that only Prometheus can raise", raised)))
     return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
 
@@ -29,18 +29,18 @@ def runbook_list() -> bytes:
 _HOME = link("/", "this node")
 
 
-def _list(pages: Iterable[tuple[str, Page]]) -> Html:
-    items = "".join(f"<li>{link(f'/runbooks/{name}', page.title)}</li>" for name, page in pages)
+def _list(guides: Iterable[tuple[str, Guide]]) -> Html:
+    items = "".join(f"<li>{link(f'/runbooks/{name}', guide.title)}</li>" for name, guide in guides)
     return Html(f"<ul>{items}</ul>")
 
 
 @lru_cache(maxsize=8)
-def _document(name: str, page: Page) -> bytes:
-    texts = (page.meaning, page.impact, page.diagnosis, page.mitigation, page.automatic)
+def _document(name: str, guide: Guide) -> bytes:
+    texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
     body = "".join(f"<h2>{head}</h2>{_html(text)}" for head, text in zip(SECTIONS, texts, strict=True))
-    header = Html(f"<h1>{h(page.title)}</h1>")
+    header = Html(f"<h1>{h(guide.title)}</h1>")
     footer = join((link("/runbooks/", "all runbooks"), _HOME, name), " · ")
-    return document(f"{page.title} – opsd", header, Html(f'<article class="card">{body}</article>'), footer)
+    return document(f"{guide.title} – opsd", header, Html(f'<article class="card">{body}</article>'), footer)
 
 
 def _html(markdown: str) -> Html:

@@ -1,4 +1,4 @@
-"""The pages of the runbooks, read like the person on call reads them."""
+"""The guides of the runbooks, read as the person on call reads them."""
 
 import re
 from importlib import import_module
@@ -12,28 +12,30 @@ from opsd.agent.actions import VERBS
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_pages import PAGES
-from opsd.runbooks.base import Page
+from opsd.runbooks.alert_guides import GUIDES
+from opsd.runbooks.base import Guide
 
 FOLDER = Path(runbooks.__file__).parent
 PROGRAMS = {
     "cat", "df", "findmnt", "grep", "iostat", "ibstat", "ipmitool", "journalctl", "kill", "ls", "nvidia-smi", "py-spy",
     "sacct", "scontrol", "smartctl", "squeue",
 }  # fmt: skip
-"""Programs that a page may ask for besides opsd: they come with the distribution, the driver or Slurm."""
+"""Programs that a guide may ask for besides opsd: they come with the distribution, the driver or Slurm."""
 
 by_kind = pytest.mark.parametrize("runbook", RUNBOOKS, ids=lambda runbook: runbook.kind)
 
 
 by_name = pytest.mark.parametrize(
-    "page",
-    [pytest.param(book.page, id=book.kind) for book in RUNBOOKS] + [pytest.param(p, id=n) for n, p in PAGES.items()],
+    "guide",
+    [pytest.param(book.guide, id=book.kind) for book in RUNBOOKS] + [pytest.param(g, id=n) for n, g in GUIDES.items()],
 )
 
 
-def commands(page):
-    """The commands on a page: what stands in backticks and begins with the name of a program."""
-    quoted = re.findall(r"`([^`]+)`", "\n".join((page.diagnosis, page.mitigation, page.automatic)).replace("\n", " "))
+def commands(guide):
+    """The commands on a guide: what stands in backticks and begins with the name of a program."""
+    quoted = re.findall(
+        r"`([^`]+)`", "\n".join((guide.diagnosis, guide.mitigation, guide.automatic)).replace("\n", " ")
+    )
     return [re.sub(r"\s+", " ", text) for text in quoted if text.split()[0] in PROGRAMS | {"opsd"}]
 
 
@@ -48,22 +50,22 @@ def test_every_file_is_a_runbook_in_the_tuple_under_its_own_name():
 
 
 @by_name
-def test_a_page_says_what_opsd_does_in_each_mode(page):
+def test_a_guide_says_what_opsd_does_in_each_mode(guide):
     """Whoever is on call must know what the agent may already have done."""
-    assert all(mode in page.automatic for mode in ("observe", "recommend", "act"))
+    assert all(mode in guide.automatic for mode in ("observe", "recommend", "act"))
 
 
 @by_kind
-def test_a_page_tells_what_to_type(runbook):
+def test_a_guide_tells_what_to_type(runbook):
     """A diagnosis begins with the incident itself and has commands to go on with."""
-    assert any(command.startswith("opsd incidents show") for command in commands(runbook.page))
-    assert len({command.split()[0] for command in commands(runbook.page)}) >= 2
+    assert any(command.startswith("opsd incidents show") for command in commands(runbook.guide))
+    assert len({command.split()[0] for command in commands(runbook.guide)}) >= 2
 
 
 @by_name
-def test_opsd_commands_on_a_page_exist(page):
+def test_opsd_commands_on_a_guide_exist(guide):
     """A command or an option that does not exist costs minutes at 3 a.m."""
-    for command in commands(page):
+    for command in commands(guide):
         if command.startswith("opsd "):
             group, context = cli, click.Context(cli)
             words = iter(command.split()[1:])
@@ -94,14 +96,14 @@ def test_verbs_that_a_runbook_asks_for_exist(runbook):
     assert set(re.findall(r'Action\(\s*"(\w+)"', source)) <= set(VERBS)
 
 
-def test_a_page_without_one_of_its_sections_is_refused():
-    """A half page is noticed when it is written, not when it is needed."""
+def test_a_guide_without_one_of_its_sections_is_refused():
+    """A half guide is noticed when it is written, not when it is needed."""
     with pytest.raises(ValueError, match="Mitigation"):
-        Page.parse("# Title\n\n## Meaning\nx\n\n## Impact\ny\n")
+        Guide.parse("# Title\n\n## Meaning\nx\n\n## Impact\ny\n")
 
 
-def test_a_page_is_parsed_into_its_sections():
-    """The Markdown of the file is the page."""
+def test_a_guide_is_parsed_into_its_sections():
+    """The Markdown of the file is the guide."""
     text = "".join(f"\n## {head}\nabout {head}\n" for head in ("Meaning", "Impact", "Diagnosis", "Mitigation"))
-    page = Page.parse(f"# Title\n{text}\n## What opsd does by itself\nnothing\n")
-    assert (page.title, page.diagnosis, page.automatic) == ("Title", "about Diagnosis", "nothing")
+    guide = Guide.parse(f"# Title\n{text}\n## What opsd does by itself\nnothing\n")
+    assert (guide.title, guide.diagnosis, guide.automatic) == ("Title", "about Diagnosis", "nothing")

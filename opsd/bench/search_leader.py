@@ -1,6 +1,6 @@
-"""The head of the search trials: ``python -m opsd.bench.search_head ADDRESS NODES``, inside a namespace.
+"""The leader of the search trials: ``python -m opsd.bench.search_leader ADDRESS NODES``, inside a namespace.
 
-Searches once for every line on stdin and answers with the culprits as a JSON list of texts.
+Searches once for every line on stdin and prints the culprits as a JSON list of strings.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def main(address: str, nodes: int) -> None:
     use_interface(address)
     how = plan.effort("quick", gpus=False)
     team = Team(place(f"n[0-{nodes - 1}]", 0, address, {}))
-    with leading(team, how.deadline_s) as head:
-        names = {node: member.name for node, member in head.gather(team.join_s).items()}
+    with leading(team, how.deadline_s) as leader:
+        names = {node: member.name for node, member in leader.gather(team.join_s).items()}
         for _ in sys.stdin:
-            diagnosis = plan.search(head, names, {}, how, lambda _what: None)
+            diagnosis = plan.search(leader, names, {}, how, lambda _what: None)
             print(json.dumps([str(culprit) for culprit in diagnosis.culprits]), flush=True)
 
 

@@ -1,7 +1,7 @@
-"""How soon launchers begin a new generation, and what it costs the head to hear of them all.
+"""How fast launchers agree on a new generation, and the CPU time that this costs the leader.
 
-Each launcher is a process on this machine; they talk over TCP on the loopback network and claim in a folder in memory.
-A launcher is lost by SIGSTOP, which is as silent as a power loss, or by SIGKILL, which its machine tells the others.
+Each launcher is a process on this machine. They use TCP on the loopback network and a claims folder in memory. A
+launcher is lost by SIGSTOP, which is as silent as a power loss, or by SIGKILL, after which its kernel closes sockets.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _running(nodes: int) -> Iterator[tuple[list[int], States]]:
 
 
 def _agreed(states: States, there: Collection[int], after: int) -> tuple[int, float]:
-    """Wait until those ``there`` have begun a plan newer than ``after`` that is just theirs; its number and when."""
+    """Wait until exactly those ``there`` have begun a plan newer than ``after``; returns its number and time."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         found = [states[launcher] for launcher in there]
@@ -62,15 +62,15 @@ def _agreed(states: States, there: Collection[int], after: int) -> tuple[int, fl
     raise BenchError(f"no generation of them all within {DEADLINE_S:g} s")
 
 
-def _head(states: States, there: Collection[int]) -> int:
-    heads = [launcher for launcher in there if states[launcher].leader]
-    if len(heads) != 1:
-        raise BenchError(f"the machine is too busy: {len(heads)} launchers lead")
-    return heads[0]
+def _leader(states: States, there: Collection[int]) -> int:
+    leaders = [launcher for launcher in there if states[launcher].leader]
+    if len(leaders) != 1:
+        raise BenchError(f"the machine is too busy: {len(leaders)} launchers lead")
+    return leaders[0]
 
 
 def _cpu_percent(process: psutil.Process, seconds: float) -> float:
-    """Of one core."""
+    """Percent of one core."""
     before = sum(process.cpu_times()[:2])
     time.sleep(seconds)
     return 100 * (sum(process.cpu_times()[:2]) - before) / seconds
@@ -79,9 +79,9 @@ def _cpu_percent(process: psutil.Process, seconds: float) -> float:
 def run(
     nodes: int = NODES, *, trials: int = TRIALS, idle_s: float = IDLE_S, settle_s: float = SETTLE_S
 ) -> dict[str, float | int]:
-    """Seconds from the loss to the new generation's beginning on the last launcher, ``trials`` times of each kind.
+    """Seconds from the loss until the last launcher has begun the new generation, ``trials`` times of each kind.
 
-    Before that the head is watched for ``idle_s``; after each change things settle for ``settle_s``.
+    Before that the leader's CPU time is measured for ``idle_s``; each change is followed by a pause of ``settle_s``.
     """
     took: dict[str, list[float]] = {"silent": [], "killed": [], "head": []}
     began = time.monotonic()
@@ -90,13 +90,13 @@ def run(
         number, at = _agreed(states, there, 0)
         formed_s = at - began
         time.sleep(settle_s)
-        idle = _cpu_percent(psutil.Process(pids[_head(states, there) - 1]), idle_s)
+        idle = _cpu_percent(psutil.Process(pids[_leader(states, there) - 1]), idle_s)
         for kind, sign in (
             *[("silent", signal.SIGSTOP)] * trials,
             *[("killed", signal.SIGKILL)] * trials,
             *[("head", signal.SIGSTOP)] * trials,
         ):
-            lost = _head(states, there) if kind == "head" else there[-1]
+            lost = _leader(states, there) if kind == "head" else there[-1]
             there.remove(lost)
             lost_at = time.monotonic()
             os.kill(pids[lost - 1], sign)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from opsd.runbooks.base import Page
+from opsd.runbooks.base import Guide
 
 NOTHING = (
     "\n## What opsd does by itself\nNothing, in every mode: observe, recommend and act. This one is for a person.\n"
 )
 
-PAGES: Final[Mapping[str, Page]] = {
-    "goodput_burn": Page.parse("""
+GUIDES: Final[Mapping[str, Guide]] = {
+    "goodput_burn": Guide.parse("""
 # A run makes too little progress
 
 ## Meaning
@@ -42,7 +42,7 @@ GPU hours are being paid for that bring no training. At 14.4 times the budget a 
 - observe, recommend: nothing beyond the incidents that are the cause.
 - act: what the runbooks of those incidents say.
 """),
-    "run_unsupervised": Page.parse(
+    "run_unsupervised": Guide.parse(
         """
 # A run has lost its launcher
 
@@ -63,7 +63,7 @@ Ranks may still train, but nobody notices hangs, nobody restarts them, and SIGTE
 """
         + NOTHING
     ),
-    "agent_silent": Page.parse(
+    "agent_silent": Guide.parse(
         """
 # An agent does not answer
 
@@ -87,7 +87,7 @@ are silent.
 """
         + NOTHING
     ),
-    "agent_missing": Page.parse(
+    "agent_missing": Guide.parse(
         """
 # Prometheus scrapes no agent
 
@@ -107,7 +107,7 @@ Every other alert about nodes and runs is silent, whatever happens.
 """
         + NOTHING
     ),
-    "collector_blind": Page.parse(
+    "collector_blind": Guide.parse(
         """
 # A collector is blind
 
@@ -129,7 +129,7 @@ What it watches is unknown. Runbooks that need it find nothing, and heal nothing
 """
         + NOTHING
     ),
-    "agent_slow": Page.parse(
+    "agent_slow": Guide.parse(
         """
 # An agent leaves out ticks
 
@@ -151,7 +151,7 @@ Incidents are detected later than they should be.
 """
         + NOTHING
     ),
-    "journal_down": Page.parse(
+    "journal_down": Guide.parse(
         """
 # The journal of a node cannot be written
 
@@ -171,7 +171,7 @@ If the agent restarts now, incidents of this time are forgotten, and so is how o
 """
         + NOTHING
     ),
-    "runbook_failing": Page.parse(
+    "runbook_failing": Guide.parse(
         """
 # A runbook raises errors
 
@@ -190,7 +190,7 @@ This kind of incident may go unnoticed on that node; all others are looked for a
 """
         + NOTHING
     ),
-    "kernel_log_lost": Page.parse(
+    "kernel_log_lost": Guide.parse(
         """
 # Kernel messages were missed
 
@@ -209,7 +209,7 @@ An Xid may be among what is lost. The driver's own event queue usually still tel
 """
         + NOTHING
     ),
-    "rank_pages_broken": Page.parse(
+    "rank_pages_broken": Guide.parse(
         """
 # Rank pages cannot be read
 
@@ -229,7 +229,7 @@ These ranks are not watched: hangs and stragglers among them go unnoticed.
 """
         + NOTHING
     ),
-    "slurm_silent": Page.parse(
+    "slurm_silent": Guide.parse(
         """
 # Slurm does not answer
 
@@ -249,7 +249,7 @@ Node states and jobs are unknown there, and nothing can be drained or requeued. 
 """
         + NOTHING
     ),
-    "spare_pool_empty": Page.parse(
+    "spare_pool_empty": Guide.parse(
         """
 # No spare is ready
 
@@ -272,7 +272,7 @@ None now. The next node that fails costs its job a requeue, or the time until th
 """
         + NOTHING
     ),
-    "incident_escalated": Page.parse(
+    "incident_escalated": Guide.parse(
         """
 # An incident waits for a person
 
@@ -291,7 +291,7 @@ That of the incident itself; its cost is shown with it.
 """
         + NOTHING
     ),
-    "action_failed": Page.parse(
+    "action_failed": Guide.parse(
         """
 # An action failed
 
