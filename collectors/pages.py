@@ -1,4 +1,4 @@
-"""What the ranks collector needs of a rank page, as protocols. The module ``opsd.client`` fits them."""
+"""What the ranks collector needs of a rank page, as protocols. The module ``opsd.rank_page`` fits them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ P = TypeVar("P", bound=RankPageLike)
 
 
 class Client(Protocol[P]):
-    """The reading side of the rank page: the module ``opsd.client``."""
+    """The reading side of the rank page: the module ``opsd.rank_page``."""
 
     @property
     def PHASES(self) -> Sequence[str]: ...

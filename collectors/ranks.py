@@ -119,7 +119,7 @@ def tokens_per_second(page: RankPageLike, now: float) -> float | None:
 
 
 class RanksCollector(Generic[P]):
-    """The runs under ``root`` and their ranks. ``client`` is the module ``opsd.client``.
+    """The runs under ``root`` and their ranks. ``client`` is the module ``opsd.rank_page``.
 
     A rank or run that has ended is reported for ``linger_s`` more, so that how it ended is seen, and then no longer.
     ``folders`` are the run folders last seen.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from opsd.client import process_runs
+from opsd.rank_page import process_runs
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 KEEP_FINISHED_S = 24 * 3600

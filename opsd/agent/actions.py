@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from opsd.agent.incidents import Outcome
 from opsd.agent.swap import SwapError, UnderWay, planned_swap
-from opsd.client import PageError, RankPage, process_state, read_page
 from opsd.control import ControlError, ask_launcher
+from opsd.rank_page import PageError, RankPage, process_state, read_page
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason
 from opsd.slurm.port import SlurmError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd import client
+from opsd import rank_page
 from opsd.collectors import gpm
 from opsd.collectors.base import Collector
 from opsd.collectors.dcgm import DcgmCollector, Yielding
@@ -40,7 +40,7 @@ class Parts:
 
     settings: Settings
     state: Path | None
-    ranks: RanksCollector[client.RankPage]
+    ranks: RanksCollector[rank_page.RankPage]
     dcgm: DcgmCollector
     xids: XidLedger = field(default_factory=XidLedger)
 
@@ -101,5 +101,5 @@ COLLECTORS: tuple[tuple[str, Factory], ...] = (
 def build(settings: Settings, state: Path | None = None) -> list[Collector]:
     """The collectors that are enabled; ``state`` as in ``Parts``."""
     dcgm = DcgmCollector(settings.dcgm.url, period_s=settings.dcgm.interval_s)
-    parts = Parts(settings, state, RanksCollector(settings.ranks.root, client), dcgm)
+    parts = Parts(settings, state, RanksCollector(settings.ranks.root, rank_page), dcgm)
     return [make(parts) for section, make in COLLECTORS if getattr(settings, section).enabled]

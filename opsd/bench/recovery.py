@@ -19,8 +19,8 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.bench import BenchError
-from opsd.client import PageError, RankPage, read_page
 from opsd.demo.text import copy_text
+from opsd.rank_page import PageError, RankPage, read_page
 
 KILLS, STOPS = 50, 2
 EVERY = 5

@@ -17,7 +17,7 @@ from opsd.chaos import target
 from opsd.chaos.target import Run
 from opsd.chaos.undo import ChaosError, Process, Release, RestoreByte, Resume, Undo, change_byte
 from opsd.checkpoints import manifest
-from opsd.client import PageError, RankPage, read_page
+from opsd.rank_page import PageError, RankPage, read_page
 
 GIB: Final = 1 << 30
 ROOT_KEEPS: Final = GIB

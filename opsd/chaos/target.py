@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from opsd.chaos.undo import ChaosError, Process
-from opsd.client import PageError, RankPage, process_state, read_page
 from opsd.launch.ranks.process import descendants
+from opsd.rank_page import PageError, RankPage, process_state, read_page
 from opsd.rundir import owner_pid
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opsd.checkpoints import manifest
-from opsd.client import RankPage
 from opsd.demo.world import Snapshot
+from opsd.rank_page import RankPage
 
 
 class Gpu(Protocol):

@@ -13,8 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from opsd.client import RankPage
 from opsd.demo.world import Snapshot
+from opsd.rank_page import RankPage
 
 _BARS = "▁▂▃▄▅▆▇█"
 DETAIL_LENGTH = 16

@@ -12,8 +12,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from opsd.client import PageError, RankPage, read_page
 from opsd.control import ControlError, ask_launcher
+from opsd.rank_page import PageError, RankPage, read_page
 
 GPU_METRICS = {
     "DCGM_FI_DEV_GPU_TEMP": "temperature",

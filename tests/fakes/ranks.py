@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from opsd.client import PHASES, RankPage, StepRecord
+from opsd.client import PHASES
+from opsd.rank_page import RankPage, StepRecord
 
 
 @dataclass

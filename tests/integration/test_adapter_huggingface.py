@@ -13,7 +13,8 @@ import torch
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, Fence, create
-from opsd.client import Reporter, events_path, read_page, write_request
+from opsd.client import Reporter, events_path
+from opsd.rank_page import read_page, write_request
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -11,7 +11,7 @@ from trainer_world import eventually
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, create
-from opsd.client import RankPage, read_page, write_request
+from opsd.rank_page import RankPage, read_page, write_request
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-torchtitan" / "bin" / "python"

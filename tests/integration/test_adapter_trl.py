@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, Fence, create
-from opsd.client import Reporter, read_page, write_request
+from opsd.client import Reporter
+from opsd.rank_page import read_page, write_request
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 

@@ -18,7 +18,7 @@ from opsd.chaos.guard import Guard
 from opsd.chaos.records import FaultRecord, end, find, folder_of
 from opsd.chaos.undo import Process, Resume, encode
 from opsd.checkpoints import manifest
-from opsd.client import read_page
+from opsd.rank_page import read_page
 from tests.fakes.clock import eventually
 from tests.fakes.launched import TRAIN, Launched, alive
 

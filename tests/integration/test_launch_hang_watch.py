@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from opsd.client import RankPage, process_start
+from opsd.client import process_start
 from opsd.launch.hangs.hang import Hang, HangLimits
 from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.process import Child
 from opsd.launch.ranks.ranks import Generation, Rank
+from opsd.rank_page import RankPage
 from opsd.rundir import RunFolders
 from tests.fakes.ranks import FakeRank
 

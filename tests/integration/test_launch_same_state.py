@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from opsd import exitcodes
-from opsd.client import read_page
+from opsd.rank_page import read_page
 from tests.fakes.launched import TRAIN, Launched
 from tests.fakes.nodes import Nodes
 

@@ -13,7 +13,7 @@ import torch
 from trainer_world import STEPS, Run
 
 from opsd.checkpoints.manifest import folder_of, read, steps, verify
-from opsd.client import read_page, write_request
+from opsd.rank_page import read_page, write_request
 from opsd.trainer.config import load as load_config
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from trainer_world import Run, World, eventually
 
-from opsd.client import write_request
+from opsd.rank_page import write_request
 
 
 @pytest.fixture

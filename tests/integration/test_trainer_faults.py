@@ -14,7 +14,7 @@ import pytest
 from trainer_world import STEPS, Run, eventually
 
 from opsd.checkpoints.manifest import folder_of, steps, verify
-from opsd.client import process_state, write_request
+from opsd.rank_page import process_state, write_request
 
 
 def kill_and_resume(run: Run, kills: int, rng: random.Random) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opsd.client import PageError, RankPage, events_path, read_page
+from opsd.client import events_path
+from opsd.rank_page import PageError, RankPage, read_page
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 
 CONTEXT = multiprocessing.get_context("forkserver")

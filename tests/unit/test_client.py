@@ -17,17 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.client import (
-    PAGE_BYTES,
-    PHASES,
-    RING_STEPS,
-    PageError,
-    Reporter,
-    events_path,
-    process_state,
-    read_page,
-    write_request,
-)
+from opsd.client import PAGE_BYTES, PHASES, RING_STEPS, Reporter, events_path
+from opsd.rank_page import PageError, process_state, read_page, write_request
 
 
 @pytest.fixture

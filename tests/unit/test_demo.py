@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, checksum, commit, folder_of, verify
-from opsd.client import Reporter, read_page
+from opsd.client import Reporter
 from opsd.demo.faults import FAULTS, Director, Fault, Stage, Trial, observe
 from opsd.demo.gpus import prepare
 from opsd.demo.report import differing_steps, losses
@@ -20,6 +20,7 @@ from opsd.demo.scene import Scene
 from opsd.demo.text import copy_text
 from opsd.demo.view import culprit_name, describe_event, sparkline
 from opsd.demo.world import Snapshot, parse_gpus
+from opsd.rank_page import read_page
 
 NOTHING = Snapshot(wall=0.0, pages=(), events=(), incidents=(), gpus={}, standby=1)
 

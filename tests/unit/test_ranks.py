@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from opsd import client
+from opsd import client, rank_page
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.ranks import PhaseTotals, RanksCollector, tokens_per_second
 from opsd.collectors.run_files import RUN_STATES
@@ -33,8 +33,8 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def collector(run: Path, clock: Clock) -> RanksCollector[client.RankPage]:
-    return RanksCollector(run.parent, client, clock=clock)
+def collector(run: Path, clock: Clock) -> RanksCollector[rank_page.RankPage]:
+    return RanksCollector(run.parent, rank_page, clock=clock)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def ended_pid() -> int:
     return process.pid
 
 
-def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
     """Everything a runbook needs of a rank, and the series of it."""
     rank = reporter(run, 3, world_size=8, generation=2, gpu=5, job="4242")
     for loss in (2.5, 2.25):
@@ -73,17 +73,19 @@ def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCol
     assert samples["opsd_rank_page_errors", "r1"] == 0
 
 
-def test_counters_of_a_rank_exist_before_its_first_step(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+def test_counters_of_a_rank_exist_before_its_first_step(
+    run: Path, collector: RanksCollector[rank_page.RankPage]
+) -> None:
     """Alerts on increases need the zero."""
     rank = reporter(run)
     samples = values(read(collector))
     assert samples["opsd_rank_tokens_total", "r1", "0"] == 0
-    assert {samples["opsd_rank_phase_seconds_total", "r1", "0", phase] for phase in client.PHASES} == {0.0}
+    assert {samples["opsd_rank_phase_seconds_total", "r1", "0", phase] for phase in rank_page.PHASES} == {0.0}
     assert ("opsd_rank_loss", "r1", "0") not in samples
     rank.close()
 
 
-def test_a_loss_that_was_not_reported_is_no_sample(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+def test_a_loss_that_was_not_reported_is_no_sample(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
     """NaN would look like a diverged run."""
     rank = reporter(run)
     rank.step(tokens=1)
@@ -92,7 +94,7 @@ def test_a_loss_that_was_not_reported_is_no_sample(run: Path, collector: RanksCo
     assert samples["opsd_rank_step", "r1", "0"] == 0
 
 
-def test_the_age_of_a_stuck_rank_grows(run: Path, collector: RanksCollector[client.RankPage], clock: Clock) -> None:
+def test_the_age_of_a_stuck_rank_grows(run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock) -> None:
     """And its throughput sinks, so that a stalled rank does not show its last good number for ever."""
     rank = reporter(run)
     for _ in range(3):
@@ -107,7 +109,7 @@ def test_the_age_of_a_stuck_rank_grows(run: Path, collector: RanksCollector[clie
 
 
 def test_a_dead_rank_lingers_and_then_disappears(
-    run: Path, collector: RanksCollector[client.RankPage], clock: Clock
+    run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock
 ) -> None:
     """How it ended must be seen, but the pages of last week's job must not stay."""
     code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r}).step(tokens=5)"
@@ -122,7 +124,9 @@ def test_a_dead_rank_lingers_and_then_disappears(
     assert read(collector) == Reading()
 
 
-def test_ranks_of_a_living_launcher_stay(run: Path, collector: RanksCollector[client.RankPage], clock: Clock) -> None:
+def test_ranks_of_a_living_launcher_stay(
+    run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock
+) -> None:
     """A rank that died while its launcher restarts the run is still one of its ranks."""
     code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r})"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -131,7 +135,7 @@ def test_ranks_of_a_living_launcher_stay(run: Path, collector: RanksCollector[cl
     assert len(ranks(read(collector))) == 1
 
 
-def test_a_run_is_seen_with_its_state(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+def test_a_run_is_seen_with_its_state(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
     """The launcher lives if the process with its pid was started when it says."""
     write_run(run, os.getpid(), state="restarting")
     reading = read(collector)
@@ -150,7 +154,7 @@ def test_every_state_of_a_launcher_is_known() -> None:
 
 
 def test_the_ranks_of_a_node_that_has_become_a_spare_disappear(
-    run: Path, collector: RanksCollector[client.RankPage], clock: Clock
+    run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock
 ) -> None:
     """Its launcher lives on and starts none of them again; the run stays on the page."""
     code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r})"
@@ -164,7 +168,7 @@ def test_the_ranks_of_a_node_that_has_become_a_spare_disappear(
 
 
 def test_another_process_with_the_launchers_pid_is_not_the_launcher(
-    run: Path, collector: RanksCollector[client.RankPage]
+    run: Path, collector: RanksCollector[rank_page.RankPage]
 ) -> None:
     """Pids are used again."""
     write_run(run, os.getpid(), launcher_start=1)
@@ -173,7 +177,7 @@ def test_another_process_with_the_launchers_pid_is_not_the_launcher(
 
 
 def test_a_run_whose_launcher_ended_disappears(
-    run: Path, collector: RanksCollector[client.RankPage], ended_pid: int
+    run: Path, collector: RanksCollector[rank_page.RankPage], ended_pid: int
 ) -> None:
     """Its folder stays in shared memory for a day, its series do not."""
     write_run(run, ended_pid, launcher_start=1)
@@ -184,7 +188,7 @@ def test_a_run_whose_launcher_ended_disappears(
 
 @pytest.mark.parametrize("damage", ["truncated", "other version", "foreign", "another rank"])
 def test_a_page_that_cannot_be_used_is_counted(
-    run: Path, collector: RanksCollector[client.RankPage], damage: str
+    run: Path, collector: RanksCollector[rank_page.RankPage], damage: str
 ) -> None:
     """It hides neither itself nor the other ranks."""
     good, bad = reporter(run, 0), run / "rank-0001.page"
@@ -205,7 +209,9 @@ def test_a_page_that_cannot_be_used_is_counted(
     good.close()
 
 
-def test_symbolic_links_are_not_followed(tmp_path: Path, run: Path, collector: RanksCollector[client.RankPage]) -> None:
+def test_symbolic_links_are_not_followed(
+    tmp_path: Path, run: Path, collector: RanksCollector[rank_page.RankPage]
+) -> None:
     """Neither to another folder nor to another page."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -218,7 +224,7 @@ def test_symbolic_links_are_not_followed(tmp_path: Path, run: Path, collector: R
 
 
 def test_workers_of_a_rank_come_with_their_state(
-    run: Path, collector: RanksCollector[client.RankPage], ended_pid: int
+    run: Path, collector: RanksCollector[rank_page.RankPage], ended_pid: int
 ) -> None:
     """A loader that is gone is told from one that works."""
     rank = reporter(run)
@@ -230,7 +236,7 @@ def test_workers_of_a_rank_come_with_their_state(
     assert fact.worker_process[1] is None
 
 
-def test_a_folder_that_vanishes_is_forgotten(run: Path, collector: RanksCollector[client.RankPage]) -> None:
+def test_a_folder_that_vanishes_is_forgotten(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
     """A run that was cleaned up leaves nothing behind."""
     reporter(run)
     assert ranks(read(collector))
@@ -242,12 +248,12 @@ def test_a_folder_that_vanishes_is_forgotten(run: Path, collector: RanksCollecto
 
 def test_without_the_root_there_is_no_data(tmp_path: Path) -> None:
     """No run has ever been started: neither healthy nor an error."""
-    assert isinstance(RanksCollector(tmp_path / "none", client).collect(), NoData)
+    assert isinstance(RanksCollector(tmp_path / "none", rank_page).collect(), NoData)
 
 
 def test_phase_totals_go_on_through_a_restart_and_make_up_for_steps_not_seen() -> None:
     """The ring of a page holds 63 steps; faster ranks are extrapolated."""
-    totals, rank = PhaseTotals(client.PHASES), FakeRank(0)
+    totals, rank = PhaseTotals(rank_page.PHASES), FakeRank(0)
     for second in range(100):
         rank.step(float(second + 1), 1.0, forward=0.6, data=0.4)
     assert totals.update(rank.page)["forward"] == pytest.approx(60.0)
@@ -267,7 +273,7 @@ def test_throughput_is_that_of_the_recent_steps() -> None:
     assert tokens_per_second(FakeRank(1).page, 31.0) is None
 
 
-def test_mfu_comes_with_its_denominator(run: Path, collector: RanksCollector[client.RankPage], clock: Clock) -> None:
+def test_mfu_comes_with_its_denominator(run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock) -> None:
     """Tokens a second times operations per token over the peak; nothing from a trainer that has told neither."""
     told, untold = (client.Reporter(run / f"rank-000{rank}.page", rank=rank, world_size=2) for rank in range(2))
     told.model(flops_per_token=2e9, peak_flops=1e12)

@@ -24,8 +24,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from opsd.client import RankPage, StepRecord
 from opsd.launch.hangs.stacks import Stack
+from opsd.rank_page import RankPage, StepRecord
 
 WARM_STEPS = 3
 FACTOR, LONG_FACTOR = 3.0, 5.0

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from opsd.client import RankPage, process_state
 from opsd.launch.hangs.hang import Hang, HangDetector, HangLimits, RankStatus, Stall
 from opsd.launch.hangs.stacks import Stack, parse_stack
 from opsd.launch.io.loop import Loop
@@ -23,6 +22,7 @@ from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.process import GONE_S, Child, spawn
 from opsd.launch.ranks.ranks import Generation
 from opsd.launch.ranks.worker import STACK_SIGNAL
+from opsd.rank_page import RankPage, process_state
 from opsd.rundir import RunFolders
 
 _OUTPUT_LIMIT = 4 << 20

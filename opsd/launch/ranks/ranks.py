@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd.client import PERSIST, PageError, RankPage, events_path, read_page
+from opsd.client import PERSIST, events_path
 from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import EventLog, EventTail
 from opsd.launch.ranks.failure import Failure, RankError, classify
 from opsd.launch.ranks.process import Child, Exit
+from opsd.rank_page import PageError, RankPage, read_page
 
 AT_ONCE_S = 60.0
 """A failure so soon after the first start of a run was no accident on the way."""

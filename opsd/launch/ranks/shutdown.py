@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from opsd.client import write_request
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.process import sweep
 from opsd.launch.ranks.ranks import Generation, Rank
+from opsd.rank_page import write_request
 
 SECOND_STOP_S = 20.0
 """How long a second SIGTERM still waits: Slurm sends SIGKILL 30 s after its own (KillWait)."""

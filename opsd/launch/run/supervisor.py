@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from opsd import exitcodes
-from opsd.client import RankPage, process_start
+from opsd.client import process_start
 from opsd.launch.hangs.hang import WARM_STEPS, RankStatus
 from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import Console
@@ -22,6 +22,7 @@ from opsd.launch.ranks.settings import Assignment, Settings
 from opsd.launch.ranks.shutdown import SECOND_STOP_S, GracefulStop, Teardown
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.run_control import CONTROL, RunControl
+from opsd.rank_page import RankPage
 from opsd.rundir import RunFolders, RunState
 
 State = Literal["waiting", "running", "restarting", "stopping", "spare", "finished", "failed"]
