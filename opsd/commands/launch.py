@@ -26,6 +26,7 @@ from opsd.launch.io.reporting import EventLog, flush_all, print_message
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter
+from opsd.launch.run.assembly import assemble_run
 from opsd.launch.run.launchers import (
     DEFAULT_PORT,
     Launchers,
@@ -41,7 +42,6 @@ from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
-from opsd.launch.run.wiring import control_of
 from opsd.rundir import RunError, RunFolders, memory_root, prune
 
 LOOPBACK = "127.0.0.1"
@@ -295,7 +295,7 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
         folders,
         events,
         _hang_limits(options),
-        lambda node: control_of(
+        lambda node: assemble_run(
             node, launchers, shape, secret, options["node_timeout"], options["master_port"], spare_readiness
         ),
         stacks_suffix=f"-{settings.node}" if several else "",

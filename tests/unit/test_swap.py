@@ -13,7 +13,7 @@ from opsd import exitcodes
 from opsd.agent.actions import ACTION_DEADLINE_S, Executor
 from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.commands.swap import swap
-from opsd.launch.run.requests import answer
+from opsd.launch.run.run_control import answer
 from opsd.runbooks.base import Action
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules

@@ -1,1 +1,1 @@
-"""What becomes of the run: generations over all its nodes."""
+"""The run over all its nodes: the leader's decisions, and each launcher's part in them."""

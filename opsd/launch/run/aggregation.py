@@ -1,6 +1,6 @@
-"""What a generation died of or hangs in: what its nodes report, and which rank was first.
+"""Aggregates failures and hangs over the nodes of a generation, and finds the rank that was first.
 
-Moments travel as ages, so that clocks need not agree.
+Times are sent as ages, so that clocks need not agree.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from opsd.launch.run.run_control import RankFailure
 from opsd.launch.run.supervisor import Supervisor
 
 AGGREGATION_S = 0.1
-"""After a failure that is clearly a first cause: time for the other nodes' reports, for the record."""
+"""After a failure that is clearly a first cause: time for the reports of other nodes, for the record."""
 LOG_LINES = 10
 RANK_STATUS_S = 1.0
-"""How long a node may take to say where its ranks stand."""
+"""How long a node may take to report the status of its ranks."""
 REPEAT_S = 1.0
 """How often the leader is told of a hang that lasts."""
 
 Stacks = Mapping[str, str | None]
-"""By node: the file with the stacks of its ranks, None where there is none."""
+"""By node: the file with the stacks of its ranks, None without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """A failure on ``node``; ``failure.t`` in the receiver's seconds, ``log`` the rank's log and ``tail`` its end."""
+    """A failure on ``node``; ``failure.t`` on the receiver's clock, ``log`` the path of the log, ``tail`` its end."""
 
     node: str
     failure: Failure
@@ -44,7 +44,7 @@ def to_ages(found: Sequence[RankFailure], now: float) -> tuple[FailedRank, ...]:
 
 
 def aged(failure: Failure, now: float) -> Failure:
-    """``failure`` with its age for its moment, and back."""
+    """``failure`` with its time converted to an age, or back."""
     return replace(failure, t=now - failure.t)
 
 
@@ -54,9 +54,9 @@ def reports(node: str, failures: Sequence[FailedRank], now: float) -> list[Failu
 
 
 class FailureAggregation:
-    """Gathers failures; ``judged`` is called with the first cause once all that matter should have come.
+    """Collects failures; calls ``judged`` with the first cause once all relevant reports should have come.
 
-    After failures that all look like the consequence of another, that other has ``victim_s`` to show.
+    If all failures look like consequences of another one, that one gets ``victim_s`` seconds to show.
     """
 
     def __init__(self, loop: Loop, victim_s: float, judged: Callable[[FailureReport], None]) -> None:
@@ -69,11 +69,11 @@ class FailureAggregation:
 
     @property
     def open(self) -> bool:
-        """True while reports are being gathered."""
+        """True while reports are being collected."""
         return self._timer is not None
 
     def add(self, reports: Iterable[FailureReport], *, alone: bool) -> None:
-        """Take in the failures of a node; if it is the only one at work it knows the first cause."""
+        """Add the failures of a node; if it is ``alone`` at work, it knows the first cause."""
         self._reports += reports
         if alone:
             self.noticed = time.monotonic()
@@ -102,12 +102,12 @@ class FailureAggregation:
 
 
 def rank_statuses(ranks: Sequence[RankStatus], now: float) -> tuple[RankStatus, ...]:
-    """Where ranks stand, the moments turned into ages, and back."""
+    """The statuses with their times converted to ages, or back."""
     return tuple(replace(rank, changed=now - rank.changed) for rank in ranks)
 
 
 class LocalHang:
-    """The hang of this node's ranks, as it was last seen here."""
+    """The latest hang of this node's ranks."""
 
     def __init__(self, node: Supervisor) -> None:
         self._node = node
@@ -117,7 +117,7 @@ class LocalHang:
         self._told = 0.0
 
     def seen(self, hang: Hang) -> bool:
-        """Keep what was seen; True if the leader is to be told."""
+        """Remember a hang; True if the leader should be told now."""
         now = time.monotonic()
         if now - self._told < REPEAT_S:
             return False
@@ -127,11 +127,11 @@ class LocalHang:
 
     @property
     def lasts(self) -> bool:
-        """Whether a hang was seen of the ranks that run."""
+        """Whether the ranks that run hang."""
         return self._last is not None and self._generation == self._node.generation.number
 
     def report(self) -> RankStatuses:
-        """Where the ranks stand, and the file with their stacks; the leader may ask before a hang was seen."""
+        """The status of the ranks and the file with their stacks; the leader may ask before a hang was seen here."""
         if self._generation != self._node.generation.number:
             self._last, self._generation, self._stacks = None, self._node.generation.number, None
         if self._stacks is None:
@@ -139,7 +139,7 @@ class LocalHang:
         return RankStatuses(self._generation, rank_statuses(self._rank_statuses(), time.monotonic()), self._stacks)
 
     def _rank_statuses(self) -> list[RankStatus]:
-        """Where the ranks stand now, with what the stacks have said of those that have not moved since."""
+        """The current statuses, with what the stacks have shown of ranks that have not moved since."""
         seen = {rank.rank: rank for rank in self._last.ranks} if self._last is not None else {}
         return [
             replace(rank, waits=seen[rank.rank].waits, where=seen[rank.rank].where)
@@ -158,10 +158,10 @@ class LocalHang:
 
 
 class HangInquiry:
-    """Asks all nodes where their ranks stand when one of them reports a hang; ``found`` is called if it is one.
+    """Asks all nodes for the status of their ranks when one reports a hang; calls ``found`` if it is one.
 
-    It is none while somebody waits for a rank that is within its limit, or while a node does not answer: then it is
-    asked again at the next report. Nodes whose ranks have all ended have nothing to answer, and are not asked.
+    It is not a hang while a rank waits for another that is within its limit, or while a node does not answer; the
+    inquiry is then repeated at the next report. Nodes whose ranks have all ended are not asked.
     """
 
     def __init__(self, loop: Loop, ask: Callable[[], None], found: Callable[[Hang, Stacks], None]) -> None:
@@ -174,14 +174,14 @@ class HangInquiry:
         self._timer: Timer | None = None
 
     def begin(self, nodes: Iterable[str]) -> None:
-        """Ask ``nodes``, unless that is going on."""
+        """Ask ``nodes``, unless an inquiry is under way."""
         if self._timer is None:
             self._nodes, self._rank_statuses, self._stacks = frozenset(nodes), {}, {}
             self._timer = self._loop.later(RANK_STATUS_S, self.forget)
             self._ask()
 
     def add(self, node: str, ranks: list[RankStatus], stacks: str | None) -> None:
-        """Take in an answer."""
+        """Add an answer."""
         if self._timer is None:
             return
         self._rank_statuses[node], self._stacks[node] = ranks, stacks
@@ -192,7 +192,7 @@ class HangInquiry:
                 self._found(name_culprit(everyone), self._stacks)
 
     def forget(self) -> None:
-        """Nobody is asked any more."""
+        """Cancel the inquiry."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

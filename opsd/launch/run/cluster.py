@@ -30,26 +30,25 @@ from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, Stop, StopReason, ToLeader
 from opsd.launch.run.nodes import RunShape, assign_slots
 from opsd.launch.run.readiness import Readiness
-from opsd.launch.run.requests import answer
-from opsd.launch.run.run_control import CONTROL, RankFailure
+from opsd.launch.run.run_control import CONTROL, RankFailure, answer
 from opsd.launch.run.shutdown import BatchJob, Shutdown
 from opsd.launch.run.supervisor import Supervisor
 
 PROGRESS_S = 1.0
 READINESS_S = 30.0
-"""How often a node that stands by looks whether it still may."""
+"""How often a spare checks whether it may still be used."""
 REFUSED_S = 1.0
-"""How long a launcher that must not be used stays to say so."""
+"""How long a launcher that must not be used stays, to report it."""
 UNBEGUN_S = 5.0
-"""How long a launcher that is to stop before its run has begun looks for a leader to tell."""
+"""How long a launcher that is stopped before its run has begun looks for a leader to tell."""
 
 
 class ClusterRun:
-    """The ``RunControl`` of a launcher, and the ``Listener`` of its group.
+    """The ``RunControl`` of a launcher, and the ``GroupListener`` of its group.
 
-    ``new_leader`` makes the leader's part when this launcher leads. ``ready`` says why this node must not take the
-    place of another, "" if it may; a ``borrowed`` node, which is not the job's, then ends. Its signals are about its
-    own job, not about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``IsolationTimeouts``.
+    ``new_leader`` makes the ``Leader`` when this launcher leads. ``ready`` returns why this node must not replace
+    another, "" if it may; a ``borrowed`` node then leaves. The signals of a borrowed node concern its own job, not the
+    run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``IsolationTimeouts``.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class ClusterRun:
         self._stop: Stop | None = None
         self._wanted: Stop | None = None
         self._idle_stops = 0
-        """How often a stop was asked for while no ranks ran here."""
+        """Stop requests received while no ranks ran here."""
         self._ordered: messages.StopOrdered | None = None
         self._failures: list[RankFailure] = []
         self._recalled_by = ""
@@ -93,7 +92,7 @@ class ClusterRun:
     # -- the launcher's side -------------------------------------------------------------------------------------
 
     def start_run(self) -> None:
-        """Look for the others."""
+        """Join the group."""
         self._node.events.relay = self._relay
         try:
             self._group.start(self)
@@ -117,18 +116,18 @@ class ClusterRun:
         self._tell(messages.Progress(self._generation, progress.furthest, progress.committed))
 
     def _relay(self, record: dict[str, object]) -> None:
-        """Pass on an event that concerns the whole run, with its age: the clocks of two nodes may differ."""
+        """Send an event that concerns the whole run to the leader, with its age: the clocks of nodes may differ."""
         if record["event"] not in OF_ONE_LAUNCHER:
             self._tell(messages.Event(record, time.time() - float(str(record["t"]))))
 
     def cannot_start(self, reason: str) -> None:
-        """Report it as the failure of this node's first rank."""
+        """Report it as a failure of this node's first rank."""
         failure = Failure(self._change.first_rank, reason, "environment", 0.0)
         failed = messages.Failed(self._generation, (messages.FailedRank(failure),))
         self._node.end(lambda: self._tell(failed))
 
     def failed(self, found: Sequence[RankFailure]) -> None:
-        """Let the leader judge."""
+        """Report the failures to the leader."""
         cause = first_cause([failure for failure, _ in found])
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
             named = failure is cause and (failure.kind != "communication" or len(self._group.members) == 1)
@@ -141,22 +140,22 @@ class ClusterRun:
         self._tell(messages.Failed(self._generation, to_ages(found, time.time())))
 
     def hung(self, hang: Hang) -> None:
-        """Let the leader look whether a rank of another node is behind it."""
+        """Let the leader check whether a rank of another node causes it."""
         if self._hang.seen(hang):
             self._tell(messages.Hung(self._generation))
 
     def ended(self) -> None:
-        """This node is done; the others may not be."""
+        """Report that this node is done."""
         self._tell_progress()
         self._tell(messages.Ended(self._generation, self._told))
 
     @property
     def _told(self) -> Stop | None:
-        """What the ranks here were told to stop for, if they were."""
+        """The stop that the ranks here were told, None without one."""
         return self._stop if self._node.stopping else None
 
     def asked_to_stop(self, by: str) -> None:
-        """Stop here at once, and have all others do so: the signal may have reached this node only."""
+        """Stop here at once, and have all others stop: the signal may have reached this node only."""
         if self._shutdown.begun:
             self._shutdown.exit_now()
             return
@@ -176,7 +175,7 @@ class ClusterRun:
             self._node.loop.later(limit_s, lambda: self._leave_idle(f"stopped after {by}"))
 
     def _leave_idle(self, reason: str) -> None:
-        """Leave if nobody has ended the run: ranks that were started meanwhile stop in their own time."""
+        """Exit if nobody has ended the run; ranks that were started meanwhile stop in their own time."""
         if not self._node.generation.running:
             self._shutdown.leave(exitcodes.REQUEUE, reason)
 
@@ -185,7 +184,7 @@ class ClusterRun:
         self._node.stop(str(stop))
 
     def _leave_if_recalled(self) -> None:
-        """If this borrowed node is wanted back: leave once another node has taken its place at a step boundary."""
+        """If this borrowed node is wanted back, leave once another node has taken its place at a step boundary."""
         if not self._recalled_by:
             return
         why = f"its own job ends ({self._recalled_by})"
@@ -197,7 +196,7 @@ class ClusterRun:
     def stop_too_slow(self, reason: str) -> None:
         """Kill the ranks of this node; the leader ends the run, or goes on from the last checkpoint.
 
-        Ranks that are being ended are so for the next generation, which waits for what is to be done after that.
+        Ranks that are already being ended belong to a generation change, which continues.
         """
         if self._node.ending:
             return
@@ -205,7 +204,7 @@ class ClusterRun:
         self._node.end(lambda: self._tell(late))
 
     def interrupted(self) -> None:
-        """Let the ranks here end of it, then exit; the others go on without them, or end by their own SIGINT."""
+        """Let the ranks end on SIGINT, then exit; the others go on without them, or get a SIGINT themselves."""
         self._shutdown.interrupt()
         self._leader = None
 
@@ -218,7 +217,7 @@ class ClusterRun:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Say goodbye."""
+        """Leave the group."""
         self._group.leave()
 
     # -- the group's side ----------------------------------------------------------------------------------------
@@ -235,11 +234,11 @@ class ClusterRun:
         return time.monotonic() - self._enough_since >= self._shape.last_call_s
 
     def stuck(self) -> bool:
-        """Whether the ranks here make no progress, as far as can be seen."""
+        """Whether the ranks here make no progress, as far as is known."""
         return not self._node.generation.running or self._hang.lasts
 
     def leader_changed(self, leader: str | None) -> None:
-        """Become the leader, or tell the new one what it has to know."""
+        """Start to lead, or report this node's state to the new leader."""
         if self._shutdown.begun:
             return
         self._shutdown.leader_changed()
@@ -283,7 +282,7 @@ class ClusterRun:
             self._tell_progress()
 
     def prepare(self, plan: Plan) -> None:
-        """Leave the generation before."""
+        """End the previous generation."""
         if not self._shutdown.begun:
             self._change.prepare(plan)
 
@@ -305,32 +304,32 @@ class ClusterRun:
             self._readiness.tell()
 
     def _not_ready(self, why: str) -> None:
-        """Give the node back to the pool, once the leader has heard why."""
+        """Return the node to its pool, once the leader has been told why."""
         self._node.loop.later(REFUSED_S, lambda: self._shutdown.leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
 
     def cut_off(self) -> None:
-        """Run no ranks that others may have replaced; those that are being ended anyway need no more than that."""
+        """End the ranks, which others may have replaced; ranks that are already being ended need nothing more."""
         if self._change.plan is not None and not self._shutdown.begun and not self._node.ending:
             print_message("neither a leader of the run nor its folder is within reach; ending the ranks here")
             self._node.end(lambda: self._node.set_state("waiting"))
 
     def overtaken(self) -> None:
-        """Another copy of the run has begun: what the ranks here did from now on could not be saved."""
+        """Another copy of the run has begun: the ranks here can no longer save anything."""
         folder = self._node.folders.folder
         self._shutdown.finish(exitcodes.FENCED, f"another copy of this run has begun in {folder}; this one stops")
 
     def joined(self, member: Member) -> None:
-        """Let the leader know."""
+        """Pass it to the leader, if that is this launcher."""
         if self._leader is not None:
             self._leader.joined(member)
 
     def lost(self, name: str, silent_s: float) -> None:
-        """Let the leader act."""
+        """Pass it to the leader, if that is this launcher."""
         if self._leader is not None:
             self._leader.lost(name, silent_s)
 
     def received(self, sender: str, body: Body) -> None:
-        """Obey the leader; as the leader, decide."""
+        """Carry out an order of the leader; as the leader, handle a report."""
         try:
             message = CODEC.decode(body)
         except ProtocolError as error:
@@ -349,7 +348,7 @@ class ClusterRun:
                 self._leader.received(sender, cast(ToLeader, message))
 
     def _stop_as_ordered(self) -> None:
-        """An order may come late, when other ranks run here, or early, before those that it means."""
+        """An order may arrive late, when other ranks run here, or early, before the ranks that it concerns."""
         order = self._ordered
         if order is not None and order.generation == self._node.generation.number and not self._node.stopping:
             self._stop_ranks(order.stop)

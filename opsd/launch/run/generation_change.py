@@ -1,4 +1,4 @@
-"""Takes this node from one generation to the next: ends the ranks of the old one, is ready, starts those of the new."""
+"""Takes this node from one generation to the next: ends the old ranks, reports readiness, starts the new ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from opsd.launch.run.supervisor import Supervisor
 class GenerationChange:
     """Of one launcher. ``placed`` is called whenever this node has got its place.
 
-    ``port`` is where the ranks meet if this is the first node, None for a fresh one each time.
+    ``port`` is MASTER_PORT if this is the first node, None for a free port each time.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class GenerationChange:
         placed: Callable[[], None],
     ) -> None:
         self.plan: Plan | None = None
-        """The newest that has begun."""
+        """The newest plan that has begun."""
         self._node = node
         self._group = group
         self._readiness = readiness
@@ -57,7 +57,7 @@ class GenerationChange:
 
     @property
     def first_rank(self) -> int:
-        """Of this node, 0 where it has none."""
+        """The first rank of this node, 0 if it has none."""
         plan = self._proposed or self.plan
         return 0 if plan is None or self._name not in plan.slots else _rank_offset(plan, self._name)
 
@@ -66,7 +66,7 @@ class GenerationChange:
         return self._group.own.name
 
     def prepare(self, plan: Plan) -> None:
-        """End the ranks of the generation before, then be ready."""
+        """End the ranks of the previous generation, then report readiness."""
         self._proposed = plan
         runs = self._node.generation.number == plan.generation and not self._node.ending
         if plan.payload.get("keep") and runs:

@@ -1,4 +1,4 @@
-"""How long a launcher goes on without the others, without a leader, or without the run's folder."""
+"""Timeouts of a launcher without the others, without a leader, or without the run's folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from opsd.launch.run.supervisor import Supervisor
 
 WATCH_S = 0.25
 LASTING_S, SILENT_S = 30.0, 1800.0
-"""How long the run's folder may be unusable in a way that does not go away by itself, and in any way."""
+"""How long the run's folder may fail with a lasting error, and with any."""
 
 
 class IsolationTimeouts:
-    """The limits of one launcher. ``stuck`` says whether the ranks here make no progress.
+    """``stuck`` returns whether the ranks here make no progress.
 
-    Without a leader within reach it ends after ``join_s`` seconds at the beginning, and after ``isolated_s`` later.
+    Without a reachable leader the launcher exits after ``join_s`` seconds at the start, and after ``isolated_s`` later.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class IsolationTimeouts:
         self._since = self._alone_s = self._unwell_s = 0.0
 
     def watch(self) -> None:
-        """Begin: the launcher looks for the others from now on."""
+        """Start the timers."""
         self._node.loop.every(WATCH_S, self._watch_folder)
         self._node.loop.later(self._join_s, self._nobody_came)
 
@@ -56,7 +56,7 @@ class IsolationTimeouts:
             self._shutdown.leave(exitcodes.FAILED, why)
 
     def _watch_folder(self) -> None:
-        """A run that goes on needs no folder; one that pauses delays a recovery, one that cannot be used ends it."""
+        """Running ranks need no folder; a pause delays a recovery, a lasting error ends the launcher."""
         led = self._group.leader not in (None, self._group.own.name)
         well = not self._group.replacing and (self._node.generation.running or (led and not self._change.between))
         self._unwell_s = 0.0 if well else self._unwell_s + WATCH_S
@@ -69,13 +69,13 @@ class IsolationTimeouts:
             self._shutdown.finish(exitcodes.FAILED, f"the run's folder cannot be used: {why}")
 
     def leader_lost(self) -> None:
-        """Nobody leads; wait for somebody who does, once the run has begun."""
+        """There is no leader; wait for another one, once the run has begun."""
         if self._change.plan is not None and self._alone is None:
             self._since, self._alone_s = time.monotonic(), 0.0
             self._alone = self._node.loop.later(self._isolated_s, self._give_up)
 
     def leader_found(self) -> float:
-        """There is a leader; for how many seconds the ranks here, if they are gone, were so for want of one."""
+        """There is a leader; returns for how many seconds there was none."""
         if self._alone is None:
             return 0.0
         self._alone.cancel()
@@ -83,7 +83,7 @@ class IsolationTimeouts:
         return time.monotonic() - self._since
 
     def _give_up(self) -> None:
-        """Leave, unless ranks go on here, or the folder pauses: nobody can lead then, and everybody waits."""
+        """Exit, unless ranks make progress here, or the folder pauses: then nobody can lead, and all wait."""
         self._alone_s += self._isolated_s
         if self._group.folder_silent_s > self._isolated_s / 2 or (not self._stuck() and self._alone_s < SILENT_S):
             self._alone = self._node.loop.later(self._isolated_s, self._give_up)

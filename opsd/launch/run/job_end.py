@@ -1,4 +1,4 @@
-"""What a launcher does with the Slurm job at the end of its run, where nobody else does."""
+"""What a launcher does with the Slurm job at the end of its run, if nobody else does."""
 
 from __future__ import annotations
 

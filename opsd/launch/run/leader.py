@@ -1,7 +1,7 @@
-"""Decides about a run on several nodes, in the launcher that the others have elected.
+"""Decides about a run, in the launcher that was elected.
 
-The leader keeps nothing that a successor could not have: what it decided lies in the plan of the generation, what
-happens on the nodes is told again to whoever becomes leader.
+The leader keeps no state that a successor could not have: its decisions are in the plan of the generation, and the
+nodes report their state again to a new leader.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from opsd.launch.run.stops import StopCoordinator
 class Leader:
     """Makes the plans.
 
-    ``over`` is called with the code and the reason, lost and unfit nodes before the end of the run is claimed.
+    ``over`` is called with the exit code, the reason, the lost and the unfit nodes before the end of the run is
+    claimed.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Leader:
     # -- nodes ---------------------------------------------------------------------------------------------------
 
     def joined(self, member: Member) -> None:
-        """Another launcher is there."""
+        """Another launcher has joined."""
         self._health.joined(member.name)
         if self._planner.waiting:
             self.propose_next()
@@ -102,7 +103,7 @@ class Leader:
             self._log.emit("launcher_joined", joined=member.name)
 
     def lost(self, name: str, silent_s: float) -> None:
-        """A launcher is gone, and with it, as far as anybody can tell, its node."""
+        """A launcher is lost, and with it, as far as is known, its node."""
         if self._finished:
             return
         self._note_lost(name, silent_s)
@@ -123,7 +124,7 @@ class Leader:
         self._recover(FailureReport(name, cause, "not within reach", ""))
 
     def payload(self, keep: int) -> dict[str, Any]:
-        """What the plan tells a successor, and the launchers of what was before."""
+        """The leader's state for successors and launchers, as part of the plan."""
         return {
             "policy": self._policy.snapshot(),
             "restarts": self._restarts,
@@ -134,11 +135,11 @@ class Leader:
         }
 
     def too_few(self, reason: str) -> None:
-        """Give up here, for Slurm to find other nodes."""
+        """End the run, so that Slurm finds other nodes."""
         self.end(exitcodes.REQUEUE, reason)
 
     def began(self, plan: Plan, begun: Begun) -> None:
-        """All nodes of ``plan`` are ready, and its ranks are started, or run on."""
+        """All nodes of ``plan`` are ready: its ranks are started, or keep running."""
         before = self._planner.slots
         self._planner.begun(plan)
         self._know(plan)
@@ -159,7 +160,7 @@ class Leader:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def received(self, sender: str, message: ToLeader) -> None:
-        """Something has happened on a node, or somebody there wants something."""
+        """A node reports something, or requests something."""
         plan = self._planner.plan
         match message:
             case messages.Event(record, age_s):
@@ -176,7 +177,7 @@ class Leader:
                 self._note(sender, message)
 
     def _note(self, sender: str, message: ToLeader) -> None:
-        """The same, of the generation that runs."""
+        """A report about the generation that runs."""
         match message:
             case messages.Failed(_, failures):
                 self._failures.add(reports(sender, failures, time.time()), alone=len(self._planner.slots) == 1)
@@ -220,7 +221,7 @@ class Leader:
     # -- failures ------------------------------------------------------------------------------------------------
 
     def _judge(self, report: FailureReport) -> None:
-        """The first cause of what has failed is known."""
+        """The first cause of the failures is known."""
         cause = report.failure
         self._noticed = self._failures.noticed
         if cause.error is not None and cause.error.type == PROGRAM_NOT_FOUND:
@@ -230,7 +231,7 @@ class Leader:
             self._recover(report)
 
     def _recover(self, report: FailureReport, *, named: bool = True) -> None:
-        """Restart all ranks; the node of the report is not to blame if it was not ``named``."""
+        """Restart all ranks; the report counts against its node only if it was ``named``."""
         cause = report.failure
         if self._stops.final:
             code = exitcodes.REQUEUE if report.node in self._health.gone else exitcodes.FAILED
@@ -262,17 +263,17 @@ class Leader:
     # -- what requests lead to -----------------------------------------------------------------------------------
 
     def note_interruption(self) -> None:
-        """From now on the run stands still."""
+        """The run makes no progress from now on."""
         self._noticed = time.monotonic()
 
     def restart_all(self) -> None:
-        """Begin the next generation at once, from the last checkpoint."""
+        """Start the next generation at once, from the last checkpoint."""
         self.note_interruption()
         self._restarts += 1
         self.propose_next()
 
     def stopped(self, stop: Stop) -> None:
-        """The ranks have ended in order, as they were told to: the job goes back into the queue."""
+        """The ranks have ended in order, as requested: the job is requeued."""
         self._log.emit("requeued", signal=str(stop), step=self._furthest)
         self.end(exitcodes.REQUEUE, f"stopped in good order after {stop}")
 
@@ -296,11 +297,11 @@ class Leader:
         self._group.end(code, reason, lost, unfit)
 
     def step_down(self) -> None:
-        """Decide nothing more: another launcher is leader now, or the run is over."""
+        """Make no more decisions: another launcher leads, or the run is over."""
         self.replaced()
         self._planner.close()
 
 
 def later(known: int | None, step: int | None) -> int | None:
-    """The higher of a step that is known and one that is reported, if it is one."""
+    """The higher of a known and a reported step, either of which may be None."""
     return step if known is None else known if step is None else max(known, step)

@@ -1,6 +1,6 @@
-"""What launchers tell the leader about the run, and what the leader tells them. They travel in ``Tell`` and ``Order``.
+"""Reports of launchers to the leader, and its orders. They travel in ``tell`` and ``order``.
 
-Moments travel as ages in seconds, so that clocks need not agree.
+Times are sent as ages in seconds, so that clocks need not agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TO_LEADER, FROM_LEADER = "to the leader", "from the leader"
 
 
 class StopReason(Enum):
-    """What an orderly stop is for."""
+    """Why an orderly stop is made."""
 
     SIGNAL = "signal"
     REQUEST = "request"
@@ -28,14 +28,14 @@ class StopReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An orderly stop. ``what`` is the signal, or the node that is to be swapped."""
+    """An orderly stop. ``what`` is the signal, or the node to be swapped."""
 
     why: StopReason
     what: str = ""
 
     @property
     def final(self) -> bool:
-        """Whether the run goes on only when it is started again."""
+        """Whether the run goes on only if it is started again."""
         return self.why is not StopReason.SWAP
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class FailedRank:
-    """A rank's failure, whose ``t`` is an age, with its log and how that ends."""
+    """A rank's failure, whose ``t`` is an age, with its log and the end of the log."""
 
     failure: Failure
     log: str = ""
@@ -57,7 +57,7 @@ class FailedRank:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the run has come, as far as it is known on a node: highest completed and committed step."""
+    """The highest completed and committed step known on a node."""
 
     direction: ClassVar = TO_LEADER
     generation: int
@@ -85,7 +85,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """The ranks of a node stand still for too long."""
+    """The ranks of a node hang."""
 
     direction: ClassVar = TO_LEADER
     generation: int
@@ -93,7 +93,7 @@ class Hung:
 
 @dataclass(frozen=True, slots=True)
 class RankStatuses:
-    """Where the ranks of a node stand, ``changed`` as an age, and the file with their stacks."""
+    """The status of a node's ranks, ``changed`` as an age, and the file with their stacks."""
 
     wire: ClassVar = "standings"
     direction: ClassVar = TO_LEADER
@@ -104,7 +104,7 @@ class RankStatuses:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """All ranks of a node have ended in good order, on their own or as they were told to."""
+    """All ranks of a node have ended in good order, by themselves or as they were told."""
 
     direction: ClassVar = TO_LEADER
     generation: int
@@ -113,7 +113,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The ranks of a node do not run, and have not ended in good order; for ``gone_s`` seconds."""
+    """The ranks of a node have not run for ``gone_s`` seconds, and have not ended in good order."""
 
     direction: ClassVar = TO_LEADER
     generation: int
@@ -122,7 +122,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Ranks that were told to stop have not done so in time."""
+    """Ranks that were told to stop have exceeded the timeout."""
 
     direction: ClassVar = TO_LEADER
     generation: int
@@ -132,7 +132,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class StopWanted:
-    """Somebody wants the run to checkpoint and end."""
+    """A user wants the run to checkpoint and end."""
 
     direction: ClassVar = TO_LEADER
     stop: Stop
@@ -140,7 +140,7 @@ class StopWanted:
 
 @dataclass(frozen=True, slots=True)
 class RestartWanted:
-    """Somebody wants all ranks restarted from the last checkpoint."""
+    """A user wants all ranks restarted from the last checkpoint."""
 
     direction: ClassVar = TO_LEADER
     generation: int
@@ -149,7 +149,7 @@ class RestartWanted:
 
 @dataclass(frozen=True, slots=True)
 class SwapWanted:
-    """Somebody wants ``node`` replaced by a spare at a step boundary."""
+    """``node`` is to be replaced by a spare at a step boundary."""
 
     direction: ClassVar = TO_LEADER
     generation: int
@@ -159,7 +159,7 @@ class SwapWanted:
 
 @dataclass(frozen=True, slots=True)
 class SpareWanted:
-    """A swap of ``node`` was wanted, and there is no spare: whoever can may bring one."""
+    """A swap of ``node`` was requested and there is no spare; one may be provided."""
 
     direction: ClassVar = TO_LEADER
     generation: int
@@ -178,7 +178,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Why a node must not take another's place, "" if it may."""
+    """Why a node must not replace another, "" if it may."""
 
     direction: ClassVar = TO_LEADER
     why: str
@@ -195,7 +195,7 @@ class StopOrdered:
 
 @dataclass(frozen=True, slots=True)
 class RankStatusesWanted:
-    """A node has reported a hang: where do the ranks of all stand?"""
+    """A node has reported a hang: all nodes are to report the status of their ranks."""
 
     wire: ClassVar = "standings_wanted"
     direction: ClassVar = FROM_LEADER
@@ -204,7 +204,7 @@ class RankStatusesWanted:
 
 @dataclass(frozen=True, slots=True)
 class HangFound:
-    """The run is restarted for a hang; ``fields`` are those of its event, ``score`` how much spoke for it."""
+    """The run is restarted for a hang; ``fields`` are those of its event, ``score`` is the weight of the evidence."""
 
     direction: ClassVar = FROM_LEADER
     fields: dict[str, Any]
@@ -219,4 +219,4 @@ FromLeader = StopOrdered | RankStatusesWanted | HangFound
 KINDS: tuple[type, ...] = (*typing.get_args(ToLeader), *typing.get_args(FromLeader))
 CODEC = Codec(KINDS)
 MESSAGES = (*group.MESSAGES, *KINDS)
-"""All that launchers say to each other."""
+"""All messages between launchers."""

@@ -1,7 +1,7 @@
-"""What a run is called when nobody says it with ``--run-id``.
+"""The name of a run without ``--run-id``.
 
-The nodes of a run, and its starts after a requeue, must come to the same name by themselves; runs that have nothing to
-do with each other must not, as a run goes on from what another start under its name has left.
+The nodes of a run, and its starts after a requeue, must derive the same name; unrelated runs must not, as a run
+continues from what an earlier start under its name has left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SPECIAL_STEPS = 4_294_967_290
 
 
 def name_of_nodes(env: Mapping[str, str], rdzv_id: str | None, common: str) -> str:
-    """The name of a run of several nodes: the job's, or made of what the nodes have in ``common`` without Slurm."""
+    """The name of a run on several nodes: the job's, or without Slurm derived from what nodes have in ``common``."""
     job = _job(env)
     if rdzv_id and rdzv_id != env.get("SLURM_JOB_ID"):
         return valid_name(f"{job}-{rdzv_id}" if job else rdzv_id)
@@ -32,9 +32,9 @@ def name_of_nodes(env: Mapping[str, str], rdzv_id: str | None, common: str) -> s
 
 
 def name_of_one_node(env: Mapping[str, str], rdzv_id: str | None, cwd: Path, program: Sequence[str]) -> str:
-    """The name of a run of one node: in a job, one for each step, task, choice of GPUs and command line.
+    """The name of a run on one node: in a job, one per step, task, choice of GPUs and command line.
 
-    A requeued job comes to the same name. Outside Slurm nothing starts a run again, so each has a name of its own.
+    A requeued job derives the same name. Outside Slurm nothing starts a run again, so each gets a new name.
     """
     job = _job(env)
     if not job:
@@ -57,7 +57,7 @@ def _step(env: Mapping[str, str]) -> int | None:
 
 
 def _chosen_gpus(env: Mapping[str, str]) -> str | None:
-    """The GPUs that the script has picked out of the job's. All of them have other numbers after a requeue."""
+    """The GPUs that the script has picked out of the job's, None for all: those have other numbers after a requeue."""
     gpus = env.get("CUDA_VISIBLE_DEVICES")
     return gpus if gpus and len(gpus.split(",")) < _number(env, "SLURM_GPUS_ON_NODE") else None
 

@@ -16,19 +16,18 @@ from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import Failure
 
 REGROUP_S = 2.0
-"""How long a new leader waits for the others to find it before it says that there are too few."""
+"""How long a new leader waits for the others to find it before it decides that there are too few."""
 BLAMED_OFTEN = 2
-"""So many faults make a node unfit, though its hardware has not said that it fails."""
+"""Faults after which a node is unfit without a hardware error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """How many nodes run ranks, at least and at most, and which of them first.
+    """How many nodes run ranks, at least and at most, in which order of preference, and how long to wait for nodes.
 
-    For ``join_s`` seconds the first generation waits for the least, and then for ``last_call_s`` for more of them; a
-    later one that has too few waits for ``wait_s``. After
-    failures that all look like the consequence of another on another node, that other has ``victim_s`` to show; longer
-    than it takes to notice that a node is lost.
+    The first generation waits ``join_s`` seconds for the least number, then ``last_call_s`` for more; a later one that
+    has too few waits ``wait_s``. After failures that all look like consequences of a failure on another node, that one
+    gets ``victim_s`` to show, longer than the detection of a lost node takes.
     """
 
     least: int
@@ -47,10 +46,10 @@ def assign_slots(
     unfit: Collection[str],
     flaps: Mapping[str, int] | None = None,
 ) -> tuple[str, ...] | None:
-    """The nodes by node rank: those of ``before`` where they were, others in the gaps; None if they are too few.
+    """The nodes by node rank: those of ``before`` keep their slots, others fill the gaps; None if there are too few.
 
-    Who keeps the place keeps the ranks, and with them what is in the node's memory. Of those that are free, who has
-    never been lost comes before who has.
+    A node that keeps its slot keeps its ranks, and their in-memory checkpoints. Of the free nodes, those that were
+    never lost are preferred.
     """
     places = [name if name in alive and name not in unfit else None for name in before]
     ranked = {name: number for number, name in enumerate(shape.order)}
@@ -68,49 +67,49 @@ def assign_slots(
 
 
 class NodeHealth:
-    """What the leader knows about nodes. ``spares`` gives those that could take a place."""
+    """What the leader knows about the health of nodes. ``spares`` returns the nodes that could take a slot."""
 
     def __init__(self, log: RunEventLog, spares: Callable[[], Collection[str]]) -> None:
         self.gone: set[str] = set()
         self.flaps: Counter[str] = Counter()
-        """How often nodes have been lost and have come back."""
+        """How often nodes were lost and came back."""
         self._log = log
         self._spares = spares
         self._faults: Counter[str] = Counter()
         self._retired: set[str] = set()
-        """Nodes whose place a spare has taken, or is about to take."""
+        """Nodes that a spare has replaced, or is about to replace."""
         self._unready: dict[str, str] = {}
 
     @property
     def unfit(self) -> set[str]:
-        """The nodes that are to run no ranks."""
+        """The nodes that must run no ranks."""
         return self._retired | self._unready.keys()
 
     @property
     def retired(self) -> set[str]:
-        """Nodes that are still there, and are not to be used again."""
+        """Nodes that are present and must not be used again."""
         return self._retired - self.gone
 
     def snapshot(self) -> dict[str, Any]:
-        """What a successor has to know, for JSON."""
+        """The state for a successor, for JSON."""
         return {
             "unfit": sorted(self._retired), "blamed": self._faults, "gone": sorted(self.gone), "flaps": self.flaps,
         }  # fmt: skip
 
     def restore(self, memory: Mapping[str, Any]) -> None:
-        """Go on from what the leader before remembered."""
+        """Continue from the state of the previous leader."""
         self._retired, self._faults = set(memory["unfit"]), Counter(memory["blamed"])
         self.gone, self.flaps = set(memory["gone"]), Counter(memory["flaps"])
 
     def joined(self, node: str) -> None:
-        """A launcher has joined; whether it is ready it will say."""
+        """A launcher has joined; it will report whether it is ready."""
         if node in self.gone:
             self.gone.discard(node)
             self.flaps[node] += 1
         self._unready.pop(node, None)
 
     def note_readiness(self, node: str, why: str) -> bool:
-        """Use a spare only while it says that it may be; True if that has changed."""
+        """Use a spare only while it reports that it is ready; True if that has changed."""
         known = self._unready.pop(node, "")
         if why:
             self._unready[node] = why
@@ -119,14 +118,11 @@ class NodeHealth:
         return why != known
 
     def withdraw(self, node: str, reason: str) -> None:
-        """The node is wanted elsewhere: it does not count as a spare until it comes again."""
+        """The node is wanted elsewhere: it is not a spare until it joins again."""
         self._unready[node] = reason
 
     def note_fault(self, node: str, cause: Failure) -> None:
-        """Let a spare take the place of a node that is still there, and has proven unfit.
-
-        An error of the program, or a connection lost, is no node's fault.
-        """
+        """Replace a node that has proven unfit by a spare. Program errors and lost connections are not counted."""
         if node in self.gone or cause.kind not in ("hardware", "signal", "hang"):
             return
         self._faults[node] += 1
@@ -134,7 +130,7 @@ class NodeHealth:
             self.retire(node, f"{cause.cause}, fault number {self._faults[node]} of this node")
 
     def retire(self, node: str, reason: str) -> bool:
-        """Have ``node`` run no more ranks if another can take its place."""
+        """Mark ``node`` unfit if another can replace it; returns whether that is so."""
         if not self._spares():
             return False
         self._retired.add(node)
@@ -142,7 +138,7 @@ class NodeHealth:
         return True
 
     def keep(self, slots: Collection[str]) -> None:
-        """Who of ``slots`` was to go, and is still there, stays if nobody can take its place."""
+        """Retired nodes among ``slots`` that are still present stay if there is no spare."""
         if self._spares():
             return
         leaving = self.retired & set(slots)
@@ -156,14 +152,14 @@ class NodeHealth:
 
 
 class PlannerCallbacks(Protocol):
-    """What the leader wants with the nodes that are there."""
+    """Callbacks of the planner."""
 
     def payload(self, keep: int) -> Mapping[str, Any]:
-        """What successors have to know, with the plan; ``keep`` is the generation whose ranks run on, or 0."""
+        """The leader's state for successors; ``keep`` is the generation whose ranks keep running, or 0."""
         ...
 
     def replaced(self) -> None:
-        """The next generation is proposed: what was known of the one before no longer matters."""
+        """The next generation is proposed: the state of the previous one no longer matters."""
         ...
 
     def too_few(self, reason: str) -> None:
@@ -172,15 +168,15 @@ class PlannerCallbacks(Protocol):
 
 
 class GenerationPlanner:
-    """The proposals of one leader. A proposal replaces the one before; ``begun`` is called when one holds."""
+    """Proposes the generations of one leader. A proposal replaces the previous; ``begun`` is called once one holds."""
 
     def __init__(
         self, shape: RunShape, group: Group, loop: Loop, health: NodeHealth, callbacks: PlannerCallbacks
     ) -> None:
         self.plan: Plan | None = None
-        """The newest that has begun, or that a leader before this one has left."""
+        """The newest plan that has begun, or that a previous leader has left."""
         self.changing = False
-        """True while a generation is on its way: what is heard of the one before comes too late."""
+        """True while a generation is proposed: reports about the previous one are outdated."""
         self._shape = shape
         self._group = group
         self._loop = loop
@@ -197,16 +193,16 @@ class GenerationPlanner:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The nodes at work."""
+        """The nodes that run ranks."""
         return self.plan.slots if self.plan is not None else ()
 
     @property
     def spares(self) -> set[str]:
-        """Those that could take a place."""
+        """The nodes that could take a slot."""
         return self._group.alive.keys() - self._health.unfit - set(self.slots)
 
     def take_over(self, plan: Plan) -> None:
-        """Go on from ``plan``, made by the leader before; some of the others may not have found this one yet."""
+        """Continue from ``plan`` of the previous leader; some members may not have found this leader yet."""
         self.plan, self.changing = plan, not self._group.begun
         self._regroup_until = time.monotonic() + REGROUP_S
 
@@ -215,7 +211,7 @@ class GenerationPlanner:
         self.plan, self.changing = plan, False
 
     def propose_next(self) -> None:
-        """Propose the next generation; if there are too few nodes, one without ranks, to wait for more."""
+        """Propose the next generation; with too few nodes one without ranks, which waits for more."""
         if self._closed:
             return
         slots = assign_slots(self._shape, self.slots, self._group.alive.keys(), self._health.unfit, self._health.flaps)
@@ -226,7 +222,7 @@ class GenerationPlanner:
             self._wait()
 
     def keep(self, plan: Plan) -> None:
-        """Lead on what a leader before this one has begun, or this launcher before it stepped down: its ranks go on."""
+        """Claim a generation that keeps the ranks of a previous leader, or of this one's earlier term."""
         self._group.propose(plan.slots, self._callbacks.payload(keep=plan.generation))
 
     def _propose(self, slots: tuple[str, ...]) -> None:

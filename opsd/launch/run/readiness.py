@@ -1,4 +1,4 @@
-"""Whether this node may take another's place: told to the leader while it stands by."""
+"""Whether this node may replace another: reported to the leader while it is a spare."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from opsd.launch.run import messages
 from opsd.launch.run.messages import CODEC
 
 ANSWER_S = 60.0
-"""How long a node that has been given a place may take to find out whether it may have it."""
+"""How long a node that has been given a slot may take to determine whether it may use it."""
 
 
 class Readiness:
-    """``ask`` says why the node must not be used, "" if it may; it may block. ``refused`` hears of each refusal.
+    """``ask`` returns why the node must not be used, "" if it may; it may block. ``refused`` gets each refusal.
 
-    What was known last holds while ``ask`` raises OSError: a controller that is down makes no spare unready. A node of
-    which nothing was ever known is not used.
+    The last answer holds while ``ask`` raises OSError, so that a controller that is down makes no spare unready. A node
+    without any answer yet is not used.
     """
 
     def __init__(self, loop: Loop, group: Group, ask: Callable[[], str], refused: Callable[[str], None]) -> None:
@@ -32,7 +32,7 @@ class Readiness:
         self._then: Callable[[], None] | None = None
 
     def tell(self) -> None:
-        """Let the leader know."""
+        """Report the readiness to the leader."""
         if not self._asking:
             self._asking = True
             self._loop.run_in_thread(self._ask, self._answered)
@@ -66,7 +66,7 @@ class Readiness:
             then()
 
     def _give_up(self, take_part: Callable[[], None]) -> None:
-        """A file server that hangs must not hold up the run, also where this node is the leader."""
+        """A file server that hangs must not hold up the run, also if this node leads."""
         if self._then is take_part:
             self._then = None
             self._tell_leader(f"whether it is ready could not be found out within {ANSWER_S:g} s")
@@ -76,10 +76,10 @@ class Readiness:
 
 
 def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
-    """What the settings of this node ask of spares, and it does not have; see ``opsd.spares.duty``.
+    """Which requirements of this node's settings for spares it does not meet; see ``opsd.spares.duty``.
 
-    Settings that cannot be read are a reason as well. Without a configuration file nothing is asked. Raises OSError
-    where it cannot be known at the moment.
+    Unreadable settings are a reason too. Without a configuration file there are no requirements. Raises OSError if it
+    cannot be determined at the moment.
     """
     from opsd.config import (  # 0.2 s, which a launcher need not spend before it starts ranks
         ConfigError,

@@ -1,25 +1,27 @@
-"""What the launcher's part that minds the ranks of this node asks of the part that decides about the run."""
+"""The interface between the supervisor of this node's ranks and the control of the whole run; answers to requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from opsd.launch.claims.group import Group
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
 from opsd.launch.ranks.failure import Failure
 from opsd.launch.ranks.ranks import Rank
+from opsd.launch.run.messages import RestartWanted, SpareWanted, SwapWanted, ToLeader
 
 RankFailure = tuple[Failure, Rank]
 CONTROL = "control"
-"""Who asks for a stop if it is not a signal."""
+"""The origin of a stop that was requested on the control socket, not by a signal."""
 
 
 class RunControl(Protocol):
-    """Decides about the run: what to do when something has happened on this node."""
+    """Decides about the run. Each method reports an event on this node."""
 
     def start_run(self) -> None:
-        """The launcher serves; bring about the first generation."""
+        """The launcher is up; start the first generation."""
         ...
 
     def cannot_start(self, reason: str) -> None:
@@ -27,23 +29,23 @@ class RunControl(Protocol):
         ...
 
     def failed(self, found: Sequence[RankFailure]) -> None:
-        """Ranks of this node have failed, all that did at about the same time."""
+        """Ranks of this node have failed at about the same time."""
         ...
 
     def hung(self, hang: Hang) -> None:
-        """The ranks of this node have stood still for too long; told again for as long as they do."""
+        """The ranks of this node hang; repeated for as long as they do."""
         ...
 
     def ended(self) -> None:
-        """All ranks of this node have ended in good order: finished, or stopped as they were told to."""
+        """All ranks of this node have ended in good order: finished, or stopped as requested."""
         ...
 
     def asked_to_stop(self, by: str) -> None:
-        """Somebody wants the run to checkpoint and stop; asked again, to hurry."""
+        """A checkpoint and stop of the run is requested; repeated requests shorten the wait."""
         ...
 
     def stop_too_slow(self, reason: str) -> None:
-        """Ranks that were asked to stop have not done so in time."""
+        """Ranks that were asked to stop have exceeded the timeout."""
         ...
 
     def interrupted(self) -> None:
@@ -57,3 +59,39 @@ class RunControl(Protocol):
     def close(self) -> None:
         """The launcher ends."""
         ...
+
+
+def answer(
+    request: Request, group: Group, *, between: bool, generation: int, tell: Callable[[ToLeader], None], waits: bool
+) -> Request:
+    """Answer ``status``, ``restart`` and ``swap``; ``tell`` passes what is to be done to the leader.
+
+    A run that ``waits`` for nodes can be given a spare: it asks for one and answers ``coming``.
+    """
+    command, plan, leader = request.get("cmd"), group.plan, group.leader
+    slots = plan.slots if plan is not None else ()
+    spares = [name for name in sorted(group.members) if name not in slots] if plan is not None else []
+    if command == "status":
+        return {"nodes": list(slots), "spares": spares, "head": leader, "waits": waits}
+    if command not in ("restart", "swap"):
+        return _refused(f"unknown command {command!r}; known are status, restart, stop, swap")
+    if plan is None or between or leader is None:
+        return _refused("the run is between two generations; ask again in a few seconds")
+    reason = str(request.get("reason", ""))
+    if command == "restart":
+        tell(RestartWanted(generation, reason))
+        return {"ok": True}
+    name = str(request.get("node", ""))
+    if name not in slots:
+        return _refused(f"{name or 'no node'} runs no ranks of this run; {', '.join(slots)} do")
+    if not set(spares) - set(plan.payload["unfit"]):
+        if not waits:
+            return _refused("the run has no spare")
+        tell(SpareWanted(generation, name, reason))
+        return {**_refused("the run has no spare; one has been asked for"), "coming": True}
+    tell(SwapWanted(generation, name, reason))
+    return {"ok": True}
+
+
+def _refused(why: str) -> Request:
+    return {"ok": False, "error": why}

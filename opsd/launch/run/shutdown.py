@@ -1,4 +1,4 @@
-"""How a launcher ends: at once, or as the leader, once the others and the job know."""
+"""The exit of a launcher: at once, or as the leader, after the others and the job have been told."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from opsd.launch.run.supervisor import Supervisor
 LEADER_LINGER_S = 1.0
 """How long the leader stays for the others after the end."""
 CLAIM_S = 20.0
-"""How long the end of the run waits for the folder to take it."""
+"""How long the folder may take to accept the end of the run."""
 
 
 class BatchJob(Protocol):
-    """The job that the run is part of, as far as its end goes. May block; is called in a thread."""
+    """The batch job of the run. Methods may block and are called in a thread."""
 
     def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """The run has ended with the exit code ``code``, without the nodes ``lost``; ``unfit`` ones are to be avoided.
+        """The run has ended with ``code``, without the nodes ``lost``; ``unfit`` ones are to be avoided.
 
         May not return, because it ends the job.
         """
@@ -30,7 +30,7 @@ class BatchJob(Protocol):
 
 
 class Shutdown:
-    """The end of this launcher. ``ending`` is called first of all, when the end is certain."""
+    """The exit of this launcher. ``ending`` is called first, when the end is certain."""
 
     def __init__(self, node: Supervisor, group: Group, job: BatchJob, ending: Callable[[], None]) -> None:
         self.begun = False
@@ -44,7 +44,7 @@ class Shutdown:
         self._pending_exit: tuple[int, str] | None = None
 
     def over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """As the leader, this launcher is about to claim the end of the run."""
+        """This launcher, the leader, is about to claim the end of the run."""
         self._ended, self._bad_nodes = (code, reason), (lost, unfit)
         self._unclaimed = self._node.loop.later(CLAIM_S, lambda: self._end_unclaimed(code, reason))
 
@@ -67,7 +67,7 @@ class Shutdown:
             self._node.end(lambda: self.leave(code, reason), gracefully=code == exitcodes.OK)
 
     def interrupt(self) -> None:
-        """Let SIGINT end the ranks, then exit; the others go on without them, or end by their own SIGINT."""
+        """Let SIGINT end the ranks, then exit."""
         if not self.begun:
             self._ending()
         self.begun = True
@@ -101,6 +101,6 @@ class Shutdown:
         )
 
     def exit_now(self) -> None:
-        """Exit now if the end has come: Slurm ends the job, as this launcher has asked it to."""
+        """Exit now if the end has come: Slurm is ending the job, as this launcher has requested."""
         if self._pending_exit is not None:
             self._node.finish(*self._pending_exit)

@@ -1,4 +1,4 @@
-"""Orderly stops of a generation on several nodes: for good, or for the swap of a node."""
+"""Orderly stops of a generation, final or for the swap of a node."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from opsd.launch.run.nodes import GenerationPlanner, NodeHealth
 
 
 class StopCallbacks(Protocol):
-    """What the leader does once it comes to that."""
+    """Decisions of the leader that stops lead to."""
 
     def note_interruption(self) -> None:
-        """The run begins to stand still."""
+        """The run makes no progress from now on."""
         ...
 
     def propose_next(self) -> None:
@@ -24,11 +24,11 @@ class StopCallbacks(Protocol):
         ...
 
     def restart_all(self) -> None:
-        """The same at the cost of the steps since the last checkpoint."""
+        """The same, losing the steps since the last checkpoint."""
         ...
 
     def stopped(self, stop: Stop) -> None:
-        """All ranks have made their checkpoint and ended, as they were told to."""
+        """All ranks have made their checkpoint and ended, as they were told."""
         ...
 
     def end(self, code: int, reason: str) -> None:
@@ -37,7 +37,7 @@ class StopCallbacks(Protocol):
 
 
 class StopCoordinator:
-    """Of one leader: who wants the generation to stop, and which of its nodes have ended."""
+    """Of one leader: which stop the generation makes, and which of its nodes have ended."""
 
     def __init__(
         self, formation: GenerationPlanner, group: Group, health: NodeHealth, log: RunEventLog, callbacks: StopCallbacks
@@ -50,11 +50,11 @@ class StopCoordinator:
         self._stop: Stop | None = None
         self._ended: dict[str, Stop | None] = {}
         self._leaving: dict[str, str] = {}
-        """Borrowed nodes for which there was no spare, and why they have to leave."""
+        """Borrowed nodes without a spare for them, and why they have to leave."""
 
     @property
     def final(self) -> bool:
-        """Whether the generation that stops is the last one of this start."""
+        """Whether the generation is the last one of this start."""
         return self._stop is not None and self._stop.final
 
     @property
@@ -63,7 +63,7 @@ class StopCoordinator:
         return set(self._planner.slots) - self._ended.keys()
 
     def forget(self) -> None:
-        """Another generation is on its way."""
+        """Another generation is proposed."""
         self._stop, self._ended, self._leaving = None, {}, {}
 
     def swap(self, node: str, reason: str) -> None:
@@ -88,7 +88,7 @@ class StopCoordinator:
         self._stop_for_swap(node, reason)
 
     def spare_ready(self) -> None:
-        """A spare says that it may be used: let go who waits for one."""
+        """A spare may be used: release a node that waits for one."""
         if self._leaving and not self._planner.changing and not self._planner.waiting:
             node, reason = next(iter(self._leaving.items()))
             self.release(node, reason)
@@ -104,13 +104,13 @@ class StopCoordinator:
         self._group.tell_all(CODEC.encode(StopOrdered(self._log.generation, stop)))
 
     def restart(self, reason: str) -> None:
-        """Restart all ranks at once, unless they are about to stop."""
+        """Restart all ranks at once, unless they are stopping."""
         if self._stop is None:
             self._log.emit("restart_requested", reason=reason)
             self._callbacks.restart_all()
 
     def stop(self, stop: Stop) -> None:
-        """Somebody wants the run to checkpoint and end."""
+        """Checkpoint and end the run."""
         if self.final:
             return
         if self._planner.plan is None or self._planner.changing or self._planner.waiting:
@@ -120,7 +120,7 @@ class StopCoordinator:
             self._order(stop)
 
     def ended(self, node: str, told: Stop | None) -> None:
-        """The ranks of ``node`` have ended in order, or as they were ``told`` to, by a leader before this one too."""
+        """The ranks of ``node`` have ended by themselves, or as they were ``told``, possibly by a previous leader."""
         self._ended[node] = told
         if self.at_work:
             return
@@ -134,7 +134,7 @@ class StopCoordinator:
             self._callbacks.propose_next()
 
     def _take_over(self, stop: Stop) -> None:
-        """Go on with a swap that a leader before this one has ordered."""
+        """Continue a swap that a previous leader has ordered."""
         if self._stop is None and stop.what not in self._health.unfit:
             self._health.retire(stop.what, str(stop))
 
@@ -147,7 +147,7 @@ class StopCoordinator:
             self._callbacks.restart_all()
 
     def too_slow(self, told: Stop | None, reason: str) -> None:
-        """Ranks did not stop in time: a swap then costs the steps since the last checkpoint, and a stop the run."""
+        """Ranks exceeded the stop timeout: a swap restarts from the last checkpoint, a final stop fails the run."""
         stop = self._stop or told
         if stop is not None and not stop.final:
             print_message(f"{reason}; restarting all ranks")

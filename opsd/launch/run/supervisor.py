@@ -1,4 +1,4 @@
-"""The ranks of this node: started, watched and ended as the one in control of the run says."""
+"""The ranks of this node: started, watched and ended as the run's control decides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State = Literal["waiting", "running", "restarting", "stopping", "spare", "finish
 
 POLL_S, POLL_SUSPICIOUS_S, POLL_AWAITING_S = 0.25, 0.05, 0.02
 QUIET_S = 10.0
-"""When ranks without pages count as past their start."""
+"""When ranks without pages count as started up."""
 
 
 class Supervisor:
@@ -70,7 +70,7 @@ class Supervisor:
         self._world_size = settings.local_size
 
     def run(self, control: RunControl) -> int:
-        """Serve until the run is over."""
+        """Run the event loop until the run is over."""
         self._control = control
         self.set_state("waiting")
         # Under nohup the end of the terminal is none of the run's business.
@@ -128,7 +128,7 @@ class Supervisor:
         self.loop.later(POLL_AWAITING_S if self.progress.recovery is not None else delay, self._poll)
 
     def _settled(self, pages: Mapping[int, RankPage]) -> bool:
-        """True once the generation is past its start, so that warming up the next one no longer delays it."""
+        """True once the generation is past its start, so that warming up standbys does not delay it."""
         if pages:
             return all(page.steps_reported >= WARM_STEPS for page in pages.values())
         return not self.generation.ranks or time.monotonic() - self.generation.started > QUIET_S
@@ -141,20 +141,20 @@ class Supervisor:
         return self._is_own_child(pid) or pid in self._foreign_children
 
     def accept_hang(self, phase: str, score: int) -> None:
-        """The run will be restarted for a hang in ``phase`` for which so much spoke."""
+        """The run is restarted for a hang in ``phase``; ``score`` is the weight of the evidence."""
         if self._hangs is not None:
             self._hangs.accept(phase, score)
 
     def rank_statuses(self) -> tuple[RankStatus, ...]:
-        """Where the ranks stand, none if hangs are not judged."""
+        """The status of the ranks, empty if hang detection is off."""
         return self._hangs.rank_statuses(self.generation) if self._hangs is not None else ()
 
     def write_stacks(self) -> str | None:
-        """The file with the stacks of a stall that is being looked into, None without one."""
+        """The file with the stacks of a suspected hang, None without one."""
         return self._hangs.write_stacks(self.generation) if self._hangs is not None else None
 
     def stand_by(self, number: int) -> None:
-        """Run no ranks in generation ``number``, but have interpreters warm for a later one."""
+        """Run no ranks in generation ``number``, and keep standbys for a later one."""
         self._stop.forget()
         self._standby.stand_by()
         self.generation, self.done = Generation(number), False
@@ -164,7 +164,7 @@ class Supervisor:
     # -- failures ------------------------------------------------------------------------------------------------
 
     def _failing(self, rank: Rank) -> None:
-        """The rank's program has failed, as it seems; its process will end, but that may take seconds."""
+        """The rank's program seems to have failed; its process will end, but that may take seconds."""
         if not rank.failing():
             return
         self._close_channel(rank)
@@ -195,7 +195,7 @@ class Supervisor:
             rank.channel.close()
 
     def _settle(self) -> None:
-        """Report the failures that have not been: a rank may fail, say so, and end only later."""
+        """Report new failures: a rank may fail, report it, and end only later."""
         self.progress.update(self.generation)
         failed = [pair for pair in self.generation.failures() if not self._stop.explains(pair[1])]
         found = [pair for pair in failed if pair[1].rank not in self._reported]
@@ -209,7 +209,7 @@ class Supervisor:
     # -- ending --------------------------------------------------------------------------------------------------
 
     def end(self, then: Callable[[], None], *, gracefully: bool = False) -> None:
-        """Kill every process of the generation, collect them, then go on with ``then``."""
+        """Kill and collect all processes of the generation, then call ``then``."""
         self._after = then
         if self._teardown is None:
             self._tear_down(gracefully=gracefully)
@@ -217,7 +217,7 @@ class Supervisor:
             self._teardown.kill()
 
     def interrupt(self, then: Callable[[], None]) -> None:
-        """Let SIGINT end the ranks within the time for a stop, then go on with ``then``; again: in 20 s, at once."""
+        """Let SIGINT end the ranks within the stop timeout, then call ``then``. A second call leaves 20 s, a third 0 s."""
         self._after = then
         self._interrupts += 1
         if self._teardown is None:
@@ -277,11 +277,11 @@ class Supervisor:
 
     @property
     def stopping(self) -> str:
-        """Who has asked for the orderly stop that is on its way, "" if there is none."""
+        """The origin of the orderly stop that is in progress, "" without one."""
         return self._stop.by
 
     def stop(self, by: str) -> None:
-        """Let the ranks checkpoint at the next step boundary and end; asked again, wait less long."""
+        """Let the ranks checkpoint at the next step boundary and end; repeated calls shorten the wait."""
         if not self.stopping:
             self.set_state("stopping")
         self._stop.ask(by, self.generation)
@@ -312,7 +312,7 @@ class Supervisor:
         self.loop.stop()
 
     def set_state(self, state: State) -> None:
-        """Let it be known what the launcher is doing."""
+        """Publish the launcher's state."""
         self.state = state
         self.folders.write_state(self._run_state(state))
 

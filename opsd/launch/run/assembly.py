@@ -1,4 +1,4 @@
-"""Puts the parts of a launcher together."""
+"""Assembles a launcher from its parts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.supervisor import Supervisor
 
 
-def control_of(
+def assemble_run(
     node: Supervisor, launchers: Launchers, shape: RunShape, secret: bytes, timeout_s: float, port: int | None,
     ready: Callable[[], str],
 ) -> ClusterRun:  # fmt: skip
-    """The control of a run on the nodes of ``launchers``, of which there may be one.
+    """The control of a run on the nodes of ``launchers``, one or several.
 
-    ``port`` is where ranks meet if the first of them are here, None for a fresh one each time. ``ready`` says why this
-    node must not take another's place, "" if it may.
+    ``port`` is MASTER_PORT if the first node is this one, None for a free port per generation. ``ready`` returns why
+    this node must not replace another, "" if it may.
     """
     settings, folder = node.settings, node.folders.folder
     launcher = f"{settings.node}-{os.getpid()}-{secrets.token_hex(4)}"

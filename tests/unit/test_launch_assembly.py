@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.run.wiring import SlurmJob
+from opsd.launch.run.assembly import SlurmJob
 from opsd.slurm.port import Node
 from tests.fakes.requeue import FakeQueue, running
 
