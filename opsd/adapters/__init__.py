@@ -1,1 +1,1 @@
-"""The rank page for other trainers: a few lines each on top of ``opsd.client``, imported by who uses them."""
+"""The rank page for other trainers: thin layers on top of ``opsd.client``."""

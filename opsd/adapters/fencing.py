@@ -1,7 +1,7 @@
-"""The look that an adapter takes before each checkpoint: whether this generation of the run may still write.
+"""The check of an adapter before each checkpoint: whether this generation of the run may still write.
 
-Ranks of a node that was cut off or frozen may go on when the run has long begun a later generation without them. What
-they write then would get in its way, so they end instead, with a sentence and exit code 76.
+Ranks of a node that was cut off or frozen may go on after the run has begun a later generation without them. Their
+writes would interfere with it, so they exit instead, with a sentence and exit code 76.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from opsd.checkpoints.claims import EXIT_FENCED, ClaimError, Fence, Fenced
 from opsd.client import Reporter
 
 LIMIT_S = 600.0
-"""How long a shared folder that cannot be read is waited for."""
+"""How long to wait for a shared folder that cannot be read."""
 POLL_S = 1.0
 
 
 class Gate:
-    """What stands before the checkpoints of this rank; always open to one that ``opsd launch`` did not start."""
+    """Guards the checkpoints of this rank; without effect if ``opsd launch`` did not start it."""
 
     def __init__(self, reporter: Reporter, fence: Fence | None = None, limit_s: float = LIMIT_S) -> None:
         self._reporter, self._limit_s = reporter, limit_s
@@ -28,8 +28,8 @@ class Gate:
     def pass_through(self) -> None:
         """Return if a checkpoint may be written.
 
-        Raises SystemExit if a later generation has been claimed, and ClaimError if that could not be seen for so long
-        that the run is better started anew.
+        Raises SystemExit if a later generation was claimed, and ClaimError if that was unknown for ``limit_s`` seconds,
+        after which the run should be restarted.
         """
         deadline = time.monotonic() + self._limit_s
         while self._fence is not None:

@@ -9,7 +9,7 @@ Steps, losses, phases, saves and validations go to the rank page. When the launc
 ``last.ckpt`` at the next step boundary and ends; ``ckpt_path="last"`` goes on from there. Without a folder of their own
 checkpoints are with the logger's files, in another folder at each start, and ``"last"`` finds none.
 
-Before each checkpoint, whoever asks for it, all ranks look whether a later generation of the run has begun elsewhere;
+Before each checkpoint, all ranks check whether a later generation of the run has begun elsewhere;
 then nothing is written and they end with exit code 76.
 """
 
@@ -62,9 +62,9 @@ class RankPageCallback(Callback):
         self._saving: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Puts the look before what the strategy writes, and warns of checkpoints that the next start will not find.
+        """Puts the check before the strategy's save, and warns of checkpoints that the next start will not find.
 
-        This comes before ``ModelCheckpoint.setup``.
+        Called before ``ModelCheckpoint.setup``.
         """
         strategy = trainer.strategy
         if not isinstance(strategy.save_checkpoint, functools.partial):  # fit, validate and test each set up

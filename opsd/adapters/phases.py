@@ -1,4 +1,4 @@
-"""What the adapters share: phases that follow one another, and a stop on which all ranks agree."""
+"""Shared by the adapters: consecutive phases, and a stop on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opsd.client import Reporter
 
 
 class Phases:
-    """Phases of a trainer that says when the next one begins, and not when one ends."""
+    """Phases of a trainer that reports the beginning of each, and not the end."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -24,16 +24,16 @@ class Phases:
         self._phase.__enter__()
 
     def leave(self) -> None:
-        """No phase has begun since the last ended."""
+        """End the current phase."""
         if self._phase is not None:
             self._phase.__exit__(None, None, None)
             self._phase = None
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether ``flag`` is set on any rank; all of them call it.
+    """Whether ``flag`` is set on any rank; a collective call.
 
-    Ranks that stop when they themselves have seen the request would stop at different steps.
+    Ranks that stopped when they saw the request themselves would stop at different steps.
     """
     if not dist.is_initialized():
         return flag

@@ -40,7 +40,7 @@ class RankPageTrainer(Trainer):
         self._phases = Phases(self._reporter)
         self._saving: int | None = None
         self._kept: int | None = None
-        """The step that was saved, or begun to be saved, last; at first the one that was loaded."""
+        """The step of the last save, complete or not; at first the one that was loaded."""
         super().__init__(config)
         self._gate = Gate(self._reporter)
         self._save, self.checkpointer.save = self.checkpointer.save, self._save_if_open
@@ -114,7 +114,7 @@ class RankPageTrainer(Trainer):
         return bool(checkpointer.enable and checkpointer._should_save(self.step, last))
 
     def _tell_saved(self) -> None:
-        """Tell of the checkpoint that was begun last, once it is there."""
+        """Report the last checkpoint once it is complete."""
         future = self.checkpointer.save_future if self.checkpointer.enable else None
         if self._saving is not None and (future is None or (future.done() and future.exception() is None)):
             self._reporter.checkpoint_committed(self._saving)
@@ -122,7 +122,7 @@ class RankPageTrainer(Trainer):
 
 
 class _Listener(BaseLogger):
-    """Hears what torchtitan logs, and passes it on to where it went before."""
+    """Reads what torchtitan logs, and passes it on."""
 
     def __init__(self, inner: BaseLogger, reporter: Reporter) -> None:
         self._inner, self._reporter = inner, reporter

@@ -1,13 +1,13 @@
-"""Which generation of a run may write, and who said so: claims in the run's folder, which all nodes share.
+"""Which generation of a run may write, and who decided it: claims in the run's folder, which all nodes share.
 
-``generations/000013.json`` is the claim of generation 13: its number, who made it, for which start of the run, and the
-plan of what runs in it. It is made whole and durable beside its place and then put there by an operation that exactly
-one of several claimants can succeed with, link(2), or rename(2) of a folder where a file system knows no links. Nothing
-else decides about a run. A generation holds until a higher number is claimed; a plan with an ``end`` is the run's last
-word. On which file systems this was tried, docs/shared-folder.md says. Standard library only.
+``generations/000013.json`` is the claim of generation 13: its number, its maker, the start of the run it is for, and
+the plan. It is written completely and durably under another name and then put in place by an operation with which
+exactly one of several claimants succeeds: link(2), or rename(2) of a folder if the file system has no links. Nothing
+else decides about a run. A generation holds until a higher number is claimed; a plan with an ``end`` ends the run.
+docs/shared-folder.md lists the file systems on which this was tested. Standard library only.
 
-``generations/lease`` is written anew once a second by the launcher that leads the newest generation. It proves
-nothing; it tells those who cannot reach that launcher that somebody goes on, and spares them from reading the folder.
+``generations/lease`` is rewritten once a second by the leader of the newest generation. It proves nothing; it shows
+launchers that cannot reach the leader that it is alive, and saves them from reading the folder.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from opsd.checkpoints.sealed import CHECKSUM, Damaged, parse, read_regular, seal
 FOLDER = "generations"
 LEASE = "lease"
 KEPT = 100
-"""Claims that are kept for whoever looks into a run afterwards; of use is only the newest."""
+"""Claims kept for a post-mortem; only the newest is in use."""
 EXIT_FENCED = 76
-"""What a rank ends with that finds its generation superseded when it starts."""
+"""Exit code of a rank whose generation is superseded when it starts."""
 MAX_BYTES = 8 << 20
-"""A claim of 10,000 launchers has about one."""
+"""A claim of 10,000 launchers has about one million."""
 _ROOM, _ROOM_BYTES = ".room", 128 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-"""What somebody is answered who may look and not write."""
+"""Errors for a user who may read and not write."""
 _POLL_S = 1.0
 
 
@@ -53,7 +53,7 @@ class Fenced(ClaimError):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a run has ended: the exit code of its launchers, and why in one sentence."""
+    """The end of a run: the exit code of its launchers, and the reason in one sentence."""
 
     code: int
     reason: str
@@ -81,7 +81,7 @@ class Claim:
 
     @property
     def end(self) -> End | None:
-        """The run's last word, None while it goes on."""
+        """The end of the run, None while it goes on."""
         match self.plan.get("end"):
             case {"code": int(code), "reason": str(reason)}:
                 return End(code, reason)
@@ -89,7 +89,7 @@ class Claim:
 
 
 def try_primitive(folder: Path, link: Link = os.link) -> str:
-    """How claims are made in ``folder``: "link", else "rename". Raises ClaimError if neither excludes a second."""
+    """How claims are made in ``folder``: "link", else "rename". Raises ClaimError if neither is exclusive."""
     claims = folder / FOLDER
     with _explained(claims, "claims cannot be made"):
         _make(claims)
@@ -99,10 +99,10 @@ def try_primitive(folder: Path, link: Link = os.link) -> str:
 
 
 def create(folder: Path, claim: Claim, link: Link = os.link) -> bool:
-    """Make ``claim``; True if it is this one that holds, also if it was made before with the same plan.
+    """Make ``claim``; True if it holds, also if it was made before with the same plan.
 
-    False if somebody else has the number, or a later one. Raises ClaimError if that is not known: the claim may have
-    been made all the same, and is found by ``newest`` then. ``link`` is what makes a hard link.
+    False if another claim has the number, or a later one. Raises ClaimError if the result is unknown: the claim may
+    have been made, and is then found by ``newest``. ``link`` makes a hard link.
     """
     claims = folder / FOLDER
     with _explained(claims, f"generation {claim.number} cannot be claimed"):
@@ -125,7 +125,7 @@ def create(folder: Path, claim: Claim, link: Link = os.link) -> bool:
 
 
 def _keep_room(claims: Path) -> None:
-    """Hold some space for the next claim: that of the end, say, of a run whose last checkpoint has filled the disk."""
+    """Reserve space for the next claim: the end of a run whose last checkpoint has filled the disk, for instance."""
     room = claims / _ROOM
     try:
         with open(room, "xb") as file:
@@ -138,7 +138,7 @@ def _keep_room(claims: Path) -> None:
 
 
 def _give_room(claims: Path) -> bool:
-    """Whether there was some."""
+    """Free the reserved space; returns whether there was any."""
     try:
         (claims / _ROOM).unlink()
     except OSError:
@@ -147,24 +147,23 @@ def _give_room(claims: Path) -> bool:
 
 
 def newest(folder: Path) -> Claim | None:
-    """The claim that holds, None without any. Raises ClaimError."""
+    """The claim that holds, None without one. Raises ClaimError."""
     found = newest_unless(folder, None)
     return found.claim if found is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A claim that was read, and what its file was then: inode, size and the time of its last change."""
+    """A claim that was read, and the inode, size and modification time of its file."""
 
     claim: Claim
     file: tuple[int, int, int]
 
 
 def newest_unless(folder: Path, before: Found | None) -> Found | None:
-    """The claim that holds, None without any; if it is the one found ``before`` it is not read again.
+    """The claim that holds, None without one; the one found ``before`` is not read again if it is unchanged.
 
-    Who looks often, and is one of a thousand, does not ask the file server for a hundred kilobytes each time. Raises
-    ClaimError.
+    This saves the file server hundreds of kilobytes per read from each of a thousand launchers. Raises ClaimError.
     """
     claims = folder / FOLDER
     with _explained(claims, "the generations of the run cannot be read"):
@@ -181,15 +180,15 @@ def newest_unless(folder: Path, before: Found | None) -> Found | None:
 
 
 def newest_number(folder: Path) -> int:
-    """The highest number that has been claimed, 0 without any. Raises ClaimError."""
+    """The highest number claimed, 0 without any. Raises ClaimError."""
     with _explained(folder / FOLDER, "the generations of the run cannot be read"):
         return max(_look(folder / FOLDER), default=0)
 
 
 def renew(folder: Path, number: int, beat: int) -> None:
-    """Let it be seen that generation ``number`` is led; ``beat`` is another one each time. Raises ClaimError.
+    """Show that generation ``number`` is led; ``beat`` differs each time. Raises ClaimError.
 
-    Written in place: a reader who opens the file sees what was there when it was last closed, over NFS too.
+    Written in place: a reader that opens the file sees what was there when it was last closed, over NFS too.
     """
     path = folder / FOLDER / LEASE
     with _explained(path, "the lease cannot be renewed"):
@@ -202,7 +201,7 @@ def renew(folder: Path, number: int, beat: int) -> None:
 
 
 def lease(folder: Path) -> tuple[int, int]:
-    """The number and the beat that were last written, (0, 0) if none were. Raises ClaimError."""
+    """The number and beat last written, (0, 0) without any. Raises ClaimError."""
     path = folder / FOLDER / LEASE
     with _explained(path, "the lease cannot be read"):
         try:
@@ -221,12 +220,12 @@ class Fence:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Fence | None:
-        """The fence of a rank of ``opsd launch``, None for one that was started otherwise."""
+        """The fence of a rank of ``opsd launch``, None for a process started otherwise."""
         folder, number = environ.get("OPSD_RUN_DIR", ""), environ.get("OPSD_GENERATION", "")
         return cls(Path(folder), int(number)) if folder and number.isdecimal() else None
 
     def check(self, patience_s: float = 0.0) -> None:
-        """Raises Fenced if a later generation has been claimed, ClaimError if that cannot be seen for ``patience_s``.
+        """Raises Fenced if a later generation was claimed, ClaimError if that is unknown for ``patience_s`` seconds.
 
         A file server that restarts answers with errors for a while (ESTALE, EIO), and blocks or is away for longer.
         """
@@ -252,7 +251,7 @@ class Fence:
             raise Fenced(errno.EPERM, why)
 
     def _goes_on(self, found: Mapping[int, Path], later: int) -> bool:
-        """Whether the newest claim leaves this generation its right to write."""
+        """Whether the newest claim lets this generation go on writing."""
         return 0 < _read(found[later]).keeps == self.number or _by_one_launcher(found, self.number)
 
     def shuts_out_saves(self) -> bool:
@@ -298,7 +297,7 @@ def _decode(content: bytes, number: int) -> Claim:
 
 
 def _read(path: Path) -> Claim:
-    """A claim, or what is left of one. Raises OSError."""
+    """A claim, or its number alone if it is damaged. Raises OSError."""
     number = int(path.stem)
     try:
         return _decode(_content(path), number)
@@ -337,9 +336,9 @@ def _make(claims: Path) -> None:
 def _look(claims: Path, *, must_be_new: bool = False) -> dict[int, Path]:
     """The claims as they are now. Raises OSError.
 
-    An NFS client may keep a folder's list, and that there is no such folder, for a minute, unless it changes them
-    itself. Who may not do that (a full disk, a folder of others) sees what an opened folder shows, which all mounts but
-    those with ``nocto`` fetch anew, unless it ``must_be_new``.
+    An NFS client may cache a folder's list, and that a folder does not exist, for a minute, unless it changes them
+    itself. A user who may not do that (full disk, a folder of another user) gets what opening the folder shows, which
+    all mounts but those with ``nocto`` fetch from the server, unless it ``must_be_new``.
     """
     draft = draft_in(claims)
     try:
@@ -371,7 +370,7 @@ def _claims(claims: Path) -> dict[int, Path]:
 
 
 def _by_one_launcher(claims: Mapping[int, Path], number: int) -> bool:
-    """Whether the only launcher of the run has made the claim ``number`` and all that came after it."""
+    """Whether the only launcher of the run has made the claim ``number`` and all later ones."""
     try:
         first = _read(claims[number])
         rest = [_read(path) for later, path in claims.items() if later > number]
@@ -381,7 +380,7 @@ def _by_one_launcher(claims: Mapping[int, Path], number: int) -> bool:
 
 
 def _forget(claims: Path, number: int) -> None:
-    """Remove the claims that are of no use any more."""
+    """Remove old claims."""
     with suppress(OSError):
         for old, path in _claims(claims).items():
             if old <= number - KEPT:

@@ -1,7 +1,7 @@
-"""Putting a file in its place so that of several who try exactly one succeeds, on whatever file system.
+"""Creating a file such that exactly one of several processes succeeds, on any file system.
 
-The content is written beside the place and durable before it is linked there, link(2), which fails if the place is
-taken. Where there are no links a folder with the content in it is renamed there, rename(2), which fails if the place is
+The content is written durably under another name and then linked to the target, link(2), which fails if the target
+exists. Without links, a folder with the content in it is renamed to the target, rename(2), which fails if the target is
 a file or a folder that is not empty; so both ways exclude each other. Standard library only.
 """
 
@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 CONTENT = "claim.json"
-"""The file in what is a folder, for want of links."""
+"""The file in a target that is a folder."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""What file systems without hard links answer (link(2))."""
+"""Errors of file systems without hard links (link(2))."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-"""What a folder is answered that is to be renamed to where something is (rename(2))."""
+"""Errors of renaming a folder to an existing target (rename(2))."""
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 Link = Callable[[Path, Path], None]
@@ -27,9 +27,9 @@ Link = Callable[[Path, Path], None]
 
 
 def tried(target: Path, link: Link = os.link) -> str:
-    """How a second one is kept from ``target``, where nothing is: "link", "rename", or "" if it is not.
+    """Which way excludes a second creation of ``target``: "link", "rename", or "" if neither does.
 
-    Nothing is there afterwards. Raises OSError.
+    ``target`` does not exist before and after. Raises OSError.
     """
     drafts = [draft_in(target.parent), draft_in(target.parent)]
     try:
@@ -52,7 +52,7 @@ def tried(target: Path, link: Link = os.link) -> str:
 
 
 def put(content: bytes, target: Path, link: Link = os.link) -> bool:
-    """Whether ``content`` is at ``target`` now, durably, and was not before. Raises OSError if that is not known."""
+    """Create ``target`` durably; False if it existed. Raises OSError if the result is unknown."""
     draft = draft_in(target.parent)
     try:
         _write(draft, content)
@@ -68,12 +68,12 @@ def put(content: bytes, target: Path, link: Link = os.link) -> bool:
 
 
 def draft_in(folder: Path) -> Path:
-    """A name in ``folder`` that nobody else uses."""
+    """An unused name in ``folder``."""
     return folder / f".{os.uname().nodename}.{secrets.token_hex(8)}"
 
 
 def sync(folder: Path) -> None:
-    """Make the names in ``folder`` durable, where a file system can do that. Raises OSError."""
+    """Make the names in ``folder`` durable, if the file system supports it. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -85,7 +85,7 @@ def sync(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove what was put there as a folder. Raises OSError, also if something else is in it."""
+    """Remove a target that is a folder. Raises OSError, also if something else is in it."""
     with suppress(FileNotFoundError, NotADirectoryError):
         (folder / CONTENT).unlink(missing_ok=True)
         folder.rmdir()

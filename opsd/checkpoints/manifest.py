@@ -1,12 +1,11 @@
 """The checkpoint manifest: what a checkpoint consists of, readable without torch.
 
-A run's checkpoint folder holds one folder per step, ``step-000000000100/``, with the files that the trainer's
-ranks wrote and, once all of them are durable, ``manifest.json``. The checkpoint exists from the moment that the
-manifest is renamed into place (file and folder synced), and not before. A checkpoint found damaged later is set
-aside by renaming its manifest to ``manifest.json.rejected``, so it no longer exists and nothing is deleted.
+A run's checkpoint folder has one folder per step, ``step-000000000100/``, with the files of the trainer's ranks and,
+once all of them are durable, ``manifest.json``. The checkpoint exists from the moment the manifest is renamed into
+place (file and folder synced). A checkpoint that is found damaged later is set aside by renaming its manifest to
+``manifest.json.rejected``: it no longer exists, and nothing is deleted.
 
-A manifest carries a checksum of itself since format 2. One of format 1 has none: it is read as it is, so that a bit in
-it that has flipped may be taken for what was written.
+A manifest has a checksum of itself since format 2. One of format 1 has none: a flipped bit in it may go unnoticed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _BLOCK = 1 << 22
 
 
 class CheckpointError(Exception):
-    """A checkpoint that must not be loaded; ``file`` is the part that is wrong."""
+    """A checkpoint that must not be loaded; ``file`` is the damaged part."""
 
     def __init__(self, message: str, file: str = "") -> None:
         super().__init__(message)
@@ -48,7 +47,7 @@ class CheckpointError(Exception):
 
 
 class Unreadable(CheckpointError):
-    """A checkpoint that cannot be read from here and now, which does not mean that it is damaged."""
+    """A checkpoint that cannot be read here and now; it need not be damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,9 @@ class FileEntry:
 class Manifest:
     """``step`` is the last completed step, ``sample`` the global index of the next sequence to train on.
 
-    ``layout`` is the parallel layout that wrote the files, for instance ``{"dp": 2}``; ``config_digest`` identifies
-    what the state belongs to: the model, the seed, the length of sequences, and which data came in which order;
-    ``tier`` is where the files lie: memory, partner (the memory of another node), local, remote.
+    ``layout`` is the parallel layout that wrote the files, for instance ``{"dp": 2}``. ``config_digest`` identifies
+    what the state depends on: the model, the seed, the sequence length, and the order of the data. ``tier`` is where
+    the files are: memory, partner (the memory of another node), local, remote.
     """
 
     step: int
@@ -86,13 +85,13 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def step_of(name: str) -> int | None:
-    """The step of the checkpoint whose folder has this name; None if it is none."""
+    """The step of the checkpoint whose folder has this name; None for other names."""
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def checksum(path: Path) -> str:
-    """``xxh3_128:`` and the hex digest of the file. Detects damage, does not authenticate. Raises OSError."""
+    """``xxh3_128:`` and the hex digest of the file. Detects damage, not tampering. Raises OSError."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -112,8 +111,8 @@ def sync_folder(path: Path) -> None:
 def commit(folder: Path, manifest: Manifest) -> None:
     """Make the checkpoint in ``folder`` exist.
 
-    Its files must already be synced. Raises OSError; then it does not exist. FileExistsError: another start of the run
-    has committed this step, and its checkpoint stays.
+    Its files must be synced. Raises OSError; it does not exist then. FileExistsError: another start of the run has
+    committed this step, and its checkpoint stays.
     """
     draft, target = folder / f".{MANIFEST}.{os.getpid()}", folder / MANIFEST
     try:
@@ -135,7 +134,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
 
 def _rename_new(draft: Path, target: Path) -> None:
-    """Rename ``draft``. Raises FileExistsError if there is a ``target``, also if it has appeared just now."""
+    """Rename ``draft``. Raises FileExistsError if ``target`` exists, also if it was created just now."""
     try:
         os.link(draft, target)
     except FileExistsError:
@@ -152,14 +151,14 @@ def _rename_new(draft: Path, target: Path) -> None:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """What a manifest's file holds."""
+    """The content of a manifest file."""
     return json.dumps(seal(asdict(replace(manifest, format=FORMAT))), indent=1).encode()
 
 
 def decode(content: bytes, place: str, step: int | None = None) -> Manifest:
-    """The manifest in ``content``, the file at ``place``, which is of ``step`` if that is given.
+    """The manifest in ``content``, the file at ``place``, which must be of ``step`` if that is given.
 
-    Raises CheckpointError if it makes no sense, Unreadable if a newer opsd wrote it.
+    Raises CheckpointError if it is invalid, Unreadable if a newer opsd wrote it.
     """
     try:
         raw = parse(content)
@@ -229,7 +228,7 @@ def _is_file_name(name: str) -> bool:
 def read(folder: Path, name: str = MANIFEST) -> Manifest:
     """The manifest of the checkpoint in ``folder``.
 
-    ``name`` is that of a manifest that has been set aside. Raises CheckpointError if it makes no sense, Unreadable if
+    ``name`` is the file name of a manifest that was set aside. Raises CheckpointError if it is invalid, Unreadable if
     there is none or the storage fails.
     """
     path = folder / name
@@ -272,9 +271,9 @@ def steps(root: Path) -> list[int]:
 
 
 def newest(root: Path) -> int | None:
-    """The step of the newest checkpoint under ``root`` whose manifest makes sense, as far as it can be read.
+    """The step of the newest checkpoint under ``root`` with a valid manifest.
 
-    One that the storage does not give counts: others may be able to read it. Raises OSError.
+    One that the storage fails to return counts: others may be able to read it. Raises OSError.
     """
     for step in reversed(steps(root)):
         try:
@@ -288,7 +287,7 @@ def newest(root: Path) -> int | None:
 
 
 def is_there(folder: Path, name: str = MANIFEST) -> bool:
-    """Whether ``folder`` has something of that ``name``, also if the storage only says that it cannot be seen."""
+    """Whether ``folder`` has an entry ``name``, also if the storage only reports that it cannot be read."""
     try:
         os.lstat(folder / name)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,11 +1,11 @@
-"""Checkpoints on object storage or a network folder, through fsspec: uploaded, read back, listed, fetched.
+"""Checkpoints on object storage or a network folder, through fsspec: upload, verification, listing, download.
 
-Run as a program it does one transfer with a time limit, since a client of a storage that does not answer may hang::
+Run as a program it does one transfer with a time limit, since a storage client may hang::
 
-    python -m opsd.checkpoints.remote upload ROOT     what waits for it (``awaiting-upload``), oldest first
+    python -m opsd.checkpoints.remote upload ROOT     those that wait for it (``awaiting-upload``), oldest first
     python -m opsd.checkpoints.remote fetch ROOT STEP the newest that is later than STEP
 
-The URL, in which there may be a password, is in OPSD_REMOTE. The program prints the steps. Exit codes: 0 done; 1 the
+The URL, which may contain a password, is in OPSD_REMOTE. The program prints the steps. Exit codes: 0 done; 1 the
 storage refused, failed or took too long.
 """
 
@@ -91,9 +91,9 @@ class Remote:
         return sorted(found)
 
     def upload(self, folder: Path) -> None:
-        """Copy the checkpoint in ``folder``, read it back and compare; the manifest, with which it exists, comes last.
+        """Copy the checkpoint in ``folder``, read it back and compare; the manifest, which makes it exist, comes last.
 
-        Raises CheckpointError if what was read back differs, OSError or what the client raises if it cannot be done.
+        Raises CheckpointError if what was read back differs, OSError or what the client raises if the transfer fails.
         """
         manifest = read(folder)
         target = f"{self._base}/{folder.name}"
@@ -105,10 +105,10 @@ class Remote:
         self._files.pipe_file(f"{target}/{MANIFEST}", encode(replace(manifest, tier="remote")))
 
     def fetch(self, step: int, root: Path) -> Manifest:
-        """Copy the checkpoint of ``step`` to ``root``, where it exists once its files agree with their checksums.
+        """Copy the checkpoint of ``step`` to ``root``, where it exists once its files match their checksums.
 
-        Files that are there and whole stay; one that is damaged is renamed to ``….rejected``, for the post-mortem.
-        Raises CheckpointError if they do not, OSError or what the client raises if it cannot be done.
+        Intact files that are already there stay; a damaged one is renamed to ``….rejected``, for the post-mortem.
+        Raises CheckpointError if a file does not match, OSError or what the client raises if the transfer fails.
         """
         folder = folder_of(root, step)
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,9 +162,9 @@ def _is_whole(path: Path, entry: FileEntry) -> bool:
 
 
 def upload_waiting(root: Path, remote: Remote) -> Iterator[int]:
-    """Upload the checkpoints under ``root`` that wait for it; each stops waiting once it is verified, and is told.
+    """Upload the checkpoints under ``root`` that wait for it; yields each step once it is verified.
 
-    One that cannot be uploaded does not keep the others from it: what it met is raised at the end, of several the last.
+    A failure does not keep the others from being uploaded; the last one is raised at the end.
     """
     failure: Exception | None = None
     for step in steps(root):
@@ -182,7 +182,7 @@ def upload_waiting(root: Path, remote: Remote) -> Iterator[int]:
 
 
 def fetch_newer(root: Path, remote: Remote, step: int) -> int | None:
-    """Fetch the newest checkpoint that is whole and later than ``step``; None if there is none."""
+    """Fetch the newest intact checkpoint that is later than ``step``; None if there is none."""
     error: CheckpointError | None = None
     for candidate in reversed([found for found in remote.steps() if found > step]):
         try:
@@ -195,7 +195,7 @@ def fetch_newer(root: Path, remote: Remote, step: int) -> int | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Do one transfer; what goes wrong is told as an event of the rank whose page is in OPSD_RANK_PAGE."""
+    """Do one transfer; errors are recorded as events of the rank whose page is in OPSD_RANK_PAGE."""
     verb, root, *rest = arguments
     url = os.environ[URL]
     limit_s = int(os.environ.get("OPSD_TRANSFER_LIMIT_S", LIMIT_S))
@@ -227,7 +227,7 @@ def main(arguments: list[str]) -> int:
 
 
 class StorageTimeout(Exception):
-    """The time for a run of the program is over; no OSError, after which other checkpoints would be tried."""
+    """The time limit is exceeded; not an OSError, after which other checkpoints would be tried."""
 
 
 def _too_long(*_: object) -> None:

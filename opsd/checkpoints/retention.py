@@ -1,4 +1,4 @@
-"""Which checkpoints may go, and how they go: file by file, by name, never a folder with what else is in it."""
+"""Which checkpoints may be removed, and their removal: file by file, by name, never a folder with unknown content."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PRUNED = "manifest.json.pruned"
 
 
 AWAITED = ("awaiting-upload", "awaiting-evaluation")
-"""Names of files in the folder of a checkpoint that somebody still needs: it is kept while one is there."""
+"""Marker files in a checkpoint's folder for its further uses: it is kept while one exists."""
 
 
 def reasons(root: Path, keep: int, every: int = 0) -> dict[int, str]:
-    """Why each checkpoint under ``root`` is kept, oldest first; "" if it may go. Raises OSError.
+    """Why each checkpoint under ``root`` is kept, oldest first; "" if it may be removed. Raises OSError.
 
-    Kept are the newest ``keep`` (at least 1) that are there in full size and what is newer than those, those of every
-    ``every``-th step (0: of none), those that are still awaited, and those whose manifest does not say what is theirs.
+    Kept are the newest ``keep`` (at least 1) complete ones and everything newer, those of every ``every``-th step (0:
+    none), those that are awaited, and those whose manifest does not tell which files are theirs.
     """
     found, left = {}, max(keep, 1)
     for step in reversed(steps(root)):
@@ -46,7 +46,7 @@ def reasons(root: Path, keep: int, every: int = 0) -> dict[int, str]:
 
 
 def _flaw(folder: Path, manifest: Manifest) -> str:
-    """What keeps the checkpoint from being whole; "" if nothing does."""
+    """Why the checkpoint is incomplete; "" if it is complete."""
     for entry in manifest.files:
         try:
             if (folder / entry.name).stat().st_size != entry.size:
@@ -65,12 +65,12 @@ def _reason(folder: Path, step: int, every: int) -> str:
 
 
 def prune(root: Path, keep: int, every: int = 0) -> list[int]:
-    """Remove checkpoints under ``root`` for which there are no ``reasons`` to stay, and return their steps.
+    """Remove checkpoints under ``root`` that have no ``reasons`` to stay, and return their steps.
 
-    The manifest is renamed first, so that the checkpoint has ceased to exist before any of its files goes, then the
-    files that it names are unlinked, then the folder if it is empty. Files that the manifest does not name stay.
-    A removal that was interrupted is completed by the next call. One that fails does not keep the others from it: what
-    it met is raised at the end, of several the last. Raises OSError.
+    The manifest is renamed first, so that the checkpoint no longer exists before its first file is removed; then the
+    files that it names are removed, then the folder if it is empty. Other files stay. The next call completes an
+    interrupted removal. A failure does not keep the others from being removed; the last one is raised at the end.
+    Raises OSError.
     """
     removed, failure = [], None
     for step in (step for step, reason in reasons(root, keep, every).items() if not reason):
@@ -93,7 +93,7 @@ def prune(root: Path, keep: int, every: int = 0) -> list[int]:
 
 
 def _remove(folder: Path) -> None:
-    """Complete the removal of the checkpoint in ``folder`` if one was begun."""
+    """Complete a removal that was begun in ``folder``."""
     if not is_there(folder, PRUNED):
         return
     with suppress(CheckpointError):

@@ -1,7 +1,7 @@
-"""Small JSON documents that prove themselves: an object with a checksum of all that is in it. Standard library only.
+"""Small JSON documents with a checksum of themselves. Standard library only.
 
-They lie in folders that many write to, and whoever reads them must get on with whatever is there: what is no regular
-file is not waited for, what is too long is not read, and what was changed since it was written is not believed.
+They are in folders that many processes write to, so readers must cope with anything: special files are not opened,
+files that are too long are not read, and changed documents are rejected.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ CHECKSUM = "checksum"
 
 
 class Damaged(ValueError):
-    """What is there is no document, or not as it was written; the message is the end of a sentence that names it."""
+    """There is no document, or it was changed; the message is the predicate of a sentence about it."""
 
 
 def seal(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The object ``raw`` as it is read back, with a checksum of itself. Raises Damaged if JSON cannot say it."""
+    """``raw`` as it will be read back, with a checksum. Raises Damaged if JSON cannot represent it."""
     plain = json.loads(_text(raw))
     return {**plain, CHECKSUM: _checksum(plain)}
 
 
 def unseal(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What was sealed. Raises Damaged if the checksum is not that of the rest."""
+    """The document without its checksum. Raises Damaged if the checksum does not match."""
     rest = dict(raw)
     if rest.pop(CHECKSUM, None) != _checksum(rest):
         raise Damaged("does not match the checksum of itself")
@@ -52,7 +52,7 @@ def parse(content: bytes) -> dict[str, Any]:
 def read_regular(path: str | Path, limit: int, folder: int | None = None) -> bytes:
     """The content of a regular file of at most ``limit`` bytes; ``path`` is below the descriptor ``folder`` if given.
 
-    Links are not followed and pipes not waited for. Raises Damaged for what is there and no such file, OSError.
+    Links are not followed and pipes are not waited for. Raises Damaged for anything else, OSError.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)

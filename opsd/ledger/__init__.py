@@ -1,1 +1,1 @@
-"""Where the wall clock of a run went."""
+"""How the wall-clock time of a run was spent."""

@@ -48,12 +48,12 @@ _NS = 1_000_000_000
 
 
 class LedgerError(Exception):
-    """There is nothing to make a ledger from; the message says what is missing."""
+    """There is no data for a ledger; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """``nanoseconds`` per bucket, which sum to the run's wall clock. ``notes`` say what could not be told apart."""
+    """``nanoseconds`` per bucket, which sum to the run's wall clock. ``notes`` say what could not be distinguished."""
 
     nanoseconds: Mapping[str, int]
     steps: int
@@ -91,7 +91,7 @@ class Ledger:
 
 @dataclass(slots=True)
 class _Generation:
-    """What the events say about one generation; times in wall nanoseconds."""
+    """The events of one generation; times in wall nanoseconds."""
 
     number: int
     started: int
@@ -106,7 +106,7 @@ class _Generation:
 
 @dataclass(slots=True)
 class _Clock:
-    """A cursor over the run's time that moves forward only and books what it passes."""
+    """A cursor that moves forward over the run's time and books it."""
 
     at: int
     booked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0))

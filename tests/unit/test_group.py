@@ -231,7 +231,7 @@ def test_a_forgotten_vote_makes_no_second_side() -> None:
 @pytest.mark.parametrize("frozen_after_s", [0.0, 0.02, 0.06, 0.2, 1.0])
 @pytest.mark.parametrize("come_back", [False, True])
 def test_a_side_that_freezes_as_it_claims_holds_nobody_up(frozen: str, frozen_after_s: float, come_back: bool) -> None:
-    """Kill n3 and n4 of 1:4 and freeze n1 or n2 just after the claim that follows: whoever is left goes on."""
+    """Kill n3 and n4 of 1:4 and freeze n1 or n2 just after the claim that follows: the rest goes on."""
     run = Run(4, 1, 4).rests()
     for name in ("n3", "n4"):
         run[name].kill()
@@ -509,7 +509,7 @@ def episode(seed: int, faults: int) -> int:
 
 
 class TwoWin(FakeClaimStore):
-    """A file system on which whoever claims is told that it has succeeded."""
+    """A file system on which every claim succeeds."""
 
     def wins(self, claim: Claim) -> bool:
         return True

@@ -150,7 +150,7 @@ def test_who_gave_its_ranks_up_says_so_to_the_leader_that_keeps_them(follower: F
 
 
 def test_a_leader_that_keeps_the_ranks_hears_who_is_done(follower: FollowerLauncher) -> None:
-    """It counts anew who has ended in good order: the run would never be over."""
+    """It counts again which nodes have ended in good order; otherwise the run would never end."""
     follower.finish_ranks()
     follower.hear()
     follower.elect(None)
@@ -162,7 +162,7 @@ def test_a_leader_that_keeps_the_ranks_hears_who_is_done(follower: FollowerLaunc
 
 
 def test_a_leader_that_had_stepped_down_hears_what_it_knew(follower: FollowerLauncher) -> None:
-    """It leads anew from what it is told, and this launcher may not have noticed: its leader is the one that it had."""
+    """It leads again from what it is told; this launcher may not have noticed, its leader is the same."""
     follower.run.asked_to_stop("SIGTERM")
     follower.finish_ranks()
     follower.hear()
@@ -191,7 +191,7 @@ def test_a_leader_whose_end_the_folder_does_not_take_ends_without(follower: Foll
 
 @pytest.mark.parametrize("leads_again", [False, True])
 def test_an_end_that_nobody_made_is_forgotten(follower: FollowerLauncher, leads_again: bool) -> None:
-    """The run went on, under another leader or the same again: whoever leaves it later leaves the job alone."""
+    """The run went on, under another leader or the same again: a launcher that leaves later does not touch the job."""
     follower.elect("n2")
     follower.group.holds = True
     follower.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
@@ -213,7 +213,7 @@ def test_another_copy_of_the_run_ends_this_one(follower: FollowerLauncher) -> No
 
 
 def test_a_folder_that_pauses_ends_nothing(follower: FollowerLauncher) -> None:
-    """It delays a recovery; whoever waits for a leader meanwhile goes on waiting."""
+    """It delays a recovery; launchers that wait for a leader keep waiting."""
     follower.elect(None)
     follower.group.folder_silent_s = 59.0
     follower.loop.advance(61)

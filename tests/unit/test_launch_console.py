@@ -74,8 +74,8 @@ def test_program_that_opens_its_output_anew() -> None:
     reader = spool.reader()
     os.write(spool.descriptor, b"before, and longer\n")
     assert reader.read(100)
-    with open(f"/proc/self/fd/{spool.descriptor}", "w") as anew:
-        anew.write("after\n")
+    with open(f"/proc/self/fd/{spool.descriptor}", "w") as again:
+        again.write("after\n")
     assert reader.read(100) == b"after\n"
 
 

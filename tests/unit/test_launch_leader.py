@@ -97,7 +97,7 @@ def test_a_swap_outlives_its_leader(stage: LeaderHarness) -> None:
 
 
 def test_a_leader_that_stepped_down_leads_on_from_what_it_is_told_again(stage: LeaderHarness) -> None:
-    """Who had told it something may not have noticed: with its claim the others tell it anew. The ranks run on."""
+    """The others may not have noticed: after its claim they report their state again. The ranks keep running."""
     stage.finish_ranks("n2")
     stage.leader = stage.new_leader()
     stage.leader.take_over()

@@ -36,7 +36,7 @@ def test_a_spare_that_is_not_ready_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_spare_may_turn_out_not_to_be_ready(tmp_path: Path) -> None:
-    """Asked once more when it is about to be used: the proposal is made anew without it."""
+    """Asked once more when it is about to be used: a new proposal is made without it."""
     stage = started(tmp_path, SPARE, "n5")
     stage.lose("n2")
     assert stage.slots[-1] == ("n1", SPARE, "n3")

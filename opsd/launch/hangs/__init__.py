@@ -1,1 +1,1 @@
-"""Which rank stands still, and the evidence of it."""
+"""Hang detection: which rank hangs, and the evidence."""

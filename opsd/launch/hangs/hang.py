@@ -1,6 +1,6 @@
-"""Tells a hang from slow progress, and names the rank it comes from. Pure: pages and the time come as arguments.
+"""Tells a hang from slow progress and names the culprit. Pure: rank pages and the time are arguments.
 
-How long a rank may stay unchanged depends on what it is doing, and is learnt from the run itself:
+How long a rank may stay unchanged depends on its phase and is learned from the run:
 
 =====================================  ==========================================================================
 phase                                  limit
@@ -11,10 +11,10 @@ checkpoint, evaluation                 5 x the longest seen, >= 60 s and 120 s; 
 all others                             3 x p99 of the step time without the phases above, >= ``steady_s``
 =====================================  ==========================================================================
 
-A process stopped by a signal has ``steady_s`` in every phase. A rank that waits for another is not judged as long as
-that other one is within its own limit. Stacks can excuse a rank: one that compiles or saves gets the limit of that
-phase whatever it reported. After a hang for which nothing but the time spoke, the limit of its phase is tripled, so
-that something slow but finite gets through at a later attempt; how long it took is then remembered.
+A process stopped by a signal has ``steady_s`` in every phase. A rank that waits for another is not judged while that
+other one is within its own limit. Stacks can excuse a rank: one that compiles or saves gets the limit of that phase,
+whatever it reported. After a hang with no evidence but the elapsed time, the limit of its phase is tripled, so that a
+slow operation succeeds at a later attempt; its duration is then remembered.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ WARM_STEPS = 3
 FACTOR, LONG_FACTOR = 3.0, 5.0
 STARTUP_MIN_S, CHECKPOINT_MIN_S, EVALUATION_MIN_S, FINISH_S = 60.0, 60.0, 120.0, 600.0
 SUSPECT_BEFORE_S = 2.5
-"""A stall is looked into this long before its limit, so that the stacks are there when it is reached."""
+"""A stall is examined this long before its limit, so that the stacks are available when it is reached."""
 EARLY_S = 0.3
-"""A hang is named this long before the limit, so that the event is out by then."""
+"""A hang is declared this long before the limit, so that the event is published in time."""
 _STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
 _APART_S = 0.1
 _PAUSE_S = 3.0
-"""Not asked for this long, the launcher itself was stopped (a suspended job), and time starts from zero again."""
+"""Without a check for so long the launcher itself was stopped (a suspended job), and the time starts again."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """The configurable part of the limits, in seconds."""
+    """The configurable limits, in seconds."""
 
     steady_s: float = 5.0
     data_s: float = 20.0
@@ -52,10 +52,11 @@ class HangLimits:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Where one rank stands. ``process`` is the kernel's state letter, None if the process is gone.
+    """The state of one rank. ``process`` is the kernel's state letter, None if the process is gone.
 
-    ``judged_as`` is the phase whose limit applies: not that reported for a rank that starts, or that a stack excused.
-    ``waits``: by its phase or its stack it is in a collective; ``where`` is the innermost frame of its main thread.
+    ``judged_as`` is the phase whose limit applies; it differs from ``phase`` for a rank that starts, or that a stack
+    excused. ``waits``: by its phase or stack it is in a collective; ``where`` is the innermost frame of its main
+    thread.
     """
 
     rank: int
@@ -86,7 +87,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A verdict. ``rank`` is None when no rank stands out; ``evidence`` are sentences, which weigh ``score``.
+    """A verdict. ``rank`` is None if no rank stands out; ``evidence`` are sentences, ``score`` is their weight.
 
     ``stacks`` is the file with the stacks of the ranks, None if it could not be written.
     """
@@ -113,7 +114,7 @@ class _Learnt:
 
 
 class HangDetector:
-    """Learns from every page it is shown; ``check`` and ``verdict`` give its opinion."""
+    """Learns the limits from the pages given to ``check``."""
 
     def __init__(self, limits: HangLimits) -> None:
         self._limits = limits
@@ -126,13 +127,13 @@ class HangDetector:
         self._asked = self._since = -math.inf
 
     def new_generation(self) -> None:
-        """Forget the ranks, keep what was learnt about the run."""
+        """Forget the ranks, keep the learned limits."""
         self._seen.clear()
         self._excused.clear()
         self._overdue.clear()
 
     def check(self, pages: Mapping[int, RankPage], processes: Mapping[int, str | None], now: float) -> Stall | None:
-        """Learn from ``pages`` and say whether the run has stalled; ``now`` and all times in monotonic seconds."""
+        """Learn from ``pages`` and return a stall if there is one; times in monotonic seconds."""
         if now - self._asked > _PAUSE_S:
             self._since = now
         self._asked = now
@@ -151,7 +152,7 @@ class HangDetector:
     def rank_statuses(
         self, pages: Mapping[int, RankPage], processes: Mapping[int, str | None], now: float
     ) -> tuple[RankStatus, ...]:
-        """Where the ranks stand, without an opinion."""
+        """The status of each rank, without a verdict."""
         return tuple(self._status(page, processes.get(page.rank), now) for page in pages.values())
 
     def verdict(self, stall: Stall, stacks: Mapping[int, Stack]) -> Hang | None:
@@ -161,12 +162,12 @@ class HangDetector:
         return name_culprit([_with_stack(rank, stacks.get(rank.rank)) for rank in stall.ranks])
 
     def accept(self, phase: str, score: int) -> None:
-        """The ranks will be killed for a hang; be more patient next time if nothing but the time spoke for it."""
+        """The ranks are killed for a hang; allow more time next time if only the elapsed time spoke for it."""
         if score < _CERTAIN:
             self._patience[phase] = self._patience.get(phase, 1.0) * FACTOR
 
     def limit(self, phase: str) -> float:
-        """Seconds that a rank may stay unchanged in ``phase`` once it is past its first steps."""
+        """Seconds that a rank may stay unchanged in ``phase`` after its first steps."""
         limit = self._base_limit(phase) * self._patience.get(phase, 1.0)
         return max(limit, self._tolerated.get(phase, 0.0))
 
@@ -215,7 +216,7 @@ class HangDetector:
         self._learnt.evaluation = max(self._learnt.evaluation, evaluation)
 
     def _learn_tolerated(self, standing: list[RankStatus], stuck: list[RankStatus]) -> None:
-        """Remember how long a rank stood still beyond the usual limit of its phase and then went on by itself."""
+        """Remember how long a rank stood still beyond the usual limit of its phase before it went on."""
         for rank in standing:
             before = self._overdue.pop(rank.rank, None)
             if before is not None and before.changed != rank.changed:
@@ -236,7 +237,7 @@ class HangDetector:
 
 
 def name_culprit(ranks: Sequence[RankStatus]) -> Hang:
-    """The hang of ``ranks``, which have all stood still for too long or wait for one that has."""
+    """The hang of ``ranks``, which have all exceeded their limits or wait for one that has."""
     everyone = tuple(ranks)
     scored = [(_score(rank, everyone), rank) for rank in everyone]
     scored.sort(key=lambda pair: (-pair[0][0], pair[1].changed))
@@ -254,7 +255,7 @@ def name_culprit(ranks: Sequence[RankStatus]) -> Hang:
 
 
 def is_hang(ranks: Sequence[RankStatus]) -> bool:
-    """True if some rank has reached its limit and does not wait for one that is still within its own."""
+    """True if some rank has reached its limit and does not wait for one within its own."""
     stuck = [rank for rank in ranks if rank.stuck_s >= rank.limit_s - EARLY_S]
     return any(not any(_may_be_waiting_for(rank, other, stuck) for other in ranks) for rank in stuck)
 
@@ -265,10 +266,10 @@ def _with_stack(rank: RankStatus, stack: Stack | None) -> RankStatus:
 
 
 def _may_be_waiting_for(rank: RankStatus, other: RankStatus, stuck: Sequence[RankStatus]) -> bool:
-    """True if ``other``, still within its limit, may be what holds ``rank`` up.
+    """True if ``other``, still within its limit, may be what ``rank`` waits for.
 
-    A rank that is itself in a collective waits for somebody, so it holds nobody up but others in collectives. A
-    stopped process waits for nobody.
+    A rank in a collective waits itself, so only ranks in collectives can wait for it. A stopped process waits for
+    nobody.
     """
     if rank.process == "T" or other.rank == rank.rank or other in stuck or other.progress > rank.progress:
         return False
@@ -279,7 +280,7 @@ _CERTAIN = 50
 
 
 def _score(rank: RankStatus, everyone: tuple[RankStatus, ...]) -> tuple[int, list[str]]:
-    """How much speaks for ``rank`` as the culprit, and what."""
+    """The weight of the evidence against ``rank``, and the evidence."""
     score, evidence = 0, []
     others = [other for other in everyone if other.rank != rank.rank]
     if rank.process is None or rank.process in _STOPPED:

@@ -1,4 +1,4 @@
-"""What a rank's stack says: parsing py-spy's output, and telling waiting, compiling and saving apart. Pure."""
+"""Parses py-spy's output and tells waiting, compiling and saving apart. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _COMPILING = re.compile(
     r"torch/_dynamo/(convert_frame|symbolic_convert|output_graph)\.py"
     r"|torch/_inductor/(compile_fx|async_compile|codecache|graph|scheduler)\.py|/triton/compiler/"
 )
-"""Not torch/_dynamo/eval_frame.py: its wrappers stand in every stack of compiled code and of FSDP's hooks."""
+"""Without torch/_dynamo/eval_frame.py, whose wrappers are in every stack of compiled code and of FSDP's hooks."""
 _SAVING = re.compile(
     r"torch/serialization\.py|torch/distributed/checkpoint/|safetensors/|save_pretrained|save_checkpoint", re.IGNORECASE
 )
 _LAUNCHER = "opsd/launch/ranks/worker.py"
-"""The frames from here outwards belong to us, not to the program."""
+"""Frames of this file and outside of it belong to the launcher, not to the program."""
 _EVALUATING = re.compile(r"lm_eval/|lighteval/|\bevaluate\b|\beval_step\b|validation_step")
 
 
@@ -60,15 +60,14 @@ class Stack:
 
     @property
     def in_collective(self) -> str | None:
-        """The collective call that the main thread is in, None if it is in none."""
+        """The collective call that the main thread is in, None without one."""
         return next((frame.name for frame in self.main if _COLLECTIVE.search(frame.name)), None)
 
     @property
     def busy_as(self) -> str | None:
-        """The phase that the main thread's work belongs to, whatever the rank reported; None if nothing tells.
+        """The phase of the main thread's work, whatever the rank reported; None if unknown.
 
-        setup for a compilation, checkpoint for a save, evaluation. Waiting in a collective is no work, whatever it
-        is part of.
+        "setup" for a compilation, "checkpoint" for a save, "evaluation". Waiting in a collective is no work.
         """
         for frame in self.main:
             if _COLLECTIVE.search(frame.name):
@@ -91,7 +90,7 @@ def _thread_lines(threads: tuple[Thread, ...]) -> Iterator[str]:
 
 
 def parse_stack(text: str) -> Stack | None:
-    """The output of ``py-spy dump --json``; None if it is none (py-spy failed or was cut short)."""
+    """The output of ``py-spy dump --json``; None if it cannot be parsed (py-spy failed or was cut short)."""
     try:
         entries = sorted(json.loads(text), key=lambda entry: entry["os_thread_id"] != entry["pid"])
         return Stack(tuple(_parse_thread(entry) for entry in entries)) if entries else None

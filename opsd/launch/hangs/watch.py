@@ -1,6 +1,6 @@
-"""Joins the judge of hangs with the world: reads process states, takes the stacks of all ranks, writes the event.
+"""The I/O of hang detection: reads process states, takes the stacks of all ranks, writes the event.
 
-Stacks are taken with py-spy, of all ranks at once, each within a deadline, without stopping the event loop.
+Stacks are taken with py-spy, of all ranks in parallel, each with a deadline, without blocking the event loop.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from opsd.rundir import RunFolders
 
 _OUTPUT_LIMIT = 4 << 20
 _HANDLER_S = 0.1
-"""What a rank's faulthandler is given to write its stack; it runs in the signal handler, without the GIL."""
+"""Time for a rank's faulthandler to write its stack; it runs in the signal handler, without the GIL."""
 
 
 class HangWatch:
-    """Looks at the pages of a generation from time to time; stacks are ready when a hang's limit is reached.
+    """Checks the pages of a generation periodically; the stacks are ready when a limit is reached.
 
-    They are taken once for as long as nothing moves: the leader of several nodes may let a hang last for an hour
-    because of a slow rank elsewhere. ``suffix`` tells the files of stacks of several nodes apart.
+    They are taken once per stall: the leader of several nodes may let a hang last for an hour because of a slow rank
+    elsewhere. ``suffix`` distinguishes the stack files of several nodes.
     """
 
     def __init__(
@@ -52,28 +52,28 @@ class HangWatch:
 
     @property
     def suspicious(self) -> bool:
-        """True while a stall is being looked into: worth looking often."""
+        """True while a stall is examined: worth frequent checks."""
         return self._capture is not None and not self._written
 
     @property
     def pids(self) -> frozenset[int]:
-        """Processes of ours that take stacks."""
+        """The py-spy processes."""
         return self._capture.pids if self._capture is not None else frozenset()
 
     def new_generation(self) -> None:
-        """Start afresh with new ranks."""
+        """Start again with new ranks."""
         self.reset()
         self._judge.new_generation()
 
     def reset(self) -> None:
-        """Drop what is being looked into."""
+        """Drop the stall that is examined."""
         if self._capture is not None:
             self._capture.close()
             self._capture = None
         self._written, self._file = False, None
 
     def look(self, generation: Generation, pages: Mapping[int, RankPage]) -> Hang | None:
-        """The hang that has been established, with the stacks written to a file; None while there is none."""
+        """The hang that has been established, with the stacks written to a file; None without one."""
         running, processes = self._read(generation, pages)
         stall = self._judge.check(running, processes, time.monotonic())
         if stall is None or stall.longest.changed > self._begun:
@@ -93,7 +93,7 @@ class HangWatch:
         return replace(hang, stacks=self._file)
 
     def write_stacks(self, generation: Generation) -> str | None:
-        """Write what stacks there are so far of a stall that is being looked into; the file, None without one."""
+        """Write the stacks taken so far of a stall that is examined; returns the file, None without one."""
         if self._capture is None or self._written:
             return self._file
         return self._write(generation.number, self._capture)
@@ -105,12 +105,12 @@ class HangWatch:
         return running, {number: process_state(page) for number, page in running.items()}
 
     def rank_statuses(self, generation: Generation) -> tuple[RankStatus, ...]:
-        """Where the ranks stand now."""
+        """The current status of the ranks."""
         pages, processes = self._read(generation, {rank.rank: rank.page() for rank in generation.running})
         return self._judge.rank_statuses(pages, processes, time.monotonic())
 
     def accept(self, phase: str, score: int) -> None:
-        """The ranks will be killed for a hang in ``phase`` for which so much spoke."""
+        """The ranks are killed for a hang in ``phase``; ``score`` is the weight of the evidence."""
         self._judge.accept(phase, score)
 
     def _begin(self, generation: Generation, stall: Stall) -> StackCapture:
@@ -124,7 +124,7 @@ class HangWatch:
         return capture
 
     def _write(self, generation: int, capture: StackCapture) -> str:
-        """Where the stacks will be: a file server that hangs does not hold up the launcher."""
+        """Returns the path at once and writes in a thread, since a file server may hang."""
         capture.ask_ranks()
         path, text = self._folders.stacks / f"gen-{generation:04d}{self._suffix}.txt", capture.text()
         self._loop.run_in_thread(
@@ -164,13 +164,13 @@ def hang_fields(hang: Hang) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A rank to look into. ``stopped``: its process cannot be traced, only read."""
+    """A rank to examine. ``stopped``: its process cannot be traced, only read."""
 
     rank: int
     pid: int
     stopped: bool
     fallback: Path
-    """Where the rank's own faulthandler writes when asked with ``STACK_SIGNAL``."""
+    """Where the rank's own faulthandler writes on ``STACK_SIGNAL``."""
 
 
 @dataclass(slots=True)
@@ -182,9 +182,10 @@ class _Dump:
 
 @dataclass(slots=True)
 class StackCapture:
-    """Stacks in the making. First a look that does not pause the rank; after it one with native frames, which does.
+    """Takes stacks: first without pausing the rank, then with native frames, which pauses it.
 
-    Each better look replaces the one before; ``stacks`` holds what there is so far. ``close()`` ends what still runs.
+    A later, more detailed stack replaces an earlier one; ``stacks`` holds those taken so far. ``close()`` stops the
+    rest.
     """
 
     targets: tuple[Target, ...]
@@ -194,17 +195,17 @@ class StackCapture:
     _dumps: dict[int, _Dump] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Begin with all ranks in parallel."""
+        """Start with all ranks in parallel."""
         for target in self.targets:
             self._dump(target, "--nonblocking", lambda target=target: self._look_closer(target))  # type: ignore[misc]
 
     @property
     def pids(self) -> frozenset[int]:
-        """The py-spy processes that run."""
+        """The running py-spy processes."""
         return frozenset(dump.child.pid for dump in self._dumps.values())
 
     def close(self) -> None:
-        """End the py-spy processes; a rank that one of them was tracing goes on."""
+        """Kill the py-spy processes; a rank that was traced goes on."""
         deadline = time.monotonic() + GONE_S
         for dump in self._dumps.values():
             dump.child.kill_group()
@@ -213,7 +214,7 @@ class StackCapture:
             self._collect(dump, max(0.0, deadline - time.monotonic()))
 
     def ask_ranks(self) -> None:
-        """Make the ranks that py-spy could not read write their Python stack themselves, if they can."""
+        """Make ranks that py-spy could not read write their Python stack themselves."""
         unread = [target for target in self.targets if target.rank not in self.stacks and not target.stopped]
         able = [target for target in unread if _catches(target.pid, STACK_SIGNAL)]
         for target in able:
@@ -223,7 +224,7 @@ class StackCapture:
             time.sleep(_HANDLER_S)
 
     def text(self) -> str:
-        """All stacks, for people to read."""
+        """All stacks as text."""
         parts = []
         for target in self.targets:
             stack = self.stacks.get(target.rank)
@@ -266,13 +267,13 @@ class StackCapture:
 
 
 def find_py_spy() -> str | None:
-    """The py-spy that was installed with opsd, else the one on the path, None without."""
+    """The py-spy installed with opsd, else the one on the path, None without."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
 def _catches(pid: int, number: int, proc: str = "/proc") -> bool:
-    """True if the process has a handler for the signal, which would otherwise kill it (proc(5), SigCgt)."""
+    """Whether the process handles the signal, which would otherwise kill it (proc(5), SigCgt)."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(proc, str(pid), "status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("SigCgt:"):

@@ -1,1 +1,1 @@
-"""The launcher's loop and its ways to the outside: files, sockets, the console."""
+"""The launcher's event loop and its I/O: files, sockets, the console."""

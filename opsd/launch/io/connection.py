@@ -1,8 +1,8 @@
 """One TCP connection to another launcher: the handshake, then messages both ways.
 
-Messages are JSON in frames. A connection begins with frames in the clear, see ``handshake``. Its keys come from them,
-and every later frame has a counter in its tag, so that nothing can be replayed or moved to another connection. Nothing
-is encrypted: what launchers say is no secret.
+Messages are JSON in frames. The first frames are plain, see ``handshake``. The keys of the connection are derived from
+them, and every later frame has a counter in its tag, so that frames cannot be replayed or moved to another connection.
+Nothing is encrypted: the messages are not secret.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import JsonMessage, Member
 
 GREETING_S = 2.0
-"""How long a connection may take to be made and proven."""
+"""Time to connect and authenticate."""
 RETRY_S = 0.02
 MAX_WAITING = 16 << 20
-"""Bytes that may wait for a launcher that does not read; then the connection is cut."""
+"""Bytes queued for a launcher that does not read; beyond that the connection is closed."""
 USER_TIMEOUT_MS = 3000
-"""Unconfirmed for so long, a connection is given up, so that a healed network is not met with TCP's long retries."""
+"""A connection is closed after so long without acknowledgement, to avoid TCP's long retries after an outage."""
 MESSAGES_PER_S, BYTES_PER_S = 1_000.0, 16e6
-"""What a launcher may say for good; it says some twenty messages a second."""
+"""Sustained limits for one launcher; it sends about twenty messages a second."""
 PATIENCE_S = 30.0
-"""What a launcher was sent while it was stopped, it reads at once: that is held against nobody."""
+"""The burst that is allowed: a launcher that was stopped reads, and answers, everything at once."""
 MAX_GREETING, MAX_FRAME = 4096, 8 << 20
 _LENGTH = struct.Struct(">I")
 _COUNTER = struct.Struct(">Q")
 _TAG_BYTES = 16
 _CHUNK = 1 << 16
-"""Bytes that are read of one connection before the others have their turn."""
+"""Bytes read from one connection before the others have their turn."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """A message as it is sent. Raises ValueError if it is too large."""
+    """The encoded message. Raises ValueError if it is too large."""
     payload = json.dumps(message, separators=(",", ":")).encode()
     if len(payload) > MAX_FRAME:
         raise ValueError(f"a message of {len(payload)} bytes is larger than {MAX_FRAME}")
@@ -52,7 +52,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class Frames:
-    """Cuts a stream of bytes into frames and checks them once there are keys."""
+    """Splits a stream of bytes into frames, and verifies them once there are keys."""
 
     limit: int = MAX_GREETING
     key_in: bytes = b""
@@ -62,7 +62,7 @@ class Frames:
     _count_out: int = 0
 
     def secure(self, key_in: bytes, key_out: bytes) -> None:
-        """From now on frames carry tags."""
+        """Use authentication tags from now on."""
         self.key_in, self.key_out, self.limit = key_in, key_out, MAX_FRAME
 
     def pack(self, payload: bytes) -> bytes:
@@ -107,9 +107,9 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class RateLimit:
-    """How much a launcher may say, so that one that has gone wild does not keep this one from the others.
+    """How much a launcher may send, so that a faulty one does not keep this one from the others (token bucket).
 
-    It grows with time up to what may be said within ``PATIENCE_S``.
+    It refills with time, up to the amount for ``PATIENCE_S``.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,7 +119,7 @@ class RateLimit:
         self._bytes = BYTES_PER_S * PATIENCE_S
 
     def spend(self, messages: int, size: int) -> None:
-        """Take what was said, ``size`` in bytes. Raises WireError once there is nothing left."""
+        """Count ``messages`` of ``size`` bytes. Raises WireError if the limit is exceeded."""
         now = self._clock()
         passed, self._at = now - self._at, now
         self._messages = min(self._messages + passed * MESSAGES_PER_S, MESSAGES_PER_S * PATIENCE_S) - messages
@@ -130,9 +130,10 @@ class RateLimit:
 
 
 class Connection:
-    """``opened`` is called once the other side is proven, ``closed`` with the reason at the end, both at most once.
+    """``opened`` is called once the peer is authenticated, ``closed`` with the reason at the end, each at most once.
 
-    ``expected`` is whom this side has called; None if it was called itself. Raises OSError if the socket is dead.
+    ``expected`` is the launcher that this side connects to; None if the other side connected. Raises OSError if the
+    socket is dead.
     """
 
     def __init__(
@@ -147,10 +148,10 @@ class Connection:
         closed: Callable[[Connection, Exception | None], None],
     ) -> None:
         self.peer: Member | None = None
-        """Who the other side is, once it is proven."""
+        """The other side, once it is authenticated."""
         self.expected = expected
         self.rate_limit: RateLimit | None = None
-        """How much the other side may say from now on; without limit if None."""
+        """The limit for messages of the other side; None for no limit."""
         self._sock = sock
         self._loop = loop
         self._opened, self._received, self._closed = opened, received, closed
@@ -176,11 +177,11 @@ class Connection:
 
     @property
     def incarnation(self) -> str:
-        """Which process of the launcher the other side is, "" until it has said so."""
+        """Identifies the process of the other side, "" until it is known."""
         return self._handshake.incarnation
 
     def send(self, payload: bytes) -> None:
-        """Send an encoded message once the other side is proven, until then keep it."""
+        """Send an encoded message; it is queued until the other side is authenticated."""
         if self._over:
             return
         if self.peer is not None:
@@ -189,13 +190,13 @@ class Connection:
             self._held.append(payload)
 
     def refuse(self, why: str, *, superseded: bool = False) -> None:
-        """End the connection and tell the other side why; ``superseded``: its part in the run is over."""
+        """Tell the other side why, and close; ``superseded``: a later process has taken its part in the run."""
         if not self._over:
             self._write(self._frames.pack(encode({"refused": why} | ({"superseded": True} if superseded else {}))))
             self.close(WireError(why))
 
     def close(self, why: Exception | None = None) -> None:
-        """End the connection; what has not been sent is lost."""
+        """Close the connection; unsent data is lost."""
         if self._over:
             return
         self._over = True
@@ -205,7 +206,7 @@ class Connection:
         self._closed(self, why)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what is to be sent has been handed to the kernel, for at most so long."""
+        """Hand queued data to the kernel, for at most ``timeout_s`` seconds."""
         if self._out and not self._over:
             self._sock.settimeout(timeout_s)
             try:

@@ -1,7 +1,7 @@
-"""What the ranks print: to the console, and to their log files.
+"""The output of the ranks: to the console, and to their log files.
 
-Ranks write into memory (``Spool``); one thread brings it to the console and another to the files, so that a reader that
-stands still, a full disk or a file server that hangs holds up neither the ranks nor the launcher.
+Ranks write into memory (``Spool``). One thread copies it to the console and another to the files, so that a blocked
+reader, a full disk or a file server that hangs holds up neither the ranks nor the launcher.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _IN_ONE_GO = 64 << 20
 _TAIL_BYTES = 8192
 INTERVAL_S = 0.05
 CLOSE_S = 60.0
-"""What a reader that is slow but goes on is given at the end."""
+"""Time at the end for a reader that is slow but makes progress."""
 LINGER_S = 60.0
-"""How long processes that outlive their rank, to finish a checkpoint, are still listened to."""
+"""How long the output of processes that outlive their rank, to finish a checkpoint, is still copied."""
 QUIET_S = 0.1
-"""A line that is not complete is shown when nothing more of it has come for so long."""
+"""An incomplete line is shown after so long without more of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What is done with a stream of a rank: ``shown`` on the console after ``prefix``, ``own_file`` besides the log."""
+    """Where a stream of a rank goes: ``shown`` on the console after ``prefix``, ``own_file`` besides the log."""
 
     shown: bool = True
     prefix: str = ""
@@ -43,7 +43,7 @@ class Routing:
 
 
 class RankOutput:
-    """What one rank prints. ``descriptors`` are its stdout and stderr, to be closed once it has them."""
+    """The output of one rank. ``descriptors`` are its stdout and stderr, to be closed once it has them."""
 
     def __init__(self, rank: int) -> None:
         self._spools = {STDOUT: Spool(f"rank-{rank}-stdout"), STDERR: Spool(f"rank-{rank}-stderr")}
@@ -57,17 +57,17 @@ class RankOutput:
         return self._spools[STDOUT].descriptor, self._spools[STDERR].descriptor
 
     def tail(self, lines: int) -> str:
-        """The last ``lines`` lines, also of what has reached no file yet."""
+        """The last ``lines`` lines, including those not in a file yet."""
         with self._lock:
             text = self._recent + b"".join(reader.peek(_TAIL_BYTES) for reader in self._readers.values())
         return "\n".join(text[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-lines:])
 
     def reader(self, stream: int) -> Reader:
-        """Somebody else who reads a stream, from its beginning."""
+        """Another reader of a stream, from its beginning."""
         return self._spools[stream].reader()
 
     def new(self) -> list[tuple[int, bytes, int]]:
-        """What has come on each stream since the last call, with how many bytes are missing before it."""
+        """The data of each stream since the last call, with the number of bytes lost before it."""
         with self._lock:
             found = [(stream, reader.read(_CHUNK), reader.take_lost()) for stream, reader in self._readers.items()]
             for _, data, _ in found:
@@ -75,7 +75,7 @@ class RankOutput:
         return found
 
     def trim(self) -> None:
-        """Hold no more than is allowed, however late the readers are."""
+        """Limit the memory used, however slow the readers are."""
         for spool in self._spools.values():
             spool.trim()
 
@@ -86,27 +86,27 @@ class RankOutput:
 
 
 class _Sink(ABC):
-    """Brings what is printed to one place."""
+    """Copies output to one place."""
 
     until: float | None = None
-    """When it may be finished with, on the monotonic clock; None while its ranks run."""
+    """When it may be finished, on the monotonic clock; None while its ranks run."""
 
     @abstractmethod
     def pull(self) -> bool:
-        """Pass on what is new; False if nothing is."""
+        """Copy what is new; False if nothing is."""
 
     @property
     def mid_line(self) -> bool:
-        """Whether it should be pulled again before the others, as it is in the middle of a line."""
+        """Whether it should be pulled again before the others, since it is in the middle of a line."""
         return False
 
     @abstractmethod
     def finish(self) -> None:
-        """Nothing more will be asked for."""
+        """Flush and close."""
 
 
 class _SinkThread:
-    """Pulls its followers until they are finished; a place that stands still holds up this thread only."""
+    """A thread that pulls sinks until they are finished; a blocked one holds up this thread only."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -117,7 +117,7 @@ class _SinkThread:
         self._moved = time.monotonic()
 
     def follow(self, follower: _Sink) -> None:
-        """Pull ``follower`` from now on. Raises OSError if there can be no thread for it."""
+        """Pull the sink from now on. Raises OSError if no thread can be started."""
         with self._lock:
             self._sinks.append(follower)
         if self._thread is None:
@@ -129,14 +129,14 @@ class _SinkThread:
             self._thread = thread
 
     def end_generation(self, linger_s: float = LINGER_S) -> None:
-        """The ranks followed so far have ended: finish with each after ``linger_s`` seconds, once it is quiet."""
+        """The ranks so far have ended: finish each sink after ``linger_s`` seconds, once it is quiet."""
         until = time.monotonic() + linger_s
         with self._lock:
             for followed in self._sinks:
                 followed.until = until if followed.until is None else min(until, followed.until)
 
     def close(self, patience_s: float) -> bool:
-        """Pass on what is left, until nothing has gone on for ``patience_s`` seconds; False if some is left then."""
+        """Copy the rest, until there is no progress for ``patience_s`` seconds; False if some is left then."""
         self.end_generation(0.0)
         self._wake.set()
         began = self._moved = time.monotonic()
@@ -174,7 +174,7 @@ class _SinkThread:
 
 
 class _ToFiles(_Sink):
-    """Follows a rank into its log, where both streams are, and into a file of its own for each that wants one."""
+    """Copies a rank's output to its log, which has both streams, and to a separate file per stream if wanted."""
 
     def __init__(self, output: RankOutput, log: LogFile, own: Mapping[int, LogFile]) -> None:
         self._output = output
@@ -213,7 +213,7 @@ class _ToFiles(_Sink):
 
 @dataclass(slots=True)
 class _Screen:
-    """A descriptor of the console; two that lead to the same place share a mixer."""
+    """A descriptor of the console; two with the same target share a mixer."""
 
     descriptor: int
     mixer: Mixer
@@ -231,7 +231,7 @@ class _Screen:
 
 @dataclass(eq=False)
 class _ToScreen(_Sink):
-    """Follows one stream to the console."""
+    """Copies one stream to the console."""
 
     reader: Reader
     screen: _Screen
@@ -262,7 +262,7 @@ class _ToScreen(_Sink):
 
 @dataclass(slots=True)
 class Console:
-    """Copies what ranks print to ``stdout`` and ``stderr``, and to logs of ``log_bytes`` bytes a file, 0 for any."""
+    """Copies rank output to ``stdout`` and ``stderr``, and to logs of ``log_bytes`` bytes per file, 0 for no limit."""
 
     stdout: int = STDOUT
     stderr: int = STDERR
@@ -281,7 +281,7 @@ class Console:
         }
 
     def follow(self, output: RankOutput, log: Path, show: Mapping[int, Routing]) -> None:
-        """Copy what a rank prints into ``log``, and to where ``show`` says for each stream."""
+        """Copy a rank's output to ``log``, and as ``show`` says for each stream."""
         self._outputs.append(output)
         for number, screen in self._screens.items():
             if show[number].shown:
@@ -296,18 +296,18 @@ class Console:
         self._to_files.follow(_ToFiles(output, LogFile(log, self.log_bytes), own))
 
     def trim(self) -> None:
-        """Hold no more output in memory than is allowed, also when all readers stand still."""
+        """Limit the memory for output, even if all readers are blocked."""
         for output in self._outputs:
             output.trim()
 
     def end_generation(self) -> None:
-        """The ranks followed so far have ended."""
+        """The ranks so far have ended."""
         self._outputs.clear()
         self._to_screen.end_generation()
         self._to_files.end_generation()
 
     def close(self, patience_s: float = 5.0) -> None:
-        """Copy what is left, to files and console as long as they take something every ``patience_s`` seconds."""
+        """Copy the rest to files and console, as long as each makes progress every ``patience_s`` seconds."""
         if not self._to_files.close(patience_s):
             print_message("some output is missing in the logs: they could not be written in time")
         if not self._to_screen.close(patience_s):

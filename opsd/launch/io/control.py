@@ -17,13 +17,13 @@ from opsd.launch.io.reporting import print_message
 MAX_CONNECTIONS = 32
 MAX_LINE = 64 * 1024
 PAUSE_S = 0.2
-"""How long nobody is let in after the process had no descriptor for one more."""
+"""How long no connection is accepted after the process has run out of descriptors."""
 
 Request = dict[str, Any]
 
 
 class _Client:
-    """One connection: what has come of a line that is not complete, and lines that wait for their answer."""
+    """One connection: an incomplete line, and lines that wait for their answer."""
 
     def __init__(self, socket: socket.socket) -> None:
         self.socket = socket
@@ -33,11 +33,10 @@ class _Client:
 
 
 class ControlServer:
-    """Answers requests on a Unix socket at ``path`` with what ``handle`` returns for them.
+    """Answers requests on a Unix socket at ``path`` with the result of ``handle``.
 
-    One request of a client is answered in one turn of the loop. A client that does not read its answers is dropped, and
-    so is the one that has been there longest when too many are. A socket that cannot be made is reported and does not
-    stop the run.
+    Each turn of the loop answers one request per client. A client that does not read its answers is dropped, and so is
+    the oldest one if there are too many. A socket that cannot be created is reported and does not stop the run.
     """
 
     def __init__(self, path: Path, loop: Loop, handle: Callable[[Request], Request]) -> None:
@@ -76,7 +75,7 @@ class ControlServer:
         except BlockingIOError:
             return
         except OSError:
-            # No descriptor is left: whoever waits would wake the loop again and again.
+            # Without a descriptor left, a waiting client would wake the loop continuously.
             self._loop.unwatch(self._listener.fileno())
             self._admitting = False
             self._loop.later(PAUSE_S, self._admit)
@@ -161,7 +160,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A listening socket for this user only. Goes through the folder's descriptor: a socket's path has 107 bytes."""
+    """A listening socket for this user only. Bound through the folder's descriptor: socket paths have a short limit."""
     path.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     listener = socket.socket(socket.AF_UNIX)

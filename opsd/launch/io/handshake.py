@@ -1,12 +1,12 @@
-"""How two launchers that connect find out that they belong together: versions, run, names, and proof of their secret.
+"""The handshake of two launchers: versions, run, names, and proof that both know the secret.
 
-The caller greets, the other one greets back and proves that it knows the secret, then the caller proves it. Proofs and
-the keys of the connection depend on both greetings, and these on random numbers, so that nothing can be replayed or
-changed on its way. No sockets here: messages come in and go out.
+The caller greets, the other side greets back and proves that it knows the secret, then the caller proves it. Proofs and
+connection keys depend on both greetings, and these on random numbers, so that nothing can be replayed or changed in
+transit. No sockets here: messages come in and go out.
 
-Versions: ``VERSION`` grows by one with every change of what launchers say to each other. A launcher talks with those of
-the version before and the one after, which is enough to replace the nodes of a run one by one; see ``protocol`` for how
-a message may grow. A change that the version before cannot live with sets ``OLDEST`` to the new version.
+Versions: ``VERSION`` increases with every change of the messages. A launcher works with the version before and the one
+after, which is enough to replace the nodes of a run one by one; ``protocol`` says how a message may change. A change
+that is incompatible with the version before sets ``OLDEST`` to the new version.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SECRET_VARIABLE = "OPSD_JOB_SECRET"  # noqa: S105
 _SECRET_BYTES = 32
 VERSION = 2
 OLDEST = 2
-"""The oldest version that this one still understands."""
+"""The oldest compatible version."""
 
 
 def new_incarnation() -> str:
-    """What tells one process of a launcher from the next: later ones are greater, unless the clock was set back."""
+    """Identifies a process of a launcher; later ones are greater, unless the clock was set back."""
     return f"{time.time_ns():016x}{os.urandom(4).hex()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a launcher says of itself, and the secret that proves it."""
+    """What a launcher says about itself, and the secret that proves it."""
 
     member: Member
     run: str
@@ -50,7 +50,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What each side says first."""
+    """The first message of each side."""
 
     opsd: int
     run: str
@@ -61,7 +61,7 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """That the sender knows the secret: the code of both greetings."""
+    """Proves that the sender knows the secret: an HMAC of both greetings."""
 
     proof: str
 
@@ -70,19 +70,19 @@ _CODEC = Codec((Greeting, Proof))
 
 
 class WireError(Exception):
-    """What comes over a connection is not from a launcher of this run; the message says why, in a sentence."""
+    """The other side is not a launcher of this run; the message says why, in a sentence."""
 
 
 class Refusal(WireError):
-    """The other side is a launcher, but none to work with; it is told why."""
+    """The other side is a launcher that this one cannot work with; it is told why."""
 
 
 class Superseded(WireError):
-    """A proven launcher works with a process of this launcher's name that was started later."""
+    """An authenticated launcher works with a later process of this launcher's name."""
 
 
 class Handshake:
-    """One side of it; ``expected`` is whom this side calls, None if it is called itself.
+    """One side of it; ``expected`` is the launcher that this side connects to, None if the other side connected.
 
     Once ``proven``, ``key_in`` and ``key_out`` secure the connection with ``peer``.
     """
@@ -92,7 +92,7 @@ class Handshake:
         self._expected = expected
         self._theirs: JsonMessage = {}
         self.peer: Member | None = None
-        """Who the other side says it is, once it has said so."""
+        """Who the other side claims to be, once it has said so."""
         self.incarnation = ""
         self.proven = False
 
@@ -102,11 +102,11 @@ class Handshake:
         return _CODEC.encode(Greeting(VERSION, own.run, own.member, os.urandom(16).hex(), own.incarnation))
 
     def begin(self) -> Sequence[JsonMessage]:
-        """What this side says without being asked."""
+        """The messages that this side sends first."""
         return [self._mine] if self._expected is not None else []
 
     def hear(self, message: JsonMessage) -> Sequence[JsonMessage]:
-        """What to answer. Raises WireError, and Refusal if the other side should be told."""
+        """The answers to a message. Raises WireError, or Refusal if the other side should be told."""
         if "refused" in message:
             raise WireError(f"it refuses: {str(message['refused'])!r:.200}")
         if self.peer is None:
@@ -118,12 +118,12 @@ class Handshake:
 
     @property
     def key_in(self) -> bytes:
-        """What the other side's messages are proven with."""
+        """Key of the other side's messages."""
         return self._code(f"key of the {'called' if self._expected is not None else 'caller'}")
 
     @property
     def key_out(self) -> bytes:
-        """What this side's messages are proven with."""
+        """Key of this side's messages."""
         return self._code(f"key of the {'caller' if self._expected is not None else 'called'}")
 
     def _greeted(self, message: JsonMessage) -> None:
@@ -160,9 +160,9 @@ class Handshake:
         return _CODEC.encode(Proof(self._code(f"proof of the {who}").hex()))
 
     def _code(self, label: str) -> bytes:
-        """A key or a proof for one purpose and this connection, that only who knows the secret can make.
+        """A key or proof for one purpose and this connection, which requires the secret.
 
-        It is of both greetings; what a newer version says in its greeting is part of it.
+        It covers both greetings, including fields of a newer version.
         """
         pair = (self._mine, self._theirs) if self._expected is not None else (self._theirs, self._mine)
         greetings = [json.dumps(greeting, sort_keys=True) for greeting in pair]
@@ -174,13 +174,13 @@ def _neighbours(version: int) -> bool:
 
 
 class SecretError(Exception):
-    """There is no secret that can be used; the message says what to do."""
+    """There is no usable secret; the message says what to do."""
 
 
 def job_secret(folder: Path, environ: Mapping[str, str] = os.environ) -> bytes:
-    """The secret in ``OPSD_JOB_SECRET`` (hexadecimal), or that in the run's folder, made if there is none.
+    """The secret in ``OPSD_JOB_SECRET`` (hexadecimal), or the one in the run's folder, created if there is none.
 
-    Launchers that make it at the same moment end up with the same one. Raises SecretError.
+    Launchers that create it at the same time end up with the same one. Raises SecretError.
     """
     if given := environ.get(SECRET_VARIABLE):
         try:

@@ -1,4 +1,4 @@
-"""The launcher's event loop: file descriptors, timers and signals in one thread, and work that may block in others."""
+"""The launcher's event loop: file descriptors, timers and signals in one thread, blocking work in others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Callback = Callable[[], None]
 
 
 class Timer:
-    """A pending call; ``cancel()`` makes it never happen."""
+    """A pending call, which ``cancel()`` prevents."""
 
     __slots__ = ("callback", "due")
 
@@ -31,12 +31,12 @@ class Timer:
         self.callback: Callback | None = callback
 
     def cancel(self) -> None:
-        """Forget the call; harmless after it has happened."""
+        """Cancel the call; harmless after it was made."""
         self.callback = None
 
 
 class Loop:
-    """Calls back when a descriptor is readable, a timer is due, a signal has arrived or a thread asks for it."""
+    """Calls back when a descriptor is ready, a timer is due, a signal has arrived or a thread requests it."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -44,7 +44,7 @@ class Loop:
         self._order = itertools.count()
         self._running = True
         self.last_idle = time.monotonic()
-        """Monotonic second at which the loop was last seen waiting: what happened did so after it, or at it."""
+        """Monotonic second at which the loop last waited: an event that it serves happened after it, or at it."""
         self._busy: set[str] = set()
         self._from_threads: deque[Callback] = deque()
         self._woken, self._wake = socket.socketpair()
@@ -67,19 +67,19 @@ class Loop:
         return timer
 
     def call_soon_threadsafe(self, callback: Callback) -> None:
-        """Call ``callback`` from the loop; may be used in any thread, and needs nothing that could be used up."""
+        """Call ``callback`` from the loop; callable from any thread, and needs no resource that could run out."""
         self._from_threads.append(callback)
         with suppress(BlockingIOError):  # enough has been sent to wake it
             self._wake.send(b"\0")
 
     def run_in_thread(self, work: Callable[[], T], done: Callable[[T | OSError], None], *, key: str = "") -> bool:
-        """Do ``work`` in a thread, then call ``done`` from the loop with what it returned or the OSError it raised.
+        """Run ``work`` in a thread, then call ``done`` from the loop with its result or the OSError it raised.
 
-        Any other exception comes out of the loop, as if ``work`` had been called there. The thread does not keep the
-        process from ending: a file system that hangs must not hang the launcher.
+        Any other exception is raised from the loop. The thread is a daemon: a file system that hangs must not keep the
+        launcher from exiting.
 
-        Work with a ``key`` is done once at a time: while some of the same key is under way, perhaps for minutes,
-        nothing is done and False returned.
+        Work with a ``key`` runs once at a time: while some with the same key runs, nothing is done and False is
+        returned.
         """
         if key:
             if key in self._busy:
@@ -114,7 +114,7 @@ class Loop:
             self._from_threads.popleft()()
 
     def every(self, interval_s: float, callback: Callback) -> None:
-        """Call ``callback`` again and again, ``interval_s`` seconds after the end of the call before."""
+        """Call ``callback`` periodically, ``interval_s`` seconds after the end of the previous call."""
 
         def tick() -> None:
             callback()
@@ -123,7 +123,7 @@ class Loop:
         self.later(interval_s, tick)
 
     def on_signals(self, numbers: Iterable[signal.Signals], callback: Callable[[signal.Signals], None]) -> None:
-        """Turn the given signals into calls from the loop. Only from the main thread, once per process."""
+        """Deliver the given signals as calls from the loop. Only from the main thread, once per process."""
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         handled = frozenset(numbers)
@@ -142,7 +142,7 @@ class Loop:
         self.watch(reader, deliver)
 
     def run(self) -> None:
-        """Serve until ``stop()``, which may have come before."""
+        """Run until ``stop()``, which may have been called before."""
         while self._running:
             before = time.monotonic()
             ready = self._selector.select(self._timeout(before))

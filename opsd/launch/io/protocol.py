@@ -24,7 +24,7 @@ from typing import Any
 
 KIND = "kind"
 JsonMessage = dict[str, Any]
-"""Anything that JSON can carry."""
+"""A JSON object."""
 
 Encode = Callable[[Any], Any]
 Decode = Callable[[Any], Any]
@@ -52,11 +52,11 @@ def member_from_json(raw: Any) -> Member:
 
 
 class ProtocolError(ValueError):
-    """A message that this version does not know, or that is not as its kind says; one sentence that names both."""
+    """A message of an unknown kind, or one that does not match its kind; one sentence that names both."""
 
 
 class _Wrong(Exception):
-    """A value is not of the type that is meant: where below the field, and what was expected."""
+    """A value does not have the expected type: where below the field, and what was expected."""
 
     def __init__(self, expected: str, *path: str) -> None:
         super().__init__(expected)
@@ -67,7 +67,7 @@ class _Wrong(Exception):
 
 
 class Codec:
-    """Encodes and decodes messages of ``kinds``. Raises TypeError if one of them is not made for it."""
+    """Encodes and decodes messages of ``kinds``. Raises TypeError if one of them is not suitable."""
 
     def __init__(self, kinds: Sequence[type]) -> None:
         self._by_class = {kind: (kind_name(kind), _Shape(kind)) for kind in kinds}
@@ -79,7 +79,7 @@ class Codec:
                 raise TypeError(f"{kind.__name__}.{KIND}: the name is taken")
 
     def encode(self, message: object) -> dict[str, Any]:
-        """The message as JSON can carry it. Raises KeyError for one that is of no known kind."""
+        """The message as a JSON object. Raises KeyError for an unknown kind."""
         name, shape = self._by_class[type(message)]
         return {KIND: name, **shape.encode(message)}
 
@@ -103,7 +103,7 @@ def kind_name(kind: type) -> str:
 
 
 def rows(kinds: Sequence[type]) -> Iterator[tuple[str, str, str, str]]:
-    """For the docs, of each kind: name, direction (its class variable ``direction``), fields, first sentence."""
+    """For the documentation, of each kind: name, ``direction`` (a class variable), fields, first sentence."""
     for kind in kinds:
         hints = typing.get_type_hints(kind)
         said = re.split(r"(?<=\.) ", " ".join((kind.__doc__ or "").split()))[0]
@@ -115,7 +115,7 @@ def rows(kinds: Sequence[type]) -> Iterator[tuple[str, str, str, str]]:
 
 
 class _Shape:
-    """The fields of a dataclass, each with what encodes and decodes it."""
+    """The fields of a dataclass with their encoders and decoders."""
 
     def __init__(self, cls: type) -> None:
         parameters = getattr(cls, "__dataclass_params__", None)
@@ -159,7 +159,7 @@ def _required(field: Field[Any]) -> bool:
 
 
 def _pair(hint: Any) -> tuple[Encode, Decode]:
-    """What encodes and what decodes a value of the type ``hint``. Raises TypeError for a type that is not supported."""
+    """Encoder and decoder for values of the type ``hint``. Raises TypeError for an unsupported type."""
     if hint is Any:
         return _same, _same
     if hint in _PLAIN:

@@ -1,6 +1,6 @@
-"""What the launcher says: to people on stderr, and as events, one JSON object a line, to every file that wants them.
+"""Messages for the user on stderr, and events, one JSON object per line, in one or more files.
 
-All of it is written in threads: a reader that stands still and a file system that hangs hold up nothing.
+Everything is written in threads: a blocked reader or a file system that hangs holds up nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import BinaryIO
 Work = Callable[[], None]
 LIMIT = 4096
 FLUSH_S = 1.0
-"""What a reader of stderr that stands still is given when the launcher ends."""
+"""Time at the exit for a blocked reader of stderr."""
 _STDERR = 2
 _AT_ONCE = 1 << 20
 _all: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
 
 class WorkQueue:
-    """Does what is ``put``, one after the other. What does not fit into the queue is left out and counted.
+    """Runs the callables that are ``put``, in order. What does not fit into the queue is dropped and counted.
 
-    ``missed`` is called in the thread with the number of what was left out, once the work goes on. The thread does not
-    keep the process from ending: a file system that hangs must not hang the launcher. Work handles its own errors.
+    ``missed`` is called in the thread with the number of dropped items, once the work continues. The thread is a
+    daemon: a file system that hangs must not keep the launcher from exiting. Work handles its own errors.
     """
 
     def __init__(self, name: str, *, limit: int = LIMIT, missed: Callable[[int], None] | None = None) -> None:
@@ -46,11 +46,11 @@ class WorkQueue:
 
     @property
     def name(self) -> str:
-        """What the work is for."""
+        """The purpose of the work."""
         return self._name
 
     def put(self, work: Work) -> None:
-        """Have ``work`` done after what was put before it; never waits."""
+        """Run ``work`` after what was put before; never blocks."""
         with self._lock:
             if self._queue.qsize() >= self._limit or not self._served():
                 self._missed += 1
@@ -58,7 +58,7 @@ class WorkQueue:
                 self._queue.put(work)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was put is done, for at most ``timeout_s`` seconds; False if some is left."""
+        """Wait for at most ``timeout_s`` seconds until all work is done; False if some is left."""
         if self._thread is None:
             return True
         done = threading.Event()
@@ -66,7 +66,7 @@ class WorkQueue:
         return done.wait(timeout_s)
 
     def _served(self) -> bool:
-        """Whether there is a thread; the limit of processes may keep it from being started for now."""
+        """Whether there is a thread; the limit of processes may prevent it for now."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             with contextlib.suppress(RuntimeError):
@@ -84,24 +84,24 @@ class WorkQueue:
 
 
 def flush_all(timeout_s: float) -> list[str]:
-    """Wait until everything that was put anywhere is done, for at most ``timeout_s`` seconds; what is late, by name."""
+    """Wait for at most ``timeout_s`` seconds until all queues are empty; returns the names of those that are not."""
     deadline = time.monotonic() + timeout_s
     late = [work.name for work in list(_all) if not work.flush(max(0.0, deadline - time.monotonic()))]
     return sorted(late)
 
 
 def print_message(text: str) -> None:
-    """One line or paragraph. Never waits: nobody listening, or reading on, is no reason to hold up a run."""
+    """Print one line or paragraph on stderr. Never blocks: a reader that does not read must not hold up the run."""
     _messages.put(lambda: _print(text))
 
 
 def flush(timeout_s: float = FLUSH_S) -> None:
-    """Wait until all that was said is written, for at most ``timeout_s`` seconds."""
+    """Wait for at most ``timeout_s`` seconds until all messages are printed."""
     _messages.flush(timeout_s)
 
 
 def write_all(descriptor: int, data: bytes | bytearray) -> None:
-    """Write all of ``data``, waiting for room also where somebody has made the descriptor non-blocking. OSError."""
+    """Write all of ``data``, waiting if the descriptor is non-blocking. Raises OSError."""
     view = memoryview(data)
     while view:
         try:
@@ -126,9 +126,9 @@ atexit.register(flush)
 
 
 class EventFile:
-    """One file of events. If it cannot be written, that is reported once and does not stop the run.
+    """One file of events. A failure to write is reported once and does not stop the run.
 
-    A disk that fills up may take a part of a line: the next one then begins on a new line.
+    A full disk may take a part of a line; the next event then begins on a new line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -138,12 +138,12 @@ class EventFile:
         self._torn = False
 
     def open(self) -> None:
-        """Make the file if it is not there. Raises OSError."""
+        """Create the file if it does not exist. Raises OSError."""
         if self._file is None:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # for as long as the launcher lives
 
     def append(self, line: bytes) -> None:
-        """Write one encoded event; waits for as long as the file system does."""
+        """Write one encoded event; blocks as long as the file system does."""
         whole = b"\n" + line if self._torn else line
         try:
             self.open()
@@ -155,7 +155,7 @@ class EventFile:
                 print_message(f"events are not written to {self.path}: {error.strerror}")
 
     def missed(self, count: int) -> None:
-        """Say that so many events were left out."""
+        """Report that ``count`` events were dropped."""
         print_message(f"{count} events are missing in {self.path}: it did not take them in time")
 
 
@@ -165,9 +165,9 @@ def encoded(record: Mapping[str, object]) -> bytes:
 
 
 class EventLog:
-    """Hands events to several files, each written in a thread of its own: a file system that hangs holds up nothing.
+    """Writes events to several files, each in its own thread: a file system that hangs holds up nothing.
 
-    Raises OSError if a file cannot be made. ``relay`` is given every event as well, for somebody else to write down.
+    Raises OSError if a file cannot be created. ``relay`` is called with every event as well.
     """
 
     def __init__(self, run: str, node: str, targets: Sequence[Path]) -> None:
@@ -181,11 +181,11 @@ class EventLog:
         self.relay: Callable[[dict[str, object]], None] | None = None
 
     def emit(self, event: str, **fields: object) -> None:
-        """Append one event of the current generation, with the time of now."""
+        """Append an event of the current generation with the current time."""
         self.write(event, None, fields)
 
     def write(self, event: str, t: float | None, fields: Mapping[str, object], *, relayed: bool = True) -> None:
-        """Append one event of the current generation; ``t`` in wall seconds, now if None."""
+        """Append an event of the current generation; ``t`` in wall seconds, None for now."""
         own = {"t": time.time() if t is None else t, "event": event, "generation": self.generation}
         record = {**own, **self._common, **fields}
         line = encoded(record)
@@ -201,7 +201,7 @@ class EventLog:
 
 
 class EventTail:
-    """Follows the event file of one rank from where it was left."""
+    """Follows the event file of one rank."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,6 +1,6 @@
-"""What happens to a run on several nodes: its events in one file that only the leader writes, and its story for people.
+"""The log of a run on several nodes: its events, in one file that only the leader writes, and ``job.log`` for people.
 
-The story has a readable line for each event that matters to a person:
+``job.log`` has a readable line for each event that matters:
 
 2026-11-22 08:15:04 n4 is lost with its ranks: silent for 2.1 s
 2026-11-22 08:15:05 generation 3 runs on n1, n2, n5: n5 in the place of n4
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from opsd.launch.io.reporting import EventFile, EventLog, Work, WorkQueue, encoded, print_message
 
 OF_ONE_LAUNCHER = ("generation_started", "finished")
-"""Each launcher has its own of these; the leader's stand for the run."""
+"""Each launcher has its own of these events; the leader's are those of the run."""
 JOB_LOG = "job.log"
 BATCH_HOST = "OPSD_BATCH_HOST"
-"""The node with the batch script, by which the story comes to the job's output while it lives."""
+"""The node with the batch script, which copies ``job.log`` to the job's output while it lives."""
 JOB_OUTPUT = "OPSD_JOB_OUTPUT"
 """``INODE:PATH`` of that output, where it is a file."""
 EventRecord = Mapping[str, Any]
@@ -32,21 +32,21 @@ _LONGEST = 400
 
 
 class RunEventLog(Protocol):
-    """Where the leader writes down what happens to the run; ``generation`` is the one that runs."""
+    """Where the leader records the events of the run; ``generation`` is the one that runs."""
 
     generation: int
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
-        """Append an event of the run, which came about ``age_s`` seconds ago."""
+        """Append an event of the run that happened ``age_s`` seconds ago."""
         ...
 
     def relay(self, record: Mapping[str, Any], age_s: float) -> None:
-        """Append what a node has noted ``age_s`` seconds ago."""
+        """Append an event that a node recorded ``age_s`` seconds ago."""
         ...
 
 
 class LocalRunLog:
-    """That of a run on one node: its launcher's own events, in which most of what the leader says stands already."""
+    """For a run on one node: the launcher's own events, which already have most of the leader's."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
@@ -62,9 +62,9 @@ class LocalRunLog:
 
 
 class RunLog:
-    """``events.jsonl`` of the run folder. Opened when there is something to write, since only a leader has anything.
+    """``events.jsonl`` of the run folder. Opened at the first event, since only a leader has any.
 
-    It is read and written by ``work``, where there is such a thread: the folder is on a file server.
+    Read and written by ``work``, if given, since the folder is on a file server.
     """
 
     def __init__(self, run: str, node: str, path: Path, work: WorkQueue | None = None) -> None:
@@ -83,10 +83,10 @@ class RunLog:
         self._do(lambda: self._write(record))
 
     def relay(self, record: Mapping[str, Any], age_s: float) -> None:
-        """Append what a node has noted ``age_s`` seconds ago.
+        """Append an event that a node recorded ``age_s`` seconds ago.
 
-        What the ranks of several nodes notice at the same time is one event: a checkpoint that is durable, a
-        generation that makes its first step.
+        Events that ranks on several nodes record at the same time are one event: a durable checkpoint, the first step
+        of a generation.
         """
         if record["event"] in OF_ONE_LAUNCHER:
             return
@@ -116,7 +116,7 @@ class RunLog:
 
 
 def _written(path: Path) -> Iterator[dict[str, Any]]:
-    """The newest of what leaders before this one have written."""
+    """The newest events that earlier leaders have written."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOOK_BACK))
@@ -131,7 +131,7 @@ def _written(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class JobLog:
-    """Writes the story to ``job.log`` in ``folder``. A file that cannot be written is reported once."""
+    """Writes ``job.log`` in ``folder``. A failure to write is reported once."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._path = folder / JOB_LOG
@@ -160,7 +160,7 @@ class JobLog:
                     _append_line(self._output, f"opsd: {line}", create=False)
 
     def remember(self, event: Mapping[str, Any]) -> str:
-        """Take ``event`` into account, which an earlier leader may have told already; its line."""
+        """Take ``event`` into account, which an earlier leader may have written; returns its line."""
         if self._batch_host and event.get("event") == "node_lost" and event.get("lost") == self._batch_host:
             self._orphaned = True
         elif self._batch_host in _present(event):
@@ -169,7 +169,7 @@ class JobLog:
 
 
 def _present(event: Mapping[str, Any]) -> tuple[object, ...]:
-    """The nodes that have a launcher, as far as ``event`` says so."""
+    """The nodes that have a launcher, as far as ``event`` tells."""
     if event.get("event") == "generation_started":
         return (*(event.get("nodes") or ()), *(event.get("spares") or ()))
     return (event.get("joined"),)
@@ -185,13 +185,13 @@ def _append_line(path: Path, line: str, *, create: bool = True) -> None:
 
 
 class EventText:
-    """Tells a run from its events, one after the other, those of ``ARCHITECTURE.md``'s table."""
+    """Describes the events of a run, in order (see the table of events in the documentation)."""
 
     def __init__(self) -> None:
         self._nodes: tuple[str, ...] = ()
 
     def line(self, event: EventRecord) -> str:
-        """The line of ``event``, with its time, without an end of line; "" for one that is of no interest."""
+        """The line of ``event`` with its time, without a line end; "" for one that does not matter."""
         if event.get("event") not in _TOLD and event.get("event") != "generation_started":
             return ""
         try:

@@ -1,8 +1,7 @@
-"""Streams of what processes print: held in memory until read, put together line by line, and written to log files.
+"""Output streams: held in memory until read, assembled line by line, and written to log files.
 
-A log file fills its disk and a pipe fills up while the launcher is stopped, and either is an error or a standstill in
-the user's program. Anonymous memory is neither limited by a file system nor gone when the launcher is: writing there
-never fails and never waits.
+If ranks wrote to a log file its disk could fill, and a pipe fills while the launcher is stopped; both would disturb the
+user's program. Writes to anonymous memory never fail and never block, and it outlives the launcher.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from pathlib import Path
 from opsd.launch.io.reporting import print_message
 
 KEPT = 256 << 20
-"""Bytes of a stream that wait for a reader that is late or stands still; older ones are given up."""
+"""Bytes of a stream kept for a slow reader; older ones are dropped."""
 LONGEST = 1 << 20
-"""A line that is longer is passed on in parts."""
+"""Longer lines are passed on in parts."""
 FILES = 3
-"""How many files a log has at most: NAME, NAME.1 and NAME.2, the newest first."""
+"""Files per log: NAME, NAME.1 and NAME.2, the newest first."""
 RESERVE, RESERVE_SHARE = 64 << 20, 0.05
-"""What logs leave free on a disk for what a run cannot go on without: bytes, and a share where that is less."""
+"""What logs leave free on a disk for the run itself: bytes, or a share if that is less."""
 _BREAK = re.compile(rb"\r?\n|\r")
 _STEP = 1 << 20
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
@@ -35,7 +34,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class Spool:
-    """One stream. ``descriptor`` is for its writers, who may go on with it after ``close()``. Raises OSError."""
+    """One stream. ``descriptor`` is for its writers, who may use it after ``close()``. Raises OSError."""
 
     def __init__(self, name: str, kept: int = KEPT) -> None:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -46,26 +45,26 @@ class Spool:
         self._lock = threading.Lock()
 
     def reader(self) -> Reader:
-        """Somebody who reads all of it, at a pace of its own."""
+        """A new reader of the whole stream."""
         reader = Reader(self)
         self._readers.append(reader)
         return reader
 
     def close(self) -> None:
-        """Read no more, once the last reader is done."""
+        """Close the stream once the last reader is done."""
         with self._lock:
             if self.descriptor >= 0 and all(reader.done for reader in self._readers):
                 os.close(self.descriptor)
                 self.descriptor = -1
 
     def trim(self) -> None:
-        """Give back what all have read, and of the rest what is too much."""
+        """Free what all have read, and of the rest what exceeds the limit."""
         with self._lock:
             if self.descriptor >= 0:
                 self._trim(self._size())
 
     def read(self, reader: Reader, most: int) -> bytes:
-        """What ``reader`` has not read yet, up to ``most`` bytes."""
+        """Up to ``most`` bytes that ``reader`` has not read yet."""
         with self._lock:
             if self.descriptor < 0:
                 return b""
@@ -79,7 +78,7 @@ class Spool:
             return data
 
     def peek(self, reader: Reader, last: int) -> bytes:
-        """The last ``last`` bytes of what ``reader`` has not read yet, which stays unread."""
+        """The last ``last`` bytes that ``reader`` has not read yet, which stay unread."""
         with self._lock:
             if self.descriptor < 0:
                 return b""
@@ -105,7 +104,7 @@ class Spool:
 
 
 class Reader:
-    """Where somebody is in a spool. ``lost``: bytes that were given up before they were read."""
+    """A reader's position in a spool. ``lost``: bytes that were dropped before they were read."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -134,16 +133,17 @@ class Reader:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One of the streams. ``prefix`` stands before each of its lines."""
+    """A stream that is mixed with others. ``prefix`` precedes each of its lines."""
 
     prefix: bytes = b""
     pending: bytes = b""
 
 
 class Mixer:
-    """Passes on whole lines, and parts of lines once their stream is quiet.
+    """Merges streams by whole lines, and by parts of lines once a stream is quiet.
 
-    A carriage return ends a line as well, so that progress bars move. Streams that take turns begin new lines for it.
+    A carriage return ends a line as well, so that progress bars move. A change of stream within a line starts a new
+    line.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Mixer:
         self._returned = False
 
     def feed(self, stream: Stream, data: bytes) -> bytes:
-        """What is to be shown when ``data`` has come."""
+        """The output to show after ``data`` has come."""
         text = stream.pending + data
         # A carriage return at the end may be half of a line's end.
         whole = max(text.rfind(b"\n"), text.rfind(b"\r", 0, max(0, len(text) - 1))) + 1
@@ -161,12 +161,12 @@ class Mixer:
         return self._placed(stream, text[:whole])
 
     def quiet(self, stream: Stream) -> bytes:
-        """What is to be shown as nothing new has come for a while."""
+        """The output to show after nothing has come for a while."""
         text, stream.pending = stream.pending, b""
         return self._placed(stream, text)
 
     def amid_line(self, stream: Stream) -> bool:
-        """Whether a part of a long line has been passed on, which others should not interrupt."""
+        """Whether a part of a long line was passed on, which other streams should not interrupt."""
         return self._open is stream and not self._returned
 
     def _placed(self, stream: Stream, text: bytes) -> bytes:
@@ -179,7 +179,7 @@ class Mixer:
 
 
 def _prefixed(text: bytes, prefix: bytes, goes_on: bool) -> bytes:
-    """``text`` with ``prefix`` before each line; the first may go on with one that has it."""
+    """``text`` with ``prefix`` before each line; with ``goes_on`` the first line already has it."""
     end = 2 if text.endswith(b"\r\n") else 1 if text.endswith((b"\n", b"\r")) else 0
     body = text[: len(text) - end]
     simple = b"\r" not in body
@@ -188,12 +188,12 @@ def _prefixed(text: bytes, prefix: bytes, goes_on: bool) -> bytes:
 
 
 def missing(count: int) -> bytes:
-    """The line that stands for ``count`` bytes of output that are not there."""
+    """The line shown in place of ``count`` lost bytes of output."""
     return b"\n[opsd launch: %d bytes of output are missing here]\n" % count
 
 
 class LogFile:
-    """``path``, rotated every ``limit`` bytes, 0 for never. What cannot be written is left out, and said once."""
+    """``path``, rotated every ``limit`` bytes, 0 for never. What cannot be written is dropped, and reported once."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
@@ -205,7 +205,7 @@ class LogFile:
         self._until_look = 0
 
     def write(self, data: bytes) -> None:
-        """Append ``data``, where possible; with nothing, make the file."""
+        """Append ``data`` if possible; empty data creates the file."""
         written = 0
         try:
             if self._file < 0:
@@ -242,7 +242,7 @@ class LogFile:
         return written
 
     def _leave_room(self, size: int) -> None:
-        """Look now and then how full the disk is; on a file server each look is a question to it. Raises OSError."""
+        """Check now and then that the disk has space left; on a file server each check is a request. Raises OSError."""
         self._until_look -= size
         if self._until_look < 0:
             disk = os.fstatvfs(self._file)

@@ -1,4 +1,4 @@
-"""Connections to the other launchers, made when there is something to say and kept."""
+"""Connections to the other launchers, made when there is something to send, and kept."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from opsd.launch.io.unauthenticated import UnauthenticatedConnections, is_reserv
 
 PROBE_S = 0.15
 REFUSALS = 2
-"""A launcher whose connection broke is called again at once and after ``PROBE_S``; refused both times, it is gone."""
+"""A launcher whose connection broke is called at once and after ``PROBE_S``; refused both times, it has ended."""
 MESSAGE_INTERVAL_S = 60.0
 MAX_MESSAGES = 32
-"""Different sentences within ``MESSAGE_INTERVAL_S``."""
+"""Different messages within ``MESSAGE_INTERVAL_S``."""
 BACKLOG = 4096
 PAUSE_S = 1.0
-"""How long nobody is let in if there are no descriptors."""
+"""How long no connection is accepted if there are no descriptors."""
 CLOSING_S = 0.3
 
 
 def _ignore(member: Member, incarnation: str) -> None:
-    """Nobody asks who comes."""
+    """The default of ``opened``."""
 
 
 def _later(member: Member) -> str:
@@ -37,12 +37,12 @@ def _later(member: Member) -> str:
 
 
 def _go_together(one: Connection, other: Connection) -> bool:
-    """Whether two connections are with the same process, and each side has called once."""
+    """Whether two connections are to the same process, one made by each side."""
     return one.incarnation == other.incarnation and (one.expected is None) != (other.expected is None)
 
 
 def _is_over(sock: socket.socket) -> bool:
-    """Whether the other side has closed a connection already, as those do who merely look who is there."""
+    """Whether the other side has closed the connection already, as port scanners do."""
     try:
         return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -52,14 +52,14 @@ def _is_over(sock: socket.socket) -> bool:
 
 
 class Transport:
-    """Sends messages to launchers by name. What cannot be delivered soon is dropped; who must know asks again.
+    """Sends messages to launchers by name. What cannot be delivered soon is dropped; senders repeat what matters.
 
-    ``received`` is called with every message of a proven launcher, in the order in which it sent them as long as a
-    connection lasts; a ProtocolError that it raises is said, once a minute. ``launchers`` says how many the run has.
-    ``opened`` is called for each connection that is proven, before its first message, with the incarnation: another one
-    is another process of that name, and what the one before had said is no longer heard. Of two that are there at once,
-    the one that was started later stays, and ``superseded`` is called in the other. ``unreachable`` is called when a
-    launcher is known to have ended, because its machine refuses connections.
+    ``received`` is called with every message of an authenticated launcher, in order per connection; a ProtocolError
+    that it raises is printed, once a minute. ``launchers`` returns the size of the run. ``opened`` is called for each
+    authenticated connection, before its first message, with the incarnation: another incarnation is another process of
+    that name, and messages of the previous one are no longer delivered. Of two processes with one name the later one
+    stays, and ``superseded`` is called in the other. ``unreachable`` is called when a launcher has ended, since its
+    machine refuses connections.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Transport:
         self._said: dict[str, float] = {}
         self._listener: socket.socket | None = None
         self._proven: dict[str, list[Connection]] = {}
-        """One that this side has called and one that the other has, at most; the first is sent on."""
+        """At most one connection made by each side; the first is used for sending."""
         self._calling: dict[str, Connection] = {}
         self._unauthenticated = UnauthenticatedConnections(launchers)
         self._rate_limits: dict[str, RateLimit] = {}
@@ -93,7 +93,7 @@ class Transport:
         self._encoded: deque[tuple[JsonMessage, bytes]] = deque(maxlen=4)
 
     def listen(self) -> None:
-        """Raises OSError if the address or port cannot be had."""
+        """Raises OSError if the address or port is not available."""
         member = self._own.member
         family = socket.AF_INET6 if ":" in member.address else socket.AF_INET
         self._listener = socket.create_server((member.address, member.port), family=family, backlog=BACKLOG)
@@ -103,7 +103,7 @@ class Transport:
         self._loop.watch(self._listener.fileno(), self._accept)
 
     def send(self, member: Member, message: JsonMessage) -> None:
-        """Send, calling the other launcher if there is no connection to it."""
+        """Send, connecting to the other launcher if necessary."""
         proven = self._proven.get(member.name)
         connection = proven[0] if proven else self._calling.get(member.name)
         if connection is None and not self._closing:
@@ -112,7 +112,7 @@ class Transport:
             connection.send(self._payload(message))
 
     def drop(self, name: str) -> None:
-        """Close all connections with a launcher; nobody is told that it is gone. It may call again."""
+        """Close all connections with a launcher without reporting it as gone. It may connect again."""
         leaving = self._proven.pop(name, [])
         if name in self._calling:
             leaving.append(self._calling.pop(name))
@@ -121,7 +121,7 @@ class Transport:
             connection.close()
 
     def close(self) -> None:
-        """Send what is waiting, for a moment, and end all connections."""
+        """Send what is queued, within ``CLOSING_S``, and close all connections."""
         self._closing = True
         if self._listener is not None:
             if not self._paused:
@@ -136,7 +136,7 @@ class Transport:
         self._unauthenticated.close_all()
 
     def _payload(self, message: JsonMessage) -> bytes:
-        """What is sent to many is encoded once: messages are not changed after they were sent."""
+        """Encodes a message to several members once: messages are not changed after they were sent."""
         for known, payload in self._encoded:
             if known is message:
                 return payload
@@ -193,7 +193,7 @@ class Transport:
             self._tell("strangers", f"many connections that say nothing, now from {address}; the oldest are closed")
 
     def _pause_listening(self, listener: socket.socket) -> None:
-        """Leave those who call waiting for a while; they would wake the loop again and again."""
+        """Stop accepting for a while; waiting connections would wake the loop continuously."""
 
         def go_on() -> None:
             if self._listener is listener:
@@ -254,7 +254,7 @@ class Transport:
             self._probed(member, refused=why.errno == errno.ECONNREFUSED)
 
     def _forget(self, name: str, connection: Connection) -> bool:
-        """Whether the connection was proven and in use."""
+        """Whether the connection was authenticated and in use."""
         if self._calling.get(name) is connection:
             del self._calling[name]
         proven = self._proven.get(name, [])
@@ -266,7 +266,7 @@ class Transport:
         return was_open
 
     def _probed(self, member: Member, *, refused: bool) -> None:
-        """Somebody answers for a launcher, but not itself; a socket that is just being closed answers by a reset."""
+        """The launcher's machine answers, but not the launcher; a socket that is being closed answers by a reset."""
         if member.name not in self._refused:
             return
         self._refused[member.name] += refused

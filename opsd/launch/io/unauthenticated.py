@@ -1,6 +1,6 @@
-"""Connections on which nobody has proven yet who it is: few, so that they cost nothing, and the idle ones go first.
+"""Connections that are not authenticated yet: limited in number, and the idle ones are closed first.
 
-File descriptors are few: what the launcher needs for its own work is kept from those who merely connect.
+They must not use up the file descriptors that the launcher needs for its own work.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable
 from opsd.launch.io.connection import Connection
 
 SILENT_PER_ADDRESS = 4
-"""Connections of one address that have said nothing; a launcher greets as soon as it is connected."""
+"""Silent connections per address; a launcher greets as soon as it is connected."""
 OWN_DESCRIPTORS = 512
-"""What a launcher needs beside its connections: the pipes, logs and pidfds of its ranks."""
+"""Descriptors that a launcher needs besides its connections: the pipes, logs and pidfds of its ranks."""
 _KEPT = 64
 _MOST = 64
 
 
 class UnauthenticatedConnections:
-    """In the order in which they came. Whoever is new is let in; for it the oldest of those that say nothing goes.
+    """In order of arrival. A new connection is accepted; if there are too many, the oldest silent one is closed for it.
 
-    ``launchers`` says how many there are in the run: so many more may be proving who they are, since all of them call
-    at once when this one begins to lead.
+    ``launchers`` returns the size of the run: that many more may be authenticating, since all launchers connect at once
+    when this one begins to lead.
     """
 
     def __init__(self, launchers: Callable[[], int]) -> None:
@@ -30,7 +30,7 @@ class UnauthenticatedConnections:
         self._all: dict[Connection, str] = {}
 
     def add(self, connection: Connection, address: str) -> bool:
-        """Let one in; False if another one had to go for it."""
+        """Add a connection; False if another one was closed for it."""
         leaving = self._leaving(address)
         self._all[connection] = address
         if leaving is not None:
@@ -38,16 +38,16 @@ class UnauthenticatedConnections:
         return leaving is None
 
     def discard(self, connection: Connection) -> None:
-        """Forget one that has proven itself or is closed."""
+        """Remove one that is authenticated or closed."""
         self._all.pop(connection, None)
 
     def close_silent(self) -> None:
-        """Close those that have said nothing."""
+        """Close those that have not sent anything."""
         for connection in [each for each in self._all if not each.greeted]:
             connection.close()
 
     def close_all(self) -> None:
-        """Close all of them."""
+        """Close all."""
         for connection in list(self._all):
             connection.close()
 
@@ -63,7 +63,7 @@ class UnauthenticatedConnections:
 
 
 def raise_descriptor_limit(launchers: int) -> None:
-    """Raise the soft limit to what a launcher needs that is connected with so many: two connections to each."""
+    """Raise the soft limit of descriptors to what a run of that size needs: two connections per launcher."""
     needed = 2 * launchers + OWN_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -73,12 +73,12 @@ def raise_descriptor_limit(launchers: int) -> None:
 
 
 def _most() -> int:
-    """How many connections there may be on which nobody has proven who it is: a few, an eighth of a low limit."""
+    """How many unauthenticated connections there may be: an eighth of a low limit."""
     return min(_MOST, max(1, _limit() // 8))
 
 
 def is_reserved(descriptor: int) -> bool:
-    """Whether a new descriptor is one of the last, kept for the launcher's own work. The lowest free one is given."""
+    """Whether a new descriptor is one of the last, reserved for the launcher. The kernel gives out the lowest."""
     limit = _limit()
     return descriptor >= limit - min(_KEPT, limit // 4)
 

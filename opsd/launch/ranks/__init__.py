@@ -1,1 +1,1 @@
-"""The processes of one node: started, listened to, ended."""
+"""The rank processes of one node: start, monitoring, shutdown."""

@@ -1,6 +1,6 @@
-"""Notes which environment variables are read while a standby imports: what it has read it must not see change.
+"""Records which environment variables are read while a standby imports: those must not change afterwards.
 
-Loaded by path into the rank's interpreter, as ``worker.py`` is: standard library only.
+Loaded by path into the rank's interpreter, like ``worker.py``: standard library only.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from types import FrameType
 from typing import Any
 
 _MAPPING = frozenset(["os", "collections.abc", "_collections_abc"])
-"""Modules through whose functions everybody reads the environment."""
+"""Modules through whose functions the environment is read."""
 _PASSING_ON = frozenset(["subprocess", "ctypes.util"])
-"""Modules that copy the environment for a process they start."""
+"""Modules that copy the environment for a child process."""
 
 
 class EnvironmentReads:
-    """The variables out of ``names`` that are read from ``os.environ`` within the ``with`` block.
+    """The variables among ``names`` that are read from ``os.environ`` within the ``with`` block.
 
-    Who takes all of them at once, to look for a prefix as tqdm and fsspec do, reads those whose values it uses or
-    keeps. What native code asks the C library for is not seen.
+    Code that takes all variables at once, to search for a prefix as tqdm and fsspec do, counts as reading those whose
+    values it uses or keeps. Reads by native code through the C library are not seen.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -46,17 +46,17 @@ class EnvironmentReads:
 
     @property
     def names(self) -> list[str]:
-        """What has been read so far."""
+        """The variables read so far."""
         kept = {name for name, value in self._handed_out if value() is not None}
         return sorted(self._used | kept)
 
     def scanned(self, reader: FrameType) -> None:
-        """``reader`` goes through all variables."""
+        """``reader`` iterates over all variables."""
         place, _, _ = _place(reader)
         self._scan = place
 
     def note(self, key: bytes, value: bytes | None, reader: FrameType) -> bytes | None:
-        """``key`` is read by ``reader``; returns the value to hand out."""
+        """``key`` is read by ``reader``; returns the value to return to it."""
         name = self._names.get(key)
         if name is None:
             return value
@@ -76,11 +76,11 @@ class EnvironmentReads:
 
 
 _Place = tuple[int, int]
-"""An instruction of a frame; ``dict(os.environ)`` goes through all names and asks for their values in one."""
+"""An instruction of a frame; ``dict(os.environ)`` iterates over the names and gets the values in one."""
 
 
 def _place(reader: FrameType) -> tuple[_Place, bool, bool]:
-    """Who reads, past the functions that everybody does it with; whether in ``items()`` or ``values()``; to pass on."""
+    """The caller beyond the ``_MAPPING`` functions; whether in ``items()`` or ``values()``; whether it passes on."""
     within_loop = False
     frame: FrameType | None = reader
     while frame is not None and frame.f_globals.get("__name__") in _MAPPING:
@@ -92,7 +92,7 @@ def _place(reader: FrameType) -> tuple[_Place, bool, bool]:
 
 
 class _Variables(dict[bytes, bytes]):
-    """What ``os.environ`` holds, telling who asks for one."""
+    """The data of ``os.environ``, which records reads."""
 
     def __init__(self, data: dict[bytes, bytes], reads: EnvironmentReads) -> None:
         super().__init__(data)
@@ -110,7 +110,7 @@ class _Variables(dict[bytes, bytes]):
 
 
 class _Value(str):
-    """A value of which can be told whether somebody keeps it, and that tells when it is used."""
+    """A value that records its use, and whose lifetime tells whether it is kept."""
 
     use: Callable[[], None]
 
@@ -144,7 +144,7 @@ for _name in ("__str__", "__format__", "__add__", "__eq__", "__hash__", "__len__
 
 
 class _Encoded(bytes):
-    """A value that tells when it is decoded, and by what to hand it out."""
+    """A value that is converted to a ``_Value`` when decoded."""
 
     _hand_out: Callable[[str], str]
 

@@ -1,4 +1,4 @@
-"""What a failure is, which rank it began with, and whether restarting can help. Pure: no clock, no I/O."""
+"""Failures: their kind, the first cause, and whether a restart can help. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opsd import exitcodes
 Kind = Literal["signal", "user", "communication", "hardware", "environment", "hang"]
 
 PROGRAM_NOT_FOUND = "ProgramNotFound"
-"""The error type with which ``worker.py`` says that there is nothing to run."""
+"""The error type with which ``worker.py`` reports that there is no program to run."""
 
 _COMMUNICATION = re.compile(
     r"connection (reset|closed|refused|was closed|was reset|aborted)|broken pipe|closed by (the )?(remote )?peer"
@@ -35,7 +35,7 @@ _VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """The exception a rank ended with; ``where`` is "file:line in function" of the program's innermost frame."""
+    """The exception that ended a rank; ``where`` is "file:line in function" of the program's innermost frame."""
 
     type: str
     message: str
@@ -44,10 +44,10 @@ class RankError:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank that ended, or hung, when it should not have.
+    """A rank that ended, or hung, when it should not have.
 
     ``exit`` is its exit in words ("signal SIGKILL", "exit code 1", "hung in backward"), ``step`` the last completed
-    step, ``t`` the second (any clock, the same for all) of its error or exit. ``detail`` explains it to people.
+    step, ``t`` the time of its error or exit in seconds (any clock, the same for all). ``detail`` is an explanation.
     ``at_once``: the run has only just begun.
     """
 
@@ -63,14 +63,14 @@ class Failure:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """Equal for two failures with the same cause: numbers and addresses in messages are left out."""
+        """Equal for two failures with the same cause: numbers and addresses in messages are ignored."""
         if self.error is None:
             return (self.exit,)
         return (self.error.type, self.error.where, _VARIABLE.sub("#", self.error.message)[:200])
 
     @property
     def cause(self) -> str:
-        """The failure in half a sentence."""
+        """The failure as part of a sentence."""
         if self.error is None:
             return f"{self.exit} ({self.detail})" if self.detail else self.exit
         message = self.error.message.strip().splitlines()
@@ -81,8 +81,8 @@ class Failure:
 def classify(exit: str, error: RankError | None, log_tail: str) -> Kind:
     """The kind of a failure from its exit, its exception and, without one, the end of its log.
 
-    An exception that only says another rank is gone is ``communication``; ``user`` is an error of the program's
-    own, a deliberate exit code included.
+    An exception that only says that another rank is gone is ``communication``; ``user`` is an error of the program
+    itself, a deliberate exit code included.
     """
     text = f"{error.type}: {error.message}" if error else log_tail
     if exit.startswith("signal ") and not (exit == "signal SIGABRT" and _COMMUNICATION.search(text)):
@@ -101,20 +101,20 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others follow from: the earliest that is not merely a lost connection."""
+    """The failure that the others follow from: the earliest that is not a lost connection."""
     return min(failures, key=lambda failure: (failure.kind == "communication", failure.t))
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The verdict that restarting would not help: the launcher's exit code and why, in a sentence."""
+    """The verdict that a restart would not help: the launcher's exit code and the reason."""
 
     code: int
     reason: str
 
 
 def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str) -> str:
-    """Why the run stops, in one paragraph: the rule, the rank, its error, its log and how that ends."""
+    """Why the run stops, in one paragraph: the rule, the rank, its error, its log and the end of the log."""
     step = "before its first step" if cause.step is None else f"after step {cause.step}"
     tail = "\n".join(f"    {line}" for line in log_tail.splitlines()[-10:])
     return f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}. Its log is {log}" + (
@@ -123,15 +123,14 @@ def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str) ->
 
 
 class RestartPolicy:
-    """Decides after each failure whether to restart. Four rules stop a run, so that it never loops:
+    """Decides after each failure whether to restart. Four rules end a run, so that it never loops:
 
-    - an error of the program itself as soon as the run has begun, where nobody has asked for restarts (``asked``): a
-      wrong argument or a missing module stays so;
-    - an error of the program itself at the same step twice, or twice before a first step without the run getting any
-      further in between;
-    - the same failure ``same_limit`` times without the run getting any further;
-    - more than ``max_restarts`` restarts within ``refill_steps`` committed steps: restarts that lead to so much durable
-      progress are not held against a run of weeks.
+    - an error of the program itself as soon as the run has begun, unless the user asked for restarts (``asked``): a
+      wrong argument or a missing module does not go away;
+    - an error of the program itself at the same step twice, or twice before a first step without progress in between;
+    - the same failure ``same_limit`` times without progress;
+    - more than ``max_restarts`` restarts within ``refill_steps`` committed steps: after so much durable progress the
+      restarts no longer count, so that long runs are not ended by their length.
     """
 
     def __init__(self, max_restarts: int, *, same_limit: int = 3, refill_steps: int = 100, asked: bool = False) -> None:
@@ -146,7 +145,7 @@ class RestartPolicy:
         self._user_errors: set[tuple[int | None, tuple[str, ...]]] = set()
 
     def snapshot(self) -> dict[str, Any]:
-        """What the policy remembers, for JSON: another one that is given it to ``restore`` judges as this one would."""
+        """The policy's state for JSON; another policy continues from it after ``restore``."""
         return {
             "used": self._used,
             "refilled_at": self._refilled_at,
@@ -156,7 +155,7 @@ class RestartPolicy:
         }
 
     def restore(self, memory: Mapping[str, Any]) -> None:
-        """Go on from what another policy remembered."""
+        """Continue from the state of another policy."""
         self._used, self._refilled_at = int(memory["used"]), memory["refilled_at"]
         self._furthest = int(memory["furthest"])
         self._same = Counter({tuple(signature): int(count) for signature, count in memory["same"]})

@@ -1,11 +1,11 @@
-"""Carries out the imports at a program's top level without running the program: how a standby gets warm.
+"""Executes the imports at a program's top level without running the program, to warm up a standby.
 
-Runs in the rank's interpreter, loaded by path as ``worker.py`` is, so it needs nothing but the standard library. The
-statements of the main file are gone through in order. Imports are carried out as they stand there, with what they are
-tried in and fall back to; what is of no consequence to imports (definitions, constants) is passed over; at the first
-statement that may be of consequence, ``os.environ["X"] = …`` or the call of a function, the work ends: what follows it
-the program imports by itself. The program's own modules are read and gone through in the same way, but not imported:
-they may be edited before the program runs, and may do things when imported.
+Runs in the rank's interpreter, loaded by path like ``worker.py``, so it uses the standard library only. The statements
+of the main file are processed in order. Imports are executed as they stand, within their ``try`` and fallbacks;
+statements that cannot affect imports (definitions, constants) are skipped. At the first statement that may affect a
+later import, ``os.environ["X"] = …`` or a function call, processing ends: the program itself imports what follows. The
+program's own modules are processed in the same way but not imported: they may be edited before the program runs, and
+may have side effects when imported.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ _METHODS = frozenset(
         *("split", "startswith", "strip", "union", "upper", "values"),
     ]
 )
-"""What mappings and strings are asked for; of a name that no import has bound."""
+"""Methods of mappings and strings, for names that no import has bound."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass, ast.Global)
 
 
 class Broken(Exception):
-    """An import failed after code of the module had run: the same import would not find the same state again."""
+    """An import failed after code of the module had run: repeating it would not find the same state."""
 
 
 class _End(Exception):
-    """The next statement is one that only the program itself may carry out."""
+    """Only the program itself may execute the next statement."""
 
 
 class _Source:
-    """A file of the program, which runs as the module ``name``. ``names`` is what its imports bind."""
+    """A file of the program, which runs as the module ``name``. ``names`` are the names bound by its imports."""
 
     def __init__(self, file: str, name: str, package: str) -> None:
         self.file = file
         self.name = name
         self.package = package
         self.origins: dict[str, str] = {}
-        """What the names stand for that imports have bound: ``Path`` for ``pathlib.Path``."""
+        """The qualified names that imports have bound: ``Path`` for ``pathlib.Path``."""
         self.names: dict[str, object] = {"__name__": name, "__file__": file, "__package__": package or None}
 
 
 class ImportPrelude:
-    """The imports of a program; ``files`` are those that were read, with what would tell that one was edited."""
+    """The imports of a program; ``files`` are those that were read, with what identifies their version."""
 
     def __init__(self) -> None:
         self.files: dict[str, tuple[int, int]] = {}
@@ -85,7 +85,7 @@ class ImportPrelude:
 
     @property
     def edited(self) -> bool:
-        """Whether a file is no longer what was read."""
+        """Whether a file has changed since it was read."""
         return any(_version(file) != version for file, version in self.files.items())
 
     def _main(self, script: str | None, module: str | None) -> Iterator[_Source]:
@@ -168,7 +168,7 @@ class ImportPrelude:
 
 
 def _run(node: ast.Import | ast.ImportFrom, source: _Source) -> None:
-    """Carry out an import as if from its place. Raises ImportError if it has come to nothing, Broken otherwise."""
+    """Execute an import as if in its place. Raises ImportError if it had no effect, Broken otherwise."""
     code = compile(ast.fix_missing_locations(ast.Module([node], [])), source.file, "exec", dont_inherit=True)
     try:
         exec(code, source.names)  # noqa: S102  # an import statement of the program
@@ -180,7 +180,7 @@ def _run(node: ast.Import | ast.ImportFrom, source: _Source) -> None:
 
 
 def find(name: str) -> ModuleSpec | None:
-    """The spec of a module as the import system would find it, without importing its parents."""
+    """The spec of a module as the import system finds it, without importing its parents."""
     spec: ModuleSpec | None = None
     path: list[str] | None = None
     for package in [*_above(name), name]:
@@ -240,7 +240,7 @@ def _catches(handler: ast.ExceptHandler, error: ImportError) -> bool:
 
 
 def _truth(test: ast.expr, source: _Source) -> bool | None:
-    """What a condition comes to, None if only the program can know."""
+    """The value of a condition, None if only the program can know it."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         holds = _truth(test.operand, source)
         return None if holds is None else not holds
@@ -272,7 +272,7 @@ def _meaning(node: ast.expr, origins: typing.Mapping[str, str]) -> str:
 
 
 def _is_harmless(node: ast.AST, origins: typing.Mapping[str, str]) -> bool:
-    """Whether a statement, or what it is made of, cannot be of consequence to a later import."""
+    """Whether a statement, with all its parts, cannot affect a later import."""
     if isinstance(node, (*_DEFINITIONS, ast.Lambda)):
         return True
     if isinstance(node, ast.Call) and not _is_harmless_call(node, origins):

@@ -1,4 +1,4 @@
-"""Processes of the launcher: starting, noticing their end, and leaving nothing of theirs behind."""
+"""Processes of the launcher: starting them, noticing their end, and cleaning up all descendants."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pathlib import Path
 from opsd.client import process_start
 
 LAUNCHER = "OPSD_LAUNCHER"
-"""The variable by which whatever a rank has started can be told to come from it."""
+"""The environment variable that marks everything a rank has started."""
 GONE_S = 0.5
-"""What a process that was killed gets to end where the loop waits for it."""
+"""How long the loop waits for a killed process to end."""
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """Make orphans below this process its children, so that a daemon started by a rank can be found (prctl(2))."""
+    """Make orphans below this process its children, so that daemons started by ranks are found (prctl(2))."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @cache
 def launcher_mark() -> str:
-    """What ``LAUNCHER`` is below this process, and below no other of this boot."""
+    """The value of ``LAUNCHER`` below this process, unique for this boot."""
     return f"{os.getpid()}-{process_start(os.getpid())}"
 
 
 class ForeignChildren:
-    """Children of this process that no rank has started, and that are left alone for that; made before any rank.
+    """Children of this process that no rank has started, which are left alone; to be created before any rank.
 
-    A shell that has become the launcher by ``exec`` leaves it what it ran in the background, and these leave it their
-    orphans. In a container the launcher may be the process that gets all orphans. Anybody else's children it cannot
-    have; where it can, only what carries the launcher's mark in its environment is a rank's.
+    A shell that became the launcher by ``exec`` leaves it its background jobs and their orphans. In a container the
+    launcher may be the init process, which gets all orphans. Otherwise it has no foreign children; where they are
+    possible, only processes with the launcher's mark in their environment are a rank's.
     """
 
     def __init__(self) -> None:
@@ -75,10 +75,10 @@ class Exit:
 
 
 class Child:
-    """A process in a session of its own, with a descriptor that is readable once it has ended.
+    """A process in its own session, with a descriptor that becomes readable when it ends.
 
-    Its exit is looked at without being collected until ``reap()``: up to then neither its pid nor its process group
-    can be taken by another process, so ``kill_group()`` cannot hit a stranger.
+    Its exit can be read without collecting it until ``reap()``: until then neither its pid nor its process group can be
+    reused, so ``kill_group()`` cannot hit another process.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
@@ -96,7 +96,7 @@ class Child:
         return Exit(128 + info.si_status, signal.Signals(info.si_status))
 
     def kill_group(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal the process and all of its children that stayed in its group."""
+        """Signal the process and its children that are still in its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -108,8 +108,8 @@ class Child:
     def reap(self, limit_s: float | None = None) -> None:
         """Collect the exit (waiting for it) and free the pid.
 
-        A process that has not ended ``limit_s`` seconds later is left to ``collect_orphans``: the kernel may hold one
-        that was killed for as long as a file system hangs.
+        A process that has not ended after ``limit_s`` seconds is left to ``collect_orphans``: the kernel may hold a
+        killed process for as long as a file system hangs.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(limit_s)
@@ -126,9 +126,9 @@ def spawn(
     error_output: int = subprocess.STDOUT,
     stdin: int | None = subprocess.DEVNULL,
 ) -> Child:
-    """Start ``command`` in its own session with ``output`` as its stdout and stderr. Raises OSError.
+    """Start ``command`` in its own session with ``output`` as stdout and stderr. Raises OSError.
 
-    ``stdin`` None is the launcher's own, as under torchrun.
+    ``stdin`` None inherits the launcher's, as under torchrun.
     """
     return Child(
         subprocess.Popen(
@@ -145,7 +145,7 @@ def spawn(
 
 
 def descendants(pid: int, skip: Callable[[int], bool] = lambda _: False, proc: str = "/proc") -> Iterator[int]:
-    """Pids of all processes below ``pid``, zombies included, parents first; without the trees ``skip`` says yes to."""
+    """Pids of all processes below ``pid``, zombies included, parents first, without the trees that ``skip`` accepts."""
     for child in _children(pid, proc):
         if not skip(child):
             yield child
@@ -162,7 +162,7 @@ def _children(pid: int, proc: str) -> list[int]:
 
 
 def _loop_children() -> list[int]:
-    """Children of this process's main thread, orphans among them; what other threads run is theirs, while they live."""
+    """Children of this process's main thread, orphans included; those of other threads are left out."""
     pid = os.getpid()
     with contextlib.suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
@@ -172,10 +172,10 @@ def _loop_children() -> list[int]:
 def sweep(
     protected: Callable[[int], bool], number: signal.Signals = signal.SIGKILL, told: set[int] | None = None
 ) -> int:
-    """Signal every process below this one's main thread outside the ``protected`` trees; returns how many still exist.
+    """Signal all processes below this one's main thread outside the ``protected`` trees; returns how many remain.
 
-    Direct children among them that have ended are collected. Call again until it returns 0. Those in ``told`` get no
-    further signal, those that got this one are added: a second SIGTERM means "at once" to many programs.
+    Direct children that have ended are collected. Call again until it returns 0. Processes in ``told`` get no further
+    signal, and those signalled are added: many programs treat a second SIGTERM as "at once".
     """
     remaining = 0
     trees = [child for child in _loop_children() if not protected(child)]
@@ -194,7 +194,7 @@ def sweep(
 
 
 def collect_orphans(known: Callable[[int], bool]) -> None:
-    """Collect ended children that the kernel handed to this process and that nobody else waits for."""
+    """Collect ended children that were reparented to this process and that nobody else waits for."""
     for pid in _loop_children():
         if not known(pid):
             with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""The ranks of this node: a generation of them, started together, how far it comes, and what fails in it."""
+"""The ranks of this node: a generation of them, its progress, and its failures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from opsd.launch.ranks.process import Child, Exit
 from opsd.rank_page import PageError, RankPage, read_page
 
 AT_ONCE_S = 60.0
-"""A failure so soon after the first start of a run was no accident on the way."""
+"""A failure so soon after the first start of a run is one at startup."""
 AGGREGATION_S = 0.02
 """After a failure that is clearly a first cause: time for the other ranks' exits, for the record."""
 VICTIM_S = 1.0
-"""After an exit that looks like the consequence of another: time for that other to show."""
+"""After an exit that looks like the consequence of another: time for that other one to show."""
 LOOK_S = 0.05
 _OURS = ("t", "event", "generation", "run", "node")
-"""Fields of an event that a rank does not decide."""
+"""Fields of an event that a rank cannot set."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Rank:
     noticed_s: float = 0.0
 
     def page(self) -> RankPage | None:
-        """The rank's page, None if it has none (yet). A page of another process, left or forged, does not count."""
+        """The rank's page, None if it has none (yet). A page of another process, stale or forged, is ignored."""
         try:
             page = read_page(self.page_path)
         except PageError:
@@ -55,9 +55,9 @@ class Rank:
         return page if page.pid == self.child.pid else None
 
     def failing(self) -> bool:
-        """Whether what there is to read on its channel says that the program has failed, or that it is gone.
+        """Whether the message on its channel says that the program has failed, or the channel is closed.
 
-        A standby worker that was taken while it still imported first says that it has done that.
+        A standby that was used while it still imported first reports that it is ready.
         """
         try:
             said = self.channel.recv(4096)
@@ -66,15 +66,15 @@ class Rank:
         return not said or b'"failed"' in said
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last ``lines`` lines that the rank has printed."""
+        """The last ``lines`` lines of the rank's output."""
         return self.output.tail(lines)
 
     def error(self) -> tuple[RankError, float] | None:
-        """The exception that the rank has left and its wall second; None without one."""
+        """The exception that the rank has recorded and its wall second; None without one."""
         return read_error(self.error_file)
 
     def failure(self, *, at_once: bool) -> Failure | None:
-        """How it has ended badly, or will: it has left an error and is on its way out. None if neither."""
+        """Its failure: a bad exit, or a recorded error before the exit. None without either."""
         if self.exit is not None and self.exit.ok:
             return None
         error, t = self.error() or (None, None)
@@ -127,12 +127,12 @@ class Generation:
 
     @property
     def saving(self) -> frozenset[int]:
-        """The processes that write staged checkpoints to disk, which may outlive their rank for that."""
+        """Processes that write staged checkpoints to disk and may outlive their rank for that."""
         pages = filter(None, (rank.page() for rank in self.ranks))
         return frozenset(pid for page in pages for pid, role in page.workers if role == PERSIST)
 
     def failures(self) -> list[tuple[Failure, Rank]]:
-        """The ranks that have ended badly, and those that have left an error and are on their way out."""
+        """The ranks that have failed, including those that have recorded an error and are about to end."""
         found = []
         for rank in self.ranks:
             at_once = self.number == 1 and (rank.ended or time.monotonic()) - self.started < AT_ONCE_S
@@ -143,9 +143,9 @@ class Generation:
 
 
 class LocalFailureAggregation:
-    """Waits for what else has failed when a rank has: the first to be noticed need not be the first cause.
+    """Waits for further failures after a rank has failed: the first to be noticed may not be the first cause.
 
-    Calls ``settled`` once the failures of this node that matter should have shown.
+    Calls ``settled`` once the relevant failures of this node should have shown.
     """
 
     def __init__(self, loop: Loop, settled: Callable[[], None]) -> None:
@@ -160,7 +160,7 @@ class LocalFailureAggregation:
         return self._timer is not None
 
     def note(self, generation: Generation) -> None:
-        """A rank has failed, or has said that it is failing."""
+        """A rank has failed, or has reported that it fails."""
         clear = _has_first_cause(generation)
         if self._timer is None:
             self._timer = self._loop.later(AGGREGATION_S if clear else VICTIM_S, self._settle)
@@ -174,7 +174,7 @@ class LocalFailureAggregation:
         self._looking = self._loop.later(LOOK_S, lambda: self._look(generation))
 
     def _look(self, generation: Generation) -> None:
-        """See whether the rank that was first has left its error by now, though it may take long to end."""
+        """Check whether the rank that failed first has recorded its error: it may take long to end."""
         if _has_first_cause(generation):
             self.note(generation)
         else:
@@ -185,7 +185,7 @@ class LocalFailureAggregation:
         self._settled()
 
     def forget(self) -> None:
-        """What has failed is known, or no longer matters."""
+        """Stop waiting."""
         for timer in (self._timer, self._looking):
             if timer is not None:
                 timer.cancel()
@@ -198,7 +198,7 @@ def _has_first_cause(generation: Generation) -> bool:
 
 @dataclass(slots=True)
 class Recovery:
-    """A generation on its way back after a failure that was noticed at the monotonic second ``noticed``."""
+    """A generation that recovers from a failure, noticed at the monotonic second ``noticed``."""
 
     noticed: float
     previous_step: int | None
@@ -206,7 +206,7 @@ class Recovery:
 
 @dataclass(slots=True)
 class RunProgress:
-    """How far the run has come over all generations: highest completed step, highest durable checkpoint."""
+    """The run's progress over all generations: highest completed step, highest durable checkpoint."""
 
     events: EventLog
     furthest: int | None = None
@@ -215,7 +215,7 @@ class RunProgress:
     _tails: dict[int, EventTail] = field(default_factory=dict)
 
     def update(self, generation: Generation) -> dict[int, RankPage]:
-        """Read all pages of ``generation``, pass on what is new as events; the usable pages by rank."""
+        """Read all pages of ``generation`` and emit what is new as events; returns the usable pages by rank."""
         pages = {rank.rank: page for rank in generation.ranks if (page := rank.page()) is not None}
         self._relay(generation.ranks)
         self._note_resumed(list(pages.values()))
@@ -262,7 +262,7 @@ class RunProgress:
 def read_error(path: Path) -> tuple[RankError, float] | None:
     """The exception in a rank's error file and its wall second; None without one.
 
-    The file is the one of ``worker.py``, or of a program that uses torch's ``@record`` itself.
+    The file is written by ``worker.py``, or by a program that uses torch's ``@record``.
     """
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]

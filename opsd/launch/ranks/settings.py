@@ -1,4 +1,4 @@
-"""What the ranks are started with: program, place among the nodes, environment, and what the command line settles."""
+"""What the ranks are started with: program, place among the nodes, environment, and settings of the command line."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from opsd.launch.ranks.process import LAUNCHER, launcher_mark
 
 PREFIX = "[rank${rank}]: "
 StreamMap = Mapping[int | None, int]
-"""What is to be done with streams: 0 none, 1 stdout, 2 stderr, 3 both, by local rank; None stands for all others."""
+"""Streams by local rank: 0 none, 1 stdout, 2 stderr, 3 both; None stands for all others."""
 RESTART_VARIABLES = frozenset(
     [
         *("MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "OPSD_RANK_PAGE", "TORCHELASTIC_ERROR_FILE"),
         "TORCHELASTIC_RESTART_COUNT",
     ]
 )
-"""What may differ at every restart of the same rank. The page is the living rank's: a standby is told of another."""
+"""Variables that may differ at each restart of a rank. A standby gets another page path than the living rank."""
 GENERATION_VARIABLES = RESTART_VARIABLES | frozenset(
     [
         *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
         *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
     ]
 )
-"""What a rank is told at its start: all of ``Settings.generation_environment``."""
+"""All variables of ``Settings.generation_environment``."""
 
 
 class ProgramNotFound(Exception):
@@ -41,9 +41,9 @@ class ProgramNotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Python script, a module as in ``python -m``, or any executable. ``python`` runs the former two.
+    """A Python script, a module as in ``python -m``, or any executable. ``python`` runs the first two.
 
-    ``given`` is ``name`` as it was given: ``sys.argv[0]`` of a script.
+    ``given`` is ``name`` as the user wrote it: ``sys.argv[0]`` of a script.
     """
 
     kind: Literal["script", "module", "executable"]
@@ -55,19 +55,19 @@ class Program:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What stands behind ``python`` where Python itself runs the program."""
+        """The arguments after ``python``."""
         return (*(("-m",) if self.kind == "module" else ()), self.given or self.name, *self.args)
 
     @property
     def path(self) -> str:
-        """``sys.path[0]`` of the program, as Python itself would set it."""
+        """``sys.path[0]`` of the program, as Python sets it."""
         return str(Path(self.name).resolve().parent) if self.kind == "script" else str(self.cwd)
 
     @classmethod
     def find(cls, kind: Literal["script", "module", "executable"], name: str, args: tuple[str, ...]) -> Program:
         """The program ``name`` as seen from the working directory. Raises ProgramNotFound.
 
-        A module is looked for by the rank itself: only its interpreter knows all places.
+        A module is looked up by the rank itself: only its interpreter knows all places.
         """
         try:
             cwd, given = Path.cwd(), name
@@ -93,9 +93,9 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What torchrun's flags say about the ranks' output. ``chosen``: local ranks that are shown at all, None for all.
+    """Torchrun's flags for the ranks' output. ``chosen``: local ranks that are shown at all, None for all.
 
-    ``redirects`` go to files of their own and not to the console; ``tee`` go to both, each line after ``prefix``.
+    ``redirects`` go to separate files and not to the console; ``tee`` goes to both, each line after ``prefix``.
     """
 
     redirects: StreamMap = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Streams:
     prefix: str = PREFIX
 
     def show(self, stream: int, local_rank: int, names: Mapping[str, object]) -> Routing:
-        """What is done with a stream of a rank; ``names`` is what the prefix may have in it."""
+        """The routing of a rank's stream; ``names`` are the variables of the prefix."""
         redirected, teed = (
             bool(streams.get(local_rank, streams.get(None, 0)) & stream) for streams in (self.redirects, self.tee)
         )
@@ -118,7 +118,7 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """This node's place in one generation; ranks ``rank_offset`` to ``rank_offset + local_size - 1`` are its own."""
+    """This node's place in a generation; it has the ranks ``rank_offset`` to ``rank_offset + local_size - 1``."""
 
     node_rank: int
     nodes: int
@@ -131,10 +131,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Seconds throughout.
+    """The settings of a launcher; times in seconds.
 
-    ``restarts_asked``: their number was given by the user. ``virtual_local_rank``: each rank sees its own GPU only and
-    is the local rank 0, as far as it knows.
+    ``restarts_asked``: the user set ``max_restarts``. ``virtual_local_rank``: each rank sees its own GPU only, as local
+    rank 0.
     """
 
     program: Program
@@ -155,12 +155,12 @@ class Settings:
     virtual_local_rank: bool = False
 
     def shows(self, rank: int, local_rank: int) -> dict[int, Routing]:
-        """What is done with the streams of a rank."""
+        """The routing of a rank's streams."""
         names = {"rank": rank, "local_rank": local_rank, "role_name": self.role}
         return {stream: self.streams.show(stream, local_rank, names) for stream in (STDOUT, STDERR)}
 
     def environment(self, local_rank: int, run_dir: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """What the environment of ``local_rank`` has in every generation, wherever its node is placed."""
+        """The environment of ``local_rank`` that is the same in every generation, wherever its node is placed."""
         gpu = gpu_of(base, local_rank)
         threads = {"OMP_NUM_THREADS": "1"} if self.local_size > 1 else {}
         environment = {
@@ -182,7 +182,7 @@ class Settings:
     def generation_environment(
         self, place: Assignment, local_rank: int, *, generation: int, restarts: int, error_file: Path, page: Path
     ) -> dict[str, str]:
-        """What a rank is told at its start: its place, and what is of this generation alone."""
+        """The variables of a rank that depend on its place and on the generation."""
         rank = str(place.rank_offset + local_rank)
         world = str(place.world_size)
         return {
@@ -205,16 +205,16 @@ class Settings:
 
 
 def own_gpu_only(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """The environment of a rank that sees its own GPU alone, as device 0; ``OPSD_GPU`` stays the node's number."""
+    """The environment of a rank that sees only its own GPU, as device 0; ``OPSD_GPU`` stays the node's index."""
     gpus = [gpu.strip() for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
     own = gpus[local_rank] if local_rank < len(gpus) else str(local_rank)
     return {**environment, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": own}
 
 
 def free_port(first: int = 20_000, last: int = 30_000) -> int:
-    """A TCP port nobody listens on, below the range from which the kernel gives out ports for connections.
+    """A TCP port that nobody listens on, below the kernel's ephemeral range. Raises OSError if there is none.
 
-    (A port from that range could be taken between our look and the rank's bind.) Raises OSError if there is none.
+    A port from the ephemeral range could be taken before the rank binds it.
     """
     for port in random.sample(range(first, last), k=last - first):
         with socket.socket(socket.AF_INET) as probe:

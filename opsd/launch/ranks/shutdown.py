@@ -1,4 +1,4 @@
-"""The end of a generation: ranks are asked to stop, and then every process of theirs is killed and collected."""
+"""The end of a generation: ranks are asked to stop, then all their processes are killed and collected."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from opsd.launch.ranks.ranks import Generation, Rank
 from opsd.rank_page import write_request
 
 SECOND_STOP_S = 20.0
-"""How long a second SIGTERM still waits: Slurm sends SIGKILL 30 s after its own (KillWait)."""
+"""How long a second SIGTERM still waits: Slurm sends SIGKILL 30 s after its SIGTERM (KillWait)."""
 
 _TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
 class GracefulStop:
-    """The stop of a generation; ``late`` is called with a sentence if ranks do not stop in time."""
+    """The orderly stop of a generation; ``late`` is called with a sentence if ranks exceed the timeout."""
 
     def __init__(self, loop: Loop, timeout_s: float, late: Callable[[str], None]) -> None:
         self.by = ""
-        """Who has asked for it, "" while nobody has."""
+        """The origin of the stop, "" without one."""
         self._loop = loop
         self._timeout_s = timeout_s
         self._late = late
@@ -30,7 +30,7 @@ class GracefulStop:
         self._deadline: Timer | None = None
 
     def ask(self, by: str, generation: Generation) -> None:
-        """Ask the ranks to stop; again: wait 20 s, and after that no longer."""
+        """Ask the ranks to stop. A second call limits the wait to 20 s, a third ends it."""
         self._requests += 1
         if self._requests == 1:
             self.by = by
@@ -51,7 +51,7 @@ class GracefulStop:
             self._late(f"{names} did not stop in time after {self.by} and was killed")
 
     def explains(self, rank: Rank) -> bool:
-        """True for a rank without a page that died of the signal to stop, passed on by us or sent to the whole job."""
+        """True for a rank without a page that died of the stop signal, forwarded or sent to the whole job."""
         signalled = rank.exit is not None and rank.exit.signal in _TO_STOP
         return bool(self.by) and signalled and rank.page() is None
 
@@ -74,7 +74,7 @@ def _ask(rank: Rank) -> None:
 
 
 ORPHAN_GRACE_S = 3.0
-"""What processes left over by ranks that finished in order get between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL for processes left over by ranks that finished in order."""
 UNKILLABLE_S = 30.0
 SWEEP_S = 0.01
 
@@ -82,11 +82,11 @@ SWEEP_S = 0.01
 class Teardown:
     """Ends ``generation``, then calls ``done``.
 
-    Ranks are killed at once: one that is blocked in a collective could not do anything useful with a SIGTERM. With
-    ``gracefully``, for ranks that have all finished, what they have left running gets one SIGTERM first; with
-    ``interrupt_s`` the ranks get SIGINT, as from a terminal, and so many seconds to end of it. ``protected``
-    says which processes below the launcher are none of the generation's. Those that are writing a staged checkpoint are
-    left to finish. ``stuck`` is called with the culprits if something cannot be killed.
+    Ranks are killed at once: one that is blocked in a collective could not handle a SIGTERM. With ``gracefully``, for
+    ranks that have all finished, their leftover processes get one SIGTERM first. With ``interrupt_s`` the ranks get
+    SIGINT, as from a terminal, and that many seconds to end. ``protected`` tells which processes below the launcher are
+    not the generation's. Processes that write a staged checkpoint may finish. ``stuck`` is called with the culprits if
+    something cannot be killed.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Teardown:
         self._stuck = stuck
         self._over = False
         self.interrupting = interrupt_s is not None
-        """While the ranks have time to end of a SIGINT."""
+        """True while the ranks have time to end on SIGINT."""
         self._told: set[int] | None = set() if gracefully or self.interrupting else None
         self._limit = Timer(0.0, self.kill)
         if interrupt_s is not None:
@@ -121,12 +121,12 @@ class Teardown:
             self.kill()
 
     def within(self, seconds: float) -> None:
-        """Kill what is left so many seconds from now."""
+        """Kill what is left after ``seconds``."""
         self._limit.cancel()
         self._limit = self._loop.later(seconds, self.kill)
 
     def kill(self) -> None:
-        """Wait no longer."""
+        """Kill what is left now."""
         self.interrupting, self._told = False, None
         self._limit.cancel()
         self._limit = self._loop.later(UNKILLABLE_S, self._cannot)
@@ -134,7 +134,7 @@ class Teardown:
             rank.child.kill_group()
 
     def advance(self) -> None:
-        """Go on if all ranks have ended; to be called at the beginning and whenever one has."""
+        """Continue if all ranks have ended; to be called at the start and whenever one ends."""
         if self._generation.running:
             return
         if self.interrupting:

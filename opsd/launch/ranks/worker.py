@@ -1,17 +1,16 @@
 """Runs in the rank's process: waits for its orders, then runs the user's program as the real ``__main__``.
 
-Started by path with the interpreter of the ranks (``python -u worker.py DESCRIPTOR PROGRAM …``), so it needs nothing
-but the standard library, not even opsd. It has the whole environment of its rank from the start, and the program's name
-and arguments for those who look at the list of processes. The descriptor is a socket; messages are JSON with a length
-in front. Each has the program: ``kind`` (script, module or executable), ``name``, ``argv0``, ``args``, ``path`` (its
-``sys.path[0]``), and
+Started by path with the ranks' interpreter (``python -u worker.py DESCRIPTOR PROGRAM …``), so it uses the standard
+library only, not even opsd. It has the whole environment of its rank from the start, and the program's name and
+arguments for process listings. The descriptor is a socket; messages are JSON with a length prefix. Each has the
+program: ``kind`` (script, module or executable), ``name``, ``argv0``, ``args``, ``path`` (its ``sys.path[0]``), and
 
 ``{"do": "import", "extra": [modules], "watch": [variables]}`` -> ``{"ready": bool, "read": [variables]}``
-    become a warm standby; ``read`` are those of the watched variables that an import has read. If an import fails,
-    start over as a cold one;
+    become a warm standby; ``read`` are the watched variables that an import has read. If an import fails, restart as
+    a cold worker;
 ``{"do": "run", "changes": {variable: value or null}}`` with the descriptors of stdout and stderr attached
-    become the rank. If an import has read what changes now, or the program was edited, start over and run. A program
-    that ends with an exception answers ``{"failed": true}`` at once: the interpreter's own end may take seconds.
+    become the rank. If an import has read what changes now, or the program was edited, restart and run. A program that
+    ends with an exception answers ``{"failed": true}`` at once: the interpreter's shutdown may take seconds.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def main() -> None:
 
 
 class _Standby:
-    """This process while it is none of the ranks yet."""
+    """This process before it becomes a rank."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -83,9 +82,9 @@ class _Standby:
         self._reads: Any = None
 
     def warm_up(self, order: Order) -> None:
-        """Import what the program's top level imports, in the state in which the program would.
+        """Import what the program's top level imports, in the state that the program would have.
 
-        The launcher may need this process as a rank before it is done, and has then sent the next order already.
+        The launcher may need this process as a rank before it is ready; its next order then waits in the channel.
         """
         _set_up(order)
         script, module = (order["name"] if order["kind"] == kind else None for kind in ("script", "module"))
@@ -107,7 +106,7 @@ class _Standby:
         _answer(self._channel, ready=True, read=self._reads.names)
 
     def become_rank(self, order: Order, descriptors: list[int]) -> None:
-        """Be what a process would be that had been started for this rank, and say what it would have said."""
+        """Become the rank, in the same state as a new process, and print what the imports printed."""
         changes: dict[str, str | None] = order["changes"]
         if self._prelude.edited or not changes.keys().isdisjoint(self._reads.names):
             _write_to(descriptors)
@@ -121,7 +120,7 @@ class _Standby:
 
 
 def _change(environment: dict[str, str | None]) -> None:
-    """What has changed since this process was given its environment: of a standby that started over, a good deal."""
+    """Apply the changes of the environment since this process was started."""
     for name, value in environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -130,7 +129,7 @@ def _change(environment: dict[str, str | None]) -> None:
 
 
 def _sibling(name: str) -> Any:
-    """A module that lies beside this file, loaded without a trace in ``sys.modules``."""
+    """The module in a file beside this one, loaded without an entry in ``sys.modules``."""
     spec = importlib.util.spec_from_file_location(f"_opsd_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -139,7 +138,7 @@ def _sibling(name: str) -> Any:
 
 
 def _without_stdin() -> int | None:
-    """Leave the input to the rank that is running; returns a descriptor of it, None if there is none."""
+    """Leave stdin to the running rank; returns a duplicate of it, None if there is none."""
     try:
         stdin = os.dup(0)
     except OSError:
@@ -157,7 +156,7 @@ def _take_stdin_back(stdin: int | None) -> None:
 
 
 def _write_to(descriptors: list[int]) -> None:
-    """Make the descriptors stdout and stderr; a single one is both."""
+    """Make the descriptors stdout and stderr; a single one becomes both."""
     for number, descriptor in zip((1, 2), (descriptors * 2)[:2], strict=True):
         os.dup2(descriptor, number)
     for descriptor in descriptors:
@@ -165,7 +164,7 @@ def _write_to(descriptors: list[int]) -> None:
 
 
 def _start_over(channel: socket.socket, env: dict[str, str], order: Order | None = None) -> NoReturn:
-    """Become a cold worker in the environment ``env``, which carries out ``order`` at once if there is one."""
+    """Restart as a cold worker in the environment ``env``, which executes ``order`` at once if there is one."""
     descriptors = str(channel.fileno())
     channel.set_inheritable(True)
     if order is not None:
@@ -177,10 +176,10 @@ def _start_over(channel: socket.socket, env: dict[str, str], order: Order | None
 
 
 def _tie_to(launcher: int, channel: socket.socket) -> None:
-    """Die with the launcher, and let it (with what it starts) take stacks where Yama restricts ptrace.
+    """Die with the launcher, and let it and its children take stacks where Yama restricts ptrace.
 
-    A launcher that had died already when this process began is not its parent; its end of the channel is closed. The
-    orders in the channel would be carried out all the same.
+    If the launcher died before this process began, it is not the parent and its end of the channel is closed; orders
+    left in the channel must not be executed then.
     """
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -206,7 +205,7 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _set_up(order: Order) -> None:
-    """Have ``sys`` and ``__main__`` say what they say when the program runs, its code excepted."""
+    """Make ``sys`` and ``__main__`` look as they do when the program runs, its code excepted."""
     if not sys.flags.safe_path:
         sys.path[0] = order["path"]  # where Python put our folder; with PYTHONSAFEPATH it puts none
     sys.argv = [order["argv0"], *order["args"]]
@@ -248,7 +247,7 @@ def _run(order: Order, channel: socket.socket) -> None:
 
 
 def _report(error: BaseException) -> types.TracebackType | None:
-    """Print the error as Python would, without the frames of this file; returns those that are left."""
+    """Print the error as Python would, without the frames of this file; returns the remaining frames."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -325,7 +324,7 @@ def _write_error(error: BaseException, frames: types.TracebackType | None) -> No
 
 
 def _write_file(error: dict[str, str]) -> None:
-    """Leave the error where the launcher looks, in the form of ``torch.distributed.elastic``'s ``@record``."""
+    """Write the error file in the format of ``torch.distributed.elastic``'s ``@record``."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

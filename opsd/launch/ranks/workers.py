@@ -1,6 +1,6 @@
-"""Worker processes: interpreters that become ranks, started cold or kept warm with the program's imports behind them.
+"""Worker processes: interpreters that become ranks, started cold or kept warm with the program's imports done.
 
-What they run is ``worker.py``, which says how it is spoken to.
+They run ``worker.py``, which documents the protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_FAILURES = 3
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker process that waits for its orders on ``channel``, in the environment ``env``."""
+    """A worker process that waits for orders on ``channel``, in the environment ``env``."""
 
     program: Program
     child: Child
@@ -36,7 +36,7 @@ class Worker:
 
     @classmethod
     def start(cls, program: Program, env: Mapping[str, str], output: int, error_output: int) -> Worker:
-        """Start a process that waits for its orders. Raises OSError."""
+        """Start a process that waits for orders. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = (program.python, "-u", str(WORKER), str(theirs.fileno()), *program.words)
@@ -49,14 +49,14 @@ class Worker:
     def import_ahead(self, extra: Sequence[str], watch: Collection[str]) -> None:
         """Have it import what the program will, and ``extra``. Raises OSError if it is gone.
 
-        It answers with one line once it has, saying which of the variables ``watch`` the imports have read.
+        When done it answers with one line, which of the variables ``watch`` the imports have read.
         """
         self._order("import", {"extra": list(extra), "watch": sorted(watch)})
 
     def run(self, env: Mapping[str, str], outputs: tuple[int, int]) -> None:
-        """Make it the rank, with ``outputs`` as its stdout and stderr. Raises OSError if it is gone.
+        """Make it the rank, with ``outputs`` as stdout and stderr. Raises OSError if it is gone.
 
-        The channel becomes readable when the program has failed, and at the latest when it has ended.
+        The channel becomes readable when the program has failed, at the latest when it has ended.
         """
         self._order("run", {"changes": changes(self.env, env)}, outputs)
 
@@ -66,7 +66,7 @@ class Worker:
         self.child.reap(GONE_S)
 
     def kill(self) -> None:
-        """Kill the worker; it is still to be collected."""
+        """Kill the worker; it still has to be collected."""
         self.channel.close()
         self.child.kill_group()
 
@@ -82,13 +82,13 @@ class Worker:
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables that differ, with their new values, None for those that are gone."""
+    """The variables that differ, with their new values, None for removed ones."""
     return {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
 @dataclass(slots=True)
 class _StandbyWorker:
-    """A worker of the pool. ``varying``: what may change before it is used; ``read``: what its imports have read."""
+    """A worker of the pool. ``varying``: variables that may still change; ``read``: those that its imports read."""
 
     worker: Worker
     limit: Timer
@@ -97,16 +97,16 @@ class _StandbyWorker:
     read: frozenset[str] = frozenset()
 
     def can_become(self, env: Mapping[str, str]) -> bool:
-        """Whether it is as a process would be that is started with ``env``; while it imports, it sees to that."""
+        """Whether it equals a process newly started with ``env``; while it imports, it checks that itself."""
         changed = changes(self.worker.env, env).keys()
         return changed <= self.varying and changed.isdisjoint(self.read)
 
 
 class StandbyPool:
-    """Keeps one warm worker per local rank, started one at a time. A worker that dies is simply not used.
+    """Keeps one warm worker per local rank, started one at a time. A worker that dies is not used.
 
-    A worker has the environment of the rank that it stands for (``stand_for``); on a spare node (``stand_by``) one in
-    which the place among the nodes is missing. What it says goes to a file beside the ranks' logs.
+    A worker has the environment of the rank that it stands for (``stand_for``); on a spare node (``stand_by``) without
+    the place among the nodes. Its output goes to a file beside the ranks' logs.
     """
 
     def __init__(self, settings: Settings, folders: RunFolders, loop: Loop) -> None:
@@ -121,7 +121,7 @@ class StandbyPool:
 
     @property
     def pids(self) -> frozenset[int]:
-        """The processes of the pool, those that were killed and have not ended yet among them."""
+        """The processes of the pool, including killed ones that have not ended yet."""
         return frozenset(member.worker.child.pid for member in self._standbys.values()) | self._killed.keys()
 
     @property
@@ -135,12 +135,12 @@ class StandbyPool:
         self._is_spare = False
 
     def stand_by(self) -> None:
-        """This node is a spare: which ranks it will have is not known."""
+        """This node is a spare: its ranks are not known."""
         self._places.clear()
         self._is_spare = True
 
     def refill(self) -> None:
-        """Start the next worker that is wanted, unless one is still importing or too many have failed."""
+        """Start the next missing worker, unless one is still importing or too many have failed."""
         size = self._settings.local_size if self._settings.standby else 0
         known = [local_rank for local_rank in range(size) if self._is_spare or local_rank in self._places]
         missing = [local_rank for local_rank in known if local_rank not in self._standbys]
@@ -153,9 +153,9 @@ class StandbyPool:
             self._failed(f"cannot be started: {error.strerror}")
 
     def run(self, local_rank: int, env: Mapping[str, str], outputs: tuple[int, int]) -> tuple[Worker, bool]:
-        """Run the program with the environment ``env`` as ``local_rank``; its process, and whether that was warm.
+        """Run the program as ``local_rank`` with the environment ``env``; returns its process, and whether it was warm.
 
-        A standby that is still importing is better than a new process: it carries out its next order once it is done.
+        A standby that is still importing is better than a new process: it executes its next order when it is done.
         Raises OSError if no process can be started.
         """
         member = self._standbys.get(local_rank)
@@ -220,7 +220,7 @@ class StandbyPool:
         self._failed(f"{why}, see {self._log_of(local_rank)}")
 
     def _kill(self, worker: Worker) -> None:
-        """Kill ``worker`` without waiting for its end: one that hangs in an import may hang in the kernel."""
+        """Kill ``worker`` without waiting: one that hangs in an import may hang in the kernel."""
         child = worker.child
         worker.kill()
         self._killed[child.pid] = child
@@ -243,13 +243,13 @@ class StandbyPool:
 
 
 def _fresh_log(path: Path) -> int:
-    """A descriptor of ``path``, emptied; what it gets becomes the beginning of the rank's log. Raises OSError."""
+    """A descriptor of ``path``, truncated; its content becomes the beginning of the rank's log. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o644)
 
 
 class RankStarter:
-    """Starts the ranks of a generation, from warm standby workers where there are any."""
+    """Starts the ranks of a generation, from warm standbys if possible."""
 
     def __init__(self, settings: Settings, folders: RunFolders, loop: Loop, console: Console) -> None:
         self.standby = StandbyPool(settings, folders, loop)
@@ -258,7 +258,7 @@ class RankStarter:
         self._console = console
 
     def start(self, generation: Generation, place: Assignment, restarts: int) -> None:
-        """Add this node's ranks to ``generation``. Raises OSError, with those that were started in place."""
+        """Add this node's ranks to ``generation``. Raises OSError; ``generation`` has those started before."""
         self._folders.forget_pages()
         for local_rank in range(place.local_size):
             generation.ranks.append(self._start_rank(generation.number, place, local_rank, restarts))

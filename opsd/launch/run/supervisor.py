@@ -217,7 +217,10 @@ class Supervisor:
             self._teardown.kill()
 
     def interrupt(self, then: Callable[[], None]) -> None:
-        """Let SIGINT end the ranks within the stop timeout, then call ``then``. A second call leaves 20 s, a third 0 s."""
+        """Let SIGINT end the ranks within the stop timeout, then call ``then``.
+
+        A second call shortens the timeout to 20 s, a third to 0.
+        """
         self._after = then
         self._interrupts += 1
         if self._teardown is None:
