@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from opsd.collectors import gpm, nvml_series
 from opsd.collectors.base import Collector, Metric, NoData, Reading, Sample
-from opsd.collectors.dcgm_engine import EngineError, HostEngine
+from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine
+from opsd.collectors.lib.nvml import gpm
+from opsd.collectors.lib.nvml import series as nvml_series
 
 URL: Final = "http://localhost:9400/metrics"
 MAX_ANSWER: Final = 8 << 20

@@ -16,9 +16,9 @@ from typing import Final
 import psutil
 
 from opsd.collectors.base import Metric, MetricKind, Reading, Sample
-from opsd.collectors.clock import ClockState, read_clock
-from opsd.collectors.mounts import mount_of, parse_mountinfo
-from opsd.collectors.numa import NumaNode, read_nodes
+from opsd.collectors.lib.clock import ClockState, read_clock
+from opsd.collectors.lib.numa import NumaNode, read_nodes
+from opsd.collectors.lib.storage.mounts import mount_of, parse_mountinfo
 
 PROCESS_STATES: Final[Mapping[str, str]] = {
     "R": "running",

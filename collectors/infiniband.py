@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from opsd.collectors.base import Event, Metric, MetricKind, NoData, Reading, Sample
-from opsd.collectors.ib_link import Happening, LinkHistory, PortReading
-from opsd.collectors.odometer import Odometer
-from opsd.collectors.pci import ADDRESS, bus_id
+from opsd.collectors.lib.ib_link import Happening, LinkHistory, PortReading
+from opsd.collectors.lib.odometer import Odometer
+from opsd.collectors.lib.pci import ADDRESS, bus_id
 
 N = TypeVar("N", int, float)
 

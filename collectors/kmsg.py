@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.base import Event, Metric, NoData, Reading, Sample
-from opsd.collectors.kernel_log import KERNEL, MESSAGE_CHARS, Device, KernelLog, KernelLogDevice, Position, Record
-from opsd.collectors.kernel_messages import KINDS, Trouble, parse_oom_victim, parse_trouble
-from opsd.collectors.pci import ADDRESS, bus_id
-from opsd.collectors.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
+from opsd.collectors.lib.kernel.log import KERNEL, MESSAGE_CHARS, Device, KernelLog, KernelLogDevice, Position, Record
+from opsd.collectors.lib.kernel.messages import KINDS, Trouble, parse_oom_victim, parse_trouble
+from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
+from opsd.collectors.lib.pci import ADDRESS, bus_id
 
 SXIDS = Metric("opsd_sxid_total", "SXid errors of the NVSwitch.", "counter", labels=("pci_bus_id", "severity"))
 EVENTS = Metric("opsd_kernel_events_total", "Kernel messages that tell of trouble.", "counter", labels=("kind",))

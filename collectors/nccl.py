@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.base import Event, NoData, Reading, Sample
-from opsd.collectors.nccl_ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
-from opsd.collectors.nccl_run import NcclRun
-from opsd.collectors.nccl_series import COMMUNICATORS, METRICS, PROBLEMS, RAS_AGE, RAS_UP, STALLED
-from opsd.collectors.run_files import RUN_NAME
+from opsd.collectors.lib.nccl.ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
+from opsd.collectors.lib.nccl.run import NcclRun
+from opsd.collectors.lib.nccl.series import COMMUNICATORS, METRICS, PROBLEMS, RAS_AGE, RAS_UP, STALLED
+from opsd.collectors.lib.run_files import RUN_NAME
 
 MAX_RUNS: Final = 64
 

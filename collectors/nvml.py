@@ -6,13 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from opsd.collectors import gpm
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import Event, GpuFact, NoData, Reading, Sample
-from opsd.collectors.nvml_driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
-from opsd.collectors.nvml_gpu import Gpu
-from opsd.collectors.processes import DEAD
-from opsd.collectors.xid import TOTAL, Xid, XidLedger, xid_event
+from opsd.collectors.lib.kernel.xid import TOTAL, Xid, XidLedger, xid_event
+from opsd.collectors.lib.nvml import gpm, series
+from opsd.collectors.lib.nvml.driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
+from opsd.collectors.lib.nvml.gpu import Gpu
+from opsd.collectors.lib.processes import DEAD
 
 __all__ = ["NvmlCollector", "NvmlError", "PowerControl"]
 

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Final, Generic
 
 from opsd.collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
-from opsd.collectors.data_mixture import METRICS as DATA_METRICS
-from opsd.collectors.data_mixture import DataMixture
-from opsd.collectors.evaluations import METRICS as EVALUATION_METRICS
-from opsd.collectors.evaluations import Evaluations
-from opsd.collectors.pages import Client, P, RankPageLike, rank_fact, step_facts
-from opsd.collectors.processes import process_letter
-from opsd.collectors.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
-from opsd.collectors.tail import Tail, read_small
+from opsd.collectors.lib.data_mixture import METRICS as DATA_METRICS
+from opsd.collectors.lib.data_mixture import DataMixture
+from opsd.collectors.lib.evaluations import METRICS as EVALUATION_METRICS
+from opsd.collectors.lib.evaluations import Evaluations
+from opsd.collectors.lib.pages import Client, P, RankPageLike, rank_fact, step_facts
+from opsd.collectors.lib.processes import process_letter
+from opsd.collectors.lib.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
+from opsd.collectors.lib.tail import Tail, read_small
 
 MAX_RUNS: Final = 64
 MAX_RANKS: Final = 256

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors import storage_series as series
 from opsd.collectors.base import NoData, Reading, Sample
-from opsd.collectors.mounts import Mount, parse_mountinfo, parse_mountstats, storage_mounts
+from opsd.collectors.lib.storage import series
+from opsd.collectors.lib.storage.mounts import Mount, parse_mountinfo, parse_mountstats, storage_mounts
 
 _MAX_DISKS: Final = 64
 _MAX_MOUNTS: Final = 64

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import (
+from opsd.runbooks.lib.runs import (
     FRESH_S,
     REMEMBERED_S,
     job_of,
@@ -17,7 +17,7 @@ from opsd.runbooks.runs import (
     step_seconds,
     world_size,
 )
-from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.lib.signals import counted, integer, number, text
 
 
 def _replaced(view: View, run: str, step: int, since: float) -> bool | None:

@@ -9,8 +9,8 @@ from statistics import median
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events
-from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events
+from opsd.runbooks.lib.signals import counted, integer, number, text
 
 PHASE = "checkpoint"
 PAST_S = 600.0

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
+from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
-from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
-from opsd.runbooks.signals import counted, integer, number, text
 
 NAMES_EARLY_S = 30.0
 """NCCL may have told of the trouble this long before the ranks were found to stand still."""

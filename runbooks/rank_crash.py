@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
-from opsd.runbooks.signals import integer, text
+from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
+from opsd.runbooks.lib.signals import integer, text
 
 _COMPONENTS: tuple[tuple[str, str, str], ...] = (
     (r"uncorrectable|\bECC\b|GPU is lost|fallen off the bus|hardware stack error", "gpu", "the GPU reported a fault"),

@@ -6,9 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.blame import STOPPED, RankState, blame
-from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, recovered, supervised, unsolved
-from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.lib.blame import STOPPED, RankState, blame
+from opsd.runbooks.lib.runs import (
+    downtime,
+    job_of,
+    last_step,
+    quoted,
+    rank_of,
+    ranks_of,
+    recovered,
+    supervised,
+    unsolved,
+)
+from opsd.runbooks.lib.signals import counted, integer, number, text
 
 FACTOR = 5.0
 """A rank hangs after this many times the longest of its recent steps (the factor of NVIDIA's resiliency extension)."""

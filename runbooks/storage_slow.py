@@ -20,7 +20,7 @@ from opsd.runbooks.base import (
     Severity,
     View,
 )
-from opsd.runbooks.signals import growth, latest, level, number, text
+from opsd.runbooks.lib.signals import growth, latest, level, number, text
 
 DISK, NFS = "opsd_storage_io_latency_seconds", "opsd_storage_nfs_latency_seconds"
 REFAULTS = "opsd_storage_page_refaults_total"

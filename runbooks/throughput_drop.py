@@ -8,10 +8,10 @@ from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.blame import STOPPED
 from opsd.runbooks.gpu_throttle import unfit_gpus
-from opsd.runbooks.runs import leaders, ranks_of, recovered
-from opsd.runbooks.signals import counted, integer, level, number, text
+from opsd.runbooks.lib.blame import STOPPED
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered
+from opsd.runbooks.lib.signals import counted, integer, level, number, text
 from opsd.runbooks.straggler import stragglers_of
 
 PAST_S, BUT_LAST_S = 600.0, 60.0

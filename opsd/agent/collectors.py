@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opsd import client
-from opsd.collectors import gpm
 from opsd.collectors.base import Collector
 from opsd.collectors.dcgm import DcgmCollector, Yielding
 from opsd.collectors.host import HostCollector
 from opsd.collectors.infiniband import InfinibandCollector
 from opsd.collectors.kmsg import KmsgCollector
+from opsd.collectors.lib.kernel.xid import XidLedger
+from opsd.collectors.lib.nvml import gpm
+from opsd.collectors.lib.processes import process_letter, sees_all_processes
 from opsd.collectors.nccl import NcclCollector
 from opsd.collectors.nvme import NvmeCollector
 from opsd.collectors.nvml import NvmlCollector
-from opsd.collectors.processes import process_letter, sees_all_processes
 from opsd.collectors.ranks import RanksCollector
 from opsd.collectors.slurm import SlurmCollector
 from opsd.collectors.spare import SpareCollector
 from opsd.collectors.storage import StorageCollector, StorageNetCollector
-from opsd.collectors.xid import XidLedger
 from opsd.config import Settings
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.watch import NodeWatch

@@ -12,7 +12,7 @@ from typing import Any
 
 from opsd.agent.window import Window
 from opsd.collectors.base import RankFact, Reading, StepFact
-from opsd.runbooks.blame import blame
+from opsd.runbooks.lib.blame import blame
 from opsd.runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
 from opsd.runbooks.straggler import NOT_COMPUTING, SLOW, stragglers_of
 from opsd.runbooks.throughput_drop import DROP, PAUSES

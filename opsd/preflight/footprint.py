@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from opsd.collectors import nvml_series as nvml
 from opsd.collectors.base import NoData
+from opsd.collectors.lib.nvml import series as nvml
 from opsd.collectors.nvml import NvmlCollector, NvmlError
 
 _INTERVAL_S: Final = 0.5

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import psutil
 
-from opsd.collectors import nvml_series as nvml
 from opsd.collectors.base import Metric, NoData
+from opsd.collectors.lib.nvml import series as nvml
 from opsd.collectors.nvml import NvmlCollector, NvmlError
 from opsd.preflight.base import Finding, Measurement, Outcome, Verdict
 from opsd.preflight.history import Trend

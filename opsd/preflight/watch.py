@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Final, Self
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import GpuFact, Metric, NoData, Sample
+from opsd.collectors.lib.nvml import series
 from opsd.collectors.nvml import NvmlCollector, NvmlError
 from opsd.preflight.base import Finding, Measure, Measurement, Verdict
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from opsd.agent.gather import Health
 from opsd.agent.metrics import COLLECTOR_STATE
 from opsd.collectors import host, infiniband, kmsg, nvme, storage
-from opsd.collectors import nvml_series as nvml
 from opsd.collectors import ranks as ranks_collector
 from opsd.collectors import slurm as slurm_collector
 from opsd.collectors.base import GpuFact, Metric, NoData, Reading, Sample
+from opsd.collectors.lib.nvml import series as nvml
 from opsd.scenarios import healthy
 from opsd.scenarios.job import SimulatedJob
 from opsd.scenarios.kernel import SimulatedKernel

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from opsd.collectors.base import Event, Reading, Sample
-from opsd.collectors.ib_link import LinkHistory, PortReading
 from opsd.collectors.infiniband import ERRORS, FLAPS, RATE, STATE
+from opsd.collectors.lib.ib_link import LinkHistory, PortReading
 
 
 class SimulatedPorts:

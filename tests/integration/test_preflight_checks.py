@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from opsd.collectors.throttle import REASONS
+from opsd.collectors.lib.nvml.throttle import REASONS
 from opsd.preflight import series
 from opsd.preflight.base import Check, Context, Demand, Verdict
 from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage_local

@@ -15,7 +15,7 @@ from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts.build import FOLDER, GROUPS, alerts, rendered
 from opsd.dashboards.alerts.model import RecordingRule, incident
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_guides import GUIDES
+from opsd.runbooks.lib.alert_guides import GUIDES
 from tests.fakes.alert_cases import BURNS, CASES
 
 

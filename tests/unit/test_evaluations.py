@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import Event
-from opsd.collectors.evaluations import MAX_RESULTS, Evaluations
+from opsd.collectors.lib.evaluations import MAX_RESULTS, Evaluations
 
 
 def evaluation(**data: Any) -> Event:

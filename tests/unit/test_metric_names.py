@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from opsd.collectors import gpm, host, infiniband, kmsg, nvme, nvml_series, ranks, storage
+from opsd.collectors import host, infiniband, kmsg, nvme, ranks, storage
 from opsd.collectors.base import Metric
+from opsd.collectors.lib.nvml import gpm
+from opsd.collectors.lib.nvml import series as nvml_series
 
 METRICS = (
     *nvml_series.METRICS,

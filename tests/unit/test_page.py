@@ -21,8 +21,8 @@ from opsd.agent.web.runbook_pages import runbook_list, runbook_page
 from opsd.collectors import spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_guides import GUIDES
 from opsd.runbooks.base import Evidence, Severity, State
+from opsd.runbooks.lib.alert_guides import GUIDES
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import WALL, incident
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from opsd.agent.web.html import Html, card, document, h, join, link
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_guides import GUIDES
 from opsd.runbooks.base import SECTIONS, Guide
+from opsd.runbooks.lib.alert_guides import GUIDES
 
 
 def runbook_page(name: str) -> bytes | None:

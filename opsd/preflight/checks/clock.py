@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from opsd.collectors.clock import read_clock
+from opsd.collectors.lib.clock import read_clock
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 
 

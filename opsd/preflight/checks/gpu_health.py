@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import GpuFact, Metric
+from opsd.collectors.lib.nvml import series
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 

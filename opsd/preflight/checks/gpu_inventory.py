@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import GpuFact
+from opsd.collectors.lib.nvml import series
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Peers, Progress, Verdict
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mode
 from typing import Final
 
-from opsd.collectors.ib_link import ACTIVE, PortReading
 from opsd.collectors.infiniband import read_port
+from opsd.collectors.lib.ib_link import ACTIVE, PortReading
 from opsd.preflight.base import (
     Check,
     Context,

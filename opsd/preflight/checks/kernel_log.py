@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.kernel_log import KERNEL, KernelLogDevice, Record, parse_record
-from opsd.collectors.kernel_messages import Trouble
 from opsd.collectors.kmsg import parse_message
-from opsd.collectors.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
+from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, Record, parse_record
+from opsd.collectors.lib.kernel.messages import Trouble
+from opsd.collectors.lib.kernel.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
 from opsd.preflight.base import (
     Check,
     Context,

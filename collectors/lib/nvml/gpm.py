@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from opsd.collectors.base import Metric, Sample
-from opsd.collectors.nvml_series import dcgm
+from opsd.collectors.lib.nvml.series import dcgm
 
 MIN_INTERVAL_S: Final = 0.1
 """NVIDIA asks for more than this between the two samples that a metric is calculated from."""

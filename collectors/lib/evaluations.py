@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from opsd.collectors.base import Event, Metric, Sample
-from opsd.collectors.run_files import named_numbers, number
+from opsd.collectors.lib.run_files import named_numbers, number
 
 MAX_RESULTS: Final = 32
 """Results of an evaluation that are exported, in the order of their names."""

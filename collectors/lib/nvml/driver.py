@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 
 import pynvml
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import Metric
-from opsd.collectors.fabric import PROBLEMS, REGISTERED, fabric_problems
+from opsd.collectors.lib.nvml import series
+from opsd.collectors.lib.nvml.fabric import PROBLEMS, REGISTERED, fabric_problems
 
 _MIB = 1 << 20
 _LIBRARY = "libnvidia-ml.so.1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opsd.runbooks.base import Action, Incident, View
-from opsd.runbooks.runs import ranks_of, supervised
+from opsd.runbooks.lib.runs import ranks_of, supervised
 
 
 def swap_out(incident: Incident, view: View) -> Iterator[Action]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import View
-from opsd.runbooks.signals import integer, text
+from opsd.runbooks.lib.signals import integer, text
 
 DAY_S = 86_400.0
 BURST_GAP_S = 60.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Series, View
-from opsd.runbooks.runs import ranks_of
+from opsd.runbooks.lib.runs import ranks_of
 
 Port = tuple[str, str]
 """Device and number of a port: ("mlx5_0", "1")."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from opsd.collectors.pci import ADDRESS, bus_id
+from opsd.collectors.lib.pci import ADDRESS, bus_id
 
 _DEVICE = r"(?P<device>[^\s,:)\]]+)"
 _PCI = rf"(?P<pci_bus_id>{ADDRESS})"

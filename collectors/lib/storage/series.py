@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Metric, MetricKind, Sample
-from opsd.collectors.mounts import Mount, NfsMount
-from opsd.collectors.odometer import Odometer
+from opsd.collectors.lib.odometer import Odometer
+from opsd.collectors.lib.storage.mounts import Mount, NfsMount
 
 _SECTOR_BYTES: Final = 512
 

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from statistics import median
 
 from opsd.runbooks.base import Series, View
-from opsd.runbooks.signals import spread
+from opsd.runbooks.lib.signals import spread
 
 Point = tuple[float, float]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event, RankFact, RunFact
 from opsd.runbooks.base import Cost, Evidence, View
-from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.lib.signals import counted, integer, number, text
 
 REMEMBERED_S = 600.0
 """How far back a runbook looks for events."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.base import Event, Reading, RunFact, Sample
-from opsd.collectors.flight_recorder import Dump, DumpError, Verdict, judge, parse_dump
-from opsd.collectors.nccl_logs import KINDS, LogMessage, parse_line
-from opsd.collectors.nccl_series import LOGS, MESSAGES
-from opsd.collectors.run_files import parse_run
-from opsd.collectors.tail import Tail, read_small
+from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, Verdict, judge, parse_dump
+from opsd.collectors.lib.nccl.logs import KINDS, LogMessage, parse_line
+from opsd.collectors.lib.nccl.series import LOGS, MESSAGES
+from opsd.collectors.lib.run_files import parse_run
+from opsd.collectors.lib.tail import Tail, read_small
 
 MAX_RANKS: Final = 64
 """Ranks of a run on one node, and dumps of a run, that are followed."""

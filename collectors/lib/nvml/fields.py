@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import Metric, Sample
+from opsd.collectors.lib.nvml import series
 
 
 class Target(NamedTuple):

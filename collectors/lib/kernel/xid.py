@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Event, Metric, Sample
-from opsd.collectors.pci import ADDRESS, bus_id
+from opsd.collectors.lib.pci import ADDRESS, bus_id
 
 
 class XidAction(StrEnum):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from opsd.collectors.base import Event, GpuFact, RankFact
 from opsd.runbooks.base import Culprit, Series, View
-from opsd.runbooks.signals import latest, text, usual
+from opsd.runbooks.lib.signals import latest, text, usual
 
 LOADED_PERCENT = 30.0
 LOAD_S = 6.0

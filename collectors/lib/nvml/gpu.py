@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from opsd.collectors import gpm
-from opsd.collectors import nvml_driver as driver
-from opsd.collectors import nvml_fields as fields
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import Metric, Sample
-from opsd.collectors.nvml_driver import CallError, NvmlError
-from opsd.collectors.throttle import REASONS, ThrottleClock
+from opsd.collectors.lib.nvml import driver, fields, gpm, series
+from opsd.collectors.lib.nvml.driver import CallError, NvmlError
+from opsd.collectors.lib.nvml.throttle import REASONS, ThrottleClock
 
 
 class _Bound(NamedTuple):
