@@ -13,11 +13,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.base import Event, NoData, Reading, Sample
+from opsd.collectors.base import Event, Metric, NoData, Reading, Sample
 from opsd.collectors.lib.nccl.ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
-from opsd.collectors.lib.nccl.run import NcclRun
-from opsd.collectors.lib.nccl.series import COMMUNICATORS, METRICS, PROBLEMS, RAS_AGE, RAS_UP, STALLED
+from opsd.collectors.lib.nccl.run import LOGS, MESSAGES, NcclRun
 from opsd.collectors.lib.run_files import RUN_NAME
+
+RAS_UP = Metric("opsd_nccl_ras_up", "1 if NCCL's RAS service answered the last question.")
+RAS_AGE = Metric("opsd_nccl_ras_answer_age_seconds", "Time since the last answer of RAS.", unit="seconds")
+COMMUNICATORS = Metric("opsd_nccl_communicators", "NCCL communicators of the job, by RAS.")
+PROBLEMS = Metric("opsd_nccl_problems", "Problems that RAS reports right now.", labels=("kind",))
+STALLED = Metric(
+    "opsd_nccl_stalled_seconds",
+    "How long some ranks have been the same number of operations behind others, by RAS; 0 while all move on.",
+    unit="seconds",
+)
+
+METRICS: Final = (RAS_UP, RAS_AGE, COMMUNICATORS, PROBLEMS, STALLED, LOGS, MESSAGES)
 
 MAX_RUNS: Final = 64
 

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Final, Generic
 
 from opsd.collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
-from opsd.collectors.lib.data_mixture import METRICS as DATA_METRICS
-from opsd.collectors.lib.data_mixture import DataMixture
-from opsd.collectors.lib.evaluations import METRICS as EVALUATION_METRICS
-from opsd.collectors.lib.evaluations import Evaluations
 from opsd.collectors.lib.pages import Client, P, RankPageLike, rank_fact, step_facts
 from opsd.collectors.lib.processes import process_letter
 from opsd.collectors.lib.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
 from opsd.collectors.lib.tail import Tail, read_small
+from opsd.collectors.lib.user_series import METRICS as USER_METRICS
+from opsd.collectors.lib.user_series import data_mixture, evaluations
 
 MAX_RUNS: Final = 64
 MAX_RANKS: Final = 256
@@ -78,7 +76,7 @@ RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=
 METRICS: Final = (
     UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
     LEARNING_RATE, MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
-    *EVALUATION_METRICS, *DATA_METRICS,
+    *USER_METRICS,
 )  # fmt: skip
 
 
@@ -187,8 +185,7 @@ class _Run(Generic[P]):
         self._client = client
         self._linger_s = linger_s
         self._events = Tail("events.jsonl")
-        self._evaluations = Evaluations(folder.name)
-        self._mixture = DataMixture(folder.name)
+        self._told = (evaluations(folder.name), data_mixture(folder.name))
         self._relayed: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._ranks: dict[int, _Rank[P]] = {}
         self._seen_alive: float | None = None
@@ -219,11 +216,12 @@ class _Run(Generic[P]):
             fact = self._fact(page, process)
             facts.append(fact)
             samples += self._rank_samples(fact, page, now)
-        for event in events:
-            self._evaluations.note(event)
-            self._mixture.note(event)
+        for told in self._told:
+            for event in events:
+                told.note(event)
+            if facts or errors:
+                samples += told.samples()
         if facts or errors:
-            samples += (*self._evaluations.samples(), *self._mixture.samples())
             samples.append(Sample(PAGE_ERRORS, errors, (self._run,)))
         return Reading(tuple(samples), events, tuple(facts))
 

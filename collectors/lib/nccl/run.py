@@ -14,14 +14,17 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from opsd.collectors.base import Event, Reading, RunFact, Sample
+from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, Verdict, judge, parse_dump
-from opsd.collectors.lib.nccl.logs import KINDS, LogMessage, parse_line
-from opsd.collectors.lib.nccl.series import LOGS, MESSAGES
 from opsd.collectors.lib.run_files import parse_run
 from opsd.collectors.lib.tail import Tail, read_small
+
+LOGS = Metric("opsd_nccl_rank_logs", "Rank logs on this node that are followed for messages of NCCL.", labels=("run",))
+MESSAGES = Metric(
+    "opsd_nccl_log_messages_total", "Messages of NCCL in the log of a rank.", "counter", "", ("run", "rank", "kind")
+)
 
 MAX_RANKS: Final = 64
 """Ranks of a run on one node, and dumps of a run, that are followed."""
@@ -36,6 +39,47 @@ SAME_HANG_S: Final = 600.0
 _PAGE = re.compile(r"rank-(\d{4,6})\.page", re.ASCII)
 _DUMP = re.compile(r"rank-(\d{4,6})\.json", re.ASCII)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+KINDS: Final = ("warning", "timeout", "error")
+MAX_TEXT: Final = 300
+
+
+class LogMessage(NamedTuple):
+    """One message: a warning of NCCL, a collective that timed out, or an asynchronous error.
+
+    ``operation`` and ``sequence`` are those of the collective, "" and None where the line names none.
+    """
+
+    kind: str
+    text: str
+    operation: str = ""
+    sequence: int | None = None
+
+
+_WARNING = re.compile(r"\bNCCL WARN (.+)")
+_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,20}), OpType=(\w+)")
+_RESULTS = "UnhandledCudaError|SystemError|InternalError|InvalidArgument|InvalidUsage|RemoteError|Timeout"
+_PHRASES = r"Watchdog thread terminated with exception|NCCL communicator was aborted|\bNCCL error\b"
+_ERROR = re.compile(rf"(?:\bnccl(?:{_RESULTS})\b|{_PHRASES}).*")
+
+
+def parse_line(line: bytes) -> LogMessage | None:
+    """The message in a line of a rank's log, None in all others."""
+    if b"NCCL" not in line and b"nccl" not in line and b"Watchdog" not in line:
+        return None
+    text = line.decode("utf-8", "replace")
+    if match := _WARNING.search(text):
+        return LogMessage("warning", _clean(match[1]))
+    if match := _TIMEOUT.search(text):
+        return LogMessage("timeout", _clean(text[match.start() :]), match[2], int(match[1]))
+    if match := _ERROR.search(text):
+        return LogMessage("error", _clean(match[0]))
+    return None
+
+
+def _clean(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)[:MAX_TEXT].strip()
 
 
 class NcclRun:

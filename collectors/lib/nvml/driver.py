@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import pynvml
 
 from opsd.collectors.base import Metric
 from opsd.collectors.lib.nvml import series
-from opsd.collectors.lib.nvml.fabric import PROBLEMS, REGISTERED, fabric_problems
 
 _MIB = 1 << 20
 _LIBRARY = "libnvidia-ml.so.1"
@@ -32,6 +31,21 @@ UNSUPPORTED: Final = (
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 )
 """Return codes that mean: not on this GPU, with this driver or for this user, and not a moment later either."""
+
+
+REGISTERED: Final = 3
+"""The state in which the GPU is part of the fabric (NVML_GPU_FABRIC_STATE_COMPLETED) and its status means something."""
+
+PROBLEMS: Final[Mapping[str, tuple[int, int]]] = {
+    "degraded_bandwidth": (0, 0x3),
+    "route_recovery": (2, 0x3),
+    "route_unhealthy": (4, 0x3),
+    "access_timeout_recovery": (6, 0x3),
+    "incorrect_configuration": (8, 0xF),
+}
+"""Shift and mask of each problem in the health mask (NVML_GPU_FABRIC_HEALTH_MASK_* of nvml.h)."""
+
+_UNKNOWN, _FALSE, _CONFIGURED = 0, 2, 1
 
 
 class NvmlError(Exception):
@@ -178,6 +192,19 @@ def identify(handle: Any, index: int) -> series.Identity:
 def vbios_version(handle: Any) -> str:
     """Version of the GPU's firmware. Raises CallError."""
     return _text(pynvml.nvmlDeviceGetVbiosVersion(handle))
+
+
+def fabric_problems(health: int) -> tuple[bool | None, ...]:
+    """Whether the GPU has each of ``PROBLEMS``; None where the hardware does not tell, as an H100 for most.
+
+    A problem is 1 and its absence 2, but for the configuration: 1 is a good one and the rest say what is wrong with it.
+    """
+    answers = []
+    for name, (shift, mask) in PROBLEMS.items():
+        value = health >> shift & mask
+        good = _CONFIGURED if name == "incorrect_configuration" else _FALSE
+        answers.append(None if value == _UNKNOWN else value != good)
+    return tuple(answers)
 
 
 class Driver:
