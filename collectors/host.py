@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import psutil
+from pydantic import Field
 
-from opsd.collectors.base import Metric, MetricKind, Reading, Sample
+from opsd.collectors.base import Collector, Context, Metric, MetricKind, Plugin, Reading, Sample
 from opsd.collectors.lib.clock import ClockState, read_clock
 from opsd.collectors.lib.storage.mounts import mount_of, parse_mountinfo
+from opsd.settings.section import AnyPath, CollectorSettings
 
 PROCESS_STATES: Final[Mapping[str, str]] = {
     "R": "running",
@@ -145,6 +147,16 @@ def read_numa_nodes(sys: Path) -> list[NumaNode]:
             missed = counts.get("numa_foreign", 0)
             found.append(NumaNode(folder.name[4:], memory["MemTotal"], memory.get("MemFree", 0), missed))
     return found
+
+
+class HostSettings(CollectorSettings):
+    """Processors, memory and file systems of the node."""
+
+    mounts: tuple[AnyPath, ...] = Field(
+        default=(Path("/"), Path("/dev/shm")),  # noqa: S108
+        strict=False,
+        description="Mount points whose free space is watched, besides all disks and network file systems.",
+    )
 
 
 class HostCollector:
@@ -286,3 +298,10 @@ def _filesystem(mount: Path) -> Iterator[Sample]:
     if info.f_files:
         yield Sample(INODES, info.f_files, labels)
         yield Sample(INODES_FREE, info.f_ffree, labels)
+
+
+def _make(settings: HostSettings, context: Context) -> Collector:
+    return HostCollector(mounts=settings.mounts)
+
+
+COLLECTOR = Plugin("host", HostSettings, _make)

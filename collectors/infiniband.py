@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from opsd.collectors.base import Event, Metric, MetricKind, NoData, Reading, Sample
+from pydantic import Field
+
+from opsd.collectors.base import Collector, Context, Event, Metric, MetricKind, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.ib_link import Happening, LinkHistory, PortReading
 from opsd.collectors.lib.odometer import Odometer
 from opsd.collectors.lib.pci import ADDRESS, bus_id
+from opsd.settings.section import AnyPath, CollectorSettings
 
 N = TypeVar("N", int, float)
 
@@ -178,6 +181,13 @@ class _Port:
             yield Sample(metric, total * scale, (*self.labels, *extra))
 
 
+class InfinibandSettings(CollectorSettings):
+    """State and counters of InfiniBand, RoCE and EFA ports."""
+
+    root: AnyPath = Field(default=Path("/sys/class/infiniband"), description="Folder with one folder per RDMA device.")
+    interval_s: float = Field(default=2.0, ge=0, le=3600, description="Seconds between two looks at the ports.")
+
+
 class InfinibandCollector:
     """The RDMA ports below ``root``, ``max_ports`` at most. ``clock`` is monotonic, ``wall`` since the epoch.
 
@@ -230,3 +240,10 @@ def _event(port: _Port, wall: float, happening: Happening) -> Event:
     device, number = port.labels
     data = {"device": device, "port": number, "link_layer": port.link_layer, **happening.data}
     return Event(happening.kind, wall, f"port {number} of {device} {happening.what}", data)
+
+
+def _make(settings: InfinibandSettings, context: Context) -> Collector:
+    return InfinibandCollector(settings.root, interval_s=settings.interval_s)
+
+
+COLLECTOR = Plugin("infiniband", InfinibandSettings, _make)

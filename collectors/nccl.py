@@ -13,10 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.base import Event, Metric, NoData, Reading, Sample
+from pydantic import Field
+
+from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.nccl.ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
 from opsd.collectors.lib.nccl.run import LOGS, MESSAGES, NcclRun
 from opsd.collectors.lib.run_files import RUN_NAME
+from opsd.collectors.ranks import RanksSettings
+from opsd.settings.section import Address, CollectorSettings
 
 RAS_UP = Metric("opsd_nccl_ras_up", "1 if NCCL's RAS service answered the last question.")
 RAS_AGE = Metric("opsd_nccl_ras_answer_age_seconds", "Time since the last answer of RAS.", unit="seconds")
@@ -31,6 +35,18 @@ STALLED = Metric(
 METRICS: Final = (RAS_UP, RAS_AGE, COMMUNICATORS, PROBLEMS, STALLED, LOGS, MESSAGES)
 
 MAX_RUNS: Final = 64
+
+
+class NcclSettings(CollectorSettings):
+    """NCCL of the runs on this node: its RAS service, rank logs and flight recorder dumps."""
+
+    ras: tuple[Address, ...] = Field(
+        default=("127.0.0.1:28028", "[::1]:28028"),
+        min_length=1,
+        strict=False,
+        description="Addresses where RAS may listen; NCCL_RAS_ADDR of the runs.",
+    )
+    interval_s: float = Field(default=10.0, ge=1, le=3600, description="Seconds between two questions to RAS.")
 
 
 class NcclCollector:
@@ -145,3 +161,12 @@ class RasWatch:
 def _event(problem: Problem, wall: float) -> Event:
     data = {**asdict(problem), "ranks": [asdict(rank) for rank in problem.ranks]}
     return Event("nccl_ras", wall, f"NCCL communicator {problem.communicator or 'unknown'}: {problem.text}"[:256], data)
+
+
+def _make(settings: NcclSettings, context: Context) -> Collector:
+    hosts = [(host.strip("[]"), int(port)) for host, _, port in (ras.rpartition(":") for ras in settings.ras)]
+    root = context.settings.section(RanksSettings).root
+    return NcclCollector(root, addresses=hosts, ras_period_s=settings.interval_s)
+
+
+COLLECTOR = Plugin("nccl", NcclSettings, _make)

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from opsd.collectors.base import Metric, MetricKind, NoData, Reading, Sample
+from pydantic import Field
+
+from opsd.collectors.base import Collector, Context, Metric, MetricKind, NoData, Plugin, Reading, Sample
+from opsd.settings.section import CollectorSettings
 
 _MAX_DRIVES: Final = 64
 
@@ -151,6 +154,12 @@ def read_smart(device: Path) -> bytes:
     return log.raw
 
 
+class NvmeSettings(CollectorSettings):
+    """Wear, errors and temperature of NVMe drives. Needs root."""
+
+    interval_s: float = Field(default=60.0, ge=0, le=86_400, description="Seconds between two questions to a drive.")
+
+
 class NvmeCollector:
     """The NVMe drives below ``sys``, 64 at most."""
 
@@ -208,3 +217,10 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def _make(settings: NvmeSettings, context: Context) -> Collector:
+    return NvmeCollector(interval_s=settings.interval_s)
+
+
+COLLECTOR = Plugin("nvme", NvmeSettings, _make)

@@ -16,13 +16,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Generic
 
-from opsd.collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
+from pydantic import Field
+
+from opsd.collectors.base import (
+    Collector,
+    Context,
+    Event,
+    Fact,
+    Metric,
+    MetricKind,
+    NoData,
+    Plugin,
+    RankFact,
+    Reading,
+    RunFact,
+    Sample,
+    StepFact,
+)
 from opsd.collectors.lib.pages import Client, P, RankPageLike, rank_fact, step_facts
 from opsd.collectors.lib.processes import process_letter
 from opsd.collectors.lib.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
 from opsd.collectors.lib.tail import Tail, read_small
 from opsd.collectors.lib.user_series import METRICS as USER_METRICS
 from opsd.collectors.lib.user_series import data_mixture, evaluations
+from opsd.settings.section import AnyPath, CollectorSettings
 
 MAX_RUNS: Final = 64
 MAX_RANKS: Final = 256
@@ -114,6 +131,15 @@ def tokens_per_second(page: RankPageLike, now: float) -> float | None:
     began, last = recent[0].end - recent[0].duration_s, recent[-1]
     elapsed = max(last.end, now - last.duration_s) - began
     return sum(step.tokens for step in recent) / elapsed if elapsed > 0 else None
+
+
+class RanksSettings(CollectorSettings):
+    """Training ranks on this node, through their rank pages."""
+
+    root: AnyPath = Field(
+        default=Path("/dev/shm/opsd"),  # noqa: S108
+        description="Folder in shared memory with one folder per run; OPSD_SHM wins.",
+    )
 
 
 class RanksCollector(Generic[P]):
@@ -342,3 +368,10 @@ def _run_samples(run: RunFact) -> Iterator[Sample]:
         yield Sample(RUN_STATE, float(state == run.state), (run.run, state))
     yield Sample(RUN_GENERATION, run.generation, (run.run,))
     yield Sample(RUN_UP, float(run.alive), (run.run,))
+
+
+def _make(settings: RanksSettings, context: Context) -> Collector:
+    return RanksCollector(settings.root, context.rank_pages)
+
+
+COLLECTOR = Plugin("ranks", RanksSettings, _make)

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from opsd.collectors.base import Event, Metric, NoData, Reading, Sample
+from pydantic import Field
+
+from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.settings.section import CollectorSettings
 
 STATES: Final = ("idle", "allocated", "mixed", "down", "error", "future", "unknown")
 FLAGS: Final = ("drain", "not_responding", "completing", "maintenance", "reserved", "fail", "reboot_requested")
@@ -72,6 +75,12 @@ class SlurmReport:
     jobs: Sequence[JobView] = ()
     problem: str = ""
     absent: bool = False
+
+
+class SlurmSettings(CollectorSettings):
+    """What Slurm thinks of this node, and the jobs on it."""
+
+    interval_s: float = Field(default=20.0, ge=1, le=3600, description="Seconds between two questions to Slurm.")
 
 
 class SlurmCollector:
@@ -173,3 +182,10 @@ def _job_samples(jobs: Sequence[JobView]) -> Iterator[Sample]:
     yield Sample(JOBS, len(jobs))
     for job in jobs[:MAX_JOBS]:
         yield Sample(JOB, 1.0, (str(job.id), job.user, job.partition, job.state))
+
+
+def _make(settings: SlurmSettings, context: Context) -> Collector:
+    return SlurmCollector(context.slurm_reports(context.node, settings.interval_s), context.node)
+
+
+COLLECTOR = Plugin("slurm", SlurmSettings, _make)

@@ -16,7 +16,8 @@ from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
-from opsd.collectors.nvml import PowerControl
+from opsd.collectors.nvml import NvmlSettings, PowerControl
+from opsd.collectors.ranks import RanksSettings
 from opsd.config import Settings
 from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
@@ -58,11 +59,12 @@ def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listene
 def build_loop(settings: Settings, journal: Journal, log: Log) -> Loop:
     """The loop with everything connected to it; nothing has been collected yet."""
     agent, policy, receiver = settings.agent, settings.policy, settings.notify.receiver
+    nvml = settings.section(NvmlSettings)
     notifier: Notifier = WebhookNotifier(log, receiver) if receiver else LogNotifier(log)
     executor = Executor(
-        shm=settings.ranks.root,
+        shm=settings.section(RanksSettings).root,
         notify=notifier,
-        set_power_limit=PowerControl(settings.nvml.library).set_power_limit if settings.nvml.enabled else None,
+        set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
         drain_node=_drainer(settings) if policy.drain else None,
         before_acting=lambda: journal.flush(1.0),
     )

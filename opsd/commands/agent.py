@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
+from opsd.collectors.slurm import SlurmSettings
 from opsd.commands.settings import load
 from opsd.config import Settings
 
@@ -77,7 +78,7 @@ def serve(settings: Settings) -> int:
     history = History()
     stale_s = max(5.0, 3 * settings.agent.interval_s)
     server.start(App(lambda: loop.snapshot, facts, stale_s=stale_s, history=history, job_nodes=others))
-    if settings.slurm.enabled:
+    if settings.section(SlurmSettings).enabled:
         carry_out_orders(settings, log, stop)
     log.info("agent started", listen=server.address, **facts)
     systemd.notify("READY=1")

@@ -15,7 +15,7 @@ import click
 from opsd.agent.web.access import has_tls
 from opsd.commands.output import fail
 from opsd.commands.settings import load
-from opsd.config import AgentSettings
+from opsd.settings.agent import AgentSettings
 
 
 def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:

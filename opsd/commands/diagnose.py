@@ -16,7 +16,7 @@ from opsd import client, exitcodes
 from opsd.agent.diagnosis import Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
-from opsd.collectors.ranks import RanksCollector
+from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.commands.agent_client import Agent, NoAgent, Refused, agent_options
 from opsd.commands.output import fail, printable
 from opsd.commands.settings import load
@@ -44,7 +44,7 @@ def diagnose(job: str, agent: Agent, as_json: bool) -> int:
         if agent.named:
             fail(str(error))
         settings = load(agent.file)
-        ranks, now, node = _local(settings.ranks.root, job), time.monotonic(), settings.agent.node
+        ranks, now, node = _local(settings.section(RanksSettings).root, job), time.monotonic(), settings.agent.node
     diagnoses = diagnoses_of(ranks, node, now)
     if not diagnoses:
         fail(f"no run{f' or job {job}' if job else ''} trains on {node}; `opsd status` shows what does")

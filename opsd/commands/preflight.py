@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.collectors.nvml import NvmlSettings
 from opsd.commands.numbers import Finite
 from opsd.commands.output import clock_time, written
 from opsd.commands.preflight_drill import node_drill
@@ -114,7 +115,7 @@ def preflight(
         sbatch=str(sbatch.absolute()) if sbatch else "",
         fire_alerts=fire_alerts,
         hours=hours,
-        nvml_library=settings.nvml.library,
+        nvml_library=settings.section(NvmlSettings).library,
     )
     to_stdout = any(str(path) == "-" for path in targets.values())
     console = Console(stderr=to_stdout, quiet=quiet)

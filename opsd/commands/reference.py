@@ -72,8 +72,7 @@ def _settings() -> str:
             fixed = field.default is not None and field.default_factory is None
             default = f"`{config.literal(field.default)}`" if fixed else ""
             rows.append((f"`{key}`", default, field.description or ""))
-        said = inspect.cleandoc(model.__doc__ or "").partition("\n")[0]
-        parts.append(f"\n## [{section}]\n\n{said}\n\n" + _table(("key", "default", "meaning"), rows))
+        parts.append(f"\n## [{section}]\n\n{config.summary(model)}\n\n" + _table(("key", "default", "meaning"), rows))
     return "".join(parts)
 
 

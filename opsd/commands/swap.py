@@ -9,6 +9,7 @@ import click
 
 from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, planned_swap
+from opsd.collectors.ranks import RanksSettings
 from opsd.commands.numbers import Finite
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
@@ -47,7 +48,7 @@ def swap(
     with 0 once NODE has no ranks any more, 1 if the run has no spare, its launcher refuses, or it takes longer than
     --timeout, 2 if the command line is wrong.
     """
-    root = load(file, overrides).ranks.root
+    root = load(file, overrides).section(RanksSettings).root
     try:
         control, status = _launcher(root, run_name, node)
         if dry_run:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from opsd.agent.gather import Health
 from opsd.agent.metrics import COLLECTOR_STATE
-from opsd.collectors import host, infiniband, kmsg, nvme, storage
+from opsd.collectors import host, infiniband, kmsg, nvme, storage, storage_net
 from opsd.collectors import ranks as ranks_collector
 from opsd.collectors import slurm as slurm_collector
 from opsd.collectors.base import GpuFact, Metric, NoData, Reading, Sample
@@ -32,7 +32,7 @@ COLLECTORS = {
     "host": host.METRICS,
     "infiniband": infiniband.METRICS,
     "storage": storage.StorageCollector.metrics,
-    "storage_net": storage.StorageNetCollector.metrics,
+    "storage_net": storage_net.StorageNetCollector.metrics,
     "nvme": nvme.METRICS,
     "slurm": slurm_collector.METRICS,
     "ranks": ranks_collector.METRICS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from opsd.collectors.spare import FILE
 from opsd.config import Settings
 from opsd.settings.spare import SpareSettings
 from opsd.slurm.port import Slurm, SlurmError
@@ -25,7 +26,7 @@ def why_not(settings: Settings, slurm: Callable[[], Slurm], clock: Callable[[], 
     if not asked(settings.spare):
         return ""
     try:
-        (settings.agent.state_dir / state.FILE).stat()
+        (settings.agent.state_dir / FILE).stat()
     except PermissionError:
         return _by_comment(slurm, settings, clock())
     except OSError:

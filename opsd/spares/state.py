@@ -12,10 +12,9 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from opsd.collectors.spare import FILE
 from opsd.files import write_text
 from opsd.settings.spare import SpareSettings
-
-FILE = "spare.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import config, exitcodes
+from opsd.collectors.ranks import RanksSettings
 from opsd.commands.main import cli
 
 NO_ENV: dict[str, str] = {}
@@ -133,7 +134,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
     env = {"OPSD_CONFIG": str(file), "OPSD_STATE_DIR": "/env", "OPSD_SHM": "/env"}
     settings = config.load(None, ["ranks.root=/set", "policy.mode=act", "agent.interval_s=0.5"], env)
     assert settings.agent.state_dir == Path("/env")
-    assert settings.ranks.root == Path("/set")
+    assert settings.section(RanksSettings).root == Path("/set")
     assert (settings.agent.interval_s, settings.policy.mode) == (0.5, "act")
 
 

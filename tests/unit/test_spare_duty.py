@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from opsd.config import AgentSettings, Settings
+from opsd.config import Settings
 from opsd.launch.run.readiness import spare_readiness
+from opsd.settings.agent import AgentSettings
 from opsd.settings.spare import SpareSettings
 from opsd.slurm import record
 from opsd.slurm.port import Node, SlurmUnavailable

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
+MAX_MOUNTS: Final = 64
+"""What collectors export at most."""
 NETWORK_TYPES: Final = frozenset(
     {
         "9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "panfs", "pvfs2", "smb3",
@@ -116,6 +119,12 @@ def storage_mounts(mounts: Sequence[Mount], paths: Iterable[str] = ()) -> list[M
     for mount in sorted(wanted, key=lambda mount: (len(mount.point), mount.point)):
         once.setdefault(mount.device, mount)
     return sorted(once.values(), key=lambda mount: mount.point)
+
+
+def read_mounts(proc: Path, paths: Iterable[str] = ()) -> list[Mount]:
+    """``storage_mounts`` of the running system. Raises OSError if ``proc`` is not there."""
+    text = (proc / "self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    return storage_mounts(parse_mountinfo(text), paths)
 
 
 def parse_mountstats(text: str) -> list[NfsMount]:

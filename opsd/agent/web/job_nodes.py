@@ -21,7 +21,9 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opsd.agent.web.access import has_tls
-from opsd.config import AgentSettings, Settings
+from opsd.collectors.slurm import SlurmSettings
+from opsd.config import Settings
+from opsd.settings.agent import AgentSettings
 from opsd.slurm.port import SlurmError
 
 FRESH_S: Final = 5.0
@@ -208,7 +210,7 @@ def job_nodes(settings: Settings) -> JobNodes | None:
     """
     from opsd.slurm.connect import choose
 
-    if not settings.slurm.enabled or _is_loopback(settings.agent.listen):
+    if not settings.section(SlurmSettings).enabled or _is_loopback(settings.agent.listen):
         return None
     slurm = cache(lambda: choose().slurm)
 
