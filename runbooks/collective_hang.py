@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
 from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
@@ -170,4 +170,9 @@ RUNBOOK = Runbook(
     needs=("ranks",),
     verify_s=180.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_lost", "gpu", within_s=60.0),
+        Cause("gpu_xid", "gpu", within_s=60.0),
+        Cause("ib_link", "node"),
+    ),
 )

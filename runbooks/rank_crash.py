@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
 from opsd.runbooks.lib.signals import integer, text
 
@@ -115,6 +115,12 @@ In every mode the launcher restarts the generation; it gives up when the same fa
   completed a step, and escalates it if the launcher gave up or no step follows.
 """)
 
+
+def _killed_for_memory(crash: Incident, host_memory: Incident) -> bool:
+    """The kernel ends ranks with SIGKILL for want of memory; one that ends otherwise has another reason."""
+    return "SIGKILL" in crash.summary and host_memory.severity == Severity.CRITICAL
+
+
 RUNBOOK = Runbook(
     kind="rank_crash",
     guide=GUIDE,
@@ -123,4 +129,9 @@ RUNBOOK = Runbook(
     needs=("ranks",),
     verify_s=180.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_lost", "gpu", within_s=60.0),
+        Cause("gpu_xid", "gpu", within_s=60.0),
+        Cause("host_memory", "node", fits=_killed_for_memory),
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.blame import STOPPED, RankState, blame
 from opsd.runbooks.lib.runs import (
     downtime,
@@ -208,4 +208,10 @@ RUNBOOK = Runbook(
     needs=("ranks",),
     verify_s=180.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_lost", "gpu", within_s=60.0),
+        Cause("gpu_xid", "gpu", within_s=60.0),
+        Cause("dataloader_stall", "rank"),
+        Cause("ib_link", "node"),
+    ),
 )

@@ -9,6 +9,7 @@ from statistics import median
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import (
     Action,
+    Cause,
     Cost,
     Culprit,
     Evidence,
@@ -250,4 +251,5 @@ RUNBOOK = Runbook(
     clear_after_s=30.0,
     verify_s=1800.0,
     max_attempts=1,
+    causes=(Cause("nvme_failing", "node", lag_s=60.0),),
 )

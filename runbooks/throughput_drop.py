@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.blame import STOPPED
 from opsd.runbooks.lib.runs import leaders, ranks_of, recovered
@@ -217,4 +217,11 @@ RUNBOOK = Runbook(
     clear_after_s=20.0,
     verify_s=900.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_throttle", "gpu", lag_s=60.0),
+        Cause("pcie_degraded", "gpu", lag_s=60.0),
+        Cause("straggler", "run", lag_s=60.0),
+        Cause("ib_link", "node", lag_s=60.0),
+        Cause("storage_slow", "node", lag_s=60.0),
+    ),
 )

@@ -1,73 +1,27 @@
 """Which incidents are symptoms of which: one root with what it brings about, not one alarm for each. Pure.
 
-``LINKS`` says which kind can bring about which, what the two must have in common and how close in time they must lie.
-A symptom does not act and is not announced; it ends with its root or after it. A root may turn up later than its
-symptoms: they are adopted then. A cause always is a root itself, however many steps lie in between.
+The ``causes`` of a runbook say which kinds can bring it about, what the two must have in common and how close in time
+they must lie. A symptom does not act and is not announced; it ends with its root or after it. A root may turn up later
+than its symptoms: they are adopted then. A cause always is a root itself, however many steps lie in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 from opsd.agent.incidents import Book
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Incident, Severity
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import Cause, Common, Cost, Incident
 
 LEAD_S = 60.0
 """A root may be found this much later than its symptom: detectors differ in how long they look."""
 RELEASE_S = 120.0
 """A symptom that goes on for longer than this after the end of its root is an incident of its own from then on."""
 
-Common = Literal["gpu", "rank", "run", "node"]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Incidents of kind ``root`` can bring about those of kind ``symptom`` if they share their ``by``.
-
-    The root lasts: a symptom may open while it is current and up to ``lag_s`` after its end. With ``within_s`` it
-    strikes: the symptom opens at most that many seconds from a moment at which it did.
-    """
-
-    symptom: str
-    root: str
-    by: Common
-    within_s: float | None = None
-    lag_s: float = 10.0
-
-
-LINKS: tuple[Link, ...] = (
-    Link("rank_crash", "gpu_lost", "gpu", within_s=60.0),
-    Link("rank_crash", "gpu_xid", "gpu", within_s=60.0),
-    Link("rank_crash", "host_memory", "node"),
-    Link("rank_hang", "gpu_lost", "gpu", within_s=60.0),
-    Link("rank_hang", "gpu_xid", "gpu", within_s=60.0),
-    Link("rank_hang", "dataloader_stall", "rank"),
-    Link("rank_hang", "ib_link", "node"),
-    Link("collective_hang", "gpu_lost", "gpu", within_s=60.0),
-    Link("collective_hang", "gpu_xid", "gpu", within_s=60.0),
-    Link("collective_hang", "ib_link", "node"),
-    Link("straggler", "gpu_throttle", "gpu", lag_s=60.0),
-    Link("straggler", "pcie_degraded", "gpu", lag_s=60.0),
-    Link("straggler", "dataloader_stall", "rank"),
-    Link("throughput_drop", "gpu_throttle", "gpu", lag_s=60.0),
-    Link("throughput_drop", "pcie_degraded", "gpu", lag_s=60.0),
-    Link("throughput_drop", "straggler", "run", lag_s=60.0),
-    Link("throughput_drop", "ib_link", "node", lag_s=60.0),
-    Link("throughput_drop", "storage_slow", "node", lag_s=60.0),
-    Link("dataloader_stall", "storage_slow", "node"),
-    Link("storage_slow", "nvme_failing", "node", lag_s=60.0),
-    Link("checkpoint_stale", "nvme_failing", "node", lag_s=60.0),
-    Link("checkpoint_slow", "storage_slow", "node", lag_s=60.0),
-    Link("checkpoint_stale", "storage_full", "node", lag_s=60.0),
-)
-"""In the order of preference where a symptom could have several roots. Kinds that are not here stand for themselves."""
-
-KILLED_FOR_MEMORY = "SIGKILL"
-"""How a rank ends that the kernel ended for want of memory; a rank that ends otherwise has another reason."""
+CAUSES: Mapping[str, tuple[Cause, ...]] = {book.kind: book.causes for book in RUNBOOKS}
 
 Place = tuple[object, ...]
 
@@ -142,34 +96,31 @@ def _parent(
     if old is not None and old.resolved_at is None:
         return old.id
     candidates = [
-        (number, _distance(incident, root, link), root.id)
-        for number, link in enumerate(LINKS)
-        if link.symptom == incident.kind
+        (number, _distance(incident, root, cause), root.id)
+        for number, cause in enumerate(CAUSES.get(incident.kind, ()))
         for root in known.values()
-        if root.kind == link.root
-        and places[incident.id][link.by] & places[root.id][link.by]
-        and _fits(incident, root, link)
+        if root.kind == cause.kind
+        and places[incident.id][cause.by] & places[root.id][cause.by]
+        and _fits(incident, root, cause)
     ]
     if candidates:
         return min(candidates)[2]
     return old.id if old is not None else None
 
 
-def _fits(symptom: Incident, root: Incident, link: Link) -> bool:
-    """True if the two lie close enough in time."""
-    if link.root == "host_memory" and (KILLED_FOR_MEMORY not in symptom.summary or root.severity != Severity.CRITICAL):
+def _fits(symptom: Incident, root: Incident, cause: Cause) -> bool:
+    """True if the two lie close enough in time, and the runbook agrees."""
+    if not cause.fits(symptom, root) or (cause.by == "gpu" and symptom.culprit.component == "data"):
         return False
-    if link.by == "gpu" and symptom.culprit.component == "data":
-        return False
-    if link.within_s is not None:
-        return _distance(symptom, root, link) <= link.within_s
+    if cause.within_s is not None:
+        return _distance(symptom, root, cause) <= cause.within_s
     began_in_time = symptom.opened_at >= root.opened_at - LEAD_S
-    return began_in_time and (root.resolved_at is None or symptom.opened_at <= root.resolved_at + link.lag_s)
+    return began_in_time and (root.resolved_at is None or symptom.opened_at <= root.resolved_at + cause.lag_s)
 
 
-def _distance(symptom: Incident, root: Incident, link: Link) -> float:
+def _distance(symptom: Incident, root: Incident, cause: Cause) -> float:
     """Seconds between the opening of ``symptom`` and the nearest moment at which ``root`` struck."""
-    last = root.data.get("at") if link.within_s is not None else None
+    last = root.data.get("at") if cause.within_s is not None else None
     moments = (root.opened_at, last) if isinstance(last, int | float) else (root.opened_at,)
     return min(abs(symptom.opened_at - moment) for moment in moments)
 
@@ -199,16 +150,12 @@ def _places(incident: Incident, ranks: Sequence[RankFact]) -> Mapping[Common, se
 
 
 def _can_follow(kind: str, root: str) -> bool:
-    """True if the table leads from ``kind`` to ``root``, in one step or several."""
-    return any(above == root or _can_follow(above, root) for above in _above(kind))
-
-
-def _above(kind: str) -> Iterator[str]:
-    return (link.root for link in LINKS if link.symptom == kind)
+    """True if causes lead from ``kind`` to ``root``, in one step or several."""
+    return any(cause.kind == root or _can_follow(cause.kind, root) for cause in CAUSES.get(kind, ()))
 
 
 def _root(id: str, parents: Mapping[str, str | None], known: Mapping[str, Incident]) -> str | None:
-    """The end of the chain that begins at ``id``; the table has no cycles, so that there is one."""
+    """The end of the chain that begins at ``id``; causes have no cycles, so that there is one."""
     above = parents.get(id)
     if above is None or above not in known:
         return None
