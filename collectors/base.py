@@ -219,8 +219,13 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Plugin(Generic[S]):
-    """A collector for registration in ``opsd.collectors``. ``name`` is that of the collector and of its section."""
+    """A collector for registration in ``opsd.collectors``. ``name`` is that of the collector and of its section.
+
+    ``labels`` says for each label of its metrics what the values are and what bounds their number: no label takes
+    whatever users make up.
+    """
 
     name: str
     settings: type[S]
     make: Callable[[S, Context], Collector]
+    labels: Mapping[str, str] = field(default_factory=dict)

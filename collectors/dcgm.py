@@ -186,4 +186,4 @@ def _make(settings: DcgmSettings, context: Context) -> Collector:
     return DcgmCollector(settings.url, period_s=settings.interval_s)
 
 
-COLLECTOR = Plugin("dcgm", DcgmSettings, _make)
+COLLECTOR = Plugin("dcgm", DcgmSettings, _make, nvml_series.DCGM_LABELS)

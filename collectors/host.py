@@ -81,6 +81,15 @@ METRICS: Final = (
     DISK_SIZE, DISK_AVAILABLE, INODES, INODES_FREE, PROCESSES, BLOCKED, OPEN_FILES, OPEN_FILES_MAX,
     CLOCK_SYNCED, CLOCK_OFFSET, CLOCK_ERROR, NUMA_TOTAL, NUMA_FREE, NUMA_MISSED,
 )  # fmt: skip
+LABELS: Final = {
+    "mode": "modes of processor time",
+    "minutes": "1, 5, 15",
+    "resource": "cpu, memory, io",
+    "kind": "some and full for pressure",
+    "mount": "mounts of the settings",
+    "state": "states of processes",
+    "numa_node": "one per NUMA node",
+}
 
 
 def parse_pressure(text: str) -> dict[str, float]:
@@ -304,4 +313,4 @@ def _make(settings: HostSettings, context: Context) -> Collector:
     return HostCollector(mounts=settings.mounts)
 
 
-COLLECTOR = Plugin("host", HostSettings, _make)
+COLLECTOR = Plugin("host", HostSettings, _make, LABELS)

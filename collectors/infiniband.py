@@ -62,6 +62,16 @@ _PORT_ERRORS = (
     "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "port_rcv_remote_physical_errors",
     "port_xmit_discards", "local_link_integrity_errors", "excessive_buffer_overrun_errors",
 )  # fmt: skip
+LABELS: Final = {
+    "device": "RDMA devices, 64 ports at most",
+    "port": "ports of an RDMA device",
+    "link_layer": "one per RDMA port",
+    "firmware_version": "one per device",
+    "board": "one per RDMA device",
+    "pci_bus_id": "one per RDMA device",
+    "error": "errors that RDMA drivers count, 27 known",
+    "event": "congestion notifications that RDMA drivers count, 4 known",
+}
 _HARDWARE_ERRORS = (
     "out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "duplicate_request",
     "implied_nak_seq_err", "out_of_buffer", "req_cqe_error", "resp_cqe_error", "req_remote_access_errors",
@@ -246,4 +256,4 @@ def _make(settings: InfinibandSettings, context: Context) -> Collector:
     return InfinibandCollector(settings.root, interval_s=settings.interval_s)
 
 
-COLLECTOR = Plugin("infiniband", InfinibandSettings, _make)
+COLLECTOR = Plugin("infiniband", InfinibandSettings, _make, LABELS)

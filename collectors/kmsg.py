@@ -17,6 +17,7 @@ from typing import Final
 from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.kernel.log import KERNEL, MESSAGE_CHARS, Device, KernelLog, KernelLogDevice, Position, Record
 from opsd.collectors.lib.kernel.messages import KINDS, Trouble, parse_oom_victim, parse_trouble
+from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
 from opsd.collectors.lib.pci import ADDRESS, bus_id
 from opsd.settings.section import CollectorSettings
@@ -32,6 +33,13 @@ DROPPED = Metric(
     labels=("reason",),
 )
 KEPT = Metric("opsd_kmsg_position_kept", "1 if the position in the kernel log survives a restart of the agent.")
+
+LABELS: Final = {
+    "pci_bus_id": "16 NVSwitches at most; 32 GPUs with Xids at most, and other",
+    "severity": "severities of SXids",
+    "kind": "kinds of kernel messages",
+    "reason": "3 for lost kernel messages",
+}
 
 SEVERITIES: Final = ("fatal", "non_fatal", "correctable", "unknown")
 _IDENTITY: Final = ("device", "pid", "server", "pci_bus_id", "controller", "severity", "cause", "outcome")
@@ -241,4 +249,4 @@ def _make(settings: KmsgSettings, context: Context) -> Collector:
     return KmsgCollector(context.state and context.state / "kmsg.json", ledger=context.shared(XidLedger))
 
 
-COLLECTOR = Plugin("kmsg", KmsgSettings, _make)
+COLLECTOR = Plugin("kmsg", KmsgSettings, _make, {**XID_LABELS, **LABELS})

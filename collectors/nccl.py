@@ -33,6 +33,11 @@ STALLED = Metric(
 )
 
 METRICS: Final = (RAS_UP, RAS_AGE, COMMUNICATORS, PROBLEMS, STALLED, LOGS, MESSAGES)
+LABELS: Final = {
+    "run": "runs on the node, 64 at most",
+    "rank": "ranks on the node, 256 of a run at most",
+    "kind": "kinds of NCCL's messages and problems",
+}
 
 MAX_RUNS: Final = 64
 
@@ -169,4 +174,4 @@ def _make(settings: NcclSettings, context: Context) -> Collector:
     return NcclCollector(root, addresses=hosts, ras_period_s=settings.interval_s)
 
 
-COLLECTOR = Plugin("nccl", NcclSettings, _make)
+COLLECTOR = Plugin("nccl", NcclSettings, _make, LABELS)

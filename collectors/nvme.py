@@ -53,6 +53,15 @@ METRICS: Final = (
     INFO, LIVE, READABLE, TEMPERATURE, WEAR, SPARE, SPARE_LIMIT, WARNING, MEDIA_ERRORS, LOG_ENTRIES, WRITTEN, READ,
     POWER_ON, UNSAFE_SHUTDOWNS, OVERHEATED,
 )  # fmt: skip
+LABELS: Final = {
+    "controller": "NVMe drives, 64 at most",
+    "model": "one per drive",
+    "serial": "one per NVMe drive",
+    "firmware_version": "one per drive",
+    "sensor": "temperature sensors of an NVMe drive, 9 at most",
+    "warning": "warnings of an NVMe drive, 6 known",
+    "limit": "warning, critical",
+}
 
 WARNINGS: Final = ("spare_low", "temperature", "reliability", "read_only", "backup_failed", "pmr_unreliable")
 """Bits 0 to 5 of the critical warning (NVM Express Base Specification, SMART / Health Information)."""
@@ -223,4 +232,4 @@ def _make(settings: NvmeSettings, context: Context) -> Collector:
     return NvmeCollector(interval_s=settings.interval_s)
 
 
-COLLECTOR = Plugin("nvme", NvmeSettings, _make)
+COLLECTOR = Plugin("nvme", NvmeSettings, _make, LABELS)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, GpuFact, NoData, Plugin, Reading, Sample
 from opsd.collectors.dcgm import DcgmCollector, Yielding
+from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Xid, XidLedger, xid_event
 from opsd.collectors.lib.nvml import gpm, series
 from opsd.collectors.lib.nvml.driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
@@ -246,4 +247,4 @@ def _make(settings: NvmlSettings, context: Context) -> Collector:
     return Yielding(collector, covered)
 
 
-COLLECTOR = Plugin("nvml", NvmlSettings, _make)
+COLLECTOR = Plugin("nvml", NvmlSettings, _make, {**series.LABELS, **XID_LABELS})

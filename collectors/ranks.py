@@ -95,6 +95,16 @@ METRICS: Final = (
     LEARNING_RATE, MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
     *USER_METRICS,
 )  # fmt: skip
+LABELS: Final = {
+    "run": "runs on the node, 64 at most",
+    "rank": "ranks on the node, 256 of a run at most",
+    "phase": "phases of a rank page",
+    "gpu": "GPUs of the node by index",
+    "job_id": "one per rank",
+    "state": "states of a run",
+    "name": "results of the newest evaluation of a run, 32 at most",
+    "source": "sources of a run's data, 32 at most",
+}
 
 
 class PhaseTotals:
@@ -374,4 +384,4 @@ def _make(settings: RanksSettings, context: Context) -> Collector:
     return RanksCollector(settings.root, context.rank_pages)
 
 
-COLLECTOR = Plugin("ranks", RanksSettings, _make)
+COLLECTOR = Plugin("ranks", RanksSettings, _make, LABELS)

@@ -33,6 +33,15 @@ JOBS = Metric("opsd_slurm_jobs", "Jobs on this node.")
 JOB = Metric("opsd_slurm_job_info", "A job on this node.", "info", labels=("job_id", "user", "partition", "state"))
 
 METRICS: Final = (UP, AGE, STATE, FLAG, REASON, JOBS, JOB)
+LABELS: Final = {
+    "state": "states of Slurm's node and jobs",
+    "flag": "flags that Slurm gives a node, 7 known",
+    "reason": "Slurm's reason for the node, one at a time",
+    "reason_by": "one at a time",
+    "job_id": "jobs on the node, 64 at most",
+    "user": "one per job",
+    "partition": "one per job",
+}
 
 
 class NodeView(Protocol):
@@ -188,4 +197,4 @@ def _make(settings: SlurmSettings, context: Context) -> Collector:
     return SlurmCollector(context.slurm_reports(context.node, settings.interval_s), context.node)
 
 
-COLLECTOR = Plugin("slurm", SlurmSettings, _make)
+COLLECTOR = Plugin("slurm", SlurmSettings, _make, LABELS)

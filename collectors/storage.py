@@ -104,4 +104,4 @@ def _make(settings: StorageSettings, context: Context) -> Collector:
     return StorageCollector(paths=paths)
 
 
-COLLECTOR = Plugin("storage", StorageSettings, _make)
+COLLECTOR = Plugin("storage", StorageSettings, _make, {**series.MOUNT_LABEL, **series.DISK_LABELS})

@@ -78,4 +78,4 @@ def _make(settings: StorageNetSettings, context: Context) -> Collector:
     return StorageNetCollector(interval_s=settings.interval_s)
 
 
-COLLECTOR = Plugin("storage_net", StorageNetSettings, _make)
+COLLECTOR = Plugin("storage_net", StorageNetSettings, _make, series.MOUNT_LABEL)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from opsd import __version__
 from opsd.agent.actions import VERBS
@@ -62,6 +62,16 @@ METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
 )  # fmt: skip
+LABELS: Final = {
+    "version": "one",
+    "python": "one",
+    "collector": "the collectors of the agent",
+    "state": "states of a collector and of an incident",
+    "kind": "kinds of runbooks",
+    "severity": "severities of incidents",
+    "verb": "actions of the agent",
+    "outcome": "ok, failed, recommended, refused",
+}
 
 CURRENT_STATES = (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)
 OUTCOMES = ("ok", "failed", "recommended", "refused")

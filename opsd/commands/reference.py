@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from opsd import config, exitcodes
-from opsd.agent.labels import LABELS
-from opsd.commands.metrics import catalogue
+from opsd.commands.metrics import catalogue, label_values
 from opsd.commands.runbook import all_guides, to_markdown
 from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
@@ -52,7 +51,7 @@ def _metrics() -> str:
         (f"`{metric.name}`", metric.kind, metric.unit, ", ".join(metric.labels), metric.help, source)
         for source, metric in sorted(catalogue(), key=lambda entry: entry[1].name)
     ]
-    labels = _table(("label", "values"), [(f"`{name}`", values) for name, values in LABELS.items()])
+    labels = _table(("label", "values"), [(f"`{name}`", values) for name, values in label_values().items()])
     return (
         "# Metrics\n\nWhat the agent exports at `/metrics`; `opsd metrics --list` prints the same.\n\n"
         + _table(("name", "type", "unit", "labels", "meaning", "source"), rows)

@@ -125,6 +125,9 @@ _DRIVER_VERDICTS: Final = (
 """By number: NV2080_CTRL_GPU_RECOVERY_ACTION. The names in the text differ between drivers, the numbers do not."""
 
 TOTAL = Metric("opsd_xid_total", "Xid errors of the GPU.", "counter", labels=("pci_bus_id", "code"))
+LABELS: Final = {
+    "code": "30 Xids with a series of their own, and other",
+}
 
 _XID = re.compile(
     rf"NVRM: Xid \((?:PCI:)?(?P<pci>{ADDRESS})(?: (?P<mig>GPU-I[^)]*))?\):"

@@ -11,7 +11,30 @@ from typing import Final
 
 from opsd.collectors.base import Metric, MetricKind
 
-_DCGM_LABELS = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname")
+DCGM_LABELS: Final = {
+    "gpu": "GPUs of the node by index",
+    "UUID": "one per GPU",
+    "pci_bus_id": "one per GPU",
+    "device": "one per GPU",
+    "modelName": "one per GPU",
+    "Hostname": "name of the node",
+}
+LABELS: Final = {
+    **DCGM_LABELS,
+    "cause": "single_bit, double_bit",
+    "clock": "sm, memory",
+    "counter": "volatile, aggregate",
+    "driver_version": "one at a time",
+    "link": "NVLinks of a GPU, 18 on an H100",
+    "problem": "problems of the NVLink fabric, 5 known",
+    "simulated": "yes, no",
+    "threshold": "shutdown, slowdown, gpu_max, memory_max",
+    "type": "corrected, uncorrected for ECC; types of NVLink errors",
+    "vbios_version": "one per GPU",
+    "model": "one per GPU",
+    "reason": "6 reasons for throttling",
+}
+_DCGM_LABELS: Final = tuple(DCGM_LABELS)
 _GPU_LABELS = ("gpu", "UUID")
 
 

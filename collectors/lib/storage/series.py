@@ -79,6 +79,16 @@ REFAULTS = _storage(
 RECLAIMED = _storage("pages_reclaimed_total", "Pages evicted from memory.", kind="counter")
 MAJOR_FAULTS = _storage("major_faults_total", "Page faults that had to wait for a disk.", kind="counter")
 
+MOUNT_LABEL: Final = {"mount": "mounts of disks, networks and runs, 64 at most"}
+DISK_LABELS: Final = {
+    "device": "disks, 64 at most",
+    "op": "read, write, discard, flush; 7 operations of NFS",
+    "fstype": "one per mount",
+    "source": "one per mount",
+    "disk": "one per mount",
+    "options": "one per mount",
+}
+
 DISK_METRICS: Final = (IOS, IO_SECONDS, IO_BYTES, IO_LATENCY, BUSY, IN_FLIGHT)
 SPACE_METRICS: Final = (SIZE, AVAILABLE, INODES, INODES_FREE)
 NFS_METRICS: Final = (NFS_CALLS, NFS_SECONDS, NFS_ROUND_TRIP, NFS_RETRANSMITS, NFS_TIMEOUTS, NFS_LATENCY, NFS_BYTES)
