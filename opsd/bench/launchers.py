@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun, Body, Ready
-from opsd.launch.claims.node import TcpGroup
+from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.protocol import Member
 
 GATHER_S = 0.02
 """Changes within this many seconds are combined into one plan."""
 RANKS = 8
-HEADS, NICE = 8, 10
+LEADERS, NICE = 8, 10
 """The first launchers, which lead in turn, start before the others: on a cluster each has its own machine."""
 ANSWER = Ready(29_500, 1_234_567, 1_234_500)
 """As long as a launcher's answer."""
@@ -82,14 +82,14 @@ class Simulated:
         )  # fmt: skip
         self.group.start(self)
 
-    def enough(self, near: Collection[str]) -> bool:
-        return len(near) >= self._expected
+    def enough(self, reachable: Collection[str]) -> bool:
+        return len(reachable) >= self._expected
 
     def stuck(self) -> bool:
         return True
 
-    def head_changed(self, head: str | None) -> None:
-        self._states[self._number] = self._states[self._number]._replace(leader=head == self.group.own.name)
+    def leader_changed(self, leader: str | None) -> None:
+        self._states[self._number] = self._states[self._number]._replace(leader=leader == self.group.own.name)
         self._propose_soon()
 
     def joined(self, member: Member) -> None:
@@ -105,7 +105,7 @@ class Simulated:
 
     def _propose(self) -> None:
         self._pending = None
-        alive = self.group.alive if self.group.head == self.group.own.name else {}
+        alive = self.group.alive if self.group.leader == self.group.own.name else {}
         if len(alive) >= max(self._expected, 1) and len(alive) != self._states[self._number].slots:
             self.group.propose(tuple(sorted(alive)), PAYLOAD)
 
@@ -114,7 +114,7 @@ class Simulated:
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
         self._expected = 0
-        leader = self.group.head == self.group.own.name
+        leader = self.group.leader == self.group.own.name
         self._states[self._number] = State(time.monotonic(), plan.number, len(plan.slots), leader)
 
     def cut_off(self) -> None:
@@ -136,7 +136,7 @@ def _fork(number: int, members: Sequence[Member], settings: Mapping[str, Any], s
     if pid:
         return pid
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if number > HEADS:
+    if number > LEADERS:
         os.nice(NICE)
     if os.getppid() == parent:
         Simulated(number, members, settings, states).loop.run()

@@ -64,7 +64,7 @@ class Claim:
     """Generation ``number``, made by the process ``launcher`` for one ``start`` of the run.
 
     ``start`` is what the launchers of one start have in common and no other copy of the run (see
-    ``opsd.launch.run.fellows.start_of``); ``launcher`` names the node and the process. ``alone`` is the launcher of a
+    ``opsd.launch.run.launchers.start_of``); ``launcher`` names the node and the process. ``alone`` is the launcher of a
     run on one node: what its earlier generations still save may be completed, since nothing else is left of them.
     ``keeps`` is the generation whose ranks run on under this claim, or may still save after the end; 0 if none do.
     ``time`` is when it was made, seconds since 1970. A claim that was changed after it was made has no ``start`` and no
@@ -286,7 +286,7 @@ def _decode(content: bytes, number: int) -> Claim:
     raw = parse(content)
     if "plan" in raw or CHECKSUM in raw:
         raw = unseal(raw)
-    else:  # of a launcher that wrote no plans: it named itself in its claims if it had no fellows
+    else:  # of a launcher that wrote no plans: it named itself in its claims if it was the only one
         raw = {"start": "", "launcher": "", "plan": {}} | raw | {"alone": bool(raw.get("launcher"))}
     at, keeps = raw.get("time"), raw.get("keeps", 0)
     match raw:
@@ -371,7 +371,7 @@ def _claims(claims: Path) -> dict[int, Path]:
 
 
 def _by_one_launcher(claims: Mapping[int, Path], number: int) -> bool:
-    """Whether a launcher without fellows has made the claim ``number`` and all that came after it."""
+    """Whether the only launcher of the run has made the claim ``number`` and all that came after it."""
     try:
         first = _read(claims[number])
         rest = [_read(path) for later, path in claims.items() if later > number]

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from opsd import exitcodes
-from opsd.commands.launch_options import meeting, node_name, rdzv_seconds, run_name
+from opsd.commands.launch_options import node_name, rdzv_seconds, rendezvous_options, run_name
 from opsd.commands.numbers import Finite
 from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.hang import HangLimits
@@ -22,15 +22,23 @@ from opsd.launch.io.control import ControlServer
 from opsd.launch.io.handshake import SecretError, job_secret
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
-from opsd.launch.io.reporting import EventLog, flush_all, say
+from opsd.launch.io.reporting import EventLog, flush_all, print_message
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter
-from opsd.launch.run.fellows import DEFAULT_PORT, Count, Fellows, FellowsError, find_fellows, of_slurm, usual_port
-from opsd.launch.run.meeting import Meeting, meet
+from opsd.launch.run.launchers import (
+    DEFAULT_PORT,
+    Launchers,
+    NodeCount,
+    RendezvousError,
+    default_port,
+    find_launchers,
+    slurm_nodes,
+)
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
-from opsd.launch.run.nodes import Shape
+from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.readiness import spare_readiness
+from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.launch.run.wiring import control_of
@@ -160,7 +168,7 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     except ProgramNotFound as error:
         click.echo(f"opsd launch: {error}", err=True)
         return exitcodes.NOT_FOUND
-    _settle_meeting(options)
+    _settle_rendezvous(options)
     node = options["node_name"] or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     shared = memory_root()
     prune(shared, time.time())
@@ -207,9 +215,9 @@ def _kind(options: dict[str, Any]) -> Literal["script", "module", "executable"]:
     return "module" if options["module"] else "executable" if options["no_python"] else "script"
 
 
-def _settle_meeting(options: dict[str, Any]) -> None:
+def _settle_rendezvous(options: dict[str, Any]) -> None:
     """What torchrun's rendezvous flags come to. Raises click.UsageError."""
-    count: Count = options["count"]
+    count: NodeCount = options["count"]
     if options["standalone"]:
         if _several(options):
             raise click.UsageError("--standalone is for one node, and --nnodes or --spares ask for more; leave one out")
@@ -219,7 +227,7 @@ def _settle_meeting(options: dict[str, Any]) -> None:
         ("last_call", ("last_call_timeout",), 0.0),
     ):
         options[option] = rdzv_seconds(options[option], _is_given(option), options["rdzv_conf"], *keys, least=least)
-    options["meeting"] = meeting(
+    options["rendezvous"] = rendezvous_options(
         count,
         options["spares"],
         backend=options["rdzv_backend"],
@@ -239,7 +247,7 @@ def _several(options: dict[str, Any]) -> bool:
 
 
 def _default_name(program: Program, options: dict[str, Any]) -> str:
-    found: Meeting | None = options["meeting"]
+    found: RendezvousOptions | None = options["rendezvous"]
     if _several(options):
         common = f"{found.host}-{found.port}" if found is not None else options["nodes"]
         return name_of_nodes(os.environ, options["rdzv_id"], common)
@@ -275,51 +283,51 @@ def _settings(program: Program, run: str, node: str, options: dict[str, Any]) ->
 def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
     several = _several(options)
     try:
-        fellows = _fellows(options, settings, folders.folder, several=several)
+        launchers = _find_launchers(options, settings, folders.folder, several=several)
         secret = job_secret(folders.folder) if several else b""
-    except (FellowsError, SecretError) as error:
+    except (RendezvousError, SecretError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be read: {error.strerror}") from error
-    shape = _shape(options, fellows)
+    shape = _shape(options, launchers)
     return _supervise(
         settings,
         folders,
         events,
         _hang_limits(options),
         lambda node: control_of(
-            node, fellows, shape, secret, options["node_timeout"], options["master_port"], spare_readiness
+            node, launchers, shape, secret, options["node_timeout"], options["master_port"], spare_readiness
         ),
         stacks_suffix=f"-{settings.node}" if several else "",
         log_bytes=options["log_size"] << 20,
     )
 
 
-def _fellows(options: dict[str, Any], settings: Settings, folder: Path, *, several: bool) -> Fellows:
-    """The launchers of the run: as named, as Slurm says, or who comes to the run's folder. Raises FellowsError."""
-    place: Meeting | None = options["meeting"]
-    if several and (place is None or options["nodes"] or of_slurm(os.environ)):
-        port = options["port"] or usual_port(settings.run, os.environ)
-        return find_fellows(options["nodes"], settings.node, port, os.environ)
+def _find_launchers(options: dict[str, Any], settings: Settings, folder: Path, *, several: bool) -> Launchers:
+    """The launchers of the run: as named, as Slurm says, or who comes to the run's folder. Raises RendezvousError."""
+    place: RendezvousOptions | None = options["rendezvous"]
+    if several and (place is None or options["nodes"] or slurm_nodes(os.environ)):
+        port = options["port"] or default_port(settings.run, os.environ)
+        return find_launchers(options["nodes"], settings.node, port, os.environ)
     if several and place is not None:
         start = f"{settings.run}, at {place.host}:{place.port}"
         limits_s = options["join_timeout"], options["last_call"]
-        return meet(place, folder, settings.node, options["port"], *limits_s, start=start)
+        return join_rendezvous(place, folder, settings.node, options["port"], *limits_s, start=start)
     own = Member(settings.node, options["master_addr"] or LOOPBACK, options["port"] or DEFAULT_PORT)
-    return Fellows(own, (own,))
+    return Launchers(own, (own,))
 
 
-def _shape(options: dict[str, Any], fellows: Fellows) -> Shape:
-    count: Count = options["count"]
-    have, need = len(fellows.members), count.least + options["spares"]
+def _shape(options: dict[str, Any], launchers: Launchers) -> RunShape:
+    count: NodeCount = options["count"]
+    have, need = len(launchers.members), count.least + options["spares"]
     if have < need:
         raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
-    return Shape(
+    return RunShape(
         count.least,
         count.most,
-        tuple(member.name for member in fellows.members),
+        tuple(member.name for member in launchers.members),
         join_s=options["join_timeout"],
-        last_call_s=0.0 if fellows.meeting else min(options["last_call"], options["join_timeout"] / 2),
+        last_call_s=0.0 if launchers.start else min(options["last_call"], options["join_timeout"] / 2),
         wait_s=options["wait_for_node"],
         victim_s=options["node_timeout"] + 1.0,
     )
@@ -365,4 +373,4 @@ def _supervise(
         starter.standby.close()
         console.close()
         for late in flush_all(FLUSH_S):
-            say(f"some {late} are missing: they could not be written in time")
+            print_message(f"some {late} are missing: they could not be written in time")

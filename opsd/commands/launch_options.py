@@ -1,4 +1,4 @@
-"""What the values of ``opsd launch``'s options mean; those of torchrun mean what they mean there."""
+"""The values of ``opsd launch``'s options; those of torchrun have torchrun's meaning."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 import click
 
 from opsd.launch.ranks.settings import gpu_count
-from opsd.launch.run.fellows import Count
-from opsd.launch.run.meeting import Meeting
+from opsd.launch.run.launchers import NodeCount
+from opsd.launch.run.rendezvous import RendezvousOptions
 from opsd.rundir import valid_name
 
 C10D_PORT, MASTER_PORT = 29_400, 29_500
-"""Torchrun's ports for those who name none."""
+"""Torchrun's default ports."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<host>[\w.-]+))(?::(?P<port>[0-9]{1,5}))?")
 
@@ -37,10 +37,10 @@ def local_size(context: click.Context, parameter: click.Parameter, value: str) -
     return int(value)
 
 
-def node_count(context: click.Context, parameter: click.Parameter, value: str) -> Count:
+def node_count(context: click.Context, parameter: click.Parameter, value: str) -> NodeCount:
     """``--nnodes``: N or MIN:MAX."""
     try:
-        return Count.parse(value)
+        return NodeCount.parse(value)
     except ValueError:
         raise click.BadParameter(f"{value!r} is neither a number of nodes nor MIN:MAX") from None
 
@@ -106,8 +106,8 @@ def rdzv_seconds(own: float, given: bool, conf: Mapping[str, str], *keys: str, l
     return seconds
 
 
-def meeting(
-    count: Count,
+def rendezvous_options(
+    count: NodeCount,
     spares: int,
     *,
     backend: str,
@@ -115,11 +115,11 @@ def meeting(
     master: tuple[str | None, int | None],
     node_rank: int | None,
     local_address: str,
-) -> Meeting | None:
-    """The meeting that torchrun's flags describe, None for one node or without any. Raises click.UsageError.
+) -> RendezvousOptions | None:
+    """The rendezvous that torchrun's flags describe, None for one node or without any. Raises click.UsageError.
 
-    For ``static``, torchrun's default, nodes have ranks, and the endpoint may also be given as ``--master-addr`` and
-    ``--master-port``; for ``c10d`` ranks do not count.
+    With ``static``, torchrun's default, nodes have ranks, and the endpoint may also be given as ``--master-addr`` and
+    ``--master-port``; with ``c10d`` node ranks are ignored.
     """
     least, most = count.least + spares, count.most + spares
     address, port = master
@@ -134,7 +134,7 @@ def meeting(
         at = port or at
     if static and node_rank is not None and node_rank >= most:
         raise click.UsageError(f"--node-rank {node_rank} does not exist: --nnodes {count.most} counts from 0")
-    return Meeting(host, at, least, most, node_rank if static else None, local_address)
+    return RendezvousOptions(host, at, least, most, node_rank if static else None, local_address)
 
 
 def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from opsd import exitcodes
-from opsd.launch.run.fellows import BATCH
+from opsd.launch.run.launchers import BATCH
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import STOPPING
 from opsd.slurm.connect import choose

@@ -18,7 +18,7 @@ from opsd import exitcodes
 from opsd.commands.numbers import Finite
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
-from opsd.launch.run.fellows import BATCH, Count, start_of_job
+from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
 from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import Batch
@@ -29,9 +29,9 @@ WAIT_FOR_POOL_S = 300.0
 _PATH = click.Path(path_type=Path)
 
 
-def _count(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Count | None:
+def _count(_context: click.Context, _parameter: click.Parameter, value: str | None) -> NodeCount | None:
     try:
-        return Count.parse(value) if value else None
+        return NodeCount.parse(value) if value else None
     except ValueError:
         raise click.BadParameter(f"{value!r} is neither a number of nodes nor MIN:MAX") from None
 
@@ -127,7 +127,7 @@ class Plan:
             raise click.UsageError("--runs and --run-dir exclude each other: the first is the folder of all runs")
         folder = options["run_dir"] or (options["runs"] or default_root()) / run
         have, spares = len(job.nodes), options["spares"]
-        count = options["count"] or Count(have - spares, have - spares)
+        count = options["count"] or NodeCount(have - spares, have - spares)
         if count.least < 1 or count.least + spares > have:
             asked = f"--nnodes {count.least} and --spares {spares} ask for {max(count.least, 1) + spares}"
             raise click.UsageError(f"the job has {have} nodes, and {asked}; see #SBATCH --nodes")

@@ -1,4 +1,4 @@
-"""A launcher with fellows, one of three; its node, the group and the time are played."""
+"""A launcher among three; its node, the group and the time are simulated."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun
 from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
-from opsd.launch.run.messages import Progress, Told
-from opsd.launch.run.nodes import Shape
-from tests.fakes.head import NODES, PlayedGroup, PlayedLoop, member
+from opsd.launch.run.messages import Progress, ToLeader
+from opsd.launch.run.nodes import RunShape
+from tests.fakes.leader import NODES, FakeGroup, FakeLoop, member
 
-OWN, HEAD = "n2", "n1"
+OWN, LEADER = "n2", "n1"
 
 
-class PlayedNode:
+class FakeNode:
     """The ranks of a node, which do at once what they are told; unless their end is ``slow``, until ``collect``."""
 
     slow = False
 
-    def __init__(self, loop: PlayedLoop) -> None:
+    def __init__(self, loop: FakeLoop) -> None:
         self.loop = loop
         self.settings = SimpleNamespace(stop_timeout_s=120.0, local_size=2)
         self.folders = SimpleNamespace(folder="/runs/r")
@@ -40,7 +40,7 @@ class PlayedNode:
         self.generation = SimpleNamespace(number=number, running=[], ranks=[])
         self.state, self.stopping, self.done = "spare", "", False
 
-    def end(self, then: Callable[[], None], *, gently: bool = False) -> None:
+    def end(self, then: Callable[[], None], *, gracefully: bool = False) -> None:
         self._after = then
         self.ending = True
         if not self.slow:
@@ -61,40 +61,40 @@ class PlayedNode:
         self.left = (code, reason)
 
 
-class Fellow:
-    """The launcher of n2; n1 is the head. ``told`` is what the head has heard of it."""
+class FollowerLauncher:
+    """The launcher of n2; n1 is the leader. ``told`` is what the leader has heard of it."""
 
-    def __init__(self, *, guest: bool = False, waits: bool = False, least: int = 3) -> None:
-        self.loop = PlayedLoop()
-        self.node = PlayedNode(self.loop)
-        self.group = PlayedGroup(*NODES)
+    def __init__(self, *, borrowed: bool = False, waits: bool = False, least: int = 3) -> None:
+        self.loop = FakeLoop()
+        self.node = FakeNode(self.loop)
+        self.group = FakeGroup(*NODES)
         self.job: list[tuple[int, tuple[str, ...]]] = []
-        self.group.own, self.group.head = member(OWN), HEAD
+        self.group.own, self.group.leader = member(OWN), LEADER
         self.run = ClusterRun(
             self.node,  # type: ignore[arg-type]
             self.group,
-            Shape(least, 3, NODES, wait_s=60.0 if waits else 0.0),
-            new_head=self._new_head,  # type: ignore[arg-type]
+            RunShape(least, 3, NODES, wait_s=60.0 if waits else 0.0),
+            new_leader=self._new_leader,  # type: ignore[arg-type]
             job=SimpleNamespace(end=lambda code, lost, unfit: self.job.append((code, lost))),
             ready=lambda: "",
-            guest=guest,
+            borrowed=borrowed,
             isolated_s=60.0,
         )
         self.run.start_run()
 
-    def _new_head(self, over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> SimpleNamespace:
-        """A head that does nothing; ``end_run`` is what it calls at the end."""
+    def _new_leader(self, over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> SimpleNamespace:
+        """A leader that does nothing; ``end_run`` is what it calls at the end."""
         self.end_run = over
-        return SimpleNamespace(take_over=lambda: None, retire=lambda: None)
+        return SimpleNamespace(take_over=lambda: None, step_down=lambda: None)
 
     @property
-    def told(self) -> list[Told]:
+    def told(self) -> list[ToLeader]:
         return self.group.told
 
     def plan(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> Plan:
         members = tuple(member(name) for name in sorted((*slots, *spares)))
         payload: dict[str, Any] = {"first": True, "keep": keep, "restarts": 0, "unfit": [], "noticed_s": 0.0}
-        return Plan(number, HEAD, slots, members, {one.name: 2 for one in members}, payload)
+        return Plan(number, LEADER, slots, members, {one.name: 2 for one in members}, payload)
 
     def prepare(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> None:
         """A plan is claimed."""
@@ -119,13 +119,13 @@ class Fellow:
         rank = SimpleNamespace(rank=2, log="", log_tail=lambda lines=0: "", report_exit=lambda *_, culprit: None)
         self.run.failed([(Failure(2, "exit code 1", kind, 0.0), rank)])  # type: ignore[list-item]
 
-    def elect(self, head: str | None) -> None:
-        """The head changes, or is lost."""
-        self.group.head = head
-        self.run.head_changed(head)
+    def elect(self, leader: str | None) -> None:
+        """The leader changes, or is lost."""
+        self.group.leader = leader
+        self.run.leader_changed(leader)
 
-    def hear(self) -> list[Told]:
-        """What the head was told since it was asked last, progress left out."""
+    def hear(self) -> list[ToLeader]:
+        """What the leader was told since it was asked last, progress left out."""
         told = [message for message in self.told if not isinstance(message, Progress)]
         self.told.clear()
         return told

@@ -1,7 +1,7 @@
 """Launchers of a run in a world of virtual time: their network, their shared folder and their processes fail at random.
 
 All that outlives a process is in the folder: a launcher that is begun again under the name of a dead one has lost what
-that one knew, so there are no restarts with state to be told from those without. ``tests.fakes.judge`` watches.
+that one knew, so there are no restarts with state to be told from those without. ``tests.fakes.invariants`` watches.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opsd.checkpoints.claims import Claim, End
-from opsd.launch.claims.authority import Look, Plan
+from opsd.launch.claims.claim_store import Plan, StoreRead
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Message, Ready
 from opsd.launch.io.protocol import Member
-from opsd.launch.run.nodes import Shape, place
+from opsd.launch.run.nodes import RunShape, assign_slots
 
 TICK_S = 0.05
 KEPT_MESSAGES_S = 3.0
@@ -49,9 +49,9 @@ class World:
         """Who sees the folder as it was at a time, and until when."""
         self.lost_answers = 0.0
         self.asked_to_end = False
-        """Somebody has told a head to end the run."""
+        """Somebody has told a leader to end the run."""
         self.launchers: dict[str, Launcher] = {}
-        self.folder: Callable[[World, str, Launcher], PlayedFolder] = PlayedFolder
+        self.folder: Callable[[World, str, Launcher], FakeClaimStore] = FakeClaimStore
         """What launchers that begin from now on have for the run's folder."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -74,13 +74,16 @@ class World:
         """Run until something holds; the seconds that it took."""
         begun = self.now
         while not condition():
-            assert self.now - begun < limit_s, f"waited in vain, at {self.now:.1f}: {self.story()}"
+            assert self.now - begun < limit_s, f"waited in vain, at {self.now:.1f}: {self.job_log()}"
             self.run(TICK_S)
         return self.now - begun
 
-    def story(self) -> list[tuple[Any, ...]]:
+    def job_log(self) -> list[tuple[Any, ...]]:
         claims = [(round(t, 2), c.number, c.launcher, c.plan.get("slots", c.plan.get("end"))) for t, c in self.claims]
-        return [*claims, *((one.name, one.core.phase, one.core.number, one.core.head, one.ranks) for one in self.alive)]
+        return [
+            *claims,
+            *((one.name, one.core.phase, one.core.number, one.core.leader, one.ranks) for one in self.alive),
+        ]
 
     @property
     def alive(self) -> list[Launcher]:
@@ -128,24 +131,26 @@ class World:
             one.resume()
 
 
-class PlayedFolder:
-    """The ``Folder`` of one launcher."""
+class FakeClaimStore:
+    """The ``ClaimStore`` of one launcher."""
 
     error = None
 
     def __init__(self, world: World, name: str, process: Launcher) -> None:
         self._world, self._name, self._process = world, name, process
 
-    def look(self, *, whole: bool) -> None:
-        def read() -> None:
+    def read(self, *, full: bool) -> None:
+        def serve_read() -> None:
             claim = self.seen()
             lease = self._world.lease
             found = (
-                Look(lease, claim, True) if whole or lease[0] > self._process.core.number else Look(lease, None, False)
+                StoreRead(lease, claim, True)
+                if full or lease[0] > self._process.core.number
+                else StoreRead(lease, None, False)
             )
-            self._answer(lambda core, now: core.looked(now, found))
+            self._answer(lambda core, now: core.store_read(now, found))
 
-        self._when_served(read)
+        self._when_served(serve_read)
 
     def seen(self) -> Claim | None:
         """The newest claim that this node's view of the folder shows."""
@@ -213,15 +218,15 @@ class Running:
 
 @dataclass
 class Launcher:
-    """A launcher with a simple head: every loss of a node at work is answered by the next generation.
+    """A launcher with a simple leader: every loss of a node at work is answered by the next generation.
 
-    What it takes over goes on if all of its nodes are there, as with the head of ``opsd.launch.run``.
+    What it takes over goes on if all of its nodes are there, as with the leader of ``opsd.launch.run``.
     """
 
     world: World
     name: str
     expected: tuple[str, ...]
-    shape: Shape
+    shape: RunShape
     start: str = "run"
     dead: bool = False
     paused: bool = False
@@ -288,17 +293,17 @@ class Launcher:
 
     # -- the listener --------------------------------------------------------------------------------------------
 
-    def enough(self, near: Collection[str]) -> bool:
-        return len(near) >= self.shape.least
+    def enough(self, reachable: Collection[str]) -> bool:
+        return len(reachable) >= self.shape.least
 
     def stuck(self) -> bool:
         return self.ranks is None
 
-    def head_changed(self, head: str | None) -> None:
+    def leader_changed(self, leader: str | None) -> None:
         self.ending = False
-        if head == self.name:
+        if leader == self.name:
             self._take_over()
-        if head is not None:
+        if leader is not None:
             self._tell_lack()
 
     def _take_over(self) -> None:
@@ -312,14 +317,14 @@ class Launcher:
             core.propose(plan.slots, {"keep": plan.generation})
 
     def end(self) -> None:
-        """As the head, end the run."""
+        """As the leader, end the run."""
         self.ending = self.world.asked_to_end = True
         self.core.end(0, "done")
 
     def _propose(self) -> None:
         if self.ending:
             return
-        slots = place(self.shape, self.known_slots, self.core.alive.keys(), ())
+        slots = assign_slots(self.shape, self.known_slots, self.core.alive.keys(), ())
         self.needy, self.changing = slots is None, True
         self.core.propose(slots or (), {"keep": 0})
 
@@ -352,16 +357,16 @@ class Launcher:
             self.ranks = Running(plan.number, plan.slots)
         at_work = self.ranks is not None and self.ranks.number == plan.generation
         if self.name in plan.slots and not at_work:
-            self.core.tell_head({"kind": "waiting", "number": plan.generation})
+            self.core.tell_leader({"kind": "waiting", "number": plan.generation})
 
     def cut_off(self) -> None:
         self.ranks, self.lack = None, True
 
     def _tell_lack(self) -> None:
-        """The ranks of the newest generation ended for want of a head."""
+        """The ranks of the newest generation ended for want of a leader."""
         if self.lack and self.core.plan is not None:
             self.lack = False
-            self.core.tell_head({"kind": "waiting", "number": self.core.plan.generation})
+            self.core.tell_leader({"kind": "waiting", "number": self.core.plan.generation})
 
     def overtaken(self) -> None:
         self.left, self.ranks, self.dead = "overtaken", None, True

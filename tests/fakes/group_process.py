@@ -14,34 +14,35 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun, Body, Ready
-from opsd.launch.claims.node import TcpGroup
+from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
 
 
-class Claiming:
+def note(what: str, **fields: Any) -> None:
+    print(json.dumps({"event": what, "t": time.monotonic(), **fields}), flush=True)
+
+
+class PrintingListener:
     """The listener."""
 
     def __init__(self, group: TcpGroup, least: int) -> None:
         self._group = group
         self._least = least
 
-    def note(self, what: str, **fields: Any) -> None:
-        print(json.dumps({"event": what, "t": time.monotonic(), **fields}), flush=True)
-
-    def enough(self, near: Collection[str]) -> bool:
-        return len(near) >= self._least
+    def enough(self, reachable: Collection[str]) -> bool:
+        return len(reachable) >= self._least
 
     def stuck(self) -> bool:
         return True
 
-    def head_changed(self, head: str | None) -> None:
-        self.note("head", head=head)
+    def leader_changed(self, leader: str | None) -> None:
+        note("leader", leader=leader)
         plan, group = self._group.plan, self._group
         goes_on = plan is not None and group.begun and group.holds and not set(plan.slots) - group.alive.keys()
-        if head == group.own.name and not goes_on:
+        if leader == group.own.name and not goes_on:
             self._propose()
 
     def _propose(self) -> None:
@@ -52,27 +53,27 @@ class Claiming:
         self._group.ready(plan.number, Ready(1))
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
-        self.note("begin" if begun else "missed", number=plan.number, slots=plan.slots)
+        note("begin" if begun else "missed", number=plan.number, slots=plan.slots)
 
     def cut_off(self) -> None:
-        self.note("cut_off")
+        note("cut_off")
 
     def overtaken(self) -> None:
-        self.note("overtaken")
+        note("overtaken")
 
     def over(self, end: End) -> None:
-        self.note("over", code=end.code)
+        note("over", code=end.code)
 
     def joined(self, member: Member) -> None:
-        self.note("joined", name=member.name)
+        note("joined", name=member.name)
         self._propose()
 
     def lost(self, name: str, silent_s: float) -> None:
-        self.note("lost", name=name, silent_s=silent_s)
+        note("lost", name=name, silent_s=silent_s)
         self._propose()
 
     def received(self, sender: str, body: Body) -> None:
-        self.note("received", sender=sender, body=body)
+        note("received", sender=sender, body=body)
 
 
 def main() -> None:
@@ -83,9 +84,9 @@ def main() -> None:
     group = TcpGroup(
         own, members, Path(settings["folder"]), loop,
         start=settings["run"], launcher=f"{own.name}-{os.getpid()}", secret=bytes.fromhex(settings["secret"]), size=1,
-        say=lambda text: print(json.dumps({"event": "said", "t": time.monotonic(), "text": text}), flush=True),
+        print_message=lambda text: note("said", text=text),
     )  # fmt: skip
-    group.start(Claiming(group, settings["least"]))
+    group.start(PrintingListener(group, settings["least"]))
     loop.run()
 
 

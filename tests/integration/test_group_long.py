@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.fakes.judge import Trouble
+from tests.fakes.invariants import FaultInjection
 
 EVENTS = 1_000_000
 
@@ -22,7 +22,7 @@ def test_a_million_events_of_trouble() -> None:
         pick = random.Random(seed)
         launchers = pick.randrange(1, 9)
         least = pick.randrange(1, launchers + 1)
-        trouble = Trouble(seed, launchers, least, pick.randrange(least, launchers + 1))
+        trouble = FaultInjection(seed, launchers, least, pick.randrange(least, launchers + 1))
         try:
             trouble.go(pick.randrange(5, 60))
         except AssertionError as error:

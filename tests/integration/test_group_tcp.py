@@ -83,12 +83,12 @@ def three(launchers: Launchers) -> Launchers:
     return launchers
 
 
-def test_a_killed_head_is_replaced_at_once(three: Launchers) -> None:
+def test_a_killed_leader_is_replaced_at_once(three: Launchers) -> None:
     """Its machine says that it is gone: nobody waits for a timeout."""
     killed_at = time.monotonic()
     three.processes["n1"].kill()
     three.until(lambda: three.begun("n2", "n3"))
-    noticed = next(event["t"] for event in three.told("n2", "head") if event["head"] is None)
+    noticed = next(event["t"] for event in three.told("n2", "leader") if event["leader"] is None)
     assert noticed - killed_at < TIMEOUT_S
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.hangs.watch import Capture, Target, find_py_spy
+from opsd.launch.hangs.watch import StackCapture, Target, find_py_spy
 from opsd.launch.io.loop import Loop
 
 PROGRAM = """
@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[int, Path]]]:
         process.wait()
 
 
-def finish(capture: Capture, loop: Loop) -> None:
+def finish(capture: StackCapture, loop: Loop) -> None:
     """Serve the loop until no py-spy runs any more."""
 
     def check() -> None:
@@ -74,7 +74,7 @@ def test_running_and_stopped_processes(start: Callable[..., tuple[int, Path]], t
         Target(1, stopped, stopped=True, fallback=log),
         Target(2, gone.pid, stopped=False, fallback=log),
     )
-    capture = Capture(targets, loop, find_py_spy())
+    capture = StackCapture(targets, loop, find_py_spy())
     finish(capture, loop)
     assert sorted(capture.stacks) == [0, 1]
     assert any(frame.name == "deep_inside" for frame in capture.stacks[0].main)
@@ -89,7 +89,7 @@ def test_running_and_stopped_processes(start: Callable[..., tuple[int, Path]], t
 def test_capture_can_be_dropped(start: Callable[..., tuple[int, Path]]) -> None:
     """Dropping a capture leaves no py-spy behind and the process as it was."""
     pid, log = start()
-    capture = Capture((Target(0, pid, stopped=False, fallback=log),), Loop(), find_py_spy())
+    capture = StackCapture((Target(0, pid, stopped=False, fallback=log),), Loop(), find_py_spy())
     capture.start()
     (py_spy,) = capture.pids
     capture.close()
@@ -101,7 +101,7 @@ def test_without_py_spy_the_rank_writes_its_own_stack(start: Callable[..., tuple
     """A rank with a handler is asked; one without is left alone, since the signal would kill it."""
     (able, log), (unable, _) = start("handler"), start()
     targets = (Target(0, able, stopped=False, fallback=log), Target(1, unable, stopped=False, fallback=log))
-    capture = Capture(targets, Loop(), None)
+    capture = StackCapture(targets, Loop(), None)
     capture.start()
     capture.ask_ranks()
     assert "deep_inside" in log.read_text()

@@ -42,7 +42,7 @@ class Stalled:
         self.watch = HangWatch(HangLimits(startup_s=2.0), folders, self._loop, str(py_spy))
         self.generation = Generation(1, [self._rank(number, folder, cleanup) for number in range(2)])
         self.ranks = [FakeRank(rank.rank, since=time.monotonic()) for rank in self.generation.ranks]
-        cleanup.callback(self.watch.relax)
+        cleanup.callback(self.watch.reset)
 
     def _rank(self, number: int, folder: Path, cleanup: ExitStack) -> Rank:
         process = subprocess.Popen(["sleep", "1000"])
@@ -97,7 +97,7 @@ def stalled(tmp_path: Path) -> Iterator[Stalled]:
 
 
 def test_stacks_are_taken_once_while_a_hang_lasts(stalled: Stalled) -> None:
-    """A hang that the head lets last keeps the stacks taken first: no further dumps, and the file stays as it was."""
+    """A hang that the leader lets last keeps the stacks taken first: no further dumps, and the file stays as it was."""
     hangs = stalled.look(lambda seen: len(seen) == 10)
     assert stalled.dumps == 2 * len(stalled.ranks)
     assert all("all_reduce" in rank.where for hang in hangs for rank in hang.ranks)

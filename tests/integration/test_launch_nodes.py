@@ -85,7 +85,7 @@ def test_the_last_call_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["n1", "n2"])
 def test_a_spare_takes_the_place_of_a_dead_node(tmp_path: Path, victim: str) -> None:
-    """The head's node or another: the run goes on in the next generation, on the spare."""
+    """The leader's node or another: the run goes on in the next generation, on the spare."""
     with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=1", count=3) as nodes:
         nodes.until(lambda: with_spare(nodes))
         nodes.kill(victim)

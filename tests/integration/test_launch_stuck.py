@@ -1,4 +1,4 @@
-"""A rank that cannot be ended, on the node of the head: its launcher gives up, and the others go on."""
+"""A rank that cannot be ended, on the node of the leader: its launcher gives up, and the others go on."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def rank_of(nodes: Nodes, name: str) -> int:
 
 
 @pytest.mark.long
-def test_a_head_whose_rank_cannot_be_ended_makes_way(tmp_path: Path) -> None:
+def test_a_leader_whose_rank_cannot_be_ended_makes_way(tmp_path: Path) -> None:
     """After 30 s it leaves, with a sentence; the spare takes its node's place, from the last checkpoint."""
     with Nodes(tmp_path, f"{TRAIN}\ntrain(100_000, step_s=0.02)", "--nnodes=2", "--spares=1", count=3) as nodes:
         nodes.until(lambda: all(nodes.state(name)["state"] in ("running", "spare") for name in nodes.names))
-        head = nodes.ask("n2", cmd="status")["head"]
+        leader = nodes.ask("n2", cmd="status")["head"]
         at_work = nodes.events("generation_started")[-1]["nodes"]
-        assert head in at_work
-        pid = rank_of(nodes, head)
+        assert leader in at_work
+        pid = rank_of(nodes, leader)
         holder = subprocess.Popen([sys.executable, "-c", HOLD, str(pid)], stdout=subprocess.PIPE)
         try:
             assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
             began = time.monotonic()
-            assert nodes.ask(head, cmd="restart") == {"ok": True}
-            nodes.until(lambda: nodes.processes[head].poll() is not None, 60)
-            print(f"\nthe head left after {time.monotonic() - began:.1f} s")
-            assert nodes.processes[head].returncode == exitcodes.FAILED
-            assert f"rank 0 (pid {pid}) cannot be killed: stuck in the kernel" in nodes.said(head)
+            assert nodes.ask(leader, cmd="restart") == {"ok": True}
+            nodes.until(lambda: nodes.processes[leader].poll() is not None, 60)
+            print(f"\nthe leader left after {time.monotonic() - began:.1f} s")
+            assert nodes.processes[leader].returncode == exitcodes.FAILED
+            assert f"rank 0 (pid {pid}) cannot be killed: stuck in the kernel" in nodes.said(leader)
             nodes.until(lambda: len(nodes.events("resumed")) == 1)
-            assert set(nodes.events("generation_started")[-1]["nodes"]) == {"n3", *at_work} - {head}
+            assert set(nodes.events("generation_started")[-1]["nodes"]) == {"n3", *at_work} - {leader}
             print(f"the others went on after {time.monotonic() - began:.1f} s")
         finally:
             holder.kill()

@@ -62,7 +62,7 @@ print(len(told), flush=True)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as left:
         assert left.stdout is not None
         assert left.stdout.readline() == "ready\n"
-        Teardown(Generation(1), loop, protected, done=loop.stop, stuck=lambda _: None, gently=True).advance()
+        Teardown(Generation(1), loop, protected, done=loop.stop, stuck=lambda _: None, gracefully=True).advance()
         loop.run()
         assert left.stdout.read() == "1\n"
 

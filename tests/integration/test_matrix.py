@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from opsd.bench.namespaces import NoNamespacesError
-from tests.fakes.apart import Apart, Wires, check_commits, check_steps
+from tests.fakes.partition import NodeNetwork, PartitionedNodes, check_commits, check_steps
 
 HOLD_S = 6.0
 """How long a fault lasts: three times as long as a silent node is waited for."""
@@ -22,14 +22,14 @@ FLAPS, FLAP_S = 3, 3.0
 SETTLE_S = 90.0
 
 
-def stop(run: Apart, names: list[str]) -> None:
+def stop(run: PartitionedNodes, names: list[str]) -> None:
     """Stop launchers and let them go on; their ranks step meanwhile."""
     run.stop_launchers(names)
     time.sleep(HOLD_S)
     run.continue_launchers(names)
 
 
-def kill(run: Apart, names: list[str]) -> None:
+def kill(run: PartitionedNodes, names: list[str]) -> None:
     """Kill launchers and start them again, with nothing that they could remember."""
     run.kill_launchers(names)
     time.sleep(HOLD_S / 2)
@@ -37,28 +37,28 @@ def kill(run: Apart, names: list[str]) -> None:
         run.start(name)
 
 
-def cut(run: Apart, names: list[str]) -> None:
+def cut(run: PartitionedNodes, names: list[str]) -> None:
     """Part them from the others, and from these alone."""
     run.wires.part(run.numbers(names))
     time.sleep(HOLD_S)
     run.wires.mend()
 
 
-def mute(run: Apart, names: list[str]) -> None:
+def mute(run: PartitionedNodes, names: list[str]) -> None:
     """They hear the others, who do not hear them."""
     run.wires.mute(run.numbers(names))
     time.sleep(HOLD_S)
     run.wires.mend()
 
 
-def deafen(run: Apart, names: list[str]) -> None:
+def deafen(run: PartitionedNodes, names: list[str]) -> None:
     """They do not hear the others, who hear them."""
     run.wires.deafen(run.numbers(names))
     time.sleep(HOLD_S)
     run.wires.mend()
 
 
-def flap(run: Apart, names: list[str]) -> None:
+def flap(run: PartitionedNodes, names: list[str]) -> None:
     """The network comes and goes."""
     for _ in range(FLAPS):
         run.wires.part(run.numbers(names))
@@ -71,7 +71,7 @@ FAULTS = (stop, kill, cut, mute, deafen, flap)
 QUICK = {("stop", "leader", 2), ("kill", "leader", 3), ("cut", "tie", 2)}
 
 
-def struck(run: Apart, who: str) -> list[str]:
+def struck(run: PartitionedNodes, who: str) -> list[str]:
     """Whom a fault hits: the leader, another one, or half of those that run, the leader among them."""
     leader = run.leader
     others = [name for name in run.names if name != leader and run.processes[name].poll() is None]
@@ -92,36 +92,36 @@ def cells() -> Iterator[object]:
 
 
 @pytest.fixture
-def apart(tmp_path: Path) -> Iterator[Callable[..., Apart]]:
+def apart(tmp_path: Path) -> Iterator[Callable[..., PartitionedNodes]]:
     """Starts a run of so many launchers, which are ended whatever happens; a bystander is left alone by all of it."""
     with ExitStack() as stack:
         bystander = subprocess.Popen(["sleep", "600"])
         stack.callback(bystander.wait)
         stack.callback(bystander.kill)
 
-        def start(size: int, ipv6: bool = False) -> Apart:
+        def start(size: int, ipv6: bool = False) -> PartitionedNodes:
             try:
-                wires = stack.enter_context(Wires(size))
+                wires = stack.enter_context(NodeNetwork(size))
             except NoNamespacesError as error:
                 pytest.skip(str(error))
-            return stack.enter_context(Apart(tmp_path, wires, ipv6=ipv6))
+            return stack.enter_context(PartitionedNodes(tmp_path, wires, ipv6=ipv6))
 
         yield start
         assert bystander.poll() is None
 
 
-def begins(run: Apart, nodes: int) -> None:
+def begins(run: PartitionedNodes, nodes: int) -> None:
     """Wait until one generation steps on so many nodes."""
     run.until(lambda: run.whole(time.time() - 0.5, nodes), SETTLE_S)
 
 
-def goes_on_with(run: Apart, ranks: int) -> None:
+def goes_on_with(run: PartitionedNodes, ranks: int) -> None:
     """Wait for another generation of so many ranks; those of a launcher that is stopped may step on."""
     since = time.time()
     run.until(lambda: any(trace.steps[0] > since and trace.world == ranks for trace in run.traces()), SETTLE_S)
 
 
-def settles(run: Apart, healed_at: float) -> None:
+def settles(run: PartitionedNodes, healed_at: float) -> None:
     """Wait until one generation has stepped alone for a while, and check all that happened on the way."""
     began = time.time()
 
@@ -143,7 +143,7 @@ def settles(run: Apart, healed_at: float) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "who", "fault"), list(cells()))
 def test_one_generation_goes_on(
-    apart: Callable[..., Apart], size: int, who: str, fault: Callable[[Apart, list[str]], None]
+    apart: Callable[..., PartitionedNodes], size: int, who: str, fault: Callable[[PartitionedNodes, list[str]], None]
 ) -> None:
     """All launchers live on, no rank of another generation is left, and none committed that had been passed over."""
     run = apart(size)
@@ -160,7 +160,7 @@ def test_one_generation_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
-def test_over_ipv6(apart: Callable[..., Apart]) -> None:
+def test_over_ipv6(apart: Callable[..., PartitionedNodes]) -> None:
     """Launchers and ranks meet there as well, and after a loss."""
     run = apart(2, ipv6=True)
     begins(run, 2)
@@ -172,7 +172,7 @@ def test_over_ipv6(apart: Callable[..., Apart]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("with_ranks", [False, True])
 def test_a_tie_whose_loser_wakes_beside_a_launcher_that_has_forgotten(
-    apart: Callable[..., Apart], with_ranks: bool
+    apart: Callable[..., PartitionedNodes], with_ranks: bool
 ) -> None:
     """Of three, one is frozen and then one killed, so that the last goes on alone; it is frozen, and they return.
 

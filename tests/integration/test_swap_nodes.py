@@ -47,20 +47,20 @@ def test_a_node_that_must_go_is_swapped_and_drained(tmp_path: Path) -> None:
     assert slurm.by_name["n1"].reason.startswith("opsd:gpu_lost-1 gpu_lost: GPU 2 is lost")
 
 
-def test_a_swap_is_done_though_the_head_dies_of_which_it_was_asked(tmp_path: Path) -> None:
+def test_a_swap_is_done_though_the_leader_dies_of_which_it_was_asked(tmp_path: Path) -> None:
     """In the very moment in which it has agreed; one spare takes its place, the other that of the node in question."""
     with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=2", count=4) as nodes:
         nodes.until(lambda: all(nodes.state(name)["state"] in ("running", "spare") for name in nodes.names))
         nodes.until(lambda: len(nodes.ask("n2", cmd="status")["spares"]) == 2)
         first = nodes.ask("n2", cmd="status")
-        head = first["head"]
-        node, other = next(name for name in first["nodes"] if name != head), next(iter(first["spares"]))
+        leader = first["head"]
+        node, other = next(name for name in first["nodes"] if name != leader), next(iter(first["spares"]))
 
         def ask(request: Mapping[str, object]) -> Mapping[str, Any]:
             answer = nodes.ask(other, **{key: str(value) for key, value in request.items()})
-            if request["cmd"] == "swap" and nodes.processes[head].poll() is None:
+            if request["cmd"] == "swap" and nodes.processes[leader].poll() is None:
                 assert answer == {"ok": True}
-                nodes.kill(head)
+                nodes.kill(leader)
             return answer
 
         said = planned_swap(ask, node, "ecc", patience_s=40)

@@ -46,7 +46,7 @@ class Launcher:
             received=self._receive,
             unreachable=self.gone.append,
             superseded=self._stand_down,
-            say=self.said.append,
+            print_message=self.said.append,
             launchers=lambda: LAUNCHERS,
             opened=lambda other, incarnation: self.opened.append((other.name, incarnation)),
         )  # fmt: skip
@@ -410,7 +410,7 @@ def test_strangers_take_few_descriptors_and_hold_nobody_up(
 ) -> None:
     """Thousands that are idle, and others that connect as fast as they can, from one address or from many.
 
-    The launcher opens files as ever, hears its fellows, and takes in one that comes meanwhile.
+    The launcher opens files as ever, hears its peers, and takes in one that comes meanwhile.
     """
     one, two = pair
     before = launchers.descriptors()

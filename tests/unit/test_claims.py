@@ -374,7 +374,7 @@ def test_no_flipped_bit_makes_another_claim(tmp_path: Path) -> None:
 
 
 def test_a_claim_of_a_launcher_without_plans_is_read(tmp_path: Path) -> None:
-    """Those of the version before: who named itself had no fellows, and they carry no checksum."""
+    """Those of the version before: a launcher that named itself was the only one, and they carry no checksum."""
     (tmp_path / FOLDER).mkdir()
     old = {"run": "r", "job": "7", "node": "n1", "number": 1, "time": 1.7e9}
     place_of(tmp_path, 1).write_text(json.dumps({**old, "launcher": "4711-99"}) + "\n")
@@ -515,7 +515,7 @@ def test_a_later_claim_fences(tmp_path: Path) -> None:
     Fence(tmp_path, 2).check()
 
 
-def test_a_launcher_without_fellows_is_not_in_its_own_way(tmp_path: Path) -> None:
+def test_the_only_launcher_is_not_fenced_by_itself(tmp_path: Path) -> None:
     """What its generation 1 still saves while 2 begins may be completed, until another launcher claims the run."""
     assert create(tmp_path, claim_of(1, alone=True))
     assert create(tmp_path, claim_of(2, alone=True))

@@ -8,12 +8,12 @@ from contextlib import nullcontext
 import pytest
 
 from opsd.checkpoints.claims import Claim, End
-from opsd.launch.claims.authority import Plan
-from opsd.launch.claims.messages import Message, Roster, Seek
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.messages import MemberList, Message, Seek
 from opsd.launch.io.protocol import Member
-from opsd.launch.run.nodes import Shape
-from tests.fakes.group import Launcher, PlayedFolder, World, member
-from tests.fakes.judge import Judge, Trouble
+from opsd.launch.run.nodes import RunShape
+from tests.fakes.group import FakeClaimStore, Launcher, World, member
+from tests.fakes.invariants import FaultInjection, InvariantChecker
 
 JOB = "r, job 7.{}"
 
@@ -26,8 +26,8 @@ class Run:
     ) -> None:
         self.world = world or World(launchers)
         self.names = tuple(f"n{number}" for number in range(1, launchers + 1))
-        self.shape, self._start = Shape(least, most, self.names), start
-        self.judge = Judge(self.world, least)
+        self.shape, self._start = RunShape(least, most, self.names), start
+        self.judge = InvariantChecker(self.world, least)
         for name in self.names:
             self.begin(name)
 
@@ -43,10 +43,10 @@ class Run:
         return self
 
     @property
-    def head(self) -> str:
-        (head,) = {one.core.head for one in self.world.alive if not one.paused}
-        assert head is not None
-        return head
+    def leader(self) -> str:
+        (leader,) = {one.core.leader for one in self.world.alive if not one.paused}
+        assert leader is not None
+        return leader
 
     @property
     def slots(self) -> list[list[str]]:
@@ -70,7 +70,7 @@ def test_a_run_begins(launchers: int) -> None:
     assert run.until_claim(1) < 1.0
     run.rests()
     assert run.slots == [list(run.names[: max(1, launchers - 1)])]
-    assert run.head == "n1"
+    assert run.leader == "n1"
 
 
 @pytest.mark.parametrize("launchers", range(1, 9))
@@ -105,21 +105,21 @@ def test_a_loss_is_answered_by_the_next_generation(lost: str, noticed: bool) -> 
     assert run.slots[-1] == [name if name != lost else "n4" for name in ("n1", "n2", "n3")]
 
 
-def test_a_head_that_runs_no_ranks_costs_no_restart() -> None:
+def test_a_leader_that_runs_no_ranks_costs_no_restart() -> None:
     """Its node was taken out of the run; when it dies its successor claims that it leads on, and the ranks run on."""
     run = Run(4, 2, 3).rests()
     run["n1"].core.propose(("n2", "n3"), {"keep": 0})
     run.rests()
-    assert (run.head, run["n1"].ranks) == ("n1", None)
+    assert (run.leader, run["n1"].ranks) == ("n1", None)
     before = run["n2"].ranks, run["n3"].ranks
     run["n1"].kill()
     run.rests()
-    assert (run.head, run.kept) == ("n2", [0, 0, 2])
+    assert (run.leader, run.kept) == ("n2", [0, 0, 2])
     assert (run["n2"].ranks, run["n3"].ranks) == before
 
 
 def test_a_tie_goes_on_with_the_holder_of_the_claim() -> None:
-    """Two of four on each side: the head's half at once, the other half not while the head's renews its lease."""
+    """Two of four on each side: the leader's half at once, the other half not while the leader's renews its lease."""
     run = Run(4, 1, 4).rests()
     run.world.cut(["n1", "n2"], ["n3", "n4"])
     run.world.until(run.judge.at_rest)
@@ -129,8 +129,8 @@ def test_a_tie_goes_on_with_the_holder_of_the_claim() -> None:
 
 
 @pytest.mark.parametrize("lost", [("n1", "n2"), ("n1", "n3"), ("n1", "n4")])
-def test_half_without_the_head_waits_for_the_lease(lost: tuple[str, str]) -> None:
-    """It cannot know that the head is not just out of reach; the lease that nobody renews tells, within ten seconds."""
+def test_half_without_the_leader_waits_for_the_lease(lost: tuple[str, str]) -> None:
+    """The leader may just be unreachable; only a lease that nobody renews for ten seconds tells otherwise."""
     run = Run(4, 1, 4).rests()
     for name in lost:
         run[name].kill()
@@ -167,7 +167,7 @@ def test_one_of_two_begins_alone_if_the_other_does_not_come() -> None:
     assert run.slots == [["n2"]]
     run["n1"].resume()
     run.rests()
-    assert run.head == "n2"
+    assert run.leader == "n2"
 
 
 def test_too_few_never_claim() -> None:
@@ -224,7 +224,7 @@ def test_a_forgotten_vote_makes_no_second_side() -> None:
     run["n2"].resume()
     run.rests()
     assert len({one.core.number for one in run.world.alive}) == 1
-    assert len({one.core.head for one in run.world.alive}) == 1
+    assert len({one.core.leader for one in run.world.alive}) == 1
 
 
 @pytest.mark.parametrize("frozen", ["n1", "n2"])
@@ -254,7 +254,7 @@ def test_a_side_that_freezes_as_it_claims_holds_nobody_up(frozen: str, frozen_af
 
 
 def test_who_was_passed_over_obeys_on_waking() -> None:
-    """The head is frozen for a minute: its first act is to look, and it ends its ranks."""
+    """The leader is frozen for a minute: its first act is to look, and it ends its ranks."""
     run = Run(3, 2, 3).rests()
     run["n1"].pause()
     run.world.until(lambda: run.slots[-1] == ["n2", "n3"])
@@ -292,7 +292,7 @@ def test_an_outage_that_lasts_ends_nobody_for_good() -> None:
     assert len(run.slots) == 1
 
 
-def test_who_sees_neither_head_nor_folder_ends_its_ranks() -> None:
+def test_who_sees_neither_leader_nor_folder_ends_its_ranks() -> None:
     """It may have been passed over, and would not know."""
     run = Run(3, 2, 3).rests()
     run.world.cut(["n3"], ["n1", "n2"])
@@ -316,7 +316,7 @@ def test_a_file_server_that_pauses_delays_a_recovery_and_nothing_else() -> None:
     assert run.slots[-1] == ["n1", "n2", "n4"]
 
 
-def test_a_head_that_can_neither_claim_nor_look_ends_its_ranks() -> None:
+def test_a_leader_that_can_neither_claim_nor_look_ends_its_ranks() -> None:
     """It has lost the others and the folder: they may have their next generation already."""
     run = Run(3, 1, 3).rests()
     run.world.cut(["n1"], ["n2", "n3"])
@@ -327,7 +327,7 @@ def test_a_head_that_can_neither_claim_nor_look_ends_its_ranks() -> None:
 
 
 def test_stale_reads_delay_whoever_has_them() -> None:
-    """A node whose view of the folder is a minute old claims nothing twice, and obeys the head it hears of."""
+    """A node whose view of the folder is a minute old claims nothing twice, and obeys the leader it hears of."""
     run = Run(4, 2, 3).rests()
     run.world.stale["n2"] = (run.world.now, run.world.now + 60.0)
     run["n1"].kill(noticed=True)
@@ -354,8 +354,8 @@ def test_a_claim_that_lands_late_is_a_claim(killed: bool) -> None:
     run.rests()
 
 
-def test_a_claim_of_an_earlier_time_as_head_is_no_surprise() -> None:
-    """It lands when its maker leads again what ran before: the new head's part goes on from it, and nothing waits."""
+def test_a_claim_of_an_earlier_time_as_leader_is_no_surprise() -> None:
+    """It lands when its maker leads again what ran before: the new leader's part goes on from it, and nothing waits."""
     run = Run(3, 3, 3).rests()
     run.world.stalled["n1"] = run.world.now + 20.0
     run.world.cut(["n1"], ["n3"])
@@ -369,7 +369,7 @@ def test_a_claim_of_an_earlier_time_as_head_is_no_surprise() -> None:
 
 @pytest.mark.parametrize("lost_answers", [0.5, 0.9])
 def test_answers_that_are_lost_make_no_second_plan(lost_answers: float) -> None:
-    """A head that does not know whether its claim was made finds it, and claims the next if it wants another now."""
+    """A leader that does not know whether its claim was made finds it, and claims the next if it wants another now."""
     run = Run(4, 3, 3).rests()
     run.world.lost_answers = lost_answers
     for lost in ("n2", "n3"):
@@ -409,20 +409,20 @@ def test_who_missed_a_generation_ends_its_ranks_for_a_claim_that_keeps_others() 
     run.rests()
 
 
-def claim_of(number: int, head: str, slots: Iterable[str], keep: int) -> Claim:
+def claim_of(number: int, leader: str, slots: Iterable[str], keep: int) -> Claim:
     """A claim that a process of the run made which nobody has seen."""
     slots = tuple(slots)
     members = tuple(member(name) for name in ("n1", "n2", "n3"))
-    plan = Plan(number, head, slots, members, {one.name: 1 for one in members}, {"keep": keep})
-    return Claim(number, "run", f"{head}-unseen", plan=plan.to_json(), keeps=keep)
+    plan = Plan(number, leader, slots, members, {one.name: 1 for one in members}, {"keep": keep})
+    return Claim(number, "run", f"{leader}-unseen", plan=plan.to_json(), keeps=keep)
 
 
 # -- the end, and other copies ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["none", "paused", "cut", "stalled", "killed head"])
+@pytest.mark.parametrize("fault", ["none", "paused", "cut", "stalled", "killed leader"])
 def test_the_end_is_obeyed_by_all(fault: str) -> None:
-    """Whoever did not hear of it finds it in the folder: frozen, cut off, or its head dead."""
+    """Whoever did not hear of it finds it in the folder: frozen, cut off, or its leader dead."""
     run = Run(4, 2, 3).rests()
     if fault == "paused":
         run["n3"].pause()
@@ -431,7 +431,7 @@ def test_the_end_is_obeyed_by_all(fault: str) -> None:
     elif fault == "stalled":
         run.world.stalled[""] = run.world.now + 20.0
     run["n1"].end()
-    if fault == "killed head":
+    if fault == "killed leader":
         run.world.until(lambda: run.world.newest is not None and run.world.newest.end is not None)
         run["n1"].kill()
     run.world.run(1.0)
@@ -440,7 +440,7 @@ def test_the_end_is_obeyed_by_all(fault: str) -> None:
         assert not run["n3"].left
         run["n3"].resume()
     run.world.run(2.0)
-    told = run.others("n1") if fault == "killed head" else run.names
+    told = run.others("n1") if fault == "killed leader" else run.names
     assert {run[name].left for name in told} == {End(0, "done")}
 
 
@@ -468,7 +468,7 @@ def test_of_two_copies_one_stays(first: str, second: str, stays: str) -> None:
     world.until(run.judge.at_rest)
     names = ("n4", "n5", "n6")
     for name in names:
-        Launcher(world, name, names, Shape(2, 3, names), second)
+        Launcher(world, name, names, RunShape(2, 3, names), second)
     copies = {"n1": run.names, "n4": names}
     gone = copies["n1" if stays == "n4" else "n4"]
     world.until(lambda: all(world.launchers[name].left == "overtaken" for name in gone))
@@ -500,7 +500,7 @@ def episode(seed: int, faults: int) -> int:
     launchers = 1 + seed % 8
     least = 1 + seed // 8 % launchers
     most = least + seed // 64 % (launchers - least + 1)
-    trouble = Trouble(seed, launchers, least, most)
+    trouble = FaultInjection(seed, launchers, least, most)
     trouble.go(faults)
     return trouble.world.events
 
@@ -508,14 +508,14 @@ def episode(seed: int, faults: int) -> int:
 # -- the judge can fail ----------------------------------------------------------------------------------------------
 
 
-class TwoWin(PlayedFolder):
+class TwoWin(FakeClaimStore):
     """A file system on which whoever claims is told that it has succeeded."""
 
     def wins(self, claim: Claim) -> bool:
         return True
 
 
-class NeverNews(PlayedFolder):
+class NeverNews(FakeClaimStore):
     """A folder that shows for ever what it showed at first."""
 
     def seen(self) -> Claim | None:
@@ -531,9 +531,9 @@ class Deaf(Launcher):
         pass
 
 
-@pytest.mark.parametrize("folder", [PlayedFolder, TwoWin])
-def test_the_judge_sees_two_claims_of_one_number(folder: type[PlayedFolder]) -> None:
-    """On a file system that excludes nobody: a head's claim is held up while the others, cut off, make theirs."""
+@pytest.mark.parametrize("folder", [FakeClaimStore, TwoWin])
+def test_the_judge_sees_two_claims_of_one_number(folder: type[FakeClaimStore]) -> None:
+    """On a file system that excludes nobody: a leader's claim is held up while the others, cut off, make theirs."""
     world = World(1)
     world.folder = folder
     run = Run(4, 1, 4, world=world).rests()
@@ -547,12 +547,12 @@ def test_the_judge_sees_two_claims_of_one_number(folder: type[PlayedFolder]) -> 
 
 
 def test_the_judge_sees_who_never_looks() -> None:
-    """The head of a side that was cut off, and passed over."""
+    """The leader of a side that was cut off, and passed over."""
     world = World(1)
     world.folder = NeverNews
     run = Run(3, 1, 3, world=world)
     world.until(run.judge.at_rest)
-    world.folder = PlayedFolder
+    world.folder = FakeClaimStore
     for name in ("n2", "n3"):
         run[name].kill()
         run.begin(name)
@@ -564,7 +564,7 @@ def test_the_judge_sees_who_never_looks() -> None:
 def test_the_judge_sees_ranks_that_are_not_ended() -> None:
     """A launcher that knows of the later claim and does nothing."""
     run = Run(2, 1, 2).rests()
-    Deaf(run.world, "n3", ("n1", "n2", "n3"), Shape(1, 3, ("n1", "n2", "n3")))
+    Deaf(run.world, "n3", ("n1", "n2", "n3"), RunShape(1, 3, ("n1", "n2", "n3")))
     run["n3"].ranks = run["n2"].ranks
     with pytest.raises(AssertionError):
         run.world.run(10.0)
@@ -637,7 +637,7 @@ def test_a_slow_claim_loses_nobody() -> None:
     assert (run["n2"].ranks, run["n3"].ranks) == before
 
 
-def test_a_head_that_seemed_gone_is_found_again() -> None:
+def test_a_leader_that_seemed_gone_is_found_again() -> None:
     """Its machine had said that it is not there, and by the time it could be heard again it had given the other up."""
     run = Run(2, 2, 2).rests()
     run.world.cut(["n1"], ["n2"])
@@ -648,7 +648,7 @@ def test_a_head_that_seemed_gone_is_found_again() -> None:
     run["n2"].core.unreachable(run.world.now, "n1")
     run.world.run(5.0)
     run.world.cuts.clear()
-    run.world.until(lambda: run["n2"].core.head == "n1", 3.0)
+    run.world.until(lambda: run["n2"].core.leader == "n1", 3.0)
     assert run.rests().slots == [["n1", "n2"], [], ["n1", "n2"]]
 
 
@@ -675,11 +675,11 @@ class Counting(World):
 
 
 @pytest.mark.parametrize(("lost", "within_s"), [(1, 2.5), (12, 6.0)])
-def test_many_launchers_lose_their_head(lost: int, within_s: float) -> None:
+def test_many_launchers_lose_their_leader(lost: int, within_s: float) -> None:
     """And perhaps the rack around it: all others go on at once, and none of them has to ask them all."""
     world = Counting()
     run = Run(128, 64, 128, world=world).rests()
-    assert run.head == "n1"
+    assert run.leader == "n1"
     before = world.asked
     for number in range(1, lost + 1):
         run[f"n{number}"].pause()
@@ -692,11 +692,11 @@ def test_many_launchers_lose_their_head(lost: int, within_s: float) -> None:
 
 def test_who_has_read_the_claim_is_not_told_who_is_there() -> None:
     """It is a long list in a large run, and the claim has it; a spare that goes is told to all."""
-    told: list[Roster] = []
+    told: list[MemberList] = []
 
     class Listening(World):
         def send(self, source: str, target: Member, message: Message) -> None:
-            if isinstance(message, Roster):
+            if isinstance(message, MemberList):
                 told.append(message)
             super().send(source, target, message)
 
@@ -705,8 +705,8 @@ def test_who_has_read_the_claim_is_not_told_who_is_there() -> None:
     run["n2"].kill()
     run.until_claim(len(run.slots) + 1)
     run.rests()
-    assert [len(roster.members) for roster in told if roster.number == len(run.slots)] == []
+    assert [len(listed.members) for listed in told if listed.number == len(run.slots)] == []
     Launcher(run.world, "n2", run.names, run.shape)
     run.world.run(5.0)
-    assert {len(roster.members) for roster in told} == {4}
-    assert all(len(one.core.roster) == 4 for one in run.world.alive)
+    assert {len(listed.members) for listed in told} == {4}
+    assert all(len(one.core.members) == 4 for one in run.world.alive)

@@ -10,11 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.authority import CLAIM_AGAIN_S, LOOK_AGAIN_S, LOOK_S, Claiming, Look, Looks, Plan
-from opsd.launch.claims.leading import Leading
-from opsd.launch.claims.messages import MESSAGES, Body, Here, Message, Near, Order, Ready, Roster, Seek
-from opsd.launch.claims.peers import MOST_PATIENCE, Inbox, Outbox, Peer, Share, share
-from opsd.launch.claims.seeking import Seeking, Situation
+from opsd.launch.claims.claim_store import CLAIM_RETRY_S, POLL_S, REPOLL_S, ClaimWriter, Plan, StorePoller, StoreRead
+from opsd.launch.claims.election import Election, ElectionView
+from opsd.launch.claims.followers import FollowerTracker
+from opsd.launch.claims.messages import (
+    MESSAGES,
+    Body,
+    Broadcast,
+    HeartbeatReply,
+    MemberList,
+    Message,
+    Ready,
+    Seek,
+    SeekReply,
+)
+from opsd.launch.claims.peers import MOST_PATIENCE, Inbox, Outbox, Peer, Quorum, quorum
 from opsd.launch.io.protocol import Codec, Member
 
 NAMES = st.lists(st.sampled_from([f"n{number}" for number in range(12)]), min_size=1, max_size=12, unique=True)
@@ -69,11 +79,11 @@ def test_patience_grows_with_delay_and_not_with_the_usual_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    ("some", "part"), [("abc", Share.MAJORITY), ("ab", Share.HALF), ("a", Share.MINORITY), ("axyz", Share.MINORITY)]
+    ("some", "part"), [("abc", Quorum.MAJORITY), ("ab", Quorum.HALF), ("a", Quorum.MINORITY), ("axyz", Quorum.MINORITY)]
 )
-def test_a_part_of_a_body(some: str, part: Share) -> None:
+def test_a_quorum(some: str, part: Quorum) -> None:
     """Those that do not belong to it do not count."""
-    assert share(some, "abcd") is part
+    assert quorum(some, "abcd") is part
 
 
 @given(st.lists(st.integers(0, 2), max_size=40))
@@ -84,7 +94,9 @@ def test_what_is_said_is_heard_once_and_in_order(arrivals: list[int]) -> None:
         outbox.add({"n": number})
     outbox.confirm(2)
     heard = []
-    for parcel in [parcel for choice in arrivals for parcel in list(outbox.again())[choice:]] + list(outbox.again()):
+    for parcel in [parcel for choice in arrivals for parcel in list(outbox.unconfirmed())[choice:]] + list(
+        outbox.unconfirmed()
+    ):
         body = inbox.take(*parcel)
         heard += [] if body is None else [body["n"]]
     assert heard == [3, 4, 5]
@@ -93,9 +105,9 @@ def test_what_is_said_is_heard_once_and_in_order(arrivals: list[int]) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Near(3, 8, member("n1"), fresh=True, incarnation="n1-7"),
-        Here(3, 8, "n1-7", Ready(29_500, 7, None), 4, 5),
-        Roster(3, 1, (member("n1"), member("n2"))),
+        SeekReply(3, 8, member("n1"), fresh=True, incarnation="n1-7"),
+        HeartbeatReply(3, 8, "n1-7", Ready(29_500, 7, None), 4, 5),
+        MemberList(3, 1, (member("n1"), member("n2"))),
     ],
 )
 def test_messages_arrive_as_they_were_sent(message: object) -> None:
@@ -106,9 +118,9 @@ def test_messages_arrive_as_they_were_sent(message: object) -> None:
 
 def test_a_message_of_a_version_with_fewer_fields_is_understood() -> None:
     """What it does not say has its default."""
-    raw = Codec(MESSAGES).encode(Here(3, 8, "n1-7"))
+    raw = Codec(MESSAGES).encode(HeartbeatReply(3, 8, "n1-7"))
     del raw["ready"], raw["orders"], raw["roster"]
-    assert Codec(MESSAGES).decode(raw) == Here(3, 8, "n1-7")
+    assert Codec(MESSAGES).decode(raw) == HeartbeatReply(3, 8, "n1-7")
 
 
 class Asked:
@@ -117,11 +129,11 @@ class Asked:
     error = None
 
     def __init__(self) -> None:
-        self.wholes: list[bool] = []
+        self.fulls: list[bool] = []
         self.claims: list[Claim] = []
 
-    def look(self, *, whole: bool) -> None:
-        self.wholes.append(whole)
+    def read(self, *, full: bool) -> None:
+        self.fulls.append(full)
 
     def claim(self, claim: Claim) -> None:
         self.claims.append(claim)
@@ -129,59 +141,59 @@ class Asked:
     def renew(self, number: int, beat: int) -> None: ...
 
 
-def seen(number: int, beat: int = 0) -> Look:
-    return Look((number, beat), Claim(number, "run", "n1-1"), True)
+def seen(number: int, beat: int = 0) -> StoreRead:
+    return StoreRead((number, beat), Claim(number, "run", "n1-1"), True)
 
 
 def test_what_waits_for_a_look_waits_for_one_that_began_later() -> None:
     """One that was under way may have read the folder before."""
     folder = Asked()
-    looks = Looks(folder, 0.0)
-    under_way, later = looks.want(0.0), looks.want(0.1)
-    looks.answered(0.2, seen(1), 1)
-    assert looks.confirmed == under_way < later
-    looks.tick(0.2, 3)
-    looks.answered(0.3, seen(1), 1)
-    assert (looks.confirmed, folder.wholes) == (later, [True, True])
+    poller = StorePoller(folder, 0.0)
+    under_way, later = poller.request(0.0), poller.request(0.1)
+    poller.answered(0.2, seen(1), 1)
+    assert poller.confirmed == under_way < later
+    poller.tick(0.2, 3)
+    poller.answered(0.3, seen(1), 1)
+    assert (poller.confirmed, folder.fulls) == (later, [True, True])
 
 
 def test_a_stale_look_is_repeated() -> None:
     """It came back with less than is known: what waits for a fresh one goes on waiting."""
     folder = Asked()
-    looks = Looks(folder, 0.0)
-    wanted = looks.want(0.0)
-    looks.answered(0.1, seen(4), 5)
-    assert looks.confirmed < wanted
-    looks.tick(0.1 + LOOK_AGAIN_S, 3)
-    looks.answered(0.5, seen(5), 5)
-    assert looks.confirmed >= wanted
-    assert folder.wholes == [True, True]
+    poller = StorePoller(folder, 0.0)
+    wanted = poller.request(0.0)
+    poller.answered(0.1, seen(4), 5)
+    assert poller.confirmed < wanted
+    poller.tick(0.1 + REPOLL_S, 3)
+    poller.answered(0.5, seen(5), 5)
+    assert poller.confirmed >= wanted
+    assert folder.fulls == [True, True]
 
 
 def test_of_many_launchers_not_all_read_the_whole_folder_each_second() -> None:
     """The lease names the newest generation as well."""
     folder = Asked()
-    looks = Looks(folder, 0.0)
+    poller = StorePoller(folder, 0.0)
     now, asked = 0.0, 0
-    while now < 64 * LOOK_S:
-        looks.tick(now, 1024)
-        if len(folder.wholes) > asked:
+    while now < 64 * POLL_S:
+        poller.tick(now, 1024)
+        if len(folder.fulls) > asked:
             asked += 1
-            looks.answered(now, Look((1, 1), None, False), 1)
+            poller.answered(now, StoreRead((1, 1), None, False), 1)
         now += 0.1
-    assert 12 <= len(folder.wholes) <= 20
-    assert 3 <= sum(folder.wholes) <= 6
+    assert 12 <= len(folder.fulls) <= 20
+    assert 3 <= sum(folder.fulls) <= 6
 
 
 def test_a_lease_is_idle_only_as_far_as_it_was_seen() -> None:
     """While the folder does not answer nothing can be said of whoever leads."""
-    looks = Looks(Asked(), 0.0)
+    poller = StorePoller(Asked(), 0.0)
     for now, beat in ((1.0, 1), (2.0, 2), (3.0, 2), (4.0, 2)):
-        looks.answered(now, seen(1, beat), 1)
-    assert looks.lease_idle_s(4.5) == 2.0
-    assert looks.lease_idle_s(9.0) == 0.0
-    looks.answered(60.0, seen(1, 2), 1)
-    assert looks.lease_idle_s(60.5) == 0.0
+        poller.answered(now, seen(1, beat), 1)
+    assert poller.lease_idle_s(4.5) == 2.0
+    assert poller.lease_idle_s(9.0) == 0.0
+    poller.answered(60.0, seen(1, 2), 1)
+    assert poller.lease_idle_s(60.5) == 0.0
 
 
 @pytest.mark.parametrize(("answers", "most"), [((), 200), (("n0000",), 50), (("n0000", "n0001", "n0002"), 50)])
@@ -189,14 +201,14 @@ def test_of_many_launchers_each_asks_few(answers: tuple[str, ...], most: int) ->
     """A thousand that ask a thousand hear nobody; whose turn comes first hears of all that ask it."""
     others = {f"n{number:04d}": member(f"n{number:04d}") for number in range(1024)}
     order = ("n0000", "own", *others)
-    situation = Situation("own", order, others, (), "", True, False, 0.0, lambda: True, lambda: False)
+    view = ElectionView("own", order, others, (), "", True, False, 0.0, lambda: True, lambda: False)
     sent: list[str] = []
-    seeking = Seeking(0.0)
+    election = Election(0.0)
     for tick in range(100):
         now, before = 0.1 * tick, len(sent)
-        seeking.ask(now, situation, others, lambda to, _: sent.append(to.name), Seek(0, 8))
+        election.ask(now, view, others, lambda to, _: sent.append(to.name), Seek(0, 8))
         for name in {*answers}.intersection(sent[before:]):
-            seeking.note(others[name], Near(0, 8), now)
+            election.note(others[name], SeekReply(0, 8), now)
     assert len(sent) < most
     assert answers or "n0064" in sent
 
@@ -206,11 +218,11 @@ class Wishes:
 
     def __init__(self) -> None:
         self.folder = Asked()
-        self.claiming = Claiming(self.folder, lambda plan: Claim(5, "run", "n1-1", plan=plan))
+        self.writer = ClaimWriter(self.folder, lambda plan: Claim(5, "run", "n1-1", plan=plan))
 
-    def want(self, wish: str) -> None:
-        self.claiming.want({"wish": wish})
-        self.claiming.tick(0.0)
+    def request(self, wish: str) -> None:
+        self.writer.request({"wish": wish})
+        self.writer.tick(0.0)
 
     @property
     def made(self) -> list[str]:
@@ -221,10 +233,10 @@ def test_one_claim_is_under_way_at_a_time() -> None:
     """The newest wish follows it, those in between do not matter any more."""
     wishes = Wishes()
     for wish in "abc":
-        wishes.want(wish)
+        wishes.request(wish)
     assert wishes.made == ["a"]
-    wishes.claiming.settled(1.0, True, 4)
-    wishes.claiming.tick(1.0)
+    wishes.writer.settled(1.0, True, 4)
+    wishes.writer.tick(1.0)
     assert wishes.made == ["a", "c"]
 
 
@@ -232,13 +244,13 @@ def test_a_claim_of_which_nothing_is_known_is_made_again() -> None:
     """After a second, and unless it was found in the folder meanwhile, or is not wanted any more."""
     unknown, found, unwanted = Wishes(), Wishes(), Wishes()
     for wishes, newest in ((unknown, 4), (found, 5), (unwanted, 4)):
-        wishes.want("a")
+        wishes.request("a")
         if wishes is unwanted:
-            wishes.claiming.forget()
-        wishes.claiming.settled(1.0, None, newest)
-        wishes.claiming.tick(1.0)
+            wishes.writer.forget()
+        wishes.writer.settled(1.0, None, newest)
+        wishes.writer.tick(1.0)
         assert wishes.made == ["a"]
-        wishes.claiming.tick(1.0 + CLAIM_AGAIN_S)
+        wishes.writer.tick(1.0 + CLAIM_RETRY_S)
     assert [wishes.made for wishes in (unknown, found, unwanted)] == [["a", "a"], ["a"], ["a"]]
 
 
@@ -246,52 +258,54 @@ def test_a_claim_of_which_nothing_is_known_is_made_again() -> None:
 def test_a_newer_wish_outlives_the_failure_of_the_one_before(mine: bool | None) -> None:
     """Unless it turns out that somebody else leads."""
     wishes = Wishes()
-    wishes.want("a")
-    wishes.want("b")
-    wishes.claiming.settled(1.0, mine, 4)
-    wishes.claiming.tick(1.0 + CLAIM_AGAIN_S)
+    wishes.request("a")
+    wishes.request("b")
+    wishes.writer.settled(1.0, mine, 4)
+    wishes.writer.tick(1.0 + CLAIM_RETRY_S)
     assert wishes.made == ["a", "b"]
 
 
 def test_a_claim_that_lands_late_is_told_from_what_is_wanted_now() -> None:
     """It was made when this launcher led before; what follows it will be what is wanted."""
     wishes = Wishes()
-    wishes.want("a")
-    assert wishes.claiming.answers({"wish": "a"})
-    wishes.claiming.forget()
-    assert not wishes.claiming.answers({"wish": "a"})
-    wishes.want("b")
-    assert wishes.claiming.answers({"wish": "a"})
+    wishes.request("a")
+    assert wishes.writer.answers({"wish": "a"})
+    wishes.writer.forget()
+    assert not wishes.writer.answers({"wish": "a"})
+    wishes.request("b")
+    assert wishes.writer.answers({"wish": "a"})
 
 
 class Others:
-    """Whom a head speaks to: what each has heard of its orders, and what the head has found."""
+    """Whom a leader speaks to: what each has heard of its orders, and what the leader has found."""
 
     def __init__(self) -> None:
         self.heard: dict[str, list[Body]] = {"n2": [], "n3": []}
         self._inboxes = {name: Inbox() for name in self.heard}
-        self.head = Leading(member("n1"), 1, self._send, 2.0)
+        self.leader = FollowerTracker(member("n1"), 1, self._send, 2.0)
 
     def _send(self, target: Member, message: Message) -> None:
-        body = self._inboxes[target.name].take(*astuple(message)) if isinstance(message, Order) else None
+        body = self._inboxes[target.name].take(*astuple(message)) if isinstance(message, Broadcast) else None
         if body is not None:
             self.heard[target.name].append(body)
 
     def answer(self, *names: str, now: float) -> None:
         for name in names:
-            self.head.here(member(name), Here(1, 1, f"{name}-1", orders=self._inboxes[name].heard), now)
+            self.leader.handle_reply(
+                member(name), HeartbeatReply(1, 1, f"{name}-1", broadcasts=self._inboxes[name].heard), now
+            )
 
 
 @pytest.mark.parametrize("how", ["lost", "stepped down"])
 def test_orders_are_heard_by_who_has_not_noticed_that_it_was_lost(how: str) -> None:
-    """It stood still, or the head did; what the head then begins to say is not what was said before."""
+    """It stood still, or the leader did; what the leader then begins to say is not what was said before."""
     others = Others()
     others.answer("n2", "n3", now=0.0)
-    others.head.order({"say": 1})
+    others.leader.broadcast({"say": 1})
     if how == "lost":
-        others.head.lose("n2", 3.0)
+        others.leader.drop("n2", 3.0)
     else:
-        others.head.begin([(member("n2"), 1, "n2-1"), (member("n3"), 1, "n3-1")], 3.0)
+        others.leader.begin([(member("n2"), 1, "n2-1"), (member("n3"), 1, "n3-1")], 3.0)
     others.answer("n2", "n3", now=3.0)
-    others.head.order({"say": 2})
+    others.leader.broadcast({"say": 2})
     assert others.heard == {name: [{"say": 1}, {"say": 2}] for name in ("n2", "n3")}

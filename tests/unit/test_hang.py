@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.launch.hangs.hang import Hang, HangJudge, HangLimits
+from opsd.launch.hangs.hang import Hang, HangDetector, HangLimits
 from opsd.launch.hangs.stacks import Frame, Stack, Thread
 from tests.fakes.ranks import FakeRank
 
@@ -20,7 +20,7 @@ class World:
 
     def __init__(self, ranks: int = 2, limits: HangLimits | None = None) -> None:
         self.now = 100.0
-        self.judge = HangJudge(limits or HangLimits())
+        self.judge = HangDetector(limits or HangLimits())
         self.ranks = [FakeRank(number, born=self.now, since=self.now) for number in range(ranks)]
         self.stacks: dict[int, Stack] = {}
 
@@ -322,6 +322,6 @@ def test_every_standstill_is_named_in_time(step_s: float, ranks: int, data: st.D
 def test_ranks_without_pages_are_not_judged() -> None:
     """Without any page there is nothing to judge."""
     pages: Mapping[int, object] = {}
-    judge = HangJudge(HangLimits())
+    judge = HangDetector(HangLimits())
     for now in range(10_000):
         assert judge.check(pages, {}, float(now)) is None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a launcher with fellows makes of outages, of a new head, and of signals to its own node."""
+"""What a launcher with fellows makes of outages, of a new leader, and of signals to its own node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opsd.launch.io.console import Console
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.settings import Program, Settings
-from opsd.launch.ranks.shutdown import HASTENED_S
+from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.cluster import UNBEGUN_S
 from opsd.launch.run.isolation import LASTING_S, SILENT_S
@@ -27,203 +27,203 @@ from opsd.launch.run.messages import (
     Readiness,
     Stop,
     StopOrdered,
+    StopReason,
     StopWanted,
     Waiting,
-    Why,
 )
 from opsd.launch.run.shutdown import CLAIM_S
 from opsd.launch.run.supervisor import Supervisor
 from opsd.rundir import RunFolders
-from tests.fakes.cluster import Fellow
-from tests.fakes.head import NODES, SIGTERM, swap_of
+from tests.fakes.cluster import FollowerLauncher
+from tests.fakes.leader import NODES, SIGTERM, swap_of
 
 
 @pytest.fixture
-def fellow() -> Fellow:
+def follower() -> FollowerLauncher:
     """One of three that train."""
-    fellow = Fellow()
-    fellow.begin(1, *NODES)
-    return fellow
+    follower = FollowerLauncher()
+    follower.begin(1, *NODES)
+    return follower
 
 
-def test_ranks_run_on_without_a_head(fellow: Fellow) -> None:
+def test_ranks_run_on_without_a_leader(follower: FollowerLauncher) -> None:
     """Nobody has claimed another generation: an outage among launchers costs the run nothing."""
-    fellow.elect(None)
-    fellow.loop.advance(30)
-    fellow.elect("n1")
-    assert (fellow.node.state, fellow.node.left, fellow.hear()) == ("running", None, [])
+    follower.elect(None)
+    follower.loop.advance(30)
+    follower.elect("n1")
+    assert (follower.node.state, follower.node.left, follower.hear()) == ("running", None, [])
 
 
-def test_an_outage_is_no_end_of_the_run(fellow: Fellow) -> None:
-    """Who was cut off has killed its ranks: the next head hears since when they do not run, not that they are done."""
-    fellow.elect(None)
-    fellow.run.cut_off()
-    assert fellow.node.state == "waiting"
+def test_an_outage_is_no_end_of_the_run(follower: FollowerLauncher) -> None:
+    """After a cut its ranks are killed: the next leader hears for how long they have not run, not that they ended."""
+    follower.elect(None)
+    follower.run.cut_off()
+    assert follower.node.state == "waiting"
     time.sleep(0.02)
-    fellow.elect("n3")
-    (told,) = fellow.hear()
+    follower.elect("n3")
+    (told,) = follower.hear()
     assert isinstance(told, Waiting)
     assert told.generation == 1 and told.gone_s >= 0.02
 
 
-def test_ranks_that_are_being_ended_are_gone(fellow: Fellow) -> None:
+def test_ranks_that_are_being_ended_are_gone(follower: FollowerLauncher) -> None:
     """The outage is over before they are: nobody would say so later."""
-    fellow.node.slow = True
-    fellow.elect(None)
-    fellow.run.cut_off()
-    fellow.elect("n3")
-    (told,) = fellow.hear()
+    follower.node.slow = True
+    follower.elect(None)
+    follower.run.cut_off()
+    follower.elect("n3")
+    (told,) = follower.hear()
     assert isinstance(told, Waiting)
 
 
-def test_a_node_that_is_done_stays_so(fellow: Fellow) -> None:
-    """Whoever becomes head hears it, also after an outage."""
-    fellow.finish_ranks()
-    fellow.elect(None)
-    fellow.run.cut_off()
-    fellow.elect("n3")
-    assert fellow.hear() == [Ended(1), Ended(1)]
+def test_a_node_that_is_done_stays_so(follower: FollowerLauncher) -> None:
+    """Whoever becomes leader hears it, also after an outage."""
+    follower.finish_ranks()
+    follower.elect(None)
+    follower.run.cut_off()
+    follower.elect("n3")
+    assert follower.hear() == [Ended(1), Ended(1)]
 
 
-def test_ranks_that_failed_under_a_head_that_died_are_not_done(fellow: Fellow) -> None:
+def test_ranks_that_failed_under_a_leader_that_died_are_not_done(follower: FollowerLauncher) -> None:
     """Only that one had heard of the failure."""
-    fellow.node.generation.running = []
-    fellow.elect("n3")
-    assert fellow.hear() == [Waiting(1, 0.0)]
+    follower.node.generation.running = []
+    follower.elect("n3")
+    assert follower.hear() == [Waiting(1, 0.0)]
 
 
 @pytest.mark.parametrize("meanwhile", ["stop_too_slow", "cut_off"])
-def test_nothing_keeps_a_node_from_being_ready(fellow: Fellow, meanwhile: str) -> None:
+def test_nothing_keeps_a_node_from_being_ready(follower: FollowerLauncher, meanwhile: str) -> None:
     """Its ranks take seconds to end: nobody waits for them any longer, or the network and the folder are gone."""
-    fellow.node.slow = True
-    fellow.prepare(2, *NODES)
-    call = getattr(fellow.run, meanwhile)
+    follower.node.slow = True
+    follower.prepare(2, *NODES)
+    call = getattr(follower.run, meanwhile)
     call(*(("rank 2 did not stop in time",) if meanwhile == "stop_too_slow" else ()))
-    fellow.node.collect()
-    assert [number for number, _ in fellow.group.answers] == [1, 2]
+    follower.node.collect()
+    assert [number for number, _ in follower.group.answers] == [1, 2]
 
 
-def test_ranks_that_are_being_ended_are_not_kept(fellow: Fellow) -> None:
+def test_ranks_that_are_being_ended_are_not_kept(follower: FollowerLauncher) -> None:
     """A claim came late that passed them over, at once one that keeps them: nobody else knows that they are gone."""
-    fellow.node.slow = True
-    fellow.prepare(2, *NODES)
-    fellow.prepare(3, *NODES, keep=1)
-    assert [number for number, _ in fellow.group.answers] == [1]
-    fellow.node.collect()
-    fellow.run.begin(fellow.plan(3, *NODES, keep=1), Begun("10.0.0.1", 1))
-    assert ([number for number, _ in fellow.group.answers], fellow.hear()) == ([1, 3], [Waiting(1, 0.0)])
+    follower.node.slow = True
+    follower.prepare(2, *NODES)
+    follower.prepare(3, *NODES, keep=1)
+    assert [number for number, _ in follower.group.answers] == [1]
+    follower.node.collect()
+    follower.run.begin(follower.plan(3, *NODES, keep=1), Begun("10.0.0.1", 1))
+    assert ([number for number, _ in follower.group.answers], follower.hear()) == ([1, 3], [Waiting(1, 0.0)])
 
 
-def test_a_failure_is_told_to_the_next_head(fellow: Fellow) -> None:
-    """One rank has failed, the other waits for it, for good: the head that was told has died before it acted."""
-    fellow.fail("signal")
-    (told,) = fellow.hear()
-    fellow.elect(None)
-    fellow.elect("n3")
-    (again,) = fellow.hear()
+def test_a_failure_is_told_to_the_next_leader(follower: FollowerLauncher) -> None:
+    """One rank has failed, the other waits for it, for good: the leader that was told has died before it acted."""
+    follower.fail("signal")
+    (told,) = follower.hear()
+    follower.elect(None)
+    follower.elect("n3")
+    (again,) = follower.hear()
     assert isinstance(told, Failed) and isinstance(again, Failed)
     assert [failed.failure.kind for failed in again.failures] == ["signal"]
-    fellow.begin(2, *NODES)
-    fellow.elect("n1")
-    assert fellow.hear() == []
+    follower.begin(2, *NODES)
+    follower.elect("n1")
+    assert follower.hear() == []
 
 
-def test_who_was_passed_over_ends_its_ranks(fellow: Fellow) -> None:
+def test_who_was_passed_over_ends_its_ranks(follower: FollowerLauncher) -> None:
     """Whatever of the claims in between it has not seen: a later one keeps the ranks of a generation without it."""
-    fellow.prepare(3, "n1", "n3", keep=2)
-    assert (fellow.node.generation.running, fellow.group.answers[-1][0]) == ([], 3)
+    follower.prepare(3, "n1", "n3", keep=2)
+    assert (follower.node.generation.running, follower.group.answers[-1][0]) == ([], 3)
 
 
-def test_ranks_that_a_claim_keeps_run_on(fellow: Fellow) -> None:
+def test_ranks_that_a_claim_keeps_run_on(follower: FollowerLauncher) -> None:
     """Another launcher leads them, that is all."""
-    fellow.begin(2, *NODES, keep=1)
-    assert fellow.node.generation.running
-    assert (fellow.group.answers[-1][0], fellow.hear()) == (2, [])
+    follower.begin(2, *NODES, keep=1)
+    assert follower.node.generation.running
+    assert (follower.group.answers[-1][0], follower.hear()) == (2, [])
 
 
-def test_who_gave_its_ranks_up_says_so_to_the_head_that_keeps_them(fellow: Fellow) -> None:
-    """The head cannot see it, and the others would wait for them."""
-    fellow.elect(None)
-    fellow.run.cut_off()
-    fellow.begin(2, *NODES, keep=1)
-    assert fellow.hear() == [Waiting(1, 0.0)]
+def test_who_gave_its_ranks_up_says_so_to_the_leader_that_keeps_them(follower: FollowerLauncher) -> None:
+    """The leader cannot see it, and the others would wait for them."""
+    follower.elect(None)
+    follower.run.cut_off()
+    follower.begin(2, *NODES, keep=1)
+    assert follower.hear() == [Waiting(1, 0.0)]
 
 
-def test_a_head_that_keeps_the_ranks_hears_who_is_done(fellow: Fellow) -> None:
+def test_a_leader_that_keeps_the_ranks_hears_who_is_done(follower: FollowerLauncher) -> None:
     """It counts anew who has ended in good order: the run would never be over."""
-    fellow.finish_ranks()
-    fellow.hear()
-    fellow.elect(None)
-    fellow.prepare(2, *NODES, keep=1)
-    fellow.elect("n3")
-    assert fellow.hear() == []
-    fellow.run.begin(fellow.plan(2, *NODES, keep=1), Begun("10.0.0.1", 1))
-    assert fellow.hear() == [Ended(1)]
+    follower.finish_ranks()
+    follower.hear()
+    follower.elect(None)
+    follower.prepare(2, *NODES, keep=1)
+    follower.elect("n3")
+    assert follower.hear() == []
+    follower.run.begin(follower.plan(2, *NODES, keep=1), Begun("10.0.0.1", 1))
+    assert follower.hear() == [Ended(1)]
 
 
-def test_a_head_that_had_stepped_down_hears_what_it_knew(fellow: Fellow) -> None:
-    """It leads anew from what it is told, and this launcher may not have noticed: its head is the one that it had."""
-    fellow.run.asked_to_stop("SIGTERM")
-    fellow.finish_ranks()
-    fellow.hear()
-    fellow.begin(2, *NODES, keep=1)
-    assert fellow.hear() == [StopWanted(SIGTERM), Ended(1, SIGTERM)]
+def test_a_leader_that_had_stepped_down_hears_what_it_knew(follower: FollowerLauncher) -> None:
+    """It leads anew from what it is told, and this launcher may not have noticed: its leader is the one that it had."""
+    follower.run.asked_to_stop("SIGTERM")
+    follower.finish_ranks()
+    follower.hear()
+    follower.begin(2, *NODES, keep=1)
+    assert follower.hear() == [StopWanted(SIGTERM), Ended(1, SIGTERM)]
 
 
 def test_a_process_that_missed_the_beginning_starts_no_ranks() -> None:
-    """It was another one of its name that was ready: the head has to begin the next generation."""
-    fellow = Fellow()
-    fellow.prepare(4, *NODES)
-    fellow.run.begin(fellow.plan(4, *NODES), None)
-    assert (fellow.node.generation.running, fellow.hear()) == ([], [Waiting(4, 0.0)])
+    """It was another one of its name that was ready: the leader has to begin the next generation."""
+    follower = FollowerLauncher()
+    follower.prepare(4, *NODES)
+    follower.run.begin(follower.plan(4, *NODES), None)
+    assert (follower.node.generation.running, follower.hear()) == ([], [Waiting(4, 0.0)])
 
 
-def test_a_head_whose_end_the_folder_does_not_take_ends_without(fellow: Fellow) -> None:
+def test_a_leader_whose_end_the_folder_does_not_take_ends_without(follower: FollowerLauncher) -> None:
     """And does with the job what there is to be done."""
-    fellow.elect("n2")
-    fellow.group.holds, fellow.group.alive = True, {}
-    fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
-    fellow.loop.advance(CLAIM_S)
-    fellow.loop.settle()
-    assert fellow.job == [(exitcodes.REQUEUE, ("n3",))]
-    assert fellow.node.left == (exitcodes.REQUEUE, "too few nodes are left")
+    follower.elect("n2")
+    follower.group.holds, follower.group.alive = True, {}
+    follower.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
+    follower.loop.advance(CLAIM_S)
+    follower.loop.settle()
+    assert follower.job == [(exitcodes.REQUEUE, ("n3",))]
+    assert follower.node.left == (exitcodes.REQUEUE, "too few nodes are left")
 
 
 @pytest.mark.parametrize("leads_again", [False, True])
-def test_an_end_that_nobody_made_is_forgotten(fellow: Fellow, leads_again: bool) -> None:
-    """The run went on, under another head or the same again: whoever leaves it later leaves the job alone."""
-    fellow.elect("n2")
-    fellow.group.holds = True
-    fellow.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
-    fellow.elect(None)
-    fellow.elect("n2" if leads_again else "n3")
-    fellow.loop.advance(CLAIM_S + 1)
-    assert (fellow.job, fellow.node.left) == ([], None)
-    fellow.elect(None)
-    fellow.node.generation.running = []
-    fellow.loop.advance(60)
-    assert (fellow.job, fellow.node.left) == ([], (exitcodes.REQUEUE, "no head of the run within reach for 60 s"))
+def test_an_end_that_nobody_made_is_forgotten(follower: FollowerLauncher, leads_again: bool) -> None:
+    """The run went on, under another leader or the same again: whoever leaves it later leaves the job alone."""
+    follower.elect("n2")
+    follower.group.holds = True
+    follower.end_run(exitcodes.REQUEUE, "too few nodes are left", ("n3",), ())
+    follower.elect(None)
+    follower.elect("n2" if leads_again else "n3")
+    follower.loop.advance(CLAIM_S + 1)
+    assert (follower.job, follower.node.left) == ([], None)
+    follower.elect(None)
+    follower.node.generation.running = []
+    follower.loop.advance(60)
+    assert (follower.job, follower.node.left) == ([], (exitcodes.REQUEUE, "no leader of the run within reach for 60 s"))
 
 
-def test_another_copy_of_the_run_ends_this_one(fellow: Fellow) -> None:
+def test_another_copy_of_the_run_ends_this_one(follower: FollowerLauncher) -> None:
     """Its ranks would go on for nothing: no checkpoint of theirs could be committed any more."""
-    fellow.run.overtaken()
-    assert fellow.node.generation.running == []
-    assert fellow.node.left == (exitcodes.FENCED, "another copy of this run has begun in /runs/r; this one stops")
+    follower.run.overtaken()
+    assert follower.node.generation.running == []
+    assert follower.node.left == (exitcodes.FENCED, "another copy of this run has begun in /runs/r; this one stops")
 
 
-def test_a_folder_that_pauses_ends_nothing(fellow: Fellow) -> None:
-    """It delays a recovery; whoever waits for a head meanwhile goes on waiting."""
-    fellow.elect(None)
-    fellow.group.folder_silent_s = 59.0
-    fellow.loop.advance(61)
-    assert (fellow.node.left, fellow.node.state) == (None, "running")
-    fellow.group.folder_silent_s = 0.0
-    fellow.loop.advance(120)
-    assert fellow.node.left is None, "ranks that go on are no reason to leave"
-    fellow.node.generation.running = []
-    fellow.loop.advance(60)
-    assert fellow.node.left == (exitcodes.REQUEUE, "no head of the run within reach for 60 s")
+def test_a_folder_that_pauses_ends_nothing(follower: FollowerLauncher) -> None:
+    """It delays a recovery; whoever waits for a leader meanwhile goes on waiting."""
+    follower.elect(None)
+    follower.group.folder_silent_s = 59.0
+    follower.loop.advance(61)
+    assert (follower.node.left, follower.node.state) == (None, "running")
+    follower.group.folder_silent_s = 0.0
+    follower.loop.advance(120)
+    assert follower.node.left is None, "ranks that go on are no reason to leave"
+    follower.node.generation.running = []
+    follower.loop.advance(60)
+    assert follower.node.left == (exitcodes.REQUEUE, "no leader of the run within reach for 60 s")
 
 
 @pytest.mark.parametrize(
@@ -236,124 +236,124 @@ def test_a_folder_that_pauses_ends_nothing(fellow: Fellow) -> None:
     ],
 )
 def test_a_folder_that_can_never_be_used_again_ends_the_run(
-    fellow: Fellow, error: int, silent_s: float, ends: bool
+    follower: FollowerLauncher, error: int, silent_s: float, ends: bool
 ) -> None:
     """A recovery, not ranks that go on; soon for what does not go away by itself, in half an hour whatever it is."""
-    fellow.group.folder_error, fellow.group.folder_silent_s = OSError(error, os.strerror(error)), silent_s
-    fellow.loop.advance(2 * SILENT_S)
-    assert fellow.node.left is None, "training goes on"
-    fellow.prepare(2, *NODES)
-    fellow.loop.advance(silent_s)
+    follower.group.folder_error, follower.group.folder_silent_s = OSError(error, os.strerror(error)), silent_s
+    follower.loop.advance(2 * SILENT_S)
+    assert follower.node.left is None, "training goes on"
+    follower.prepare(2, *NODES)
+    follower.loop.advance(silent_s)
     why = (exitcodes.FAILED, f"the run's folder cannot be used: {os.strerror(error)}")
-    assert fellow.node.left == (why if ends else None)
+    assert follower.node.left == (why if ends else None)
 
 
 def test_a_run_does_not_begin_in_a_folder_that_cannot_be_used() -> None:
     """Said at once."""
-    fellow = Fellow()
-    fellow.group.head = None
-    fellow.group.folder_error, fellow.group.folder_silent_s = OSError(errno.EROFS, "Read-only file system"), 0.1
-    fellow.loop.advance(1)
-    assert fellow.node.left == (exitcodes.FAILED, "the run's folder cannot be used: Read-only file system")
+    follower = FollowerLauncher()
+    follower.group.leader = None
+    follower.group.folder_error, follower.group.folder_silent_s = OSError(errno.EROFS, "Read-only file system"), 0.1
+    follower.loop.advance(1)
+    assert follower.node.left == (exitcodes.FAILED, "the run's folder cannot be used: Read-only file system")
 
 
 def test_who_finds_nobody_leaves() -> None:
-    """When the time to join is up and no head has been found."""
-    fellow = Fellow()
-    fellow.group.head = None
-    fellow.loop.advance(601)
-    assert fellow.node.left == (exitcodes.FAILED, "fewer launchers than the run needs have come within 600 s")
+    """When the time to join is up and no leader has been found."""
+    follower = FollowerLauncher()
+    follower.group.leader = None
+    follower.loop.advance(601)
+    assert follower.node.left == (exitcodes.FAILED, "fewer launchers than the run needs have come within 600 s")
 
 
 @pytest.mark.parametrize(("near", "enough"), [(("n2",), False), (("n1", "n2"), True), (("n2", "n9"), True)])
 def test_who_is_enough(near: tuple[str, ...], enough: bool) -> None:
     """As many as the run needs, with those that the plan says are unfit left out."""
-    fellow = Fellow(least=2)
-    fellow.prepare(1, *NODES)
-    assert fellow.group.plan is not None
-    fellow.group.plan.payload["unfit"].append("n3")  # type: ignore[attr-defined]
-    assert fellow.run.enough(near) == enough
-    assert not fellow.run.enough(("n2", "n3"))
+    follower = FollowerLauncher(least=2)
+    follower.prepare(1, *NODES)
+    assert follower.group.plan is not None
+    follower.group.plan.payload["unfit"].append("n3")  # type: ignore[attr-defined]
+    assert follower.run.enough(near) == enough
+    assert not follower.run.enough(("n2", "n3"))
 
 
-def test_who_was_cut_off_gives_up_only_while_there_is_no_head(fellow: Fellow) -> None:
-    """A head that came back and is replaced a minute later is no reason to leave."""
-    fellow.elect(None)
-    fellow.run.cut_off()
-    fellow.loop.advance(5)
-    fellow.elect("n1")
-    fellow.begin(2, *NODES)
-    fellow.loop.advance(54)
-    fellow.elect(None)
-    fellow.loop.advance(30)
-    assert (fellow.node.left, fellow.node.state) == (None, "running")
-    fellow.run.cut_off()
-    fellow.loop.advance(60)
-    assert fellow.node.left is not None
-    assert fellow.node.left[0] == exitcodes.REQUEUE
+def test_who_was_cut_off_gives_up_only_while_there_is_no_leader(follower: FollowerLauncher) -> None:
+    """A leader that came back and is replaced a minute later is no reason to leave."""
+    follower.elect(None)
+    follower.run.cut_off()
+    follower.loop.advance(5)
+    follower.elect("n1")
+    follower.begin(2, *NODES)
+    follower.loop.advance(54)
+    follower.elect(None)
+    follower.loop.advance(30)
+    assert (follower.node.left, follower.node.state) == (None, "running")
+    follower.run.cut_off()
+    follower.loop.advance(60)
+    assert follower.node.left is not None
+    assert follower.node.left[0] == exitcodes.REQUEUE
 
 
-def test_a_signal_during_a_swap_is_told_as_what_it_is(fellow: Fellow) -> None:
-    """To the next head too: it would take it for the swap, and go on."""
-    fellow.run.received("n1", CODEC.encode(StopOrdered(1, swap_of("n3"))))
-    fellow.run.asked_to_stop("SIGTERM")
-    fellow.elect("n3")
-    assert [message for message in fellow.hear() if isinstance(message, StopWanted)] == [StopWanted(SIGTERM)] * 2
+def test_a_signal_during_a_swap_is_told_as_what_it_is(follower: FollowerLauncher) -> None:
+    """To the next leader too: it would take it for the swap, and go on."""
+    follower.run.received("n1", CODEC.encode(StopOrdered(1, swap_of("n3"))))
+    follower.run.asked_to_stop("SIGTERM")
+    follower.elect("n3")
+    assert [message for message in follower.hear() if isinstance(message, StopWanted)] == [StopWanted(SIGTERM)] * 2
 
 
 @pytest.mark.parametrize("generation", [1, 2])
-def test_a_stop_is_for_the_ranks_that_it_means(fellow: Fellow, generation: int) -> None:
+def test_a_stop_is_for_the_ranks_that_it_means(follower: FollowerLauncher, generation: int) -> None:
     """Not for those that have replaced them when it comes, late; and for those that it comes too early for."""
-    fellow.prepare(2, *NODES)
+    follower.prepare(2, *NODES)
     order = CODEC.encode(StopOrdered(generation, swap_of("n3")))
     if generation == 2:
-        fellow.run.received("n1", order)
-    fellow.run.begin(fellow.plan(2, *NODES), Begun("10.0.0.1", 1))
-    fellow.run.received("n1", order)
-    assert fellow.node.stopping == ("the swap of n3" if generation == 2 else "")
+        follower.run.received("n1", order)
+    follower.run.begin(follower.plan(2, *NODES), Begun("10.0.0.1", 1))
+    follower.run.received("n1", order)
+    assert follower.node.stopping == ("the swap of n3" if generation == 2 else "")
 
 
-def test_a_message_of_another_version_is_named(fellow: Fellow, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_message_of_another_version_is_named(follower: FollowerLauncher, capfd: pytest.CaptureFixture[str]) -> None:
     """One sentence with the sender and what is wrong, and nothing else happens."""
-    fellow.run.received("n1", {"kind": "dance"})
-    fellow.run.received("n1", {"kind": "stop_ordered", "generation": 1, "stop": {"why": "boredom"}})
+    follower.run.received("n1", {"kind": "dance"})
+    follower.run.received("n1", {"kind": "stop_ordered", "generation": 1, "stop": {"why": "boredom"}})
     flush(20)
     said = capfd.readouterr().err
     assert "n1 sends a message of the unknown kind 'dance'; it is ignored" in said
     assert "n1 sends a message 'stop_ordered' whose stop.why is not one of signal, request, swap; it is ignored" in said
-    assert fellow.node.stopping == ""
+    assert follower.node.stopping == ""
 
 
 def test_a_guest_that_stands_by_goes_alone() -> None:
     """The end of its own job is not the run's, whether it has joined already or not."""
-    fellow, new = Fellow(guest=True), Fellow(guest=True)
-    fellow.begin(1, "n1", "n3", spares=("n2",))
-    for guest in (fellow, new):
-        guest.run.asked_to_stop("SIGTERM")
-        assert guest.node.left == (exitcodes.INTERRUPTED, "n2 goes: its own job ends (SIGTERM)")
-    assert fellow.hear() + new.hear() == [Readiness("")]
+    follower, new = FollowerLauncher(borrowed=True), FollowerLauncher(borrowed=True)
+    follower.begin(1, "n1", "n3", spares=("n2",))
+    for borrowed in (follower, new):
+        borrowed.run.asked_to_stop("SIGTERM")
+        assert borrowed.node.left == (exitcodes.INTERRUPTED, "n2 goes: its own job ends (SIGTERM)")
+    assert follower.hear() + new.hear() == [Readiness("")]
 
 
 def test_a_guest_at_work_goes_once_it_is_replaced() -> None:
-    """It asks again whenever that may have become possible: a spare has come, or another head."""
-    guest = Fellow(guest=True)
-    guest.begin(1, *NODES)
-    guest.run.asked_to_stop("SIGUSR1")
-    guest.begin(2, *NODES, spares=("n4",), keep=1)
-    guest.elect("n3")
-    assert guest.hear() == [Leaving(1, "its own job ends (SIGUSR1)")] * 3
-    assert (guest.node.left, guest.node.stopping) == (None, "")
-    guest.begin(3, "n1", "n4", "n3", spares=("n2",))
-    assert guest.node.left is not None
-    assert guest.node.left[0] == exitcodes.INTERRUPTED
+    """It asks again whenever that may have become possible: a spare has come, or another leader."""
+    borrowed = FollowerLauncher(borrowed=True)
+    borrowed.begin(1, *NODES)
+    borrowed.run.asked_to_stop("SIGUSR1")
+    borrowed.begin(2, *NODES, spares=("n4",), keep=1)
+    borrowed.elect("n3")
+    assert borrowed.hear() == [Leaving(1, "its own job ends (SIGUSR1)")] * 3
+    assert (borrowed.node.left, borrowed.node.stopping) == (None, "")
+    borrowed.begin(3, "n1", "n4", "n3", spares=("n2",))
+    assert borrowed.node.left is not None
+    assert borrowed.node.left[0] == exitcodes.INTERRUPTED
 
 
 def test_the_run_can_be_stopped_on_a_guest_too() -> None:
     """By its control socket: that is about the run."""
-    guest = Fellow(guest=True)
-    guest.begin(1, *NODES)
-    guest.run.asked_to_stop("control")
-    assert guest.hear() == [StopWanted(Stop(Why.REQUEST))]
+    borrowed = FollowerLauncher(borrowed=True)
+    borrowed.begin(1, *NODES)
+    borrowed.run.asked_to_stop("control")
+    assert borrowed.hear() == [StopWanted(Stop(StopReason.REQUEST))]
 
 
 def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
@@ -375,32 +375,34 @@ def test_a_node_that_stands_by_has_stopped(tmp_path: Path) -> None:
     assert (supervisor.stopping, supervisor.state) == ("", "spare")
 
 
-def test_nobody_leaves_its_ranks_to_themselves(fellow: Fellow) -> None:
-    """The signal came between two generations, and the head began the next before it knew: now it stops the ranks."""
-    fellow.prepare(2, *NODES)
-    fellow.run.asked_to_stop("SIGTERM")
-    fellow.begin(2, *NODES)
-    fellow.run.received("n1", CODEC.encode(StopOrdered(2, SIGTERM)))
-    fellow.loop.advance(121)
-    assert (fellow.node.stopping, fellow.node.left) == ("SIGTERM", None)
+def test_nobody_leaves_its_ranks_to_themselves(follower: FollowerLauncher) -> None:
+    """The signal came between two generations, and the leader began the next before it knew: now it stops the ranks."""
+    follower.prepare(2, *NODES)
+    follower.run.asked_to_stop("SIGTERM")
+    follower.begin(2, *NODES)
+    follower.run.received("n1", CODEC.encode(StopOrdered(2, SIGTERM)))
+    follower.loop.advance(121)
+    assert (follower.node.stopping, follower.node.left) == ("SIGTERM", None)
 
 
-@pytest.mark.parametrize(("signals", "limit_s"), [(2, HASTENED_S), (3, 0.0)])
-def test_more_signals_hasten_a_launcher_whose_ranks_are_gone(fellow: Fellow, signals: int, limit_s: float) -> None:
-    """There is no head that could end the run, nor a folder in which one could be found."""
-    fellow.elect(None)
-    fellow.run.cut_off()
+@pytest.mark.parametrize(("signals", "limit_s"), [(2, SECOND_STOP_S), (3, 0.0)])
+def test_more_signals_hasten_a_launcher_whose_ranks_are_gone(
+    follower: FollowerLauncher, signals: int, limit_s: float
+) -> None:
+    """There is no leader that could end the run, nor a folder in which one could be found."""
+    follower.elect(None)
+    follower.run.cut_off()
     for _ in range(signals):
-        fellow.run.asked_to_stop("SIGTERM")
-    assert fellow.node.left is None
-    fellow.loop.advance(limit_s)
-    assert fellow.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")
+        follower.run.asked_to_stop("SIGTERM")
+    assert follower.node.left is None
+    follower.loop.advance(limit_s)
+    assert follower.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")
 
 
 def test_a_launcher_that_never_met_the_others_stops_soon() -> None:
     """Nobody has to be told, and no rank saves anything: Ctrl-C before a run has begun takes seconds."""
-    fellow = Fellow()
-    fellow.group.head = None
-    fellow.run.asked_to_stop("SIGTERM")
-    fellow.loop.advance(UNBEGUN_S)
-    assert fellow.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")
+    follower = FollowerLauncher()
+    follower.group.leader = None
+    follower.run.asked_to_stop("SIGTERM")
+    follower.loop.advance(UNBEGUN_S)
+    assert follower.node.left == (exitcodes.REQUEUE, "stopped after SIGTERM")

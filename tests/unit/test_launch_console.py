@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from opsd.launch.io import reporting
-from opsd.launch.io.console import STDERR, STDOUT, Console, RankOutput, Show
+from opsd.launch.io.console import STDERR, STDOUT, Console, RankOutput, Routing
 from opsd.launch.io.streams import LONGEST, LogFile, Mixer, Spool, Stream
 from opsd.launch.ranks.settings import Streams, own_gpu_only
 
-PLAIN = {STDOUT: Show(), STDERR: Show()}
+PLAIN = {STDOUT: Routing(), STDERR: Routing()}
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -220,7 +220,7 @@ def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
 
 def test_stream_with_a_file_of_its_own_that_is_not_shown(tmp_path: Path) -> None:
     """A redirected stream is in its file and in the log, and not on the console."""
-    show = {STDOUT: Show(), STDERR: Show(shown=False, own_file=True)}
+    show = {STDOUT: Routing(), STDERR: Routing(shown=False, own_file=True)}
     with (tmp_path / "out").open("wb") as out:
         console, output = Console(out.fileno(), out.fileno()), RankOutput(0)
         console.follow(output, tmp_path / "rank-0000.log", show)
@@ -331,16 +331,16 @@ def test_tail_is_there_before_it_is_in_the_log() -> None:
 @pytest.mark.parametrize(
     ("streams", "stdout", "stderr"),
     [
-        (Streams(), Show(), Show()),
-        (Streams({None: 3}), Show(False, own_file=True), Show(False, own_file=True)),
-        (Streams({0: 1, 1: 2}), Show(), Show(False, own_file=True)),
-        (Streams({None: 3}, {1: 1}), Show(True, "[rank5]: ", True), Show(False, own_file=True)),
-        (Streams(tee={None: 2}), Show(), Show(True, "[rank5]: ", True)),
-        (Streams(chosen=frozenset({0})), Show(False), Show(False)),
-        (Streams(tee={1: 3}, prefix="${role_name}${local_rank}|"), *[Show(True, "trainer1|", True)] * 2),
+        (Streams(), Routing(), Routing()),
+        (Streams({None: 3}), Routing(False, own_file=True), Routing(False, own_file=True)),
+        (Streams({0: 1, 1: 2}), Routing(), Routing(False, own_file=True)),
+        (Streams({None: 3}, {1: 1}), Routing(True, "[rank5]: ", True), Routing(False, own_file=True)),
+        (Streams(tee={None: 2}), Routing(), Routing(True, "[rank5]: ", True)),
+        (Streams(chosen=frozenset({0})), Routing(False), Routing(False)),
+        (Streams(tee={1: 3}, prefix="${role_name}${local_rank}|"), *[Routing(True, "trainer1|", True)] * 2),
     ],
 )
-def test_flags_say_what_is_done_with_each_stream(streams: Streams, stdout: Show, stderr: Show) -> None:
+def test_flags_say_what_is_done_with_each_stream(streams: Streams, stdout: Routing, stderr: Routing) -> None:
     """``-r``, ``-t`` and the filter of local ranks, as local rank 1 of the role trainer, rank 5, sees them."""
     names = {"rank": 5, "local_rank": 1, "role_name": "trainer"}
     assert [streams.show(stream, 1, names) for stream in (STDOUT, STDERR)] == [stdout, stderr]

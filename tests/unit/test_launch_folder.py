@@ -10,8 +10,8 @@ from queue import Queue
 import pytest
 
 from opsd.checkpoints.claims import FOLDER, Claim, newest_number
-from opsd.launch.claims.authority import Look
-from opsd.launch.claims.node import RunFolder
+from opsd.launch.claims.claim_store import StoreRead
+from opsd.launch.claims.tcp_group import FolderClaimStore
 from opsd.launch.io.loop import Loop
 
 
@@ -30,17 +30,17 @@ class Answers(Loop):
 
 
 class Asked:
-    """A ``RunFolder``, and what it has said."""
+    """A ``FolderClaimStore``, and what it has said."""
 
     def __init__(self, path: Path) -> None:
         self.said: list[str] = []
-        self._looks: list[Look | None] = []
+        self._looks: list[StoreRead | None] = []
         self._claims: list[bool | None] = []
         self._loop = Answers()
-        self._folder = RunFolder(path, self._loop, self._looks.append, self._claims.append, self.said.append)
+        self._folder = FolderClaimStore(path, self._loop, self._looks.append, self._claims.append, self.said.append)
 
-    def look(self) -> Look | None:
-        self._folder.look(whole=True)
+    def read(self) -> StoreRead | None:
+        self._folder.read(full=True)
         self._loop.turn()
         return self._looks.pop()
 
@@ -67,9 +67,9 @@ def test_nothing_is_claimed_where_the_mount_was(tmp_path: Path, lose: Callable[[
     path = tmp_path / "mount" / "run"
     path.mkdir(parents=True)
     asked = Asked(path)
-    assert asked.look() is not None and asked.claim(1) is True
+    assert asked.read() is not None and asked.claim(1) is True
     lose(path)
-    assert asked.look() is None
+    assert asked.read() is None
     assert asked.claim(2) is None
     assert newest_number(path) == 0
     assert "another folder than before, without generation 1" in asked.said[0]
@@ -80,12 +80,12 @@ def test_a_folder_that_is_mounted_again_is_known_by_its_claims(tmp_path: Path) -
     path = tmp_path / "run"
     path.mkdir()
     asked = Asked(path)
-    assert asked.look() is not None and asked.claim(1) is True
+    assert asked.read() is not None and asked.claim(1) is True
     bare(path)
-    assert asked.look() is None
+    assert asked.read() is None
     shutil.rmtree(path)
     shutil.copytree(tmp_path / "real", path)
-    found = asked.look()
+    found = asked.read()
     assert found is not None and found.claim is not None and found.claim.number == 1
     assert asked.claim(2) is True
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_in_a_folder_that_somebody_has_emptied(tmp_path: Path) -> 
     path = tmp_path / "run"
     path.mkdir()
     asked = Asked(path)
-    assert asked.look() is not None and asked.claim(1) is True
+    assert asked.read() is not None and asked.claim(1) is True
     shutil.rmtree(path / FOLDER)
-    assert asked.look() is not None
+    assert asked.read() is not None
     assert asked.claim(2) is True

@@ -12,14 +12,14 @@ from opsd.commands.checkout import ROOT
 
 CARRY_OUT = """
 import sys
-from opsd.launch.ranks.imports import Prelude
+from opsd.launch.ranks.imports import ImportPrelude
 names = {"colorsys", "wave", "sched", "queue", "fractions", "statistics", "tomllib", "xml.dom", "cgi", "netrc", "mine",
          "mine.model", "broken", "optional", "chunk", "filecmp"}
 for name in names & sys.modules.keys():
     del sys.modules[name]
 before = set(sys.modules)
-prelude = Prelude()
-prelude.carry_out(*[word or None for word in sys.argv[1:3]])
+prelude = ImportPrelude()
+prelude.execute(*[word or None for word in sys.argv[1:3]])
 print(*sorted(names & (set(sys.modules) - before)))
 print(prelude.edited)
 """
@@ -125,7 +125,7 @@ def test_an_import_that_breaks_off_is_told(tmp_path: Path) -> None:
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/broken.py").write_text("import no_such_module\n")
     program = (
-        f"from opsd.launch.ranks.imports import Prelude\nPrelude().carry_out({str(tmp_path / 'train.py')!r}, None)"
+        f"from opsd.launch.ranks.imports import ImportPrelude as P; P().execute({str(tmp_path / 'train.py')!r}, None)"
     )
     environment = {"PYTHONPATH": f"{tmp_path / 'site-packages'}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
@@ -138,8 +138,8 @@ def test_an_edited_file_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import helper\n")
     (tmp_path / "helper.py").write_text("import json\n")
     program = (
-        "from opsd.launch.ranks.imports import Prelude\nfrom pathlib import Path\nprelude = Prelude()\n"
-        "prelude.carry_out('train.py', None)\nprint(prelude.edited)\n"
+        "from opsd.launch.ranks.imports import ImportPrelude\nfrom pathlib import Path\nprelude = ImportPrelude()\n"
+        "prelude.execute('train.py', None)\nprint(prelude.edited)\n"
         "Path('helper.py').write_text('import wave, json')\nprint(prelude.edited)"
     )
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -154,8 +154,8 @@ def test_a_standby_leaves_the_trainer_nothing_to_load() -> None:
     pytest.importorskip("torch")
     program = """
 import sys
-from opsd.launch.ranks.imports import Prelude
-Prelude().carry_out(None, "opsd.trainer")
+from opsd.launch.ranks.imports import ImportPrelude
+ImportPrelude().execute(None, "opsd.trainer")
 warm = set(sys.modules)
 import opsd.trainer.train
 print(*{name.partition(".")[0] for name in set(sys.modules) - warm})

@@ -23,8 +23,8 @@ from opsd.launch.io.reporting import EventLog, EventTail
 from opsd.launch.ranks.process import launcher_mark
 from opsd.launch.ranks.ranks import read_error
 from opsd.launch.ranks.settings import (
-    OF_A_GENERATION,
-    VARYING,
+    GENERATION_VARIABLES,
+    RESTART_VARIABLES,
     Assignment,
     Program,
     Settings,
@@ -76,7 +76,7 @@ def test_what_a_generation_tells_is_known(tmp_path: Path) -> None:
     env = settings_of(1).generation_environment(
         place, 0, generation=1, restarts=0, error_file=tmp_path / "error.json", page=tmp_path / "page"
     )
-    assert env.keys() == OF_A_GENERATION > VARYING
+    assert env.keys() == GENERATION_VARIABLES > RESTART_VARIABLES
 
 
 def test_user_settings_win(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Spares that say whether they may be used, and the head of a run that goes by it."""
+"""Spares that say whether they may be used, and the leader of a run that goes by it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from opsd.launch.run import messages
 from opsd.launch.run.messages import StopOrdered
 from opsd.launch.run.readiness import Readiness
-from tests.fakes.head import NODES, SPARE, PlayedGroup, PlayedLoop, Stage, swap_of
+from tests.fakes.leader import NODES, SPARE, FakeGroup, FakeLoop, LeaderHarness, swap_of
 
 
-def started(folder: Path, *spares: str, wait_s: float = 0.0) -> Stage:
+def started(folder: Path, *spares: str, wait_s: float = 0.0) -> LeaderHarness:
     """Three nodes at work, and these spares."""
-    return Stage.at_work(folder, *NODES, *spares, wait_s=wait_s)
+    return LeaderHarness.at_work(folder, *NODES, *spares, wait_s=wait_s)
 
 
-def say(stage: Stage, spare: str, why: str) -> None:
+def print_message(stage: LeaderHarness, spare: str, why: str) -> None:
     """A spare tells whether it may be used."""
     stage.tell(spare, messages.Readiness(why))
 
@@ -25,13 +25,13 @@ def test_a_spare_that_is_not_ready_is_not_used(tmp_path: Path) -> None:
     """It says why, which is told once; the run waits for it, and goes on once it is ready."""
     stage = started(tmp_path, SPARE, wait_s=60.0)
     for _ in range(2):
-        say(stage, SPARE, "data: x was damaged")
+        print_message(stage, SPARE, "data: x was damaged")
     (refused,) = stage.events("spare_refused")
     assert (refused["refused"], refused["reason"]) == (SPARE, "data: x was damaged")
     stage.lose("n2")
     stage.loop.advance(30)
     assert (stage.slots, stage.over) == ([NODES, ()], [])
-    say(stage, SPARE, "")
+    print_message(stage, SPARE, "")
     assert stage.slots == [NODES, (), ("n1", SPARE, "n3")]
 
 
@@ -40,7 +40,7 @@ def test_a_spare_may_turn_out_not_to_be_ready(tmp_path: Path) -> None:
     stage = started(tmp_path, SPARE, "n5")
     stage.lose("n2")
     assert stage.slots[-1] == ("n1", SPARE, "n3")
-    say(stage, SPARE, "its last verification is too old")
+    print_message(stage, SPARE, "its last verification is too old")
     assert stage.slots[-1] == ("n1", "n5", "n3")
 
 
@@ -48,7 +48,7 @@ def test_the_run_ends_without_a_spare_that_is_ready(tmp_path: Path) -> None:
     """It is given back to Slurm rather than go on with damaged data; the spare is not held against the next start."""
     stage = started(tmp_path, SPARE)
     stage.lose("n2")
-    say(stage, SPARE, "data: x was damaged")
+    print_message(stage, SPARE, "data: x was damaged")
     stage.loop.advance(1)
     assert [code for code, _ in stage.over] == [75]
     assert stage.bad == [(("n2",), ())]
@@ -57,7 +57,7 @@ def test_the_run_ends_without_a_spare_that_is_ready(tmp_path: Path) -> None:
 def test_a_node_is_not_swapped_for_a_spare_that_is_not_ready(tmp_path: Path) -> None:
     """The ranks run on, and the answer says why."""
     stage = started(tmp_path, SPARE)
-    say(stage, SPARE, "software: torch is missing, 2.9 is wanted")
+    print_message(stage, SPARE, "software: torch is missing, 2.9 is wanted")
     stage.swap("n2", "ecc")
     assert stage.events("swap_refused")[0]["swap"] == "n2"
     assert not any(isinstance(order, StopOrdered) for order in stage.group.orders)
@@ -72,8 +72,8 @@ class Asked:
         self.taken = 0
         self._goes_on = threading.Event()
         self._goes_on.set()
-        self._loop = PlayedLoop()
-        self._group = PlayedGroup(SPARE)
+        self._loop = FakeLoop()
+        self._group = FakeGroup(SPARE)
         self._readiness = Readiness(self._loop, self._group, self._answer, self.refused.append)  # type: ignore[arg-type]
 
     @property
@@ -106,7 +106,7 @@ class Asked:
         self._loop.settle()
 
     def take_a_place(self, *, answered: bool = True) -> None:
-        """The head has made a plan with this node at work."""
+        """The leader has made a plan with this node at work."""
         asks = bool(self._answers)
         self._readiness.before(self._take)
         if asks and answered:
@@ -135,7 +135,7 @@ def test_a_node_of_which_nothing_is_known_is_not_used() -> None:
 
 
 def test_a_node_that_cannot_find_out_whether_it_is_ready_gives_its_place_up() -> None:
-    """A file server hangs: nobody else ends that wait if the node is the head."""
+    """A file server hangs: nobody else ends that wait if the node is the leader."""
     asked = Asked("")
     hang = asked.hang()
     asked.take_a_place(answered=False)
@@ -149,7 +149,7 @@ def test_a_node_that_cannot_find_out_whether_it_is_ready_gives_its_place_up() ->
 
 
 def test_a_node_that_is_not_ready_says_so_again_when_it_is_wanted() -> None:
-    """A new head has not heard it."""
+    """A new leader has not heard it."""
     asked = Asked("data: x was damaged")
     asked.look()
     asked.take_a_place()
@@ -162,6 +162,6 @@ def test_a_node_stays_if_its_spare_turns_out_not_to_be_ready(tmp_path: Path) -> 
     stage.swap("n2", "ecc")
     stage.finish_ranks(*NODES, told=swap_of("n2"))
     assert stage.slots[-1] == ("n1", SPARE, "n3")
-    say(stage, SPARE, "data: x was damaged")
+    print_message(stage, SPARE, "data: x was damaged")
     assert (stage.slots[-1], stage.over) == (NODES, [])
     assert stage.events("swap_refused")[0]["swap"] == "n2"

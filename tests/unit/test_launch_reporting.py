@@ -56,7 +56,7 @@ def test_event_file_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> No
 
 
 def test_run_log_is_read_and_written_in_a_thread(tmp_path: Path) -> None:
-    """A head notes what heads before it have written before it adds to it, in order, in a thread."""
+    """A leader notes what leaders before it have written before it adds to it, in order, in a thread."""
     path = tmp_path / "events.jsonl"
     RunLog("r", "n1", path).relay({"event": "checkpoint_committed", "generation": 1, "step": 5}, 0.0)
     work = WorkQueue("run log")
@@ -75,8 +75,8 @@ def test_full_stderr_holds_up_nothing() -> None:
     """A program that says more than the pipe takes, to a reader that stands still, goes on and ends."""
     code = (
         "import sys\n"
-        "from opsd.launch.io.reporting import say\n"
-        "for number in range(5000):\n    say(f'{number} ' + 'x' * 100)\n"
+        "from opsd.launch.io.reporting import print_message\n"
+        "for number in range(5000):\n    print_message(f'{number} ' + 'x' * 100)\n"
         "print('done', flush=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -91,7 +91,7 @@ def test_what_was_not_shown_is_counted() -> None:
     code = (
         "import sys, time\n"
         "from opsd.launch.io import reporting\n"
-        "for number in range(6000):\n    reporting.say(f'{number} ' + 'x' * 100)\n"
+        "for number in range(6000):\n    reporting.print_message(f'{number} ' + 'x' * 100)\n"
         "print('done', flush=True)\n"
         "sys.stdin.read()\n"
         "reporting.flush(20)\n"

@@ -1,4 +1,4 @@
-"""What the head does with the Slurm job at the end of a run."""
+"""What the leader does with the Slurm job at the end of a run."""
 
 from __future__ import annotations
 

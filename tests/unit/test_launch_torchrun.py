@@ -10,10 +10,10 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from opsd.commands.launch import launch
-from opsd.commands.launch_options import meeting, parse_endpoint, rdzv_seconds
+from opsd.commands.launch_options import parse_endpoint, rdzv_seconds, rendezvous_options
 from opsd.commands.torchrun_options import OPTIONS
-from opsd.launch.run.fellows import Count
-from opsd.launch.run.meeting import Meeting
+from opsd.launch.run.launchers import NodeCount
+from opsd.launch.run.rendezvous import RendezvousOptions
 
 VALUES = {"nnodes": "2", "nproc_per_node": "2", "log_dir": "/tmp/logs", "redirects": "0:1,1:2", "tee": "3"}
 """Values that are taken, where a number is none."""
@@ -152,27 +152,27 @@ def test_bad_endpoints_are_refused_in_a_sentence(text: str) -> None:
         parse_endpoint(text, 1)
 
 
-def place(nnodes: str, **options: Any) -> Meeting | None:
+def place(nnodes: str, **options: Any) -> RendezvousOptions | None:
     """The meeting of a launch with these options of torchrun."""
     default: dict[str, Any] = {
         "backend": "static", "endpoint": "", "master": (None, None), "node_rank": None, "local_address": ""
     }  # fmt: skip
     spares = options.pop("spares", 0)
-    return meeting(Count.parse(nnodes), spares, **(default | options))
+    return rendezvous_options(NodeCount.parse(nnodes), spares, **(default | options))
 
 
 def test_c10d_nodes_have_no_ranks() -> None:
     """As for torchrun, whose port it is where none is given."""
-    assert place("1:4", backend="c10d", endpoint="n1", node_rank=3) == Meeting("n1", 29400, 1, 4, None, "")
+    assert place("1:4", backend="c10d", endpoint="n1", node_rank=3) == RendezvousOptions("n1", 29400, 1, 4, None, "")
 
 
 def test_static_nodes_have_ranks() -> None:
     """The endpoint, or the master's address and port, with the rank that the user gives."""
-    expected = Meeting("n1", 29501, 2, 2, 1, "10.0.0.2")
+    expected = RendezvousOptions("n1", 29501, 2, 2, 1, "10.0.0.2")
     options = {"node_rank": 1, "local_address": "10.0.0.2"}
     assert place("2", endpoint="n1:29501", **options) == expected
     assert place("2", master=("n1", 29501), **options) == expected
-    assert place("2", master=("fe80::1", None)) == Meeting("fe80::1", 29500, 2, 2, None, "")
+    assert place("2", master=("fe80::1", None)) == RendezvousOptions("fe80::1", 29500, 2, 2, None, "")
 
 
 def test_spares_are_expected_as_well() -> None:

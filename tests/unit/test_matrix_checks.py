@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes.apart import Trace, check_commits, check_steps
+from tests.fakes.partition import Trace, check_commits, check_steps
 
 
 def trace(generation: int, first: float, last: float, *commits: float) -> Trace:

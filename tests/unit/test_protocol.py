@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.launch.io.protocol import Codec, ProtocolError, rows
+from opsd.launch.io.protocol import Codec, ProtocolError, rows, wire_name
 
 
 class Reason(Enum):
@@ -179,6 +179,22 @@ def test_what_cannot_be_a_message_is_refused_when_the_codec_is_made(kinds: tuple
     """A mistake of ours is seen at once, and not by the neighbour."""
     with pytest.raises(TypeError):
         Codec(kinds)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Sent under the names that it had before."""
+
+    wire: ClassVar[str] = "before"
+    new: int = field(metadata=wire_name("old"))
+
+
+def test_a_renamed_message_keeps_its_names_between_launchers() -> None:
+    codec = Codec((Renamed,))
+    assert codec.encode(Renamed(1)) == {"kind": "before", "old": 1}
+    assert codec.decode({"kind": "before", "old": 1}) == Renamed(1)
+    with pytest.raises(ProtocolError, match="whose old is not there"):
+        codec.decode({"kind": "before"})
 
 
 def test_the_table_says_what_each_message_is() -> None:

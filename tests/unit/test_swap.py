@@ -18,8 +18,8 @@ from opsd.runbooks.base import Action
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node
-from tests.fakes.head import PlayedGroup
 from tests.fakes.launchers import SwappingLauncher
+from tests.fakes.leader import FakeGroup
 from tests.fakes.slurm import FakeSlurm
 
 NODES = [f"n{number:02d}" for number in range(4)]
@@ -173,7 +173,7 @@ def test_a_dry_run_tells_that_a_spare_would_have_to_come(tmp_path: Path) -> None
     )
     assert launcher.requests == []
     for waits in (True, False):
-        group = PlayedGroup("n00")
+        group = FakeGroup("n00")
         answered = answer({"cmd": "status"}, group, between=False, generation=1, tell=lambda _: None, waits=waits)
         assert Members.of(answered).waits == waits
 

@@ -1,1 +1,1 @@
-"""Who may begin a generation: claims in the run's folder."""
+"""Agreement on generations: an elected leader, and exclusive claims in the run's folder."""

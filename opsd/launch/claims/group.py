@@ -1,7 +1,7 @@
-"""The launchers of a run as a group, seen by one of them: what it asks, and what time and messages do.
+"""The launchers of a run as a group, seen by one of them: queries, timers and message handlers.
 
-Heartbeats show who is there and carry what the head and the others have to say; they decide nothing, claims do. A state
-machine: time, messages and the folder's answers come in; messages, looks, claims and calls of the listener go out.
+Heartbeats detect failures and carry mail; only claims decide. The group is a state machine without I/O: time, messages
+and results of the store come in; messages, reads, claims and calls of the listener go out.
 """
 
 from __future__ import annotations
@@ -9,45 +9,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opsd.launch.claims.authority import Look, Plan
+from opsd.launch.claims.claim_store import Plan, StoreRead
 from opsd.launch.claims.claimant import Claimant
+from opsd.launch.claims.election import MINORITY_WAIT_S, ElectionView
 from opsd.launch.claims.messages import (
-    Beat,
     Body,
-    Bye,
-    Here,
+    Broadcast,
+    GroupListener,
+    Heartbeat,
+    HeartbeatReply,
     Join,
-    Listener,
+    LeaderMail,
+    LeaderMailAck,
+    Leave,
+    MemberList,
     Message,
-    Near,
-    Order,
-    Roster,
     Seek,
-    Tell,
-    Told,
+    SeekReply,
 )
 from opsd.launch.claims.peers import interval_s
-from opsd.launch.claims.seeking import TURN_S, Situation
 from opsd.launch.io.protocol import Member
 
 STALL_S = 0.5
-"""Not called for so long, the launcher itself was held up: the others are given that time, and it looks at once."""
+"""Not ticked for so long, this launcher itself was held up: the others get that time, and the store is read at once."""
 CLAIM_S = 5.0
-"""Who is to claim and has nothing to claim leaves it to another after this."""
+"""A launcher that was elected and has nothing to claim gives up after this."""
 LEASE_S = 1.0
 CUT_OFF_S = 5.0
-"""Without a head and without an answer of the folder for so long, what runs here may have been passed over."""
+"""Without a leader and without an answer of the store for so long, the ranks here may have been superseded."""
 
 
 class Group(Claimant):
-    """Called from the launcher's loop, as its ``Listener`` is."""
+    """Called from the launcher's loop, as its ``GroupListener`` is."""
 
-    def start(self, listener: Listener) -> None:
-        """Begin to look for the others, and call ``listener`` from now on. Raises OSError if the port is taken."""
+    def start(self, listener: GroupListener) -> None:
+        """Join the group; ``listener`` is called from now on. Raises OSError if the port is taken."""
         self._listener = listener
-        self._ordered: tuple[Plan | None, Mapping[str, Member], str, tuple[str, ...]] = (None, {}, "", ())
+        self._succession_cache: tuple[Plan | None, Mapping[str, Member], str, tuple[str, ...]] = (None, {}, "", ())
         self._gone: set[str] = set()
-        self._ticked = self._headless_since = self._now
+        self._ticked = self._leaderless_since = self._now
         self._cut_off = False
         self._beats = 0
 
@@ -59,107 +59,106 @@ class Group(Claimant):
         return self._begun is not None
 
     @property
-    def roster(self) -> Mapping[str, Member]:
-        """The launchers that the head was last known to hear of."""
-        return self.alive if self.phase == "leading" else self._body
+    def members(self) -> Mapping[str, Member]:
+        """The launchers that the leader was last known to hear from."""
+        return self.alive if self.phase == "leading" else self._electorate
 
     @property
-    def headless_s(self) -> float:
-        """For how long nothing is heard of the last head."""
-        return self._now - self._following.heard
+    def leaderless_s(self) -> float:
+        """Seconds since the last leader was heard from."""
+        return self._now - self._leader_client.heard
 
     @property
     def replacing(self) -> bool:
-        """(On the head.) Whether a claim is wanted or under way that ends the ranks which run."""
-        return self.head == self.own.name and self._claiming.replacing
+        """(Leader only.) Whether a claim that ends the running ranks is requested or in flight."""
+        return self.leader == self.own.name and self._claim_writer.replacing
 
     @property
     def folder_silent_s(self) -> float:
-        """For how many seconds the run's folder has not answered, or takes no claims."""
-        failing = self._claiming.failing_since
-        return self._now - min(self._looks.last, self._now if failing is None else failing)
+        """For how many seconds the run's folder has not answered, or has taken no claims."""
+        failing = self._claim_writer.failing_since
+        return self._now - min(self._poller.last, self._now if failing is None else failing)
 
     @property
     def folder_error(self) -> OSError | None:
-        """Why the run's folder cannot be used, None while it answers, or has not answered yet."""
+        """Why the run's folder cannot be used, None while it answers or has not answered yet."""
         return self._folder.error
 
-    def tell_head(self, body: Body) -> None:
-        """Send to the head; kept until one is there, and sent to the next one if it was not confirmed."""
+    def tell_leader(self, body: Body) -> None:
+        """Send to the leader; kept until there is one, and sent again to the next one if it was not confirmed."""
         if self.phase == "leading":
             self._notify(self._listener.received, self.own.name, body)
             self._wake()
         else:
-            self._following.tell(body, now_heard=self.head is not None)
+            self._leader_client.tell(body, now_heard=self.leader is not None)
 
     def tell_all(self, body: Body) -> None:
-        """(Head only.) Send to every launcher that is alive, itself included."""
-        self._leading.order(body)
+        """(Leader only.) Send to every live launcher, this one included."""
+        self._followers.broadcast(body)
         self._notify(self._listener.received, self.own.name, body)
         self._wake()
 
     def leave(self) -> None:
-        """Say goodbye, so that nobody waits for this launcher's silence."""
-        for name, member in {**self._body, **self.alive}.items():
+        """Announce that this launcher ends, so that nobody waits for its timeout."""
+        for name, member in {**self._electorate, **self.alive}.items():
             if name != self.own.name:
-                self._send(member, Bye())
+                self._send(member, Leave())
 
     # -- time ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Time has passed; to be called some ten times a second."""
+        """Advance the time to ``now``, monotonic seconds; to be called about ten times a second."""
         stall = now - self._ticked
         self._now = self._ticked = now
         if stall > STALL_S:
-            for part in (self._leading, self._seeking, self._following):
-                part.forgive(stall)
-            self._looks.want(now)
+            for part in (self._followers, self._election, self._leader_client):
+                part.discount_stall(stall)
+            self._poller.request(now)
         if self.phase == "following":
-            self._watch_head()
-        elif self.phase == "seeking":
-            self._look_around()
+            self._watch_leader()
+        elif self.phase == "electing":
+            self._run_election()
             self._renew()
         elif self.phase == "leading":
             self._watch_others()
             self._renew()
-        elif self.phase == "claiming" and not self._claiming.busy and now >= self._chosen_at + CLAIM_S:
-            self._lose_head()
-        self._claiming.tick(now)
+        elif self.phase == "claiming" and not self._claim_writer.busy and now >= self._chosen_at + CLAIM_S:
+            self._lose_leader()
+        self._claim_writer.tick(now)
         self._note_cut_off()
-        self._looks.tick(now, len(self._body))
+        self._poller.tick(now, len(self._electorate))
         self.flush()
 
-    def _watch_head(self) -> None:
-        if self._following.silent(self._now):
-            self._lose_head()
-        elif self.head is None:
-            self._following.join(self._now, self.number)
+    def _watch_leader(self) -> None:
+        if self._leader_client.silent(self._now):
+            self._lose_leader()
+        elif self.leader is None:
+            self._leader_client.join(self._now, self.number)
 
-    def _lose_head(self) -> None:
-        self._set_head(None)
+    def _lose_leader(self) -> None:
+        self._set_leader(None)
         self._seek()
 
     def _watch_others(self) -> None:
-        """As the head."""
-        self._following.heard = self._now
-        self._leading.tick(self._now)
-        for name in self._leading.unready(self._now):
+        self._leader_client.heard = self._now
+        self._followers.tick(self._now)
+        for name in self._followers.unready(self._now):
             self._lose(name)
-        silent = self._leading.silent(self._now)
+        silent = self._followers.silent(self._now)
         if silent is None:  # be silent too, so that the others see that they are on their own
-            self._body = dict(self._leading.body)
-            self._lose_head()
+            self._electorate = dict(self._followers.electorate)
+            self._lose_leader()
         for name in silent or ():
             self._lose(name)
 
     def _lose(self, name: str) -> None:
-        silent_s = self._leading.lose(name, self._now)
+        silent_s = self._followers.drop(name, self._now)
         if silent_s is not None:
             self._notify(self._listener.lost, name, silent_s)
 
     def _renew(self) -> None:
-        """Renew the lease, as the head, and as one that hopes to be it again."""
-        soon = self._now - self._seeking.since < TURN_S
+        """Renew the lease, as the leader, or as a former leader that may lead again."""
+        soon = self._now - self._election.since < MINORITY_WAIT_S
         hopes = self.phase == "leading" or soon or self._enough() or not self._listener.stuck()
         if self.holds and hopes and self._now >= self._lease_at:
             self._lease_at = self._now + LEASE_S
@@ -167,155 +166,157 @@ class Group(Claimant):
             self._folder.renew(self.number, self._beats)
 
     def _note_cut_off(self) -> None:
-        """As a head, too, that waits for the folder to take its next generation: others may have theirs."""
-        if (self.head is not None and not self.replacing) or self.phase in ("looking", "over"):
-            self._headless_since, self._cut_off = self._now, False
-        elif not self._cut_off and self._now - max(self._headless_since, self._looks.last) >= CUT_OFF_S:
+        """Also for a leader that waits for the store to take its next generation: others may have claimed theirs."""
+        if (self.leader is not None and not self.replacing) or self.phase in ("starting", "over"):
+            self._leaderless_since, self._cut_off = self._now, False
+        elif not self._cut_off and self._now - max(self._leaderless_since, self._poller.last) >= CUT_OFF_S:
             self._cut_off = True
             self._notify(self._listener.cut_off)
 
     # -- the folder ------------------------------------------------------------------------------------------------
 
-    def looked(self, now: float, found: Look | None) -> None:
-        """A look has come back, None if it failed."""
+    def store_read(self, now: float, found: StoreRead | None) -> None:
+        """A read of the store has returned, None if it failed."""
         self._now = now
-        self._looks.answered(now, found, self.number)
+        self._poller.answered(now, found, self.number)
         if found is not None and self.phase != "over":
-            self._see(found)
-            if self.phase == "seeking":
-                self._look_around()
+            self._handle_read(found)
+            if self.phase == "electing":
+                self._run_election()
         self.flush()
 
     def claimed(self, now: float, mine: bool | None) -> None:
-        """The claim under way is made, or somebody else's is; None if that is not known."""
+        """The claim in flight was made, or another launcher's was; None if that is unknown."""
         self._now = now
         self._settle(mine)
         self.flush()
 
-    # -- without a head --------------------------------------------------------------------------------------------
+    # -- without a leader --------------------------------------------------------------------------------------------
 
-    def _look_around(self) -> None:
-        """Ask who is there, and claim the next generation if it is this launcher's turn."""
-        situation = self._situation()
-        self._seeking.ask(self._now, situation, self._known, self._send, Seek(**self._view()))
-        if self._seeking.to_lead(self._now, situation, self._timeout):
-            self._take_lead()
+    def _run_election(self) -> None:
+        """Seek the others, and claim the next generation if it is this launcher's turn."""
+        view = self._election_view()
+        self._election.ask(self._now, view, self._known, self._send, Seek(**self._view()))
+        if self._election.should_claim(self._now, view, self._timeout):
+            self._start_claiming()
             if self.plan is not None and self.holds:
                 self._resume(self.plan)
 
     def _resume(self, plan: Plan) -> None:
-        """Lead again what nobody has claimed meanwhile: its ranks may be running."""
+        """Lead again a generation that nobody has replaced meanwhile: its ranks may be running."""
         self.phase = "leading"
-        self._leading.claimed(plan, self._now)
+        self._followers.claimed(plan, self._now)
         if self._begun is not None:
-            self._leading.begun(self._begun, self._now)
-        elif self._following.ready is not None:
-            self._note_ready(self.own.name, self._following.ready)
+            self._followers.begun(self._begun, self._now)
+        elif self._leader_client.ready is not None:
+            self._note_ready(self.own.name, self._leader_client.ready)
 
-    def _situation(self) -> Situation:
+    def _election_view(self) -> ElectionView:
         plan = self.plan
-        head = plan.head if plan is not None else ""
-        if head == self.own.name and not self.holds:
-            head = ""
-        return Situation(
-            self.own.name, self._order(head), self._body, self._gone, head,
-            plan is not None, self._fresh, self._looks.lease_idle_s(self._now), self._enough, self._listener.stuck,
+        leader = plan.leader if plan is not None else ""
+        if leader == self.own.name and not self.holds:
+            leader = ""
+        return ElectionView(
+            self.own.name, self._succession(leader), self._electorate, self._gone, leader,
+            plan is not None, self._fresh, self._poller.lease_idle_s(self._now), self._enough, self._listener.stuck,
         )  # fmt: skip
 
-    def _order(self, head: str) -> tuple[str, ...]:
-        """Whose turn comes first. Kept, since it is wanted at every tick, and there may be a thousand to sort."""
-        plan, body = self.plan, self._body
-        if self._ordered[0] is not plan or self._ordered[1] is not body or self._ordered[2] != head:
-            order = (head, *plan.slots, *sorted(body)) if plan is not None else tuple(body)
-            self._ordered = (plan, body, head, tuple(dict.fromkeys(filter(None, order))))
-        return self._ordered[3]
+    def _succession(self, leader: str) -> tuple[str, ...]:
+        """The launchers by precedence in the election. Cached: needed at every tick, for up to a thousand."""
+        plan, electorate = self.plan, self._electorate
+        known_plan, known_electorate, known_leader, order = self._succession_cache
+        if known_plan is not plan or known_electorate is not electorate or known_leader != leader:
+            names = (leader, *plan.slots, *sorted(electorate)) if plan is not None else tuple(electorate)
+            order = tuple(dict.fromkeys(filter(None, names)))
+            self._succession_cache = (plan, electorate, leader, order)
+        return order
 
     def _enough(self) -> bool:
-        return self._listener.enough({self.own.name, *self._seeking.near(self._now)})
+        return self._listener.enough({self.own.name, *self._election.reachable(self._now)})
 
     def _view(self) -> dict[str, Any]:
-        """What this launcher says of itself to those who seek."""
-        head: Member | None = None
+        """What this launcher tells others that seek."""
+        leader: Member | None = None
         if self.phase == "leading":
-            head = self.own
-        elif self.head is not None and self._following.hears(self._now):
-            head = self._following.head
+            leader = self.own
+        elif self.leader is not None and self._leader_client.hears(self._now):
+            leader = self._leader_client.leader
         return {
-            "number": self.number, "size": self._size, "head": head, "fresh": self._fresh,
+            "number": self.number, "size": self._size, "leader": leader, "fresh": self._fresh,
             "incarnation": self._launcher,
         }  # fmt: skip
 
     # -- messages --------------------------------------------------------------------------------------------------
 
     def receive(self, now: float, sender: Member, message: Message) -> None:
-        """``message`` has come from ``sender``, whose name is proven."""
+        """``message`` has come from ``sender``, which is authenticated."""
         self._now = now
         self._known[sender.name] = sender
-        if not isinstance(message, Bye):
+        if not isinstance(message, Leave):
             self._gone.discard(sender.name)
-        if isinstance(message, Seek | Near | Join | Beat | Here) and message.number > self.number:
-            self._looks.want(now)
+        if isinstance(message, Seek | SeekReply | Join | Heartbeat | HeartbeatReply) and message.number > self.number:
+            self._poller.request(now)
         match message:
-            case Bye():
+            case Leave():
                 self.unreachable(now, sender.name)
-            case Seek() if self.phase not in ("looking", "over"):  # it would not know for its own what counts it in
-                self._send(sender, Near(**self._view()))
-                if self.phase == "seeking" and not self._seeking.knows(sender.name, now):
+            case Seek() if self.phase not in ("starting", "over"):  # it would not know for its own what counts it in
+                self._send(sender, SeekReply(**self._view()))
+                if self.phase == "electing" and not self._election.heard_recently(sender.name, now):
                     self._send(sender, Seek(**self._view()))
-            case Near() if self.phase == "seeking":
-                self._note_near(sender, message)
-            case Beat() if self.phase in ("following", "seeking"):
-                self._heed(sender, message)
+            case SeekReply() if self.phase == "electing":
+                self._handle_seek_reply(sender, message)
+            case Heartbeat() if self.phase in ("following", "electing"):
+                self._handle_heartbeat(sender, message)
             case Join() if self.phase == "leading":
-                self._leading.join(sender, now)
-            case Here() if self.phase == "leading":
-                self._hear(sender, message)
-            case Tell() if self.phase == "leading":
-                self._deliver(sender, self._leading.tell(sender, message))
-            case Roster() if self.head == sender.name and message.number == self.number:
-                self._body = {member.name: member for member in message.members}
-                self._known |= self._body
-                self._following.roster = message.version
-            case Order() if self.head == sender.name:
-                self._deliver(sender, self._following.take(message))
-            case Told() if self.head == sender.name:
-                self._following.tells.confirm(message.number)
+                self._followers.join(sender, now)
+            case HeartbeatReply() if self.phase == "leading":
+                self._handle_heartbeat_reply(sender, message)
+            case LeaderMail() if self.phase == "leading":
+                self._deliver(sender, self._followers.take_mail(sender, message))
+            case MemberList() if self.leader == sender.name and message.number == self.number:
+                self._electorate = {member.name: member for member in message.members}
+                self._known |= self._electorate
+                self._leader_client.members_version = message.version
+            case Broadcast() if self.leader == sender.name:
+                self._deliver(sender, self._leader_client.take(message))
+            case LeaderMailAck() if self.leader == sender.name:
+                self._leader_client.mail.confirm(message.number)
             case _:
                 pass
         self.flush()
 
-    def _note_near(self, sender: Member, message: Near) -> None:
-        self._seeking.note(sender, message, self._now)
-        plan, head = self.plan, message.head
-        if head is None or head.name == self.own.name or message.number < self.number:
+    def _handle_seek_reply(self, sender: Member, message: SeekReply) -> None:
+        self._election.note(sender, message, self._now)
+        plan, leader = self.plan, message.leader
+        if leader is None or leader.name == self.own.name or message.number < self.number:
             return
-        self._seeking.vouch(self._now)
-        if plan is not None and head.name == plan.head:
-            self._send(head, Join(self.number))
+        self._election.leader_alive(self._now)
+        if plan is not None and leader.name == plan.leader:
+            self._send(leader, Join(self.number))
 
-    def _heed(self, sender: Member, beat: Beat) -> None:
-        """Somebody leads: follow it if the newest claim is its."""
+    def _handle_heartbeat(self, sender: Member, beat: Heartbeat) -> None:
+        """Follow the sender if the newest claim is its."""
         plan = self.plan
-        if plan is not None and sender.name == plan.head and beat.number == plan.number == self.number:
+        if plan is not None and sender.name == plan.leader and beat.number == plan.number == self.number:
             self.phase = "following"
-            self._following.begin(sender, self._now, self.number)
-            self._following.hear(self._now, interval_s(len(self._body)), new=self.head is None)
-            self._set_head(sender.name)
+            self._leader_client.begin(sender, self._now, self.number)
+            self._leader_client.hear(self._now, interval_s(len(self._electorate)), new=self.leader is None)
+            self._set_leader(sender.name)
             if beat.begun is not None and self._begun is None:
                 self._begun = beat.begun
                 # If this node has not been ready another process of its name was: this one has no place in it.
-                missed = self.own.name in plan.slots and self._following.ready is None
-                self._hold(plan.number, None if missed else beat.begun)
+                missed = self.own.name in plan.slots and self._leader_client.ready is None
+                self._defer(plan.number, None if missed else beat.begun)
         if beat.number > 0:
-            self._following.answer(sender, self.number)
+            self._leader_client.answer(sender, self.number)
 
-    def _hear(self, sender: Member, message: Here) -> None:
-        """(On the head.) One that is led, or wants to be, has answered a heartbeat."""
-        if self._leading.is_successor(sender, message):
+    def _handle_heartbeat_reply(self, sender: Member, message: HeartbeatReply) -> None:
+        """(Leader only.) A follower, or one that wants to join, has answered a heartbeat."""
+        if self._followers.is_new_process(sender, message):
             self._lose(sender.name)
-        if self._leading.here(sender, message, self._now):
+        if self._followers.handle_reply(sender, message, self._now):
             self._notify(self._listener.joined, sender)
-        if message.ready is not None and self._leading.awaits(sender, message):
+        if message.ready is not None and self._followers.awaits(sender, message):
             self._note_ready(sender.name, message.ready)
 
     def _deliver(self, sender: Member, body: Body | None) -> None:
@@ -323,19 +324,19 @@ class Group(Claimant):
             self._notify(self._listener.received, sender.name, body)
 
     def superseded(self, now: float) -> None:
-        """The others work with a process of this launcher's name that was started later."""
+        """The others work with a later process of this launcher's name."""
         self._now = now
         if self.phase != "over":
             self._leave_run(self._listener.overtaken)
         self.flush()
 
     def unreachable(self, now: float, name: str) -> None:
-        """The launcher ``name`` is no longer there: its machine answers and says so, or it has said goodbye."""
+        """The launcher ``name`` has ended: its machine refuses connections, or it has said so."""
         self._now = now
         self._gone.add(name)
-        self._seeking.drop(name)
+        self._election.drop(name)
         if self.phase in ("leading", "claiming"):
             self._lose(name)
-        elif self._following.head is not None and name == self._following.head.name:
-            self._lose_head()
+        elif self._leader_client.leader is not None and name == self._leader_client.leader.name:
+            self._lose_leader()
         self.flush()

@@ -1,22 +1,23 @@
-"""What launchers say to each other, none of which decides anything, and what the launcher around the group is told."""
+"""Messages between launchers, none of which decides anything, and the callbacks of the group."""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.authority import Plan
-from opsd.launch.io.protocol import Member
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.io.protocol import Member, wire_name
 
 Body = dict[str, Any]
-"""What the launchers tell each other through the group: anything that JSON can carry, at most 64 KiB encoded."""
+"""A message carried by the group: JSON, at most 64 KiB encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """No rank of an earlier generation runs here; the first node's ``port`` is where the ranks will meet."""
+    """No rank of an earlier generation runs here; the first node's ``port`` is the ranks' MASTER_PORT."""
 
     port: int
     furthest: int | None = None
@@ -25,7 +26,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """All nodes are ready: where the ranks meet, and the highest completed and committed steps that anybody knows."""
+    """All nodes are ready: the ranks' MASTER_ADDR and MASTER_PORT, and the highest completed and committed steps."""
 
     address: str
     port: int
@@ -35,139 +36,149 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Seek:
-    """From a launcher without a head, to others: who is there?
+    """From a launcher without a leader: who is there?
 
-    ``head`` is the one that it hears of, if any, ``incarnation`` names its process.
+    ``leader`` is the one that it hears from, if any; ``incarnation`` identifies its process.
     """
 
     direction: ClassVar[str] = "seeking launcher to others"
     number: int
     size: int
-    head: Member | None = None
+    leader: Member | None = field(default=None, metadata=wire_name("head"))
     fresh: bool = False
     incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
-    """The answer to ``Seek``, with the same said of oneself."""
+class SeekReply:
+    """The answer to ``seek``, with the same fields about the sender."""
 
+    wire: ClassVar[str] = "near"
     direction: ClassVar[str] = "others to seeking launcher"
     number: int
     size: int
-    head: Member | None = None
+    leader: Member | None = field(default=None, metadata=wire_name("head"))
     fresh: bool = False
     incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """To the head of the newest claim: here is somebody to lead."""
+    """To the maker of the newest claim: the sender wants to follow it."""
 
-    direction: ClassVar[str] = "member to head"
+    direction: ClassVar[str] = "member to leader"
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """From the head, some times a second: generation ``number`` is the newest, and whether it has begun."""
+class Heartbeat:
+    """From the leader, several times a second: generation ``number`` is the newest, and whether it has begun."""
 
-    direction: ClassVar[str] = "head to member"
+    wire: ClassVar[str] = "beat"
+    direction: ClassVar[str] = "leader to member"
     number: int
     begun: Begun | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """The answer to ``Beat``: the generation that this launcher knows, and whether it is ready for it.
+class HeartbeatReply:
+    """The answer to ``beat``: the generation that this launcher knows, and whether it is ready for it.
 
-    ``orders`` and ``roster`` are what it has heard last of the head's numbered orders and lists.
+    It also confirms the last of the leader's broadcasts and member lists that have arrived.
     """
 
-    direction: ClassVar[str] = "member to head"
+    wire: ClassVar[str] = "here"
+    direction: ClassVar[str] = "member to leader"
     number: int
     size: int
     incarnation: str
     ready: Ready | None = None
-    orders: int = 0
-    roster: int = 0
+    broadcasts: int = field(default=0, metadata=wire_name("orders"))
+    members_version: int = field(default=0, metadata=wire_name("roster"))
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
-    """From the head: who is there, so that anybody can find the others should it be gone."""
+class MemberList:
+    """From the leader: the members, so that they find each other if the leader is lost."""
 
-    direction: ClassVar[str] = "head to members"
+    wire: ClassVar[str] = "roster"
+    direction: ClassVar[str] = "leader to members"
     number: int
     version: int
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """To the head: message ``number``; those before ``oldest`` were heard. Sent again until it is confirmed."""
+class LeaderMail:
+    """To the leader: message ``number``; those before ``oldest`` are confirmed. Sent again until it is confirmed."""
 
-    direction: ClassVar[str] = "member to head"
+    wire: ClassVar[str] = "tell"
+    direction: ClassVar[str] = "member to leader"
     number: int
     oldest: int
     body: Body
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """From the head: everything up to message ``number`` was heard."""
+class LeaderMailAck:
+    """From the leader: all mail up to ``number`` has arrived."""
 
-    direction: ClassVar[str] = "head to member"
+    wire: ClassVar[str] = "told"
+    direction: ClassVar[str] = "leader to member"
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """From the head, the same way; ``Here`` confirms it."""
+class Broadcast:
+    """From the leader to all, numbered like mail; ``here`` confirms it."""
 
-    direction: ClassVar[str] = "head to members"
+    wire: ClassVar[str] = "order"
+    direction: ClassVar[str] = "leader to members"
     number: int
     oldest: int
     body: Body
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
-    """This launcher ends."""
+class Leave:
+    """The sender ends."""
 
+    wire: ClassVar[str] = "bye"
     direction: ClassVar[str] = "any to all"
 
 
-Message = Seek | Near | Join | Beat | Here | Roster | Tell | Told | Order | Bye
-MESSAGES: tuple[type[Message], ...] = (Seek, Near, Join, Beat, Here, Roster, Tell, Told, Order, Bye)
+Message = (
+    Seek | SeekReply | Join | Heartbeat | HeartbeatReply | MemberList | LeaderMail | LeaderMailAck | Broadcast | Leave
+)
+MESSAGES: tuple[type[Message], ...] = typing.get_args(Message)
 
 
-class Listener(Protocol):
-    """What a launcher does with what it is told."""
+class GroupListener(Protocol):
+    """Callbacks of the group."""
 
-    def enough(self, near: Collection[str]) -> bool:
-        """Whether a generation could be formed of the nodes ``near``, the own one among them."""
+    def enough(self, reachable: Collection[str]) -> bool:
+        """Whether a generation could be formed of the ``reachable`` nodes, the own one among them."""
 
     def stuck(self) -> bool:
-        """Whether the ranks of this node make no progress: nobody ends ranks that do for being alone."""
+        """Whether the ranks of this node make no progress: ranks that do are not ended for a lost connection."""
 
-    def head_changed(self, head: str | None) -> None:
-        """``head`` is the head within reach from now on, None while there is none.
+    def leader_changed(self, leader: str | None) -> None:
+        """``leader`` is the reachable leader from now on, None while there is none.
 
-        If it is this launcher itself: it may make plans, with ``Group.propose``.
+        If it is this launcher, it may call ``Group.propose``.
         """
 
     def prepare(self, plan: Plan) -> None:
         """``plan`` is claimed: end the ranks of earlier generations, then answer with ``Group.ready``.
 
-        May come again with a higher number before the first one has begun. For members without a slot too.
+        May be called again with a higher number before the first one has begun. Members without a slot are called too.
         """
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
-        """All nodes of ``plan`` are ready: start the ranks. None: it has begun without this process, see what to do."""
+        """All nodes of ``plan`` are ready: start the ranks. None: the generation has begun without this process."""
 
     def cut_off(self) -> None:
-        """Neither a head nor the run's folder is within reach: what runs here may have been passed over, end it."""
+        """Neither a leader nor the run's folder is reachable: the ranks here may have been superseded, end them."""
 
     def overtaken(self) -> None:
         """Another copy of the run has claimed its folder."""
@@ -176,10 +187,10 @@ class Listener(Protocol):
         """The run has ended."""
 
     def joined(self, member: Member) -> None:
-        """(On the head.) A launcher has come or come back."""
+        """(Leader only.) A launcher has come or come back."""
 
     def lost(self, name: str, silent_s: float) -> None:
-        """(On the head.) Nothing has been heard of this launcher for longer than a living one would be silent."""
+        """(Leader only.) This launcher has exceeded its timeout."""
 
     def received(self, sender: str, body: Body) -> None:
-        """A message: on the head from a launcher (itself included), on all launchers from the head."""
+        """A message: on the leader from a launcher (itself included), on all launchers from the leader."""

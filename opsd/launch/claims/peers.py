@@ -1,4 +1,4 @@
-"""Other launchers as this one hears them: how long they may be silent, and what is said again until it is confirmed."""
+"""Failure detection for peers, mailboxes with confirmation, and the follower's connection to its leader."""
 
 from __future__ import annotations
 
@@ -7,66 +7,66 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from opsd.launch.claims.messages import Body, Here, Join, Message, Order, Ready, Tell
+from opsd.launch.claims.messages import Body, Broadcast, HeartbeatReply, Join, LeaderMail, Message, Ready
 from opsd.launch.io.protocol import Member
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 0.8
 BEATS_PER_SECOND = 1280
-"""Heartbeats a second that the head of many launchers is up to; beyond that they become rarer."""
+"""Heartbeats per second that a leader sends at most; with more launchers each gets fewer."""
 BEATS_MISSED = 2.5
-"""Where heartbeats are rare, at least so many intervals of silence are a loss."""
+"""The timeout is at least this many heartbeat intervals."""
 REPEAT_S = 1.0
-"""What may have been lost is said again after this."""
+"""Unconfirmed messages are sent again after this."""
 JOIN_S = 0.3
 PATIENCE = 3.0
-"""Times its own worst recent delay a launcher may be silent …"""
+"""The timeout of a peer grows with its worst recent delay, times this …"""
 MOST_PATIENCE = 4.0
-"""… up to so many times the usual timeout: a node that answers slowly is not a dead node."""
+"""… up to this multiple of the usual timeout: a slow node is not a dead node."""
 _FORGET = 0.998
 
-Parcel = tuple[int, int, Body]
-"""A message as it travels: its number, that of the oldest one which is not confirmed, and itself."""
+Envelope = tuple[int, int, Body]
+"""A message in transit: its number, the number of the oldest unconfirmed one, and its content."""
 
 
 @dataclass(slots=True)
 class Outbox:
-    """Messages for somebody, numbered from ``next`` on and kept until they are confirmed."""
+    """Messages to one receiver, numbered from ``next`` on and kept until they are confirmed."""
 
     next: int = 1
     _waiting: deque[tuple[int, Body]] = field(default_factory=deque)
 
-    def add(self, body: Body) -> Parcel:
-        """Keep a message; returns how it travels."""
+    def add(self, body: Body) -> Envelope:
+        """Keep a message; returns its envelope."""
         self._waiting.append((self.next, body))
         self.next += 1
         return self.next - 1, self._waiting[0][0], body
 
     def confirm(self, number: int) -> None:
-        """Everything up to ``number`` has arrived."""
+        """All messages up to ``number`` have arrived."""
         while self._waiting and self._waiting[0][0] <= number:
             self._waiting.popleft()
 
     def take_all(self) -> tuple[Body, ...]:
-        """What has not been confirmed, oldest first; it counts as confirmed from now on."""
+        """Remove and return the unconfirmed messages, oldest first."""
         bodies = tuple(body for _, body in self._waiting)
         self._waiting.clear()
         return bodies
 
-    def again(self) -> Iterator[Parcel]:
-        """All that has not been confirmed, as it travels."""
+    def unconfirmed(self) -> Iterator[Envelope]:
+        """The envelopes of all unconfirmed messages."""
         for number, body in tuple(self._waiting):
             yield number, self._waiting[0][0], body
 
 
 @dataclass(slots=True)
 class Inbox:
-    """What has been heard of somebody."""
+    """Messages from one sender."""
 
     heard: int = 0
     """The number of the last message."""
 
     def take(self, number: int, oldest: int, body: Body) -> Body | None:
-        """The message if it is the next one; those before the sender's oldest were heard by somebody else."""
+        """The message if it is the next one; those before the sender's oldest went to another leader."""
         if number != max(self.heard + 1, oldest):
             return None
         self.heard = number
@@ -75,28 +75,28 @@ class Inbox:
 
 @dataclass(slots=True)
 class Peer:
-    """Another launcher that is being heard of; times on the monotonic clock of this one."""
+    """Failure detector for another launcher; times on this launcher's monotonic clock."""
 
     member: Member
     heard: float
     worst_delay: float = 0.0
-    """Of what came, beyond the usual interval."""
+    """The worst recent delay beyond the usual interval, in seconds; it decays with every message."""
     repeated: float = 0.0
-    """When it was last sent again what it has not confirmed."""
+    """When unconfirmed messages were last sent again."""
 
     def hear(self, now: float, interval_s: float) -> None:
-        """Something has come from it, at the latest expected after ``interval_s``."""
+        """A message has come, expected after at most ``interval_s``."""
         self.worst_delay = max(self.worst_delay * _FORGET, now - self.heard - interval_s)
         self.heard = now
 
     def silence(self, now: float, usual_s: float) -> float | None:
-        """For how long it has been silent if that is too long, else None."""
+        """For how many seconds it has been silent if that exceeds its timeout, else None."""
         allowed = min(MOST_PATIENCE * usual_s, usual_s + PATIENCE * max(0.0, self.worst_delay - usual_s / 3))
         silent = now - self.heard
         return silent if silent > allowed else None
 
-    def due(self, now: float) -> bool:
-        """True once in a while: what it has not confirmed is to be sent again."""
+    def resend_due(self, now: float) -> bool:
+        """True every ``REPEAT_S``: unconfirmed messages should be sent again."""
         if now - self.repeated < REPEAT_S:
             return False
         self.repeated = now
@@ -105,30 +105,30 @@ class Peer:
 
 @dataclass(slots=True)
 class Follower(Peer):
-    """One that this launcher leads. ``size`` is how many ranks its node has, ``incarnation`` names its process."""
+    """A launcher that this one leads. ``size`` is the number of its ranks, ``incarnation`` identifies its process."""
 
     size: int = 0
     incarnation: str = ""
-    roster: int = 0
-    """The newest list of launchers that it has."""
-    orders: Outbox = field(default_factory=Outbox)
-    tells: Inbox = field(default_factory=Inbox)
+    members_version: int = 0
+    """The newest member list that it has."""
+    broadcasts: Outbox = field(default_factory=Outbox)
+    mail: Inbox = field(default_factory=Inbox)
 
 
-class Following:
-    """The head that leads this launcher, or is waited for. What it is told is kept until a head has confirmed it."""
+class LeaderClient:
+    """The leader that this launcher follows or waits for. Messages to it are kept until a leader has confirmed them."""
 
     def __init__(
         self, size: int, launcher: str, send: Callable[[Member, Message], None], timeout_s: float, now: float
     ) -> None:
-        self.head: Member | None = None
-        """The one that is followed, whether it has been heard of or not."""
+        self.leader: Member | None = None
+        """The leader that is followed, whether it has been heard from or not."""
         self.ready: Ready | None = None
-        self.roster = 0
-        """The newest of the head's lists that is known here."""
+        self.members_version = 0
+        """The newest member list received."""
         self.heard = now
-        """When a head was heard of last."""
-        self.tells = Outbox()
+        """When any leader was heard from last."""
+        self.mail = Outbox()
         self._size = size
         self._launcher = launcher
         self._send = send
@@ -136,29 +136,29 @@ class Following:
         self._interval = LEAST_INTERVAL_S
         self._peer: Peer | None = None
         self._joined_at = -1e9
-        self._orders = Inbox()
+        self._broadcasts = Inbox()
 
-    def begin(self, head: Member, now: float, number: int) -> None:
-        """Follow ``head``, which has claimed ``number``."""
-        if self.head != head:
-            self.head, self._peer, self._orders, self.roster = head, Peer(head, now), Inbox(), 0
+    def begin(self, leader: Member, now: float, number: int) -> None:
+        """Follow ``leader``, which has claimed ``number``."""
+        if self.leader != leader:
+            self.leader, self._peer, self._broadcasts, self.members_version = leader, Peer(leader, now), Inbox(), 0
             self.join(now, number)
 
     def end(self) -> None:
         """Follow nobody."""
-        self.head = self._peer = None
+        self.leader = self._peer = None
 
-    def forgive(self, stall_s: float) -> None:
-        """This launcher was held up for so long."""
+    def discount_stall(self, stall_s: float) -> None:
+        """This launcher was held up for so long: silence during that time does not count."""
         if self._peer is not None:
             self._peer.heard += stall_s
 
     def silent(self, now: float) -> bool:
-        """Whether nothing is heard of the head for too long."""
+        """Whether the leader has exceeded its timeout."""
         return self._peer is not None and self._peer.silence(now, self._timeout_s) is not None
 
     def hears(self, now: float) -> bool:
-        """Whether the head was heard of within the usual timeout."""
+        """Whether the leader was heard from within the usual timeout."""
         return self._peer is not None and now - self._peer.heard < self._timeout_s
 
     @property
@@ -166,51 +166,56 @@ class Following:
         return max(self._timeout, BEATS_MISSED * self._interval)
 
     def join(self, now: float, number: int) -> None:
-        """Ask the head to lead this launcher too, some times a second."""
-        if self.head is not None and now - self._joined_at >= JOIN_S:
+        """Ask the leader to take this launcher in, every ``JOIN_S``."""
+        if self.leader is not None and now - self._joined_at >= JOIN_S:
             self._joined_at = now
-            self._send(self.head, Join(number))
+            self._send(self.leader, Join(number))
 
     def hear(self, now: float, interval_s: float, *, new: bool) -> None:
-        """A heartbeat of the head; ``new``: the first after a silence. What it has not confirmed is said again."""
+        """A heartbeat of the leader; ``new``: the first after a silence. Unconfirmed mail is sent again."""
         assert self._peer is not None
         self._interval = interval_s
         self._peer.hear(now, interval_s)
         self.heard = now
-        if self._peer.due(now) or new:
-            for parcel in self.tells.again():
-                self._send(self._peer.member, Tell(*parcel))
+        if self._peer.resend_due(now) or new:
+            for envelope in self.mail.unconfirmed():
+                self._send(self._peer.member, LeaderMail(*envelope))
 
-    def answer(self, head: Member, number: int) -> None:
+    def answer(self, leader: Member, number: int) -> None:
         """Answer a heartbeat."""
-        self._send(head, Here(number, self._size, self._launcher, self.ready, self._orders.heard, self.roster))
+        self._send(
+            leader,
+            HeartbeatReply(
+                number, self._size, self._launcher, self.ready, self._broadcasts.heard, self.members_version
+            ),
+        )
 
     def tell(self, body: Body, *, now_heard: bool) -> None:
-        """Say something to the head, and keep it; sent at once if one is ``now_heard``."""
-        parcel = self.tells.add(body)
-        if now_heard and self.head is not None:
-            self._send(self.head, Tell(*parcel))
+        """Queue mail to the leader; sent at once if one is ``now_heard``."""
+        envelope = self.mail.add(body)
+        if now_heard and self.leader is not None:
+            self._send(self.leader, LeaderMail(*envelope))
 
-    def take(self, order: Order) -> Body | None:
-        """An order of the head, if it is the next one."""
-        return self._orders.take(order.number, order.oldest, order.body)
+    def take(self, broadcast: Broadcast) -> Body | None:
+        """A broadcast of the leader, if it is the next one."""
+        return self._broadcasts.take(broadcast.number, broadcast.oldest, broadcast.body)
 
 
-class Share(Enum):
-    """What part of a body of launchers some of them are."""
+class Quorum(Enum):
+    """How large a part of an electorate is."""
 
     MINORITY = 0
     HALF = 1
     MAJORITY = 2
 
 
-def share(some: Collection[str], body: Iterable[str]) -> Share:
-    """Which part of ``body`` is among ``some``."""
+def quorum(some: Collection[str], body: Iterable[str]) -> Quorum:
+    """How much of ``electorate`` is in ``some``."""
     names = set(body)
     twice = 2 * len(names.intersection(some))
-    return Share.MAJORITY if twice > len(names) else Share.HALF if twice == len(names) else Share.MINORITY
+    return Quorum.MAJORITY if twice > len(names) else Quorum.HALF if twice == len(names) else Quorum.MINORITY
 
 
 def interval_s(launchers: int) -> float:
-    """Seconds between two heartbeats of the head of so many."""
+    """Seconds between two heartbeats of the leader of so many."""
     return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, launchers / BEATS_PER_SECOND))

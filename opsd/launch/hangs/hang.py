@@ -51,7 +51,7 @@ class HangLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankStatus:
     """Where one rank stands. ``process`` is the kernel's state letter, None if the process is gone.
 
     ``judged_as`` is the phase whose limit applies: not that reported for a rank that starts, or that a stack excused.
@@ -79,8 +79,8 @@ class Standing:
 class Stall:
     """Ranks that have not changed for suspiciously long; ``due`` once one of them has reached its limit."""
 
-    ranks: tuple[Standing, ...]
-    longest: Standing
+    ranks: tuple[RankStatus, ...]
+    longest: RankStatus
     due: bool
 
 
@@ -98,7 +98,7 @@ class Hang:
     limit_s: float
     reason: str
     evidence: tuple[str, ...]
-    ranks: tuple[Standing, ...]
+    ranks: tuple[RankStatus, ...]
     score: int
     stacks: str | None = None
 
@@ -112,7 +112,7 @@ class _Learnt:
     startup: float = 0.0
 
 
-class HangJudge:
+class HangDetector:
     """Learns from every page it is shown; ``check`` and ``verdict`` give its opinion."""
 
     def __init__(self, limits: HangLimits) -> None:
@@ -122,7 +122,7 @@ class HangJudge:
         self._patience: dict[str, float] = {}
         self._tolerated: dict[str, float] = {}
         self._excused: dict[int, tuple[float, str]] = {}
-        self._overdue: dict[int, Standing] = {}
+        self._overdue: dict[int, RankStatus] = {}
         self._asked = self._since = -math.inf
 
     def new_generation(self) -> None:
@@ -139,7 +139,7 @@ class HangJudge:
         for page in pages.values():
             self._learn(page)
         at_work = [page for page in pages.values() if page.state != "finished"] or list(pages.values())
-        standing = [self._stand(page, processes.get(page.rank), now) for page in at_work]
+        standing = [self._status(page, processes.get(page.rank), now) for page in at_work]
         stuck = [rank for rank in standing if rank.stuck_s >= rank.limit_s - SUSPECT_BEFORE_S]
         stuck = [rank for rank in stuck if not any(_may_be_waiting_for(rank, other, stuck) for other in standing)]
         self._learn_tolerated(standing, stuck)
@@ -148,11 +148,11 @@ class HangJudge:
         longest = max(stuck, key=lambda rank: rank.stuck_s - rank.limit_s)
         return Stall(tuple(standing), longest, longest.stuck_s >= longest.limit_s - EARLY_S)
 
-    def standings(
+    def rank_statuses(
         self, pages: Mapping[int, RankPage], processes: Mapping[int, str | None], now: float
-    ) -> tuple[Standing, ...]:
+    ) -> tuple[RankStatus, ...]:
         """Where the ranks stand, without an opinion."""
-        return tuple(self._stand(page, processes.get(page.rank), now) for page in pages.values())
+        return tuple(self._status(page, processes.get(page.rank), now) for page in pages.values())
 
     def verdict(self, stall: Stall, stacks: Mapping[int, Stack]) -> Hang | None:
         """The hang behind a stall that is due; None if a stack excuses it for now."""
@@ -182,7 +182,7 @@ class HangJudge:
             return max(limits.data_s, FACTOR * percentile_99(learnt.data))
         return max(limits.steady_s, FACTOR * percentile_99(learnt.compute))
 
-    def _stand(self, page: RankPage, process: str | None, now: float) -> Standing:
+    def _status(self, page: RankPage, process: str | None, now: float) -> RankStatus:
         changed, excuse = page.changed, self._excused.get(page.rank)
         judged_as = page.phase
         if excuse is not None and excuse[0] == changed:
@@ -194,7 +194,7 @@ class HangJudge:
             limit = min(limit, self.limit("other"))
         step = page.last_step.step if page.last_step is not None else None
         stuck_s = now - max(changed, self._since)
-        return Standing(page.rank, page.phase, judged_as, step, changed, stuck_s, limit, process)
+        return RankStatus(page.rank, page.phase, judged_as, step, changed, stuck_s, limit, process)
 
     def _learn(self, page: RankPage) -> None:
         seen = self._seen.get(page.rank, 0)
@@ -214,7 +214,7 @@ class HangJudge:
         self._learnt.checkpoint = max(self._learnt.checkpoint, checkpoint)
         self._learnt.evaluation = max(self._learnt.evaluation, evaluation)
 
-    def _learn_tolerated(self, standing: list[Standing], stuck: list[Standing]) -> None:
+    def _learn_tolerated(self, standing: list[RankStatus], stuck: list[RankStatus]) -> None:
         """Remember how long a rank stood still beyond the usual limit of its phase and then went on by itself."""
         for rank in standing:
             before = self._overdue.pop(rank.rank, None)
@@ -235,7 +235,7 @@ class HangJudge:
         return excused
 
 
-def name_culprit(ranks: Sequence[Standing]) -> Hang:
+def name_culprit(ranks: Sequence[RankStatus]) -> Hang:
     """The hang of ``ranks``, which have all stood still for too long or wait for one that has."""
     everyone = tuple(ranks)
     scored = [(_score(rank, everyone), rank) for rank in everyone]
@@ -253,18 +253,18 @@ def name_culprit(ranks: Sequence[Standing]) -> Hang:
     )
 
 
-def stuck_together(ranks: Sequence[Standing]) -> bool:
+def is_hang(ranks: Sequence[RankStatus]) -> bool:
     """True if some rank has reached its limit and does not wait for one that is still within its own."""
     stuck = [rank for rank in ranks if rank.stuck_s >= rank.limit_s - EARLY_S]
     return any(not any(_may_be_waiting_for(rank, other, stuck) for other in ranks) for rank in stuck)
 
 
-def _with_stack(rank: Standing, stack: Stack | None) -> Standing:
+def _with_stack(rank: RankStatus, stack: Stack | None) -> RankStatus:
     waits = rank.phase == "collective" or (stack is not None and stack.in_collective is not None)
     return replace(rank, waits=waits, where=str(stack.main[0]) if stack is not None and stack.main else "")
 
 
-def _may_be_waiting_for(rank: Standing, other: Standing, stuck: Sequence[Standing]) -> bool:
+def _may_be_waiting_for(rank: RankStatus, other: RankStatus, stuck: Sequence[RankStatus]) -> bool:
     """True if ``other``, still within its limit, may be what holds ``rank`` up.
 
     A rank that is itself in a collective waits for somebody, so it holds nobody up but others in collectives. A
@@ -278,7 +278,7 @@ def _may_be_waiting_for(rank: Standing, other: Standing, stuck: Sequence[Standin
 _CERTAIN = 50
 
 
-def _score(rank: Standing, everyone: tuple[Standing, ...]) -> tuple[int, list[str]]:
+def _score(rank: RankStatus, everyone: tuple[RankStatus, ...]) -> tuple[int, list[str]]:
     """How much speaks for ``rank`` as the culprit, and what."""
     score, evidence = 0, []
     others = [other for other in everyone if other.rank != rank.rank]
@@ -310,7 +310,7 @@ def _score(rank: Standing, everyone: tuple[Standing, ...]) -> tuple[int, list[st
     return score, evidence
 
 
-def _ranks(ranks: list[Standing]) -> str:
+def _ranks(ranks: list[RankStatus]) -> str:
     numbers = [str(rank.rank) for rank in sorted(ranks, key=lambda rank: rank.rank)]
     return f"rank {numbers[0]} waits" if len(numbers) == 1 else f"ranks {', '.join(numbers)} wait"
 

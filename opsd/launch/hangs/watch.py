@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opsd.client import RankPage, process_state
-from opsd.launch.hangs.hang import Hang, HangJudge, HangLimits, Stall, Standing
+from opsd.launch.hangs.hang import Hang, HangDetector, HangLimits, RankStatus, Stall
 from opsd.launch.hangs.stacks import Stack, parse_stack
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.process import GONE_S, Child, spawn
 from opsd.launch.ranks.ranks import Generation
 from opsd.launch.ranks.worker import STACK_SIGNAL
@@ -33,19 +33,19 @@ _HANDLER_S = 0.1
 class HangWatch:
     """Looks at the pages of a generation from time to time; stacks are ready when a hang's limit is reached.
 
-    They are taken once for as long as nothing moves: the head of several nodes may let a hang last for an hour because
-    of a slow rank elsewhere. ``suffix`` tells the files of stacks of several nodes apart.
+    They are taken once for as long as nothing moves: the leader of several nodes may let a hang last for an hour
+    because of a slow rank elsewhere. ``suffix`` tells the files of stacks of several nodes apart.
     """
 
     def __init__(
         self, limits: HangLimits, folders: RunFolders, loop: Loop, py_spy: str | None, suffix: str = ""
     ) -> None:
-        self._judge = HangJudge(limits)
+        self._judge = HangDetector(limits)
         self._folders = folders
         self._suffix = suffix
         self._loop = loop
         self._py_spy = py_spy
-        self._capture: Capture | None = None
+        self._capture: StackCapture | None = None
         self._begun = 0.0
         self._written = False
         self._file: str | None = None
@@ -62,10 +62,10 @@ class HangWatch:
 
     def new_generation(self) -> None:
         """Start afresh with new ranks."""
-        self.relax()
+        self.reset()
         self._judge.new_generation()
 
-    def relax(self) -> None:
+    def reset(self) -> None:
         """Drop what is being looked into."""
         if self._capture is not None:
             self._capture.close()
@@ -77,7 +77,7 @@ class HangWatch:
         running, processes = self._read(generation, pages)
         stall = self._judge.check(running, processes, time.monotonic())
         if stall is None or stall.longest.changed > self._begun:
-            self.relax()
+            self.reset()
         if stall is None:
             return None
         if self._capture is None:
@@ -86,7 +86,7 @@ class HangWatch:
             return None
         hang = self._judge.verdict(stall, self._capture.stacks)
         if hang is None:
-            self.relax()
+            self.reset()
             return None
         if not self._written:
             self._written, self._file = True, self._write(generation.number, self._capture)
@@ -104,26 +104,26 @@ class HangWatch:
         running = {rank.rank: page for rank in generation.running if (page := pages.get(rank.rank)) is not None}
         return running, {number: process_state(page) for number, page in running.items()}
 
-    def standings(self, generation: Generation) -> tuple[Standing, ...]:
+    def rank_statuses(self, generation: Generation) -> tuple[RankStatus, ...]:
         """Where the ranks stand now."""
         pages, processes = self._read(generation, {rank.rank: rank.page() for rank in generation.running})
-        return self._judge.standings(pages, processes, time.monotonic())
+        return self._judge.rank_statuses(pages, processes, time.monotonic())
 
     def accept(self, phase: str, score: int) -> None:
         """The ranks will be killed for a hang in ``phase`` for which so much spoke."""
         self._judge.accept(phase, score)
 
-    def _begin(self, generation: Generation, stall: Stall) -> Capture:
+    def _begin(self, generation: Generation, stall: Stall) -> StackCapture:
         states = {standing.rank: standing.process for standing in stall.ranks}
         targets = tuple(
             Target(rank.rank, rank.child.pid, states.get(rank.rank) in ("T", "t"), rank.log)
             for rank in generation.running
         )
-        capture = Capture(targets, self._loop, self._py_spy)
+        capture = StackCapture(targets, self._loop, self._py_spy)
         capture.start()
         return capture
 
-    def _write(self, generation: int, capture: Capture) -> str:
+    def _write(self, generation: int, capture: StackCapture) -> str:
         """Where the stacks will be: a file server that hangs does not hold up the launcher."""
         capture.ask_ranks()
         path, text = self._folders.stacks / f"gen-{generation:04d}{self._suffix}.txt", capture.text()
@@ -135,7 +135,7 @@ class HangWatch:
 
 def _unwritten(path: Path, written: int | OSError) -> None:
     if isinstance(written, OSError):
-        say(f"the stacks of a hang are not written to {path}: {written.strerror}")
+        print_message(f"the stacks of a hang are not written to {path}: {written.strerror}")
 
 
 def hang_fields(hang: Hang) -> dict[str, object]:
@@ -181,7 +181,7 @@ class _Dump:
 
 
 @dataclass(slots=True)
-class Capture:
+class StackCapture:
     """Stacks in the making. First a look that does not pause the rank; after it one with native frames, which does.
 
     Each better look replaces the one before; ``stacks`` holds what there is so far. ``close()`` ends what still runs.

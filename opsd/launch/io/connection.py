@@ -21,7 +21,7 @@ from typing import Any
 
 from opsd.launch.io.handshake import Handshake, Identity, Refusal, Superseded, WireError
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.protocol import Member, Message
+from opsd.launch.io.protocol import JsonMessage, Member
 
 GREETING_S = 2.0
 """How long a connection may take to be made and proven."""
@@ -106,7 +106,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hashlib.blake2b(b"".join(parts), key=key, digest_size=_TAG_BYTES).digest()
 
 
-class Allowance:
+class RateLimit:
     """How much a launcher may say, so that one that has gone wild does not keep this one from the others.
 
     It grows with time up to what may be said within ``PATIENCE_S``.
@@ -143,13 +143,13 @@ class Connection:
         *,
         expected: Member | None,
         opened: Callable[[Connection], None],
-        received: Callable[[Connection, Message], None],
+        received: Callable[[Connection, JsonMessage], None],
         closed: Callable[[Connection, Exception | None], None],
     ) -> None:
         self.peer: Member | None = None
         """Who the other side is, once it is proven."""
         self.expected = expected
-        self.allowance: Allowance | None = None
+        self.rate_limit: RateLimit | None = None
         """How much the other side may say from now on; without limit if None."""
         self._sock = sock
         self._loop = loop
@@ -264,8 +264,8 @@ class Connection:
             self.close(ConnectionResetError(errno.ECONNRESET, "closed by the other side"))
             return
         try:
-            if self.allowance is not None:
-                self.allowance.spend(0, len(data))
+            if self.rate_limit is not None:
+                self.rate_limit.spend(0, len(data))
             for message in self._frames.feed(data):
                 self._hear(message)
                 if self._over:
@@ -277,10 +277,10 @@ class Connection:
         except (KeyError, TypeError, ValueError) as error:
             self.close(WireError(f"it sends what makes no sense: {error!r}"))
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: JsonMessage) -> None:
         if self.peer is not None and "refused" not in message:
-            if self.allowance is not None:
-                self.allowance.spend(1, 0)
+            if self.rate_limit is not None:
+                self.rate_limit.spend(1, 0)
             self._received(self, message)
             return
         if self.peer is not None and message.get("superseded"):

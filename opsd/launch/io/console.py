@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd.launch.io.reporting import say, write_all
+from opsd.launch.io.reporting import print_message, write_all
 from opsd.launch.io.streams import LogFile, Mixer, Reader, Spool, Stream, missing
 
 STDOUT, STDERR = 1, 2
@@ -34,7 +34,7 @@ QUIET_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Show:
+class Routing:
     """What is done with a stream of a rank: ``shown`` on the console after ``prefix``, ``own_file`` besides the log."""
 
     shown: bool = True
@@ -85,7 +85,7 @@ class RankOutput:
             reader.close()
 
 
-class _Follower(ABC):
+class _Sink(ABC):
     """Brings what is printed to one place."""
 
     until: float | None = None
@@ -96,7 +96,7 @@ class _Follower(ABC):
         """Pass on what is new; False if nothing is."""
 
     @property
-    def insists(self) -> bool:
+    def mid_line(self) -> bool:
         """Whether it should be pulled again before the others, as it is in the middle of a line."""
         return False
 
@@ -105,21 +105,21 @@ class _Follower(ABC):
         """Nothing more will be asked for."""
 
 
-class _Drain:
+class _SinkThread:
     """Pulls its followers until they are finished; a place that stands still holds up this thread only."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._followed: list[_Follower] = []
+        self._sinks: list[_Sink] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._moved = time.monotonic()
 
-    def follow(self, follower: _Follower) -> None:
+    def follow(self, follower: _Sink) -> None:
         """Pull ``follower`` from now on. Raises OSError if there can be no thread for it."""
         with self._lock:
-            self._followed.append(follower)
+            self._sinks.append(follower)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
@@ -132,7 +132,7 @@ class _Drain:
         """The ranks followed so far have ended: finish with each after ``linger_s`` seconds, once it is quiet."""
         until = time.monotonic() + linger_s
         with self._lock:
-            for followed in self._followed:
+            for followed in self._sinks:
                 followed.until = until if followed.until is None else min(until, followed.until)
 
     def close(self, patience_s: float) -> bool:
@@ -140,25 +140,25 @@ class _Drain:
         self.end_generation(0.0)
         self._wake.set()
         began = self._moved = time.monotonic()
-        while self._followed:
+        while self._sinks:
             now = time.monotonic()
             if now - self._moved > patience_s or now - began > CLOSE_S:
                 return False
             time.sleep(INTERVAL_S / 10)
         return True
 
-    def _pull(self, follower: _Follower) -> bool:
+    def _pull(self, follower: _Sink) -> bool:
         new = False
         while follower.pull():
             new, self._moved = True, time.monotonic()
-            if not follower.insists:
+            if not follower.mid_line:
                 break
         return new
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                followed = list(self._followed)
+                followed = list(self._sinks)
             busy = False
             for each in followed:
                 over = each.until is not None and time.monotonic() >= each.until
@@ -167,13 +167,13 @@ class _Drain:
                 elif over:
                     each.finish()
                     with self._lock:
-                        self._followed.remove(each)
+                        self._sinks.remove(each)
             if not busy:
                 self._wake.wait(INTERVAL_S)
                 self._wake.clear()
 
 
-class _ToFiles(_Follower):
+class _ToFiles(_Sink):
     """Follows a rank into its log, where both streams are, and into a file of its own for each that wants one."""
 
     def __init__(self, output: RankOutput, log: LogFile, own: Mapping[int, LogFile]) -> None:
@@ -226,11 +226,11 @@ class _Screen:
             write_all(self.descriptor, data)
         except OSError as error:
             self.gone = True
-            say(f"output is no longer shown here ({error.strerror}), see the logs")
+            print_message(f"output is no longer shown here ({error.strerror}), see the logs")
 
 
 @dataclass(eq=False)
-class _ToScreen(_Follower):
+class _ToScreen(_Sink):
     """Follows one stream to the console."""
 
     reader: Reader
@@ -252,7 +252,7 @@ class _ToScreen(_Follower):
         return bool(data)
 
     @property
-    def insists(self) -> bool:
+    def mid_line(self) -> bool:
         return 0 < self.in_a_row < _IN_ONE_GO
 
     def finish(self) -> None:
@@ -269,8 +269,8 @@ class Console:
     log_bytes: int = LOG_BYTES
     _screens: dict[int, _Screen] = field(init=False)
     _outputs: list[RankOutput] = field(default_factory=list)
-    _to_screen: _Drain = field(default_factory=lambda: _Drain("console"))
-    _to_files: _Drain = field(default_factory=lambda: _Drain("logs"))
+    _to_screen: _SinkThread = field(default_factory=lambda: _SinkThread("console"))
+    _to_files: _SinkThread = field(default_factory=lambda: _SinkThread("logs"))
 
     def __post_init__(self) -> None:
         mixer = Mixer()
@@ -280,7 +280,7 @@ class Console:
             STDERR: _Screen(self.stderr, mixer if same else Mixer()),
         }
 
-    def follow(self, output: RankOutput, log: Path, show: Mapping[int, Show]) -> None:
+    def follow(self, output: RankOutput, log: Path, show: Mapping[int, Routing]) -> None:
         """Copy what a rank prints into ``log``, and to where ``show`` says for each stream."""
         self._outputs.append(output)
         for number, screen in self._screens.items():
@@ -309,9 +309,9 @@ class Console:
     def close(self, patience_s: float = 5.0) -> None:
         """Copy what is left, to files and console as long as they take something every ``patience_s`` seconds."""
         if not self._to_files.close(patience_s):
-            say("some output is missing in the logs: they could not be written in time")
+            print_message("some output is missing in the logs: they could not be written in time")
         if not self._to_screen.close(patience_s):
-            say("some output is not shown here: it was not read in time, see the logs")
+            print_message("some output is not shown here: it was not read in time, see the logs")
 
 
 def _same_place(first: int, second: int) -> bool:

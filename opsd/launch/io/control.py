@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 
 MAX_CONNECTIONS = 32
 MAX_LINE = 64 * 1024
@@ -49,7 +49,7 @@ class ControlServer:
         try:
             self._listener = _listen(path)
         except OSError as error:
-            say(f"no control socket at {path}: {error.strerror or error}")
+            print_message(f"no control socket at {path}: {error.strerror or error}")
         else:
             self._admit()
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from opsd.launch.io.protocol import Codec, Member, Message, ProtocolError
+from opsd.launch.io.protocol import Codec, JsonMessage, Member, ProtocolError
 
 SECRET_FILE = ".secret"  # noqa: S105  # no password, a file's name
 """The file with the secret in the run's folder."""
@@ -90,22 +90,22 @@ class Handshake:
     def __init__(self, own: Identity, expected: Member | None) -> None:
         self._own = own
         self._expected = expected
-        self._theirs: Message = {}
+        self._theirs: JsonMessage = {}
         self.peer: Member | None = None
         """Who the other side says it is, once it has said so."""
         self.incarnation = ""
         self.proven = False
 
     @cached_property
-    def _mine(self) -> Message:
+    def _mine(self) -> JsonMessage:
         own = self._own
         return _CODEC.encode(Greeting(VERSION, own.run, own.member, os.urandom(16).hex(), own.incarnation))
 
-    def begin(self) -> Sequence[Message]:
+    def begin(self) -> Sequence[JsonMessage]:
         """What this side says without being asked."""
         return [self._mine] if self._expected is not None else []
 
-    def hear(self, message: Message) -> Sequence[Message]:
+    def hear(self, message: JsonMessage) -> Sequence[JsonMessage]:
         """What to answer. Raises WireError, and Refusal if the other side should be told."""
         if "refused" in message:
             raise WireError(f"it refuses: {str(message['refused'])!r:.200}")
@@ -126,7 +126,7 @@ class Handshake:
         """What this side's messages are proven with."""
         return self._code(f"key of the {'caller' if self._expected is not None else 'called'}")
 
-    def _greeted(self, message: Message) -> None:
+    def _greeted(self, message: JsonMessage) -> None:
         version = message.get("opsd")
         if isinstance(version, int) and not _neighbours(version):
             raise Refusal(
@@ -146,7 +146,7 @@ class Handshake:
             raise Refusal(f"{greeting.member.name!r:.80} answers where {self._expected.name!r} should be")
         self._theirs, self.peer, self.incarnation = message, greeting.member, greeting.incarnation
 
-    def _check_proof(self, message: Message) -> None:
+    def _check_proof(self, message: JsonMessage) -> None:
         try:
             given = _CODEC.decode(message)
         except ProtocolError as error:
@@ -156,7 +156,7 @@ class Handshake:
         if not hmac.compare_digest(proof.encode(errors="replace"), code.encode()):
             raise Refusal("it does not know the secret of this run")
 
-    def _proof(self, who: str) -> Message:
+    def _proof(self, who: str) -> JsonMessage:
         return _CODEC.encode(Proof(self._code(f"proof of the {who}").hex()))
 
     def _code(self, label: str) -> bytes:

@@ -1,13 +1,13 @@
-"""Messages as frozen dataclasses: their encoding as JSON, and the table of them, are derived from their fields.
+"""Messages as frozen dataclasses: their JSON encoding and their documentation are derived from their fields.
 
-A kind is the name of its class in snake case, a message the kind and a value for each field. What a value may be is
-what the type hint of its field says: int, float (finite), str, bool, an enum (by value), a literal,
-``X | None``,
+A message is a JSON object with its kind and its fields. The kind is the class variable ``wire`` or, without one, the
+name of the class in snake case; a field has its own name, or the one given with ``wire_name``. The type hint of a field
+says which values are valid: int, finite float, str, bool, an enum (by value), a literal, ``X | None``,
 ``tuple[X, ...]``, ``dict[str, X]``, another dataclass, or ``Any`` for JSON that is passed on unread.
 
-Neighbouring versions understand each other as long as whoever adds a field gives it a default and nobody removes one
-without: fields that this version does not know are ignored, those that the other does not send have their default.
-Whatever else is wrong, an unknown kind or enum value, a missing field, another type, is a ``ProtocolError``.
+Adjacent versions understand each other if a new field has a default and a field without a default is never removed:
+unknown fields are ignored, missing ones get their default. Everything else that is wrong raises ``ProtocolError``: an
+unknown kind or enum value, a missing field, a value of another type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 KIND = "kind"
-Message = dict[str, Any]
+JsonMessage = dict[str, Any]
 """Anything that JSON can carry."""
 
 Encode = Callable[[Any], Any]
@@ -98,8 +98,8 @@ class Codec:
 
 
 def kind_name(kind: type) -> str:
-    """``GoOn`` is sent as ``go_on``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    """The name under which a message is sent: ``GoOn`` is ``go_on``, unless it has a class variable ``wire``."""
+    return getattr(kind, "wire", "") or re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def rows(kinds: Sequence[type]) -> Iterator[tuple[str, str, str, str]]:
@@ -108,7 +108,8 @@ def rows(kinds: Sequence[type]) -> Iterator[tuple[str, str, str, str]]:
         hints = typing.get_type_hints(kind)
         said = re.split(r"(?<=\.) ", " ".join((kind.__doc__ or "").split()))[0]
         described = ", ".join(
-            f"`{field.name}`{'' if _required(field) else '='}: {_shown(hints[field.name])}" for field in fields(kind)
+            f"`{_wire_name(field)}`{'' if _required(field) else '='}: {_shown(hints[field.name])}"
+            for field in fields(kind)
         )
         yield f"`{kind_name(kind)}`", str(getattr(kind, "direction", "")), described, said
 
@@ -122,24 +123,35 @@ class _Shape:
             raise TypeError(f"{cls!r} is not a frozen dataclass")
         self._cls: Callable[..., Any] = cls
         hints = typing.get_type_hints(cls)
-        self._fields = [(field.name, _required(field), *_pair(hints[field.name])) for field in fields(cls)]
+        self._fields = [
+            (field.name, _wire_name(field), _required(field), *_pair(hints[field.name])) for field in fields(cls)
+        ]
 
     def encode(self, value: Any) -> dict[str, Any]:
-        return {name: encode(getattr(value, name)) for name, _, encode, _ in self._fields}
+        return {wire: encode(getattr(value, name)) for name, wire, _, encode, _ in self._fields}
 
     def decode(self, raw: Any) -> Any:
         if not isinstance(raw, dict):
             raise _Wrong("an object")
         found = {}
-        for name, required, _, decode in self._fields:
-            if name in raw:
+        for name, wire, required, _, decode in self._fields:
+            if wire in raw:
                 try:
-                    found[name] = decode(raw[name])
+                    found[name] = decode(raw[wire])
                 except _Wrong as wrong:
-                    raise wrong.within(name) from None
+                    raise wrong.within(wire) from None
             elif required:
-                raise _Wrong("there", name)
+                raise _Wrong("there", wire)
         return self._cls(**found)
+
+
+def wire_name(name: str) -> dict[str, str]:
+    """The ``metadata`` of a field that is sent under another name than its own."""
+    return {"wire": name}
+
+
+def _wire_name(field: Field[Any]) -> str:
+    return str(field.metadata.get("wire", field.name))
 
 
 def _required(field: Field[Any]) -> bool:

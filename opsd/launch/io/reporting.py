@@ -90,7 +90,7 @@ def flush_all(timeout_s: float) -> list[str]:
     return sorted(late)
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """One line or paragraph. Never waits: nobody listening, or reading on, is no reason to hold up a run."""
     _messages.put(lambda: _print(text))
 
@@ -152,11 +152,11 @@ class EventFile:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                say(f"events are not written to {self.path}: {error.strerror}")
+                print_message(f"events are not written to {self.path}: {error.strerror}")
 
     def missed(self, count: int) -> None:
         """Say that so many events were left out."""
-        say(f"{count} events are missing in {self.path}: it did not take them in time")
+        print_message(f"{count} events are missing in {self.path}: it did not take them in time")
 
 
 def encoded(record: Mapping[str, object]) -> bytes:

@@ -1,4 +1,4 @@
-"""What happens to a run on several nodes: its events in one file that only the head writes, and its story for people.
+"""What happens to a run on several nodes: its events in one file that only the leader writes, and its story for people.
 
 The story has a readable line for each event that matters to a person:
 
@@ -17,22 +17,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from opsd.launch.io.reporting import EventFile, EventLog, Work, WorkQueue, encoded, say
+from opsd.launch.io.reporting import EventFile, EventLog, Work, WorkQueue, encoded, print_message
 
 OF_ONE_LAUNCHER = ("generation_started", "finished")
-"""Each launcher has its own of these; the head's stand for the run."""
-STORY = "job.log"
+"""Each launcher has its own of these; the leader's stand for the run."""
+JOB_LOG = "job.log"
 BATCH_HOST = "OPSD_BATCH_HOST"
 """The node with the batch script, by which the story comes to the job's output while it lives."""
 JOB_OUTPUT = "OPSD_JOB_OUTPUT"
 """``INODE:PATH`` of that output, where it is a file."""
-Event = Mapping[str, Any]
+EventRecord = Mapping[str, Any]
 _LOOK_BACK = 1 << 18
 _LONGEST = 400
 
 
-class Log(Protocol):
-    """Where the head writes down what happens to the run; ``generation`` is the one that runs."""
+class RunEventLog(Protocol):
+    """Where the leader writes down what happens to the run; ``generation`` is the one that runs."""
 
     generation: int
 
@@ -45,15 +45,15 @@ class Log(Protocol):
         ...
 
 
-class OwnLog:
-    """That of a run on one node: its launcher's own events, in which most of what the head says stands already."""
+class LocalRunLog:
+    """That of a run on one node: its launcher's own events, in which most of what the leader says stands already."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self.generation = 0
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
-        """See ``Log.emit``."""
+        """See ``RunEventLog.emit``."""
         if event not in (*OF_ONE_LAUNCHER, "hang_detected"):
             self._events.write(event, time.time() - age_s, fields, relayed=False)
 
@@ -62,7 +62,7 @@ class OwnLog:
 
 
 class RunLog:
-    """``events.jsonl`` of the run folder. Opened when there is something to write, since only a head has anything.
+    """``events.jsonl`` of the run folder. Opened when there is something to write, since only a leader has anything.
 
     It is read and written by ``work``, where there is such a thread: the folder is on a file server.
     """
@@ -70,14 +70,14 @@ class RunLog:
     def __init__(self, run: str, node: str, path: Path, work: WorkQueue | None = None) -> None:
         self._run, self._node = run, node
         self._file = EventFile(path)
-        self._story = StoryLog(path.parent)
+        self._job_log = JobLog(path.parent)
         self._do: Callable[[Work], None] = work.put if work is not None else lambda now: now()
         self._once: set[tuple[object, ...]] = set()
         self.generation = 0
         self._do(self._read)
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
-        """See ``Log.emit``."""
+        """See ``RunEventLog.emit``."""
         t = time.time() - age_s
         record = {"t": t, "event": event, "generation": self.generation, "node": self._node, **fields}
         self._do(lambda: self._write(record))
@@ -96,7 +96,7 @@ class RunLog:
     def _read(self) -> None:
         for record in _written(self._file.path):
             self._note(record)
-            self._story.remember(record)
+            self._job_log.remember(record)
 
     def _note(self, record: Mapping[str, Any]) -> bool:
         """False for an event that is known."""
@@ -112,11 +112,11 @@ class RunLog:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._file.append(encoded({"run": self._run, **record}))
-        self._story.tell(record)
+        self._job_log.tell(record)
 
 
 def _written(path: Path) -> Iterator[dict[str, Any]]:
-    """The newest of what heads before this one have written."""
+    """The newest of what leaders before this one have written."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOOK_BACK))
@@ -130,12 +130,12 @@ def _written(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-class StoryLog:
+class JobLog:
     """Writes the story to ``job.log`` in ``folder``. A file that cannot be written is reported once."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
-        self._path = folder / STORY
-        self._story = Story()
+        self._path = folder / JOB_LOG
+        self._job_log = EventText()
         self._batch_host = environ.get(BATCH_HOST, "")
         inode, _, path = environ.get(JOB_OUTPUT, "").partition(":")
         self._output = Path(path) if path and inode.isdecimal() else None
@@ -152,7 +152,7 @@ class StoryLog:
             _append_line(self._path, line)
         except OSError as error:
             if not self._failed:
-                say(f"the story of the run is not written to {self._path}: {error.strerror}")
+                print_message(f"the story of the run is not written to {self._path}: {error.strerror}")
             self._failed = True
         if self._orphaned and self._output is not None:
             with suppress(OSError):
@@ -165,7 +165,7 @@ class StoryLog:
             self._orphaned = True
         elif self._batch_host in _present(event):
             self._orphaned = False  # it was lost in an earlier start, or came back: the job's output is its own again
-        return self._story.line(event)
+        return self._job_log.line(event)
 
 
 def _present(event: Mapping[str, Any]) -> tuple[object, ...]:
@@ -184,13 +184,13 @@ def _append_line(path: Path, line: str, *, create: bool = True) -> None:
         os.close(descriptor)
 
 
-class Story:
+class EventText:
     """Tells a run from its events, one after the other, those of ``ARCHITECTURE.md``'s table."""
 
     def __init__(self) -> None:
         self._nodes: tuple[str, ...] = ()
 
-    def line(self, event: Event) -> str:
+    def line(self, event: EventRecord) -> str:
         """The line of ``event``, with its time, without an end of line; "" for one that is of no interest."""
         if event.get("event") not in _TOLD and event.get("event") != "generation_started":
             return ""
@@ -204,7 +204,7 @@ class Story:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(event.get("t"))))
         return f"{stamp} {_one_line(told)}"
 
-    def _generation(self, event: Event) -> str:
+    def _generation(self, event: EventRecord) -> str:
         nodes = tuple(map(str, event.get("nodes") or ()))
         before, self._nodes = self._nodes, nodes
         if not nodes:
@@ -222,7 +222,7 @@ class Story:
         return f"{told}; {_names(spares)} stand{'s' if len(spares) == 1 else ''} by" if spares else told
 
 
-def _rank_exited(event: Event) -> str:
+def _rank_exited(event: EventRecord) -> str:
     if not event.get("culprit"):
         return ""
     told = f"rank {event['rank']} on {event['node']} ended by itself: {event['exit']}"
@@ -232,38 +232,38 @@ def _rank_exited(event: Event) -> str:
     return f"{told}: {error.get('type')}: {error.get('message')}" if error else told
 
 
-def _hang(event: Event) -> str:
+def _hang(event: EventRecord) -> str:
     who = f"rank {event['rank']}" if event.get("rank") is not None else "the run, no rank more than others,"
     where = f" on {event['culprit_node']}" if event.get("culprit_node") else ""
     stacks = f"; stacks in {event['stacks']}" if event.get("stacks") else ""
     return f"{who}{where} hangs in {event['phase']} since {_number(event['stuck_s']):.0f} s{stacks}"
 
 
-def _resumed(event: Event) -> str:
+def _resumed(event: EventRecord) -> str:
     lost = int(event.get("lost_steps") or 0)
     again = f"{lost} step{'s are' if lost != 1 else ' is'} done again" if lost else "no step is lost"
     return f"it goes on with step {event['step']} after {_number(event['recovered_s']):.1f} s; {again}"
 
 
-def _loaded(event: Event) -> str:
+def _loaded(event: EventRecord) -> str:
     return "" if event.get("rank") else f"the state of step {event['step']} is loaded from {event['tier']}"
 
 
-def _node_lost(event: Event) -> str:
+def _node_lost(event: EventRecord) -> str:
     what = " with its ranks" if event.get("ranks") else ", which stood by"
     return f"{event['lost']} is lost{what}: silent for {_number(event['silent_s']):.1f} s"
 
 
-def _requeued(event: Event) -> str:
+def _requeued(event: EventRecord) -> str:
     step = event.get("step")
     return f"{f'saved at step {step} and ' if step is not None else ''}stopped after {event['signal']}"
 
 
-def _finished(event: Event) -> str:
+def _finished(event: EventRecord) -> str:
     return f"the run ends with {event['exit_code']}: {event['reason']}"
 
 
-_TOLD: Mapping[str, Callable[[Event], str]] = {
+_TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "rank_exited": _rank_exited,
     "hang_detected": _hang,
     "resumed": _resumed,

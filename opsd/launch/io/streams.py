@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 
 KEPT = 256 << 20
 """Bytes of a stream that wait for a reader that is late or stands still; older ones are given up."""
@@ -222,7 +222,7 @@ class LogFile:
             self._missing += len(data) - written
             if not self._said:
                 self._said = True
-                say(f"output is not written to {self._path}: {error.strerror}; the run goes on")
+                print_message(f"output is not written to {self._path}: {error.strerror}; the run goes on")
 
     def close(self) -> None:
         """Write no more."""

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address
 
-from opsd.launch.io.connection import GREETING_S, Allowance, Connection, encode
+from opsd.launch.io.connection import GREETING_S, Connection, RateLimit, encode
 from opsd.launch.io.handshake import Identity, Superseded, WireError
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.protocol import Member, Message, ProtocolError
-from opsd.launch.io.strangers import Strangers, is_kept
+from opsd.launch.io.protocol import JsonMessage, Member, ProtocolError
+from opsd.launch.io.unauthenticated import UnauthenticatedConnections, is_reserved
 
 PROBE_S = 0.15
 REFUSALS = 2
 """A launcher whose connection broke is called again at once and after ``PROBE_S``; refused both times, it is gone."""
-SAY_AGAIN_S = 60.0
-MAX_SAID = 32
-"""Different sentences within ``SAY_AGAIN_S``."""
+MESSAGE_INTERVAL_S = 60.0
+MAX_MESSAGES = 32
+"""Different sentences within ``MESSAGE_INTERVAL_S``."""
 BACKLOG = 4096
 PAUSE_S = 1.0
 """How long nobody is let in if there are no descriptors."""
@@ -67,10 +67,10 @@ class Transport:
         own: Identity,
         loop: Loop,
         *,
-        received: Callable[[Member, Message], None],
+        received: Callable[[Member, JsonMessage], None],
         unreachable: Callable[[str], None],
         superseded: Callable[[], None],
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
         launchers: Callable[[], int],
         opened: Callable[[Member, str], None] = _ignore,
     ) -> None:
@@ -79,18 +79,18 @@ class Transport:
         self._received = received
         self._unreachable = unreachable
         self._superseded = superseded
-        self._say = say
+        self._print_message = print_message
         self._opened_to = opened
         self._said: dict[str, float] = {}
         self._listener: socket.socket | None = None
         self._proven: dict[str, list[Connection]] = {}
         """One that this side has called and one that the other has, at most; the first is sent on."""
         self._calling: dict[str, Connection] = {}
-        self._strangers = Strangers(launchers)
-        self._allowances: dict[str, Allowance] = {}
+        self._unauthenticated = UnauthenticatedConnections(launchers)
+        self._rate_limits: dict[str, RateLimit] = {}
         self._refused: dict[str, int] = {}
         self._closing = self._paused = False
-        self._encoded: deque[tuple[Message, bytes]] = deque(maxlen=4)
+        self._encoded: deque[tuple[JsonMessage, bytes]] = deque(maxlen=4)
 
     def listen(self) -> None:
         """Raises OSError if the address or port cannot be had."""
@@ -102,7 +102,7 @@ class Transport:
         self._listener.setblocking(False)
         self._loop.watch(self._listener.fileno(), self._accept)
 
-    def send(self, member: Member, message: Message) -> None:
+    def send(self, member: Member, message: JsonMessage) -> None:
         """Send, calling the other launcher if there is no connection to it."""
         proven = self._proven.get(member.name)
         connection = proven[0] if proven else self._calling.get(member.name)
@@ -133,9 +133,9 @@ class Transport:
             for connection in self._proven.get(name, []):
                 connection.drain(max(0.0, end - time.monotonic()))
             self.drop(name)
-        self._strangers.close_all()
+        self._unauthenticated.close_all()
 
-    def _payload(self, message: Message) -> bytes:
+    def _payload(self, message: JsonMessage) -> bytes:
         """What is sent to many is encoded once: messages are not changed after they were sent."""
         for known, payload in self._encoded:
             if known is message:
@@ -176,20 +176,20 @@ class Transport:
             sock, (address, *_) = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._strangers.close_silent()
+                self._unauthenticated.close_silent()
                 self._tell("sockets", f"no connections of other launchers: {error.strerror}; raise `ulimit -n`")
                 self._pause_listening(self._listener)
             return
         if _is_over(sock):
             sock.close()
             return
-        if is_kept(sock.fileno()):
+        if is_reserved(sock.fileno()):
             sock.close()
-            self._strangers.close_silent()
+            self._unauthenticated.close_silent()
             self._tell("sockets", "no connections of other launchers: too few descriptors; raise `ulimit -n`")
             return
         connection = self._connection(sock, None)
-        if connection is not None and not self._strangers.add(connection, address):
+        if connection is not None and not self._unauthenticated.add(connection, address):
             self._tell("strangers", f"many connections that say nothing, now from {address}; the oldest are closed")
 
     def _pause_listening(self, listener: socket.socket) -> None:
@@ -209,7 +209,7 @@ class Transport:
     def _opened(self, connection: Connection) -> None:
         assert connection.peer is not None
         member = connection.peer
-        self._strangers.discard(connection)
+        self._unauthenticated.discard(connection)
         if self._calling.get(member.name) is connection:
             del self._calling[member.name]
         others = self._proven.get(member.name, [])
@@ -224,10 +224,10 @@ class Transport:
             elif other not in kept:
                 other.close()
         self._refused[member.name] = 0
-        connection.allowance = self._allowances.setdefault(member.name, Allowance())
+        connection.rate_limit = self._rate_limits.setdefault(member.name, RateLimit())
         self._opened_to(member, connection.incarnation)
 
-    def _heard(self, connection: Connection, message: Message) -> None:
+    def _heard(self, connection: Connection, message: JsonMessage) -> None:
         assert connection.peer is not None
         name = connection.peer.name
         try:
@@ -236,7 +236,7 @@ class Transport:
             self._tell(f"{name}: {error}", f"{name} sends {error}; it is ignored")
 
     def _closed(self, connection: Connection, why: Exception | None) -> None:
-        self._strangers.discard(connection)
+        self._unauthenticated.discard(connection)
         member = connection.peer or connection.expected
         if isinstance(why, WireError):
             who = f"the launcher at {member.address} ({member.name})" if member is not None else "somebody who calls"
@@ -282,7 +282,7 @@ class Transport:
 
     def _tell(self, key: str, text: str) -> None:
         now = time.monotonic()
-        self._said = {said: at for said, at in self._said.items() if now - at < SAY_AGAIN_S}
-        if key not in self._said and len(self._said) < MAX_SAID:
+        self._said = {said: at for said, at in self._said.items() if now - at < MESSAGE_INTERVAL_S}
+        if key not in self._said and len(self._said) < MAX_MESSAGES:
             self._said[key] = now
-            self._say(text)
+            self._print_message(text)

@@ -106,14 +106,14 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class GiveUp:
     """The verdict that restarting would not help: the launcher's exit code and why, in a sentence."""
 
     code: int
     reason: str
 
 
-def explain(stop: Stop, cause: Failure, node: str, log: str, log_tail: str) -> str:
+def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str) -> str:
     """Why the run stops, in one paragraph: the rule, the rank, its error, its log and how that ends."""
     step = "before its first step" if cause.step is None else f"after step {cause.step}"
     tail = "\n".join(f"    {line}" for line in log_tail.splitlines()[-10:])
@@ -145,8 +145,8 @@ class RestartPolicy:
         self._same: Counter[tuple[str, ...]] = Counter()
         self._user_errors: set[tuple[int | None, tuple[str, ...]]] = set()
 
-    def memory(self) -> dict[str, Any]:
-        """What the policy remembers, for JSON: another one that is given it to ``recall`` judges as this one would."""
+    def snapshot(self) -> dict[str, Any]:
+        """What the policy remembers, for JSON: another one that is given it to ``restore`` judges as this one would."""
         return {
             "used": self._used,
             "refilled_at": self._refilled_at,
@@ -155,14 +155,14 @@ class RestartPolicy:
             "user_errors": [[step, list(signature)] for step, signature in self._user_errors],
         }
 
-    def recall(self, memory: Mapping[str, Any]) -> None:
+    def restore(self, memory: Mapping[str, Any]) -> None:
         """Go on from what another policy remembered."""
         self._used, self._refilled_at = int(memory["used"]), memory["refilled_at"]
         self._furthest = int(memory["furthest"])
         self._same = Counter({tuple(signature): int(count) for signature, count in memory["same"]})
         self._user_errors = {(step, tuple(signature)) for step, signature in memory["user_errors"]}
 
-    def judge(self, failure: Failure, *, furthest: int | None, committed: int | None) -> Stop | None:
+    def judge(self, failure: Failure, *, furthest: int | None, committed: int | None) -> GiveUp | None:
         """None to restart after ``failure``; ``furthest`` and ``committed`` are the run's highest steps so far."""
         if committed is not None and committed - (self._refilled_at or 0) >= self._refill_steps:
             self._used, self._refilled_at = 0, committed
@@ -174,20 +174,20 @@ class RestartPolicy:
         at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
         at_once = failure.at_once and failure.step is None and not self._asked
         if failure.kind == "user" and at_once and self._max_restarts > 0:
-            return Stop(exitcodes.FAILED, "the program failed as soon as it was started")
+            return GiveUp(exitcodes.FAILED, "the program failed as soon as it was started")
         if failure.kind == "user":
             place = (failure.step, failure.signature)
             if place in self._user_errors and self._max_restarts > 0:
-                return Stop(exitcodes.REPEATED, f"the program failed twice {at_step} with the same error")
+                return GiveUp(exitcodes.REPEATED, f"the program failed twice {at_step} with the same error")
             self._user_errors.add(place)
         if self._same[failure.signature] >= self._same_limit > 0 and self._max_restarts > 0:
-            return Stop(
+            return GiveUp(
                 exitcodes.REPEATED,
                 f"the same failure came {self._same_limit} times without the run getting any further",
             )
         self._used += 1
         if self._used > self._max_restarts:
-            return Stop(exitcodes.FAILED, self._exhausted())
+            return GiveUp(exitcodes.FAILED, self._exhausted())
         return None
 
     def _exhausted(self) -> str:

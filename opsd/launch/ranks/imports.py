@@ -69,13 +69,13 @@ class _Source:
         self.names: dict[str, object] = {"__name__": name, "__file__": file, "__package__": package or None}
 
 
-class Prelude:
+class ImportPrelude:
     """The imports of a program; ``files`` are those that were read, with what would tell that one was edited."""
 
     def __init__(self) -> None:
         self.files: dict[str, tuple[int, int]] = {}
 
-    def carry_out(self, script: str | None, module: str | None) -> None:
+    def execute(self, script: str | None, module: str | None) -> None:
         """Import what the script, or the module run with ``-m``, imports first. Raises Broken."""
         try:
             for source in self._main(script, module):

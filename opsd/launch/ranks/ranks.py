@@ -19,9 +19,9 @@ from opsd.launch.ranks.process import Child, Exit
 
 AT_ONCE_S = 60.0
 """A failure so soon after the first start of a run was no accident on the way."""
-GATHER_S = 0.02
+AGGREGATION_S = 0.02
 """After a failure that is clearly a first cause: time for the other ranks' exits, for the record."""
-GATHER_VICTIM_S = 1.0
+VICTIM_S = 1.0
 """After an exit that looks like the consequence of another: time for that other to show."""
 LOOK_S = 0.05
 _OURS = ("t", "event", "generation", "run", "node")
@@ -141,7 +141,7 @@ class Generation:
         return found
 
 
-class FailureAggregation:
+class LocalFailureAggregation:
     """Waits for what else has failed when a rank has: the first to be noticed need not be the first cause.
 
     Calls ``settled`` once the failures of this node that matter should have shown.
@@ -162,7 +162,7 @@ class FailureAggregation:
         """A rank has failed, or has said that it is failing."""
         clear = _has_first_cause(generation)
         if self._timer is None:
-            self._timer = self._loop.later(GATHER_S if clear else GATHER_VICTIM_S, self._settle)
+            self._timer = self._loop.later(AGGREGATION_S if clear else VICTIM_S, self._settle)
             if not clear:
                 self._look_again(generation)
         elif clear or not generation.running:
@@ -204,7 +204,7 @@ class Recovery:
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """How far the run has come over all generations: highest completed step, highest durable checkpoint."""
 
     events: EventLog

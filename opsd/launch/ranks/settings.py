@@ -13,20 +13,20 @@ from pathlib import Path
 from string import Template
 from typing import Literal
 
-from opsd.launch.io.console import STDERR, STDOUT, Show
+from opsd.launch.io.console import STDERR, STDOUT, Routing
 from opsd.launch.ranks.process import LAUNCHER, launcher_mark
 
 PREFIX = "[rank${rank}]: "
 StreamMap = Mapping[int | None, int]
 """What is to be done with streams: 0 none, 1 stdout, 2 stderr, 3 both, by local rank; None stands for all others."""
-VARYING = frozenset(
+RESTART_VARIABLES = frozenset(
     [
         *("MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "OPSD_RANK_PAGE", "TORCHELASTIC_ERROR_FILE"),
         "TORCHELASTIC_RESTART_COUNT",
     ]
 )
 """What may differ at every restart of the same rank. The page is the living rank's: a standby is told of another."""
-OF_A_GENERATION = VARYING | frozenset(
+GENERATION_VARIABLES = RESTART_VARIABLES | frozenset(
     [
         *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
         *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
@@ -103,13 +103,13 @@ class Streams:
     chosen: frozenset[int] | None = None
     prefix: str = PREFIX
 
-    def show(self, stream: int, local_rank: int, names: Mapping[str, object]) -> Show:
+    def show(self, stream: int, local_rank: int, names: Mapping[str, object]) -> Routing:
         """What is done with a stream of a rank; ``names`` is what the prefix may have in it."""
         redirected, teed = (
             bool(streams.get(local_rank, streams.get(None, 0)) & stream) for streams in (self.redirects, self.tee)
         )
         visible = self.chosen is None or local_rank in self.chosen
-        return Show(
+        return Routing(
             shown=visible and (teed or not redirected),
             prefix=Template(self.prefix).safe_substitute(names) if teed else "",
             own_file=redirected or teed,
@@ -154,7 +154,7 @@ class Settings:
     streams: Streams = Streams()
     virtual_local_rank: bool = False
 
-    def shows(self, rank: int, local_rank: int) -> dict[int, Show]:
+    def shows(self, rank: int, local_rank: int) -> dict[int, Routing]:
         """What is done with the streams of a rank."""
         names = {"rank": rank, "local_rank": local_rank, "role_name": self.role}
         return {stream: self.streams.show(stream, local_rank, names) for stream in (STDOUT, STDERR)}

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 from opsd.client import write_request
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.process import sweep
 from opsd.launch.ranks.ranks import Generation, Rank
 
-HASTENED_S = 20.0
+SECOND_STOP_S = 20.0
 """How long a second SIGTERM still waits: Slurm sends SIGKILL 30 s after its own (KillWait)."""
 
 _TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
-class OrderlyStop:
+class GracefulStop:
     """The stop of a generation; ``late`` is called with a sentence if ranks do not stop in time."""
 
     def __init__(self, loop: Loop, timeout_s: float, late: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ class OrderlyStop:
             for rank in generation.running:
                 _ask(rank)
         else:
-            self._limit(min(self._timeout_s, HASTENED_S) if self._requests == 2 else 0.0, generation)
+            self._limit(min(self._timeout_s, SECOND_STOP_S) if self._requests == 2 else 0.0, generation)
 
     def _limit(self, timeout_s: float, generation: Generation) -> None:
         if self._deadline is not None:
@@ -69,11 +69,11 @@ def _ask(rank: Rank) -> None:
         else:
             write_request(rank.page_path, "checkpoint_and_stop")
     except OSError as error:
-        say(f"rank {rank.rank} cannot be asked to stop ({error.strerror}); it is sent SIGTERM")
+        print_message(f"rank {rank.rank} cannot be asked to stop ({error.strerror}); it is sent SIGTERM")
         rank.child.signal(signal.SIGTERM)
 
 
-LEFTOVERS_S = 3.0
+ORPHAN_GRACE_S = 3.0
 """What processes left over by ranks that finished in order get between SIGTERM and SIGKILL."""
 UNKILLABLE_S = 30.0
 SWEEP_S = 0.01
@@ -83,7 +83,7 @@ class Teardown:
     """Ends ``generation``, then calls ``done``.
 
     Ranks are killed at once: one that is blocked in a collective could not do anything useful with a SIGTERM. With
-    ``gently``, for ranks that have all finished, what they have left running gets one SIGTERM first; with
+    ``gracefully``, for ranks that have all finished, what they have left running gets one SIGTERM first; with
     ``interrupt_s`` the ranks get SIGINT, as from a terminal, and so many seconds to end of it. ``protected``
     says which processes below the launcher are none of the generation's. Those that are writing a staged checkpoint are
     left to finish. ``stuck`` is called with the culprits if something cannot be killed.
@@ -97,7 +97,7 @@ class Teardown:
         *,
         done: Callable[[], None],
         stuck: Callable[[str], None],
-        gently: bool = False,
+        gracefully: bool = False,
         interrupt_s: float | None = None,
     ) -> None:
         self._generation = generation
@@ -109,13 +109,13 @@ class Teardown:
         self._over = False
         self.interrupting = interrupt_s is not None
         """While the ranks have time to end of a SIGINT."""
-        self._told: set[int] | None = set() if gently or self.interrupting else None
+        self._told: set[int] | None = set() if gracefully or self.interrupting else None
         self._limit = Timer(0.0, self.kill)
         if interrupt_s is not None:
             self.within(interrupt_s)
             self._signal_ranks(signal.SIGINT)
-        elif gently:
-            self.within(LEFTOVERS_S)
+        elif gracefully:
+            self.within(ORPHAN_GRACE_S)
             self._signal_ranks(signal.SIGTERM)
         else:
             self.kill()
@@ -139,7 +139,7 @@ class Teardown:
             return
         if self.interrupting:
             self.interrupting = False
-            self.within(LEFTOVERS_S)
+            self.within(ORPHAN_GRACE_S)
         for rank in self._generation.ranks:
             if self._told is None:
                 rank.child.kill_group()

@@ -79,7 +79,7 @@ class _Standby:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._given = dict(os.environ)
-        self._prelude = _sibling("imports").Prelude()
+        self._prelude = _sibling("imports").ImportPrelude()
         self._reads: Any = None
 
     def warm_up(self, order: Order) -> None:
@@ -89,11 +89,11 @@ class _Standby:
         """
         _set_up(order)
         script, module = (order["name"] if order["kind"] == kind else None for kind in ("script", "module"))
-        self._reads = _sibling("reads").Reads(order["watch"])
+        self._reads = _sibling("env_reads").EnvironmentReads(order["watch"])
         stdin = _without_stdin()
         try:
             with self._reads:
-                self._prelude.carry_out(script, module)
+                self._prelude.execute(script, module)
                 for name in order["extra"]:
                     importlib.import_module(name)
         except Exception:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from opsd.launch.io.console import Console, RankOutput
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.process import GONE_S, Child, spawn
 from opsd.launch.ranks.ranks import Generation, Rank
-from opsd.launch.ranks.settings import OF_A_GENERATION, VARYING, Assignment, Program, Settings
+from opsd.launch.ranks.settings import GENERATION_VARIABLES, RESTART_VARIABLES, Assignment, Program, Settings
 from opsd.rundir import RunFolders
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -87,7 +87,7 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, st
 
 
 @dataclass(slots=True)
-class _Member:
+class _StandbyWorker:
     """A worker of the pool. ``varying``: what may change before it is used; ``read``: what its imports have read."""
 
     worker: Worker
@@ -115,22 +115,22 @@ class StandbyPool:
         self._loop = loop
         self._places: dict[int, Mapping[str, str]] = {}
         self._is_spare = False
-        self._members: dict[int, _Member] = {}
+        self._standbys: dict[int, _StandbyWorker] = {}
         self._killed: dict[int, Child] = {}
         self._failures = 0
 
     @property
     def pids(self) -> frozenset[int]:
         """The processes of the pool, those that were killed and have not ended yet among them."""
-        return frozenset(member.worker.child.pid for member in self._members.values()) | self._killed.keys()
+        return frozenset(member.worker.child.pid for member in self._standbys.values()) | self._killed.keys()
 
     @property
     def ready(self) -> int:
         """How many workers are warm."""
-        return sum(member.ready for member in self._members.values())
+        return sum(member.ready for member in self._standbys.values())
 
     def stand_for(self, local_rank: int, env: Mapping[str, str]) -> None:
-        """Workers for ``local_rank`` get ``env`` from now on: that of its next start, ``VARYING`` as it may be then."""
+        """Workers for ``local_rank`` get ``env``, that of its next start; ``RESTART_VARIABLES`` may still change."""
         self._places[local_rank] = env
         self._is_spare = False
 
@@ -143,8 +143,8 @@ class StandbyPool:
         """Start the next worker that is wanted, unless one is still importing or too many have failed."""
         size = self._settings.local_size if self._settings.standby else 0
         known = [local_rank for local_rank in range(size) if self._is_spare or local_rank in self._places]
-        missing = [local_rank for local_rank in known if local_rank not in self._members]
-        preparing = any(not member.ready for member in self._members.values())
+        missing = [local_rank for local_rank in known if local_rank not in self._standbys]
+        preparing = any(not member.ready for member in self._standbys.values())
         if preparing or not missing or self._failures >= _MAX_FAILURES:
             return
         try:
@@ -158,7 +158,7 @@ class StandbyPool:
         A standby that is still importing is better than a new process: it carries out its next order once it is done.
         Raises OSError if no process can be started.
         """
-        member = self._members.get(local_rank)
+        member = self._standbys.get(local_rank)
         if member is not None:
             self._release(local_rank)
             if member.worker.child.exit() is None and member.can_become(env):
@@ -166,7 +166,7 @@ class StandbyPool:
                     member.worker.run(env, outputs)
                     return member.worker, member.ready
                 except OSError as error:
-                    say(f"a standby worker died when needed ({error}); starting cold")
+                    print_message(f"a standby worker died when needed ({error}); starting cold")
             member.worker.discard()
         cold = Worker.start(self._settings.program, env, *outputs)
         cold.run(env, outputs)
@@ -174,22 +174,22 @@ class StandbyPool:
 
     def close(self) -> None:
         """Kill all workers."""
-        for local_rank in list(self._members):
-            member = self._members[local_rank]
+        for local_rank in list(self._standbys):
+            member = self._standbys[local_rank]
             self._release(local_rank)
             member.worker.discard()
 
     def _start(self, local_rank: int) -> None:
-        env, varying = self._places.get(local_rank), VARYING
+        env, varying = self._places.get(local_rank), RESTART_VARIABLES
         if env is None:
-            env, varying = self._settings.environment(local_rank, self._folders.folder), OF_A_GENERATION
+            env, varying = self._settings.environment(local_rank, self._folders.folder), GENERATION_VARIABLES
         output = _fresh_log(self._log_of(local_rank))
         try:
             worker = Worker.start(self._settings.program, env, output, output)
         finally:
             os.close(output)
         limit = self._loop.later(IMPORT_LIMIT_S, lambda: self._lost(local_rank, "takes too long to import"))
-        self._members[local_rank] = _Member(worker, limit, varying)
+        self._standbys[local_rank] = _StandbyWorker(worker, limit, varying)
         self._loop.watch(worker.channel.fileno(), lambda: self._answered(local_rank))
         try:
             worker.import_ahead(self._settings.standby_imports, varying)
@@ -200,7 +200,7 @@ class StandbyPool:
         return self._folders.logs / f"standby-{local_rank}.log"
 
     def _answered(self, local_rank: int) -> None:
-        member = self._members[local_rank]
+        member = self._standbys[local_rank]
         try:
             said = member.worker.channel.recv(65_536)
         except OSError:
@@ -214,7 +214,7 @@ class StandbyPool:
         self.refill()
 
     def _lost(self, local_rank: int, why: str) -> None:
-        member = self._members[local_rank]
+        member = self._standbys[local_rank]
         self._release(local_rank)
         self._kill(member.worker)
         self._failed(f"{why}, see {self._log_of(local_rank)}")
@@ -234,10 +234,10 @@ class StandbyPool:
     def _failed(self, why: str) -> None:
         self._failures += 1
         if self._failures == _MAX_FAILURES:
-            say(f"a standby worker {why}; restarts will start cold")
+            print_message(f"a standby worker {why}; restarts will start cold")
 
     def _release(self, local_rank: int) -> None:
-        member = self._members.pop(local_rank)
+        member = self._standbys.pop(local_rank)
         member.limit.cancel()
         self._loop.unwatch(member.worker.channel.fileno())
 

@@ -9,27 +9,27 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opsd.launch.hangs.hang import Hang, Standing, name_culprit, stuck_together
+from opsd.launch.hangs.hang import Hang, RankStatus, is_hang, name_culprit
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.ranks.failure import Failure, first_cause
-from opsd.launch.run.messages import FailedRank, HangFound, Standings
-from opsd.launch.run.run_control import Failed
+from opsd.launch.run.messages import FailedRank, HangFound, RankStatuses
+from opsd.launch.run.run_control import RankFailure
 from opsd.launch.run.supervisor import Supervisor
 
-GATHER_S = 0.1
+AGGREGATION_S = 0.1
 """After a failure that is clearly a first cause: time for the other nodes' reports, for the record."""
 LOG_LINES = 10
-STANDINGS_S = 1.0
+RANK_STATUS_S = 1.0
 """How long a node may take to say where its ranks stand."""
-AGAIN_S = 1.0
-"""How often the head is told of a hang that lasts."""
+REPEAT_S = 1.0
+"""How often the leader is told of a hang that lasts."""
 
 Stacks = Mapping[str, str | None]
 """By node: the file with the stacks of its ranks, None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FailureReport:
     """A failure on ``node``; ``failure.t`` in the receiver's seconds, ``log`` the rank's log and ``tail`` its end."""
 
     node: str
@@ -38,7 +38,7 @@ class Report:
     tail: str
 
 
-def to_ages(found: Sequence[Failed], now: float) -> tuple[FailedRank, ...]:
+def to_ages(found: Sequence[RankFailure], now: float) -> tuple[FailedRank, ...]:
     """The failures of this node; ``now`` on the clock of ``Failure.t``."""
     return tuple(FailedRank(aged(failure, now), str(rank.log), rank.log_tail(LOG_LINES)) for failure, rank in found)
 
@@ -48,9 +48,9 @@ def aged(failure: Failure, now: float) -> Failure:
     return replace(failure, t=now - failure.t)
 
 
-def reports(node: str, failures: Sequence[FailedRank], now: float) -> list[Report]:
+def reports(node: str, failures: Sequence[FailedRank], now: float) -> list[FailureReport]:
     """The failures that ``node`` reports."""
-    return [Report(node, aged(rank.failure, now), rank.log, rank.tail) for rank in failures]
+    return [FailureReport(node, aged(rank.failure, now), rank.log, rank.tail) for rank in failures]
 
 
 class FailureAggregation:
@@ -59,11 +59,11 @@ class FailureAggregation:
     After failures that all look like the consequence of another, that other has ``victim_s`` to show.
     """
 
-    def __init__(self, loop: Loop, victim_s: float, judged: Callable[[Report], None]) -> None:
+    def __init__(self, loop: Loop, victim_s: float, judged: Callable[[FailureReport], None]) -> None:
         self._loop = loop
         self._victim_s = victim_s
         self._judged = judged
-        self._reports: list[Report] = []
+        self._reports: list[FailureReport] = []
         self._timer: Timer | None = None
         self.noticed = time.monotonic()
 
@@ -72,7 +72,7 @@ class FailureAggregation:
         """True while reports are being gathered."""
         return self._timer is not None
 
-    def add(self, reports: Iterable[Report], *, alone: bool) -> None:
+    def add(self, reports: Iterable[FailureReport], *, alone: bool) -> None:
         """Take in the failures of a node; if it is the only one at work it knows the first cause."""
         self._reports += reports
         if alone:
@@ -86,7 +86,7 @@ class FailureAggregation:
             self._timer.cancel()
         else:
             return
-        self._timer = self._loop.later(GATHER_S if clear else self._victim_s, self._settle)
+        self._timer = self._loop.later(AGGREGATION_S if clear else self._victim_s, self._settle)
 
     def _settle(self) -> None:
         cause = first_cause([report.failure for report in self._reports])
@@ -101,7 +101,7 @@ class FailureAggregation:
         self._timer, self._reports = None, []
 
 
-def standings(ranks: Sequence[Standing], now: float) -> tuple[Standing, ...]:
+def rank_statuses(ranks: Sequence[RankStatus], now: float) -> tuple[RankStatus, ...]:
     """Where ranks stand, the moments turned into ages, and back."""
     return tuple(replace(rank, changed=now - rank.changed) for rank in ranks)
 
@@ -117,9 +117,9 @@ class LocalHang:
         self._told = 0.0
 
     def seen(self, hang: Hang) -> bool:
-        """Keep what was seen; True if the head is to be told."""
+        """Keep what was seen; True if the leader is to be told."""
         now = time.monotonic()
-        if now - self._told < AGAIN_S:
+        if now - self._told < REPEAT_S:
             return False
         self._told = now
         self._last, self._generation, self._stacks = hang, self._node.generation.number, hang.stacks
@@ -130,26 +130,26 @@ class LocalHang:
         """Whether a hang was seen of the ranks that run."""
         return self._last is not None and self._generation == self._node.generation.number
 
-    def report(self) -> Standings:
-        """Where the ranks stand, and the file with their stacks; the head may ask before a hang was seen."""
+    def report(self) -> RankStatuses:
+        """Where the ranks stand, and the file with their stacks; the leader may ask before a hang was seen."""
         if self._generation != self._node.generation.number:
             self._last, self._generation, self._stacks = None, self._node.generation.number, None
         if self._stacks is None:
             self._stacks = self._node.write_stacks()
-        return Standings(self._generation, standings(self._standings(), time.monotonic()), self._stacks)
+        return RankStatuses(self._generation, rank_statuses(self._rank_statuses(), time.monotonic()), self._stacks)
 
-    def _standings(self) -> list[Standing]:
+    def _rank_statuses(self) -> list[RankStatus]:
         """Where the ranks stand now, with what the stacks have said of those that have not moved since."""
         seen = {rank.rank: rank for rank in self._last.ranks} if self._last is not None else {}
         return [
             replace(rank, waits=seen[rank.rank].waits, where=seen[rank.rank].where)
             if rank.rank in seen and seen[rank.rank].changed == rank.changed
             else rank
-            for rank in self._node.standings()
+            for rank in self._node.rank_statuses()
         ]
 
     def judged(self, found: HangFound) -> None:
-        """The head restarts the run for it: note the event where the agent of this node looks, if it is its to note."""
+        """The leader restarts the run for a hang: write the event on the culprit's node, where its agent reads it."""
         fields = found.fields
         self._node.accept_hang(str(fields["phase"]), found.score)
         ranks = [rank.rank for rank in self._node.generation.ranks]
@@ -169,26 +169,26 @@ class HangInquiry:
         self._ask = ask
         self._found = found
         self._nodes: frozenset[str] = frozenset()
-        self._standings: dict[str, list[Standing]] = {}
+        self._rank_statuses: dict[str, list[RankStatus]] = {}
         self._stacks: dict[str, str | None] = {}
         self._timer: Timer | None = None
 
     def begin(self, nodes: Iterable[str]) -> None:
         """Ask ``nodes``, unless that is going on."""
         if self._timer is None:
-            self._nodes, self._standings, self._stacks = frozenset(nodes), {}, {}
-            self._timer = self._loop.later(STANDINGS_S, self.forget)
+            self._nodes, self._rank_statuses, self._stacks = frozenset(nodes), {}, {}
+            self._timer = self._loop.later(RANK_STATUS_S, self.forget)
             self._ask()
 
-    def add(self, node: str, ranks: list[Standing], stacks: str | None) -> None:
+    def add(self, node: str, ranks: list[RankStatus], stacks: str | None) -> None:
         """Take in an answer."""
         if self._timer is None:
             return
-        self._standings[node], self._stacks[node] = ranks, stacks
-        if self._standings.keys() >= self._nodes:
-            everyone = [rank for ranks in self._standings.values() for rank in ranks]
+        self._rank_statuses[node], self._stacks[node] = ranks, stacks
+        if self._rank_statuses.keys() >= self._nodes:
+            everyone = [rank for ranks in self._rank_statuses.values() for rank in ranks]
             self.forget()
-            if everyone and stuck_together(everyone):
+            if everyone and is_hang(everyone):
                 self._found(name_culprit(everyone), self._stacks)
 
     def forget(self) -> None:

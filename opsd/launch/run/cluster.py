@@ -1,6 +1,6 @@
-"""A launcher's part in the run: tells the head what happens on its node and obeys it, and is the head when it leads.
+"""A launcher's part in the run: reports to the leader, carries out its orders, and runs the leader when elected.
 
-A run on one node is the same with one launcher, which is the head.
+A run on one node is the same with one launcher, which is the leader.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import cast
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Body
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.io.control import Request
 from opsd.launch.io.protocol import Member, ProtocolError
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
-from opsd.launch.ranks.shutdown import HASTENED_S
+from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import LocalHang, to_ages
-from opsd.launch.run.fellows import cannot_listen
 from opsd.launch.run.generation_change import GenerationChange
-from opsd.launch.run.head import Head
-from opsd.launch.run.isolation import Isolation
-from opsd.launch.run.messages import CODEC, Stop, Told, Why
-from opsd.launch.run.nodes import Shape, place
+from opsd.launch.run.isolation import IsolationTimeouts
+from opsd.launch.run.launchers import cannot_listen
+from opsd.launch.run.leader import Leader
+from opsd.launch.run.messages import CODEC, Stop, StopReason, ToLeader
+from opsd.launch.run.nodes import RunShape, assign_slots
 from opsd.launch.run.readiness import Readiness
 from opsd.launch.run.requests import answer
-from opsd.launch.run.run_control import CONTROL, Failed
-from opsd.launch.run.shutdown import Job, Shutdown
+from opsd.launch.run.run_control import CONTROL, RankFailure
+from opsd.launch.run.shutdown import BatchJob, Shutdown
 from opsd.launch.run.supervisor import Supervisor
 
 PROGRESS_S = 1.0
@@ -41,43 +41,45 @@ READINESS_S = 30.0
 REFUSED_S = 1.0
 """How long a launcher that must not be used stays to say so."""
 UNBEGUN_S = 5.0
-"""How long a launcher that is to stop before its run has begun looks for a head to tell."""
+"""How long a launcher that is to stop before its run has begun looks for a leader to tell."""
 
 
 class ClusterRun:
     """The ``RunControl`` of a launcher, and the ``Listener`` of its group.
 
-    ``new_head`` makes the head's part when this launcher leads. ``ready`` says why this node must not take the place of
-    another, "" if it may; a ``guest``, whose node is not the job's, then ends. Its signals are about its own job, not
-    about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``Isolation``.
+    ``new_leader`` makes the leader's part when this launcher leads. ``ready`` says why this node must not take the
+    place of another, "" if it may; a ``borrowed`` node, which is not the job's, then ends. Its signals are about its
+    own job, not about the run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``IsolationTimeouts``.
     """
 
     def __init__(
         self,
         node: Supervisor,
         group: Group,
-        shape: Shape,
+        shape: RunShape,
         *,
-        new_head: Callable[[Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]], Head],
-        job: Job,
+        new_leader: Callable[[Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]], Leader],
+        job: BatchJob,
         ready: Callable[[], str],
-        guest: bool = False,
+        borrowed: bool = False,
         port: int | None = None,
         isolated_s: float = 60.0,
     ) -> None:
         self._node = node
         self._group = group
         self._shape = shape
-        self._new_head = new_head
-        self._guest = guest
+        self._new_leader = new_leader
+        self._borrowed = borrowed
         self._hang = LocalHang(node)
-        self._readiness = Readiness(node.loop, group, ready, self._not_ready if guest else lambda why: None)
-        self._shutdown = Shutdown(node, group, job, self._retire)
-        self._change = GenerationChange(node, group, self._readiness, self._shutdown, port=port, placed=self._make_way)
-        self._isolation = Isolation(
+        self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None)
+        self._shutdown = Shutdown(node, group, job, self._step_down)
+        self._change = GenerationChange(
+            node, group, self._readiness, self._shutdown, port=port, placed=self._leave_if_recalled
+        )
+        self._isolation = IsolationTimeouts(
             node, group, self._change, self._shutdown, self.stuck, join_s=shape.join_s, isolated_s=isolated_s
         )
-        self._head: Head | None = None
+        self._leader: Leader | None = None
         self._enough_since: float | None = None
         self._gone_s = 0.0
         self._stop: Stop | None = None
@@ -85,8 +87,8 @@ class ClusterRun:
         self._idle_stops = 0
         """How often a stop was asked for while no ranks ran here."""
         self._ordered: messages.StopOrdered | None = None
-        self._failures: list[Failed] = []
-        self._called_back = ""
+        self._failures: list[RankFailure] = []
+        self._recalled_by = ""
 
     # -- the launcher's side -------------------------------------------------------------------------------------
 
@@ -107,8 +109,8 @@ class ClusterRun:
         """The generation that runs here."""
         return self._node.generation.number
 
-    def _tell(self, message: Told) -> None:
-        self._group.tell_head(CODEC.encode(message))
+    def _tell(self, message: ToLeader) -> None:
+        self._group.tell_leader(CODEC.encode(message))
 
     def _tell_progress(self) -> None:
         progress = self._node.progress
@@ -125,21 +127,21 @@ class ClusterRun:
         failed = messages.Failed(self._generation, (messages.FailedRank(failure),))
         self._node.end(lambda: self._tell(failed))
 
-    def failed(self, found: Sequence[Failed]) -> None:
-        """Let the head judge."""
+    def failed(self, found: Sequence[RankFailure]) -> None:
+        """Let the leader judge."""
         cause = first_cause([failure for failure, _ in found])
         for failure, rank in sorted(found, key=lambda pair: pair[0] is not cause):
-            named = failure is cause and (failure.kind != "communication" or len(self._group.roster) == 1)
+            named = failure is cause and (failure.kind != "communication" or len(self._group.members) == 1)
             rank.report_exit(self._node.events, failure, culprit=named)
         self._failures += found
         self._tell_progress()
         self._tell_failures(found)
 
-    def _tell_failures(self, found: Sequence[Failed]) -> None:
+    def _tell_failures(self, found: Sequence[RankFailure]) -> None:
         self._tell(messages.Failed(self._generation, to_ages(found, time.time())))
 
     def hung(self, hang: Hang) -> None:
-        """Let the head look whether a rank of another node is behind it."""
+        """Let the leader look whether a rank of another node is behind it."""
         if self._hang.seen(hang):
             self._tell(messages.Hung(self._generation))
 
@@ -156,13 +158,13 @@ class ClusterRun:
     def asked_to_stop(self, by: str) -> None:
         """Stop here at once, and have all others do so: the signal may have reached this node only."""
         if self._shutdown.begun:
-            self._shutdown.hasten()
+            self._shutdown.exit_now()
             return
-        if self._guest and by != CONTROL:
-            self._called_back = by
-            self._make_way()
+        if self._borrowed and by != CONTROL:
+            self._recalled_by = by
+            self._leave_if_recalled()
             return
-        stop = Stop(Why.REQUEST) if by == CONTROL else Stop(Why.SIGNAL, by)
+        stop = Stop(StopReason.REQUEST) if by == CONTROL else Stop(StopReason.SIGNAL, by)
         if self._wanted or not self._node.stopping:
             self._stop_ranks(stop)
         self._wanted = self._wanted or stop
@@ -170,7 +172,7 @@ class ClusterRun:
         if not self._node.generation.running:
             self._idle_stops += 1
             limit = self._node.settings.stop_timeout_s if self._change.plan is not None else UNBEGUN_S
-            limit_s = (limit, min(limit, HASTENED_S), 0.0)[min(self._idle_stops, 3) - 1]
+            limit_s = (limit, min(limit, SECOND_STOP_S), 0.0)[min(self._idle_stops, 3) - 1]
             self._node.loop.later(limit_s, lambda: self._leave_idle(f"stopped after {by}"))
 
     def _leave_idle(self, reason: str) -> None:
@@ -182,18 +184,18 @@ class ClusterRun:
         self._stop = stop
         self._node.stop(str(stop))
 
-    def _make_way(self) -> None:
-        """If the node of this guest is wanted back: go, once another has taken its place at a step boundary."""
-        if not self._called_back:
+    def _leave_if_recalled(self) -> None:
+        """If this borrowed node is wanted back: leave once another node has taken its place at a step boundary."""
+        if not self._recalled_by:
             return
-        why = f"its own job ends ({self._called_back})"
+        why = f"its own job ends ({self._recalled_by})"
         if self._change.at_work:
             self._tell(messages.Leaving(self._generation, why))
         else:
             self._node.end(lambda: self._shutdown.leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
 
     def stop_too_slow(self, reason: str) -> None:
-        """Kill the ranks of this node; the head ends the run, or goes on from the last checkpoint.
+        """Kill the ranks of this node; the leader ends the run, or goes on from the last checkpoint.
 
         Ranks that are being ended are so for the next generation, which waits for what is to be done after that.
         """
@@ -205,7 +207,7 @@ class ClusterRun:
     def interrupted(self) -> None:
         """Let the ranks here end of it, then exit; the others go on without them, or end by their own SIGINT."""
         self._shutdown.interrupt()
-        self._head = None
+        self._leader = None
 
     def request(self, request: Request) -> Request:
         """Answer ``status``, ``restart`` and ``swap``."""
@@ -221,11 +223,11 @@ class ClusterRun:
 
     # -- the group's side ----------------------------------------------------------------------------------------
 
-    def enough(self, near: Collection[str]) -> bool:
-        """Whether a generation could be formed of the nodes ``near``; at the start others may follow for a while."""
+    def enough(self, reachable: Collection[str]) -> bool:
+        """Whether a generation could be formed of the ``reachable`` nodes; at the start, after waiting for more."""
         plan = self._group.plan
         slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
-        placed = place(self._shape, slots, near, unfit)
+        placed = assign_slots(self._shape, slots, reachable, unfit)
         if placed is None or plan is not None or len(placed) >= min(self._shape.most, len(self._shape.order)):
             self._enough_since = None
             return placed is not None
@@ -236,27 +238,27 @@ class ClusterRun:
         """Whether the ranks here make no progress, as far as can be seen."""
         return not self._node.generation.running or self._hang.lasts
 
-    def head_changed(self, head: str | None) -> None:
-        """Become the head, or tell the new one what it has to know."""
+    def leader_changed(self, leader: str | None) -> None:
+        """Become the leader, or tell the new one what it has to know."""
         if self._shutdown.begun:
             return
-        self._shutdown.head_changed()
-        self._retire()
-        self._head = None
-        if head is None:
-            self._isolation.head_lost()
+        self._shutdown.leader_changed()
+        self._step_down()
+        self._leader = None
+        if leader is None:
+            self._isolation.leader_lost()
             return
-        self._gone_s = self._isolation.head_found()
-        if head == self._group.own.name:
-            self._head = self._new_head(self._shutdown.over)
-            self._head.take_over()
+        self._gone_s = self._isolation.leader_found()
+        if leader == self._group.own.name:
+            self._leader = self._new_leader(self._shutdown.over)
+            self._leader.take_over()
         self._tell_state()
         if self._change.plan is not None:
-            self._make_way()
+            self._leave_if_recalled()
 
-    def _retire(self) -> None:
-        if self._head is not None:
-            self._head.retire()
+    def _step_down(self) -> None:
+        if self._leader is not None:
+            self._leader.step_down()
 
     def _tell_state(self) -> None:
         if self._wanted:
@@ -289,8 +291,8 @@ class ClusterRun:
         """Take the place that ``plan`` gives this node."""
         if self._shutdown.begun:
             return
-        if self._head is not None and begun is not None:
-            self._head.began(plan, begun)
+        if self._leader is not None and begun is not None:
+            self._leader.began(plan, begun)
         self._change.begin(plan, begun)
         if not plan.payload["keep"]:
             self._stop, self._gone_s, self._failures = None, 0.0, []
@@ -303,13 +305,13 @@ class ClusterRun:
             self._readiness.tell()
 
     def _not_ready(self, why: str) -> None:
-        """Give the node back to the pool, once the head has heard why."""
+        """Give the node back to the pool, once the leader has heard why."""
         self._node.loop.later(REFUSED_S, lambda: self._shutdown.leave(exitcodes.FAILED, f"not ready as a spare: {why}"))
 
     def cut_off(self) -> None:
         """Run no ranks that others may have replaced; those that are being ended anyway need no more than that."""
         if self._change.plan is not None and not self._shutdown.begun and not self._node.ending:
-            say("neither a head of the run nor its folder is within reach; ending the ranks here")
+            print_message("neither a leader of the run nor its folder is within reach; ending the ranks here")
             self._node.end(lambda: self._node.set_state("waiting"))
 
     def overtaken(self) -> None:
@@ -318,33 +320,33 @@ class ClusterRun:
         self._shutdown.finish(exitcodes.FENCED, f"another copy of this run has begun in {folder}; this one stops")
 
     def joined(self, member: Member) -> None:
-        """Let the head know."""
-        if self._head is not None:
-            self._head.joined(member)
+        """Let the leader know."""
+        if self._leader is not None:
+            self._leader.joined(member)
 
     def lost(self, name: str, silent_s: float) -> None:
-        """Let the head act."""
-        if self._head is not None:
-            self._head.lost(name, silent_s)
+        """Let the leader act."""
+        if self._leader is not None:
+            self._leader.lost(name, silent_s)
 
     def received(self, sender: str, body: Body) -> None:
-        """Obey the head; as the head, decide."""
+        """Obey the leader; as the leader, decide."""
         try:
             message = CODEC.decode(body)
         except ProtocolError as error:
-            say(f"{sender} sends {error}; it is ignored")
+            print_message(f"{sender} sends {error}; it is ignored")
             return
         match message:
             case messages.StopOrdered():
                 self._ordered = message
                 self._stop_as_ordered()
-            case messages.StandingsWanted(generation):
+            case messages.RankStatusesWanted(generation):
                 if generation == self._node.generation.number and self._node.generation.running:
                     self._tell(self._hang.report())
             case messages.HangFound():
                 self._hang.judged(message)
-            case _ if self._head is not None:
-                self._head.received(sender, cast(Told, message))
+            case _ if self._leader is not None:
+                self._leader.received(sender, cast(ToLeader, message))
 
     def _stop_as_ordered(self) -> None:
         """An order may come late, when other ranks run here, or early, before those that it means."""

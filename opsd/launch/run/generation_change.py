@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from opsd import exitcodes
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.followers import highest
 from opsd.launch.claims.group import Group
-from opsd.launch.claims.leading import highest
 from opsd.launch.claims.messages import Begun, Ready
 from opsd.launch.ranks.ranks import Recovery
 from opsd.launch.ranks.settings import Assignment, free_port
@@ -115,7 +115,7 @@ class GenerationChange:
     def _tell_waiting(self) -> None:
         """The others have begun, or go on, without the ranks of this node."""
         assert self.plan is not None
-        self._group.tell_head(CODEC.encode(Waiting(self.plan.generation, 0.0)))
+        self._group.tell_leader(CODEC.encode(Waiting(self.plan.generation, 0.0)))
 
     def _stand_by(self, plan: Plan) -> None:
         if self.plan is plan:

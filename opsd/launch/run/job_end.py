@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opsd import exitcodes
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import BATCH_HOST
 from opsd.slurm.allocation import AllocationError, allocation, in_job
 from opsd.slurm.attendant import requeue_from_inside
@@ -39,14 +39,16 @@ class SlurmJob:
                 return
             slurm = self.connect()
             if code == exitcodes.REQUEUE:
-                dismiss(slurm, self.log.parent, job, say)
-                requeue_from_inside(slurm, job, Without(lost, unfit), log=str(self.log), say=say)
+                dismiss(slurm, self.log.parent, job, print_message)
+                requeue_from_inside(slurm, job, Without(lost, unfit), log=str(self.log), say=print_message)
             elif any(found.batch_host in lost for found in slurm.jobs([job.job])):
-                say(f"the batch script of job {job.job} died with its node; cancelling the job, which is done")
-                dismiss(slurm, self.log.parent, job, say)
+                print_message(
+                    f"the batch script of job {job.job} died with its node; cancelling the job, which is done"
+                )
+                dismiss(slurm, self.log.parent, job, print_message)
                 slurm.cancel(job.job)
         except (SlurmError, AllocationError) as error:
-            say(f"Slurm: {error}")
+            print_message(f"Slurm: {error}")
 
     def _batch_script_lives(self, lost: tuple[str, ...]) -> bool:
         """Whether there is an ``opsd slurm run`` that reads how the run has ended."""

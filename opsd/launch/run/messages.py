@@ -1,23 +1,24 @@
-"""What launchers tell the head about the run, and what the head tells them. They travel in ``Tell`` and ``Order``.
+"""What launchers tell the leader about the run, and what the leader tells them. They travel in ``Tell`` and ``Order``.
 
 Moments travel as ages in seconds, so that clocks need not agree.
 """
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
 from opsd.launch.claims import messages as group
-from opsd.launch.hangs.hang import Standing
+from opsd.launch.hangs.hang import RankStatus
 from opsd.launch.io.protocol import Codec
 from opsd.launch.ranks.failure import Failure
 
-TO_HEAD, FROM_HEAD = "to the head", "from the head"
+TO_LEADER, FROM_LEADER = "to the leader", "from the leader"
 
 
-class Why(Enum):
+class StopReason(Enum):
     """What an orderly stop is for."""
 
     SIGNAL = "signal"
@@ -29,16 +30,20 @@ class Why(Enum):
 class Stop:
     """An orderly stop. ``what`` is the signal, or the node that is to be swapped."""
 
-    why: Why
+    why: StopReason
     what: str = ""
 
     @property
-    def for_good(self) -> bool:
+    def final(self) -> bool:
         """Whether the run goes on only when it is started again."""
-        return self.why is not Why.SWAP
+        return self.why is not StopReason.SWAP
 
     def __str__(self) -> str:
-        return {Why.SIGNAL: self.what, Why.REQUEST: "control", Why.SWAP: f"the swap of {self.what}"}[self.why]
+        return {
+            StopReason.SIGNAL: self.what,
+            StopReason.REQUEST: "control",
+            StopReason.SWAP: f"the swap of {self.what}",
+        }[self.why]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class FailedRank:
 class Progress:
     """How far the run has come, as far as it is known on a node: highest completed and committed step."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     furthest: int | None
     committed: int | None
@@ -64,7 +69,7 @@ class Progress:
 class Event:
     """An event of a node that concerns the run; ``record`` as in ``events.jsonl``."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     record: dict[str, Any]
     age_s: float
 
@@ -73,7 +78,7 @@ class Event:
 class Failed:
     """Ranks of a node have failed."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     failures: tuple[FailedRank, ...]
 
@@ -82,17 +87,18 @@ class Failed:
 class Hung:
     """The ranks of a node stand still for too long."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Standings:
+class RankStatuses:
     """Where the ranks of a node stand, ``changed`` as an age, and the file with their stacks."""
 
-    direction: ClassVar = TO_HEAD
+    wire: ClassVar = "standings"
+    direction: ClassVar = TO_LEADER
     generation: int
-    ranks: tuple[Standing, ...]
+    ranks: tuple[RankStatus, ...]
     stacks: str | None
 
 
@@ -100,7 +106,7 @@ class Standings:
 class Ended:
     """All ranks of a node have ended in good order, on their own or as they were told to."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     told: Stop | None = None
 
@@ -109,7 +115,7 @@ class Ended:
 class Waiting:
     """The ranks of a node do not run, and have not ended in good order; for ``gone_s`` seconds."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     gone_s: float
 
@@ -118,7 +124,7 @@ class Waiting:
 class Late:
     """Ranks that were told to stop have not done so in time."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     reason: str
     told: Stop | None = None
@@ -128,7 +134,7 @@ class Late:
 class StopWanted:
     """Somebody wants the run to checkpoint and end."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     stop: Stop
 
 
@@ -136,7 +142,7 @@ class StopWanted:
 class RestartWanted:
     """Somebody wants all ranks restarted from the last checkpoint."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     reason: str
 
@@ -145,7 +151,7 @@ class RestartWanted:
 class SwapWanted:
     """Somebody wants ``node`` replaced by a spare at a step boundary."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     node: str
     reason: str
@@ -155,7 +161,7 @@ class SwapWanted:
 class SpareWanted:
     """A swap of ``node`` was wanted, and there is no spare: whoever can may bring one."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     node: str
     reason: str
@@ -163,9 +169,9 @@ class SpareWanted:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A guest has to go, once another has taken its place."""
+    """A borrowed node has to leave, once another has taken its place."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     generation: int
     reason: str
 
@@ -174,7 +180,7 @@ class Leaving:
 class Readiness:
     """Why a node must not take another's place, "" if it may."""
 
-    direction: ClassVar = TO_HEAD
+    direction: ClassVar = TO_LEADER
     why: str
 
 
@@ -182,16 +188,17 @@ class Readiness:
 class StopOrdered:
     """All ranks are to checkpoint at the next step boundary and end."""
 
-    direction: ClassVar = FROM_HEAD
+    direction: ClassVar = FROM_LEADER
     generation: int
     stop: Stop
 
 
 @dataclass(frozen=True, slots=True)
-class StandingsWanted:
+class RankStatusesWanted:
     """A node has reported a hang: where do the ranks of all stand?"""
 
-    direction: ClassVar = FROM_HEAD
+    wire: ClassVar = "standings_wanted"
+    direction: ClassVar = FROM_LEADER
     generation: int
 
 
@@ -199,20 +206,17 @@ class StandingsWanted:
 class HangFound:
     """The run is restarted for a hang; ``fields`` are those of its event, ``score`` how much spoke for it."""
 
-    direction: ClassVar = FROM_HEAD
+    direction: ClassVar = FROM_LEADER
     fields: dict[str, Any]
     score: int
 
 
-Told = (
-    Progress | Event | Failed | Hung | Standings | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
+ToLeader = (
+    Progress | Event | Failed | Hung | RankStatuses | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
     | SpareWanted | Leaving | Readiness
 )  # fmt: skip
-Ordered = StopOrdered | StandingsWanted | HangFound
-KINDS = (
-    Progress, Event, Failed, Hung, Standings, Ended, Waiting, Late, StopWanted, RestartWanted, SwapWanted, SpareWanted,
-    Leaving, Readiness, StopOrdered, StandingsWanted, HangFound,
-)  # fmt: skip
+FromLeader = StopOrdered | RankStatusesWanted | HangFound
+KINDS: tuple[type, ...] = (*typing.get_args(ToLeader), *typing.get_args(FromLeader))
 CODEC = Codec(KINDS)
 MESSAGES = (*group.MESSAGES, *KINDS)
 """All that launchers say to each other."""

@@ -28,7 +28,7 @@ def name_of_nodes(env: Mapping[str, str], rdzv_id: str | None, common: str) -> s
         step = _step(env)
         inside = _number(env, "SLURM_STEP_NUM_NODES"), _number(env, "SLURM_JOB_NUM_NODES")
         return f"{job}-step-{step}" if step is not None and 1 < inside[0] < inside[1] else job
-    return valid_name(common) if common else _moment()
+    return valid_name(common) if common else _timestamp()
 
 
 def name_of_one_node(env: Mapping[str, str], rdzv_id: str | None, cwd: Path, program: Sequence[str]) -> str:
@@ -38,7 +38,7 @@ def name_of_one_node(env: Mapping[str, str], rdzv_id: str | None, cwd: Path, pro
     """
     job = _job(env)
     if not job:
-        return _moment()
+        return _timestamp()
     known = [_step(env), env.get("SLURM_PROCID"), _chosen_gpus(env), rdzv_id, str(cwd), *program]
     mark = hashlib.blake2b(json.dumps(known).encode(), digest_size=4).hexdigest()
     return f"{job}-{mark}"
@@ -67,5 +67,5 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _moment() -> str:
+def _timestamp() -> str:
     return time.strftime("run-%Y%m%d-%H%M%S") + f"-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""The nodes of a run, as the head knows them: who is fit, who runs the ranks of the next generation, who stands by."""
+"""The nodes of a run as the leader knows them: node health, and which nodes run ranks in the next generation."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.reporting import say
-from opsd.launch.io.run_log import Log
+from opsd.launch.io.reporting import print_message
+from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import Failure
 
 REGROUP_S = 2.0
-"""How long a new head waits for the others to find it before it says that there are too few."""
+"""How long a new leader waits for the others to find it before it says that there are too few."""
 BLAMED_OFTEN = 2
 """So many faults make a node unfit, though its hardware has not said that it fails."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RunShape:
     """How many nodes run ranks, at least and at most, and which of them first.
 
     For ``join_s`` seconds the first generation waits for the least, and then for ``last_call_s`` for more of them; a
@@ -40,8 +40,8 @@ class Shape:
     victim_s: float = 3.0
 
 
-def place(
-    shape: Shape,
+def assign_slots(
+    shape: RunShape,
     before: Sequence[str],
     alive: Collection[str],
     unfit: Collection[str],
@@ -68,9 +68,9 @@ def place(
 
 
 class NodeHealth:
-    """What the head knows about nodes. ``spares`` gives those that could take a place."""
+    """What the leader knows about nodes. ``spares`` gives those that could take a place."""
 
-    def __init__(self, log: Log, spares: Callable[[], Collection[str]]) -> None:
+    def __init__(self, log: RunEventLog, spares: Callable[[], Collection[str]]) -> None:
         self.gone: set[str] = set()
         self.flaps: Counter[str] = Counter()
         """How often nodes have been lost and have come back."""
@@ -91,18 +91,18 @@ class NodeHealth:
         """Nodes that are still there, and are not to be used again."""
         return self._retired - self.gone
 
-    def memory(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """What a successor has to know, for JSON."""
         return {
             "unfit": sorted(self._retired), "blamed": self._faults, "gone": sorted(self.gone), "flaps": self.flaps,
         }  # fmt: skip
 
-    def recall(self, memory: Mapping[str, Any]) -> None:
-        """Go on from what the head before remembered."""
+    def restore(self, memory: Mapping[str, Any]) -> None:
+        """Go on from what the leader before remembered."""
         self._retired, self._faults = set(memory["unfit"]), Counter(memory["blamed"])
         self.gone, self.flaps = set(memory["gone"]), Counter(memory["flaps"])
 
-    def came(self, node: str) -> None:
+    def joined(self, node: str) -> None:
         """A launcher has joined; whether it is ready it will say."""
         if node in self.gone:
             self.gone.discard(node)
@@ -118,11 +118,11 @@ class NodeHealth:
             self._log.emit("spare_refused", refused=node, reason=why)
         return why != known
 
-    def call_back(self, node: str, reason: str) -> None:
+    def withdraw(self, node: str, reason: str) -> None:
         """The node is wanted elsewhere: it does not count as a spare until it comes again."""
         self._unready[node] = reason
 
-    def judge(self, node: str, cause: Failure) -> None:
+    def note_fault(self, node: str, cause: Failure) -> None:
         """Let a spare take the place of a node that is still there, and has proven unfit.
 
         An error of the program, or a connection lost, is no node's fault.
@@ -155,8 +155,8 @@ class NodeHealth:
         self._log.emit("swap_refused", swap=node, reason="there is no spare for it")
 
 
-class Purpose(Protocol):
-    """What the head wants with the nodes that are there."""
+class PlannerCallbacks(Protocol):
+    """What the leader wants with the nodes that are there."""
 
     def payload(self, keep: int) -> Mapping[str, Any]:
         """What successors have to know, with the plan; ``keep`` is the generation whose ranks run on, or 0."""
@@ -171,19 +171,21 @@ class Purpose(Protocol):
         ...
 
 
-class Formation:
-    """The proposals of one head. A proposal replaces the one before; ``begun`` is called when one holds."""
+class GenerationPlanner:
+    """The proposals of one leader. A proposal replaces the one before; ``begun`` is called when one holds."""
 
-    def __init__(self, shape: Shape, group: Group, loop: Loop, health: NodeHealth, purpose: Purpose) -> None:
+    def __init__(
+        self, shape: RunShape, group: Group, loop: Loop, health: NodeHealth, callbacks: PlannerCallbacks
+    ) -> None:
         self.plan: Plan | None = None
-        """The newest that has begun, or that a head before this one has left."""
+        """The newest that has begun, or that a leader before this one has left."""
         self.changing = False
         """True while a generation is on its way: what is heard of the one before comes too late."""
         self._shape = shape
         self._group = group
         self._loop = loop
         self._health = health
-        self._purpose = purpose
+        self._callbacks = callbacks
         self._waiting: Timer | None = None
         self._regroup_until = 0.0
         self._closed = False
@@ -204,7 +206,7 @@ class Formation:
         return self._group.alive.keys() - self._health.unfit - set(self.slots)
 
     def take_over(self, plan: Plan) -> None:
-        """Go on from ``plan``, made by the head before; some of the others may not have found this one yet."""
+        """Go on from ``plan``, made by the leader before; some of the others may not have found this one yet."""
         self.plan, self.changing = plan, not self._group.begun
         self._regroup_until = time.monotonic() + REGROUP_S
 
@@ -212,11 +214,11 @@ class Formation:
         """The ranks of ``plan`` are started."""
         self.plan, self.changing = plan, False
 
-    def renew(self) -> None:
+    def propose_next(self) -> None:
         """Propose the next generation; if there are too few nodes, one without ranks, to wait for more."""
         if self._closed:
             return
-        slots = place(self._shape, self.slots, self._group.alive.keys(), self._health.unfit, self._health.flaps)
+        slots = assign_slots(self._shape, self.slots, self._group.alive.keys(), self._health.unfit, self._health.flaps)
         if slots is not None:
             self._stop_waiting()
             self._propose(slots)
@@ -224,18 +226,18 @@ class Formation:
             self._wait()
 
     def keep(self, plan: Plan) -> None:
-        """Lead on what a head before this one has begun, or this launcher before it stepped down: its ranks go on."""
-        self._group.propose(plan.slots, self._purpose.payload(keep=plan.generation))
+        """Lead on what a leader before this one has begun, or this launcher before it stepped down: its ranks go on."""
+        self._group.propose(plan.slots, self._callbacks.payload(keep=plan.generation))
 
     def _propose(self, slots: tuple[str, ...]) -> None:
-        self._purpose.replaced()
+        self._callbacks.replaced()
         self.changing = True
-        self._group.propose(slots, self._purpose.payload(keep=0))
+        self._group.propose(slots, self._callbacks.payload(keep=0))
 
     def _wait(self) -> None:
         wait_s = max(self._shape.wait_s, self._regroup_until - time.monotonic())
         if wait_s > 0:
-            say(f"too few nodes are left; waiting up to {wait_s:.3g} s for another")
+            print_message(f"too few nodes are left; waiting up to {wait_s:.3g} s for another")
             self._waiting = self._loop.later(wait_s, self._too_few)
             self._propose(())
         else:
@@ -244,7 +246,7 @@ class Formation:
     def _too_few(self) -> None:
         self._waiting = None
         fit = self._group.alive.keys() - self._health.unfit
-        self._purpose.too_few(f"too few nodes are left: {len(fit)} are there, {self._shape.least} are needed")
+        self._callbacks.too_few(f"too few nodes are left: {len(fit)} are there, {self._shape.least} are needed")
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:

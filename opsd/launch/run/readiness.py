@@ -1,4 +1,4 @@
-"""Whether this node may take another's place: told to the head while it stands by."""
+"""Whether this node may take another's place: told to the leader while it stands by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from opsd.launch.claims.group import Group
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.run import messages
 from opsd.launch.run.messages import CODEC
 
@@ -32,22 +32,22 @@ class Readiness:
         self._then: Callable[[], None] | None = None
 
     def tell(self) -> None:
-        """Let the head know."""
+        """Let the leader know."""
         if not self._asking:
             self._asking = True
             self._loop.run_in_thread(self._ask, self._answered)
 
     def before(self, take_part: Callable[[], None]) -> None:
-        """Go on with ``take_part`` if the node is ready, as far as was known last; the head has to find another if not.
+        """Call ``take_part`` if the node was ready when last asked; if not, tell the leader, which then needs another.
 
-        A swap waits for no file system and no controller, unless the node has only just come.
+        A swap does not wait for a file system or a controller, except on a node that has just joined.
         """
         if self._known is None:
             self._then = take_part
             self._loop.later(ANSWER_S, lambda: self._give_up(take_part))
             self.tell()
         elif self._known:
-            self._tell_head(self._known)
+            self._tell_leader(self._known)
         else:
             take_part()
 
@@ -57,22 +57,22 @@ class Readiness:
             return
         text, before = str(why), self._known
         self._known = None if isinstance(why, OSError) else text
-        self._tell_head(text)
+        self._tell_leader(text)
         if text and text != before:
-            say(f"this node is not used as a spare: {text}")
+            print_message(f"this node is not used as a spare: {text}")
             self._refused(text)
         then, self._then = self._then, None
         if then is not None and not text:
             then()
 
     def _give_up(self, take_part: Callable[[], None]) -> None:
-        """A file server that hangs must not hold up the run, also where this node is the head."""
+        """A file server that hangs must not hold up the run, also where this node is the leader."""
         if self._then is take_part:
             self._then = None
-            self._tell_head(f"whether it is ready could not be found out within {ANSWER_S:g} s")
+            self._tell_leader(f"whether it is ready could not be found out within {ANSWER_S:g} s")
 
-    def _tell_head(self, why: str) -> None:
-        self._group.tell_head(CODEC.encode(messages.Readiness(why)))
+    def _tell_leader(self, why: str) -> None:
+        self._group.tell_leader(CODEC.encode(messages.Readiness(why)))
 
 
 def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:

@@ -6,24 +6,24 @@ from collections.abc import Callable
 
 from opsd.launch.claims.group import Group
 from opsd.launch.io.control import Request
-from opsd.launch.run.messages import RestartWanted, SpareWanted, SwapWanted, Told
+from opsd.launch.run.messages import RestartWanted, SpareWanted, SwapWanted, ToLeader
 
 
 def answer(
-    request: Request, group: Group, *, between: bool, generation: int, tell: Callable[[Told], None], waits: bool
+    request: Request, group: Group, *, between: bool, generation: int, tell: Callable[[ToLeader], None], waits: bool
 ) -> Request:
-    """Answer ``status``, ``restart`` and ``swap``; what is to be done is told to the head by ``tell``.
+    """Answer ``status``, ``restart`` and ``swap``; what is to be done is told to the leader by ``tell``.
 
     A run that ``waits`` for nodes may be brought a spare: it asks for one, and answers that it is ``coming``.
     """
-    command, plan, head = request.get("cmd"), group.plan, group.head
+    command, plan, leader = request.get("cmd"), group.plan, group.leader
     slots = plan.slots if plan is not None else ()
-    spares = [name for name in sorted(group.roster) if name not in slots] if plan is not None else []
+    spares = [name for name in sorted(group.members) if name not in slots] if plan is not None else []
     if command == "status":
-        return {"nodes": list(slots), "spares": spares, "head": head, "waits": waits}
+        return {"nodes": list(slots), "spares": spares, "head": leader, "waits": waits}
     if command not in ("restart", "swap"):
         return _refused(f"unknown command {command!r}; known are status, restart, stop, swap")
-    if plan is None or between or head is None:
+    if plan is None or between or leader is None:
         return _refused("the run is between two generations; ask again in a few seconds")
     reason = str(request.get("reason", ""))
     if command == "restart":

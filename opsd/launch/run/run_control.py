@@ -10,7 +10,7 @@ from opsd.launch.io.control import Request
 from opsd.launch.ranks.failure import Failure
 from opsd.launch.ranks.ranks import Rank
 
-Failed = tuple[Failure, Rank]
+RankFailure = tuple[Failure, Rank]
 CONTROL = "control"
 """Who asks for a stop if it is not a signal."""
 
@@ -26,7 +26,7 @@ class RunControl(Protocol):
         """The ranks of the generation could not all be started."""
         ...
 
-    def failed(self, found: Sequence[Failed]) -> None:
+    def failed(self, found: Sequence[RankFailure]) -> None:
         """Ranks of this node have failed, all that did at about the same time."""
         ...
 

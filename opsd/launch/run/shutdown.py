@@ -1,4 +1,4 @@
-"""How a launcher ends: at once, or as the head, once the others and the job know."""
+"""How a launcher ends: at once, or as the leader, once the others and the job know."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Protocol
 from opsd import exitcodes
 from opsd.launch.claims.group import Group
 from opsd.launch.io.loop import Timer
-from opsd.launch.io.reporting import say
+from opsd.launch.io.reporting import print_message
 from opsd.launch.run.supervisor import Supervisor
 
-LAST_WORDS_S = 1.0
-"""How long the head stays for the others after the end."""
+LEADER_LINGER_S = 1.0
+"""How long the leader stays for the others after the end."""
 CLAIM_S = 20.0
 """How long the end of the run waits for the folder to take it."""
 
 
-class Job(Protocol):
+class BatchJob(Protocol):
     """The job that the run is part of, as far as its end goes. May block; is called in a thread."""
 
     def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
@@ -32,23 +32,23 @@ class Job(Protocol):
 class Shutdown:
     """The end of this launcher. ``ending`` is called first of all, when the end is certain."""
 
-    def __init__(self, node: Supervisor, group: Group, job: Job, ending: Callable[[], None]) -> None:
+    def __init__(self, node: Supervisor, group: Group, job: BatchJob, ending: Callable[[], None]) -> None:
         self.begun = False
         self._node = node
         self._group = group
         self._job = job
         self._ending = ending
         self._ended: tuple[int, str] | None = None
-        self._bad: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._bad_nodes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._unclaimed: Timer | None = None
-        self._last_word: tuple[int, str] | None = None
+        self._pending_exit: tuple[int, str] | None = None
 
     def over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """As the head, this launcher is about to claim the end of the run."""
-        self._ended, self._bad = (code, reason), (lost, unfit)
+        """As the leader, this launcher is about to claim the end of the run."""
+        self._ended, self._bad_nodes = (code, reason), (lost, unfit)
         self._unclaimed = self._node.loop.later(CLAIM_S, lambda: self._end_unclaimed(code, reason))
 
-    def head_changed(self) -> None:
+    def leader_changed(self) -> None:
         """Another launcher leads, or this one again: the run may go on."""
         if self._unclaimed is not None:
             self._unclaimed.cancel()
@@ -56,7 +56,7 @@ class Shutdown:
 
     def _end_unclaimed(self, code: int, reason: str) -> None:
         if self._group.holds and not self.begun:
-            say(f"the run's folder does not take the end of the run within {CLAIM_S:g} s; ending without")
+            print_message(f"the run's folder does not take the end of the run within {CLAIM_S:g} s; ending without")
             self.finish(code, reason)
 
     def finish(self, code: int, reason: str) -> None:
@@ -64,7 +64,7 @@ class Shutdown:
         if not self.begun:
             self.begun = True
             self._ending()
-            self._node.end(lambda: self.leave(code, reason), gently=code == exitcodes.OK)
+            self._node.end(lambda: self.leave(code, reason), gracefully=code == exitcodes.OK)
 
     def interrupt(self) -> None:
         """Let SIGINT end the ranks, then exit; the others go on without them, or end by their own SIGINT."""
@@ -75,16 +75,17 @@ class Shutdown:
         self._node.interrupt(lambda: self.leave(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
 
     def leave(self, code: int, reason: str) -> None:
-        """Exit, the ranks have ended; the head after the others, so that they hear of the end, and once the job knows.
+        """Exit, once the ranks have ended. The leader exits after the other launchers, and after the job was told.
 
-        Not for another end than this launcher has made: the run may have gone on under another head.
+        This applies to the end of the run that this launcher has claimed itself: after another leader took over, the
+        run may go on.
         """
         self.begun = True
         if self._ended != (code, reason):
             self._node.finish(code, reason)
-        elif self._last_word is None:
-            self._last_word = (code, reason)
-            self._wait_for_others(time.monotonic() + LAST_WORDS_S)
+        elif self._pending_exit is None:
+            self._pending_exit = (code, reason)
+            self._wait_for_others(time.monotonic() + LEADER_LINGER_S)
 
     def _wait_for_others(self, limit: float) -> None:
         if len(self._group.alive) <= 1 or time.monotonic() > limit:
@@ -93,13 +94,13 @@ class Shutdown:
             self._node.loop.later(0.05, lambda: self._wait_for_others(limit))
 
     def _tell_job(self) -> None:
-        assert self._last_word is not None
-        (lost, unfit), (code, reason) = self._bad, self._last_word
+        assert self._pending_exit is not None
+        (lost, unfit), (code, reason) = self._bad_nodes, self._pending_exit
         self._node.loop.run_in_thread(
             lambda: self._job.end(code, lost, unfit), lambda _: self._node.finish(code, reason)
         )
 
-    def hasten(self) -> None:
+    def exit_now(self) -> None:
         """Exit now if the end has come: Slurm ends the job, as this launcher has asked it to."""
-        if self._last_word is not None:
-            self._node.finish(*self._last_word)
+        if self._pending_exit is not None:
+            self._node.finish(*self._pending_exit)

@@ -6,20 +6,20 @@ from typing import Protocol
 
 from opsd import exitcodes
 from opsd.launch.claims.group import Group
-from opsd.launch.io.reporting import say
-from opsd.launch.io.run_log import Log
-from opsd.launch.run.messages import CODEC, Stop, StopOrdered, Why
-from opsd.launch.run.nodes import Formation, NodeHealth
+from opsd.launch.io.reporting import print_message
+from opsd.launch.io.run_log import RunEventLog
+from opsd.launch.run.messages import CODEC, Stop, StopOrdered, StopReason
+from opsd.launch.run.nodes import GenerationPlanner, NodeHealth
 
 
-class Decisions(Protocol):
-    """What the head does once it comes to that."""
+class StopCallbacks(Protocol):
+    """What the leader does once it comes to that."""
 
     def note_interruption(self) -> None:
         """The run begins to stand still."""
         ...
 
-    def renew(self) -> None:
+    def propose_next(self) -> None:
         """Propose the next generation."""
         ...
 
@@ -36,29 +36,31 @@ class Decisions(Protocol):
         ...
 
 
-class Stops:
-    """Of one head: who wants the generation to stop, and which of its nodes have ended."""
+class StopCoordinator:
+    """Of one leader: who wants the generation to stop, and which of its nodes have ended."""
 
-    def __init__(self, formation: Formation, group: Group, health: NodeHealth, log: Log, decisions: Decisions) -> None:
-        self._formation = formation
+    def __init__(
+        self, formation: GenerationPlanner, group: Group, health: NodeHealth, log: RunEventLog, callbacks: StopCallbacks
+    ) -> None:
+        self._planner = formation
         self._group = group
         self._health = health
         self._log = log
-        self._decisions = decisions
+        self._callbacks = callbacks
         self._stop: Stop | None = None
         self._ended: dict[str, Stop | None] = {}
         self._leaving: dict[str, str] = {}
-        """Guests for which there was no spare, and why they have to leave."""
+        """Borrowed nodes for which there was no spare, and why they have to leave."""
 
     @property
-    def for_good(self) -> bool:
+    def final(self) -> bool:
         """Whether the generation that stops is the last one of this start."""
-        return self._stop is not None and self._stop.for_good
+        return self._stop is not None and self._stop.final
 
     @property
     def at_work(self) -> set[str]:
         """The nodes whose ranks have not ended."""
-        return set(self._formation.slots) - self._ended.keys()
+        return set(self._planner.slots) - self._ended.keys()
 
     def forget(self) -> None:
         """Another generation is on its way."""
@@ -66,35 +68,35 @@ class Stops:
 
     def swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
-        if self._stop or node not in self._formation.slots:
+        if self._stop or node not in self._planner.slots:
             return
         if not self._health.retire(node, reason):
             self._health.refuse_swap(node)
             return
         self._stop_for_swap(node, reason)
 
-    def let_go(self, node: str, reason: str) -> None:
-        """The same for a guest that has to leave, and may come again; without a spare one is asked for, and awaited."""
-        if self._stop or node not in self._formation.slots:
+    def release(self, node: str, reason: str) -> None:
+        """The same for a borrowed node that has to leave and may return; without a spare, ask for one and wait."""
+        if self._stop or node not in self._planner.slots:
             return
-        if not self._formation.spares:
+        if not self._planner.spares:
             if node not in self._leaving:
                 self._log.emit("spare_wanted", swap=node, reason=reason)
             self._leaving[node] = reason
             return
-        self._health.call_back(node, reason)
+        self._health.withdraw(node, reason)
         self._stop_for_swap(node, reason)
 
     def spare_ready(self) -> None:
         """A spare says that it may be used: let go who waits for one."""
-        if self._leaving and not self._formation.changing and not self._formation.waiting:
+        if self._leaving and not self._planner.changing and not self._planner.waiting:
             node, reason = next(iter(self._leaving.items()))
-            self.let_go(node, reason)
+            self.release(node, reason)
 
     def _stop_for_swap(self, node: str, reason: str) -> None:
-        stop = Stop(Why.SWAP, node)
+        stop = Stop(StopReason.SWAP, node)
         self._log.emit("restart_requested", reason=f"{stop}: {reason}", swap=node)
-        self._decisions.note_interruption()
+        self._callbacks.note_interruption()
         self._order(stop)
 
     def _order(self, stop: Stop) -> None:
@@ -105,51 +107,51 @@ class Stops:
         """Restart all ranks at once, unless they are about to stop."""
         if self._stop is None:
             self._log.emit("restart_requested", reason=reason)
-            self._decisions.restart_all()
+            self._callbacks.restart_all()
 
     def stop(self, stop: Stop) -> None:
         """Somebody wants the run to checkpoint and end."""
-        if self.for_good:
+        if self.final:
             return
-        if self._formation.plan is None or self._formation.changing or self._formation.waiting:
+        if self._planner.plan is None or self._planner.changing or self._planner.waiting:
             self._stop = stop
-            self._decisions.end(exitcodes.REQUEUE, f"stopped between generations after {stop}")
+            self._callbacks.end(exitcodes.REQUEUE, f"stopped between generations after {stop}")
         else:
             self._order(stop)
 
     def ended(self, node: str, told: Stop | None) -> None:
-        """The ranks of ``node`` have ended in order, or as they were ``told`` to, by a head before this one too."""
+        """The ranks of ``node`` have ended in order, or as they were ``told`` to, by a leader before this one too."""
         self._ended[node] = told
         if self.at_work:
             return
         stop = self._stop or next(filter(None, self._ended.values()), None)
         if stop is None:
-            self._decisions.end(exitcodes.OK, "all ranks finished")
-        elif stop.for_good:
-            self._decisions.stopped(stop)
+            self._callbacks.end(exitcodes.OK, "all ranks finished")
+        elif stop.final:
+            self._callbacks.stopped(stop)
         else:
             self._take_over(stop)
-            self._decisions.renew()
+            self._callbacks.propose_next()
 
     def _take_over(self, stop: Stop) -> None:
-        """Go on with a swap that a head before this one has ordered."""
+        """Go on with a swap that a leader before this one has ordered."""
         if self._stop is None and stop.what not in self._health.unfit:
             self._health.retire(stop.what, str(stop))
 
     def ranks_gone(self, node: str) -> None:
         """The ranks of ``node`` no longer run: the others cannot stop in good order any more."""
-        if self.for_good:
-            self._decisions.end(exitcodes.REQUEUE, f"the ranks of {node} were gone when the run was to stop")
+        if self.final:
+            self._callbacks.end(exitcodes.REQUEUE, f"the ranks of {node} were gone when the run was to stop")
         else:
-            say(f"the ranks of {node} no longer run; restarting all ranks")
-            self._decisions.restart_all()
+            print_message(f"the ranks of {node} no longer run; restarting all ranks")
+            self._callbacks.restart_all()
 
     def too_slow(self, told: Stop | None, reason: str) -> None:
         """Ranks did not stop in time: a swap then costs the steps since the last checkpoint, and a stop the run."""
         stop = self._stop or told
-        if stop is not None and not stop.for_good:
-            say(f"{reason}; restarting all ranks")
+        if stop is not None and not stop.final:
+            print_message(f"{reason}; restarting all ranks")
             self._take_over(stop)
-            self._decisions.restart_all()
+            self._callbacks.restart_all()
         else:
-            self._decisions.end(exitcodes.FAILED, reason)
+            self._callbacks.end(exitcodes.FAILED, reason)

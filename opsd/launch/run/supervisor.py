@@ -10,16 +10,16 @@ from typing import Literal
 
 from opsd import exitcodes
 from opsd.client import RankPage, process_start
-from opsd.launch.hangs.hang import WARM_STEPS, Standing
+from opsd.launch.hangs.hang import WARM_STEPS, RankStatus
 from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import Request
 from opsd.launch.io.loop import Loop
-from opsd.launch.io.reporting import EventLog, say
+from opsd.launch.io.reporting import EventLog, print_message
 from opsd.launch.ranks.process import ForeignChildren, collect_orphans
-from opsd.launch.ranks.ranks import FailureAggregation, Generation, Progress, Rank
+from opsd.launch.ranks.ranks import Generation, LocalFailureAggregation, Rank, RunProgress
 from opsd.launch.ranks.settings import Assignment, Settings
-from opsd.launch.ranks.shutdown import HASTENED_S, OrderlyStop, Teardown
+from opsd.launch.ranks.shutdown import SECOND_STOP_S, GracefulStop, Teardown
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.run_control import CONTROL, RunControl
 from opsd.rundir import RunFolders, RunState
@@ -49,7 +49,7 @@ class Supervisor:
         self.folders = folders
         self.events = events
         self.loop = loop
-        self.progress = Progress(events)
+        self.progress = RunProgress(events)
         self.generation = Generation(folders.last_generation())
         self.done = False
         """True once the ranks of the generation have all ended in good order."""
@@ -58,13 +58,13 @@ class Supervisor:
         self._hangs = hangs
         self._console = console
         self.state: State = "waiting"
-        self._aggregation = FailureAggregation(loop, self._settle)
+        self._aggregation = LocalFailureAggregation(loop, self._settle)
         self._reported: set[int] = set()
         self._foreign_children = ForeignChildren()
         self._interrupts = 0
         self._teardown: Teardown | None = None
         self._after: Callable[[], None] = loop.stop
-        self._stop = OrderlyStop(loop, settings.stop_timeout_s, self._stop_too_slow)
+        self._stop = GracefulStop(loop, settings.stop_timeout_s, self._stop_too_slow)
         self._exit_code: int | None = None
         self._world_size = settings.local_size
 
@@ -144,9 +144,9 @@ class Supervisor:
         if self._hangs is not None:
             self._hangs.accept(phase, score)
 
-    def standings(self) -> tuple[Standing, ...]:
+    def rank_statuses(self) -> tuple[RankStatus, ...]:
         """Where the ranks stand, none if hangs are not judged."""
-        return self._hangs.standings(self.generation) if self._hangs is not None else ()
+        return self._hangs.rank_statuses(self.generation) if self._hangs is not None else ()
 
     def write_stacks(self) -> str | None:
         """The file with the stacks of a stall that is being looked into, None without one."""
@@ -207,11 +207,11 @@ class Supervisor:
 
     # -- ending --------------------------------------------------------------------------------------------------
 
-    def end(self, then: Callable[[], None], *, gently: bool = False) -> None:
+    def end(self, then: Callable[[], None], *, gracefully: bool = False) -> None:
         """Kill every process of the generation, collect them, then go on with ``then``."""
         self._after = then
         if self._teardown is None:
-            self._tear_down(gently=gently)
+            self._tear_down(gracefully=gracefully)
         elif self._teardown.interrupting:
             self._teardown.kill()
 
@@ -224,24 +224,26 @@ class Supervisor:
             self.set_state("stopping")
             if self.generation.running:
                 seconds = f"{self.settings.stop_timeout_s:g} s"
-                say(f"SIGINT: the ranks have {seconds} to end; a second one leaves {HASTENED_S:g} s, a third none")
+                print_message(
+                    f"SIGINT: the ranks have {seconds} to end; a second one leaves {SECOND_STOP_S:g} s, a third none"
+                )
             self._tear_down(interrupt_s=self.settings.stop_timeout_s)
         elif self._teardown.interrupting and self._interrupts == 2:
-            self._teardown.within(min(HASTENED_S, self.settings.stop_timeout_s))
+            self._teardown.within(min(SECOND_STOP_S, self.settings.stop_timeout_s))
         elif self._interrupts > 2:
             self._teardown.kill()
 
-    def _tear_down(self, *, gently: bool = False, interrupt_s: float | None = None) -> None:
+    def _tear_down(self, *, gracefully: bool = False, interrupt_s: float | None = None) -> None:
         self._aggregation.forget()
         if self._hangs is not None:
-            self._hangs.relax()
+            self._hangs.reset()
         self._teardown = Teardown(
             self.generation,
             self.loop,
             self._is_left_alone,
             done=self._ended,
             stuck=self._unkillable,
-            gently=gently,
+            gracefully=gracefully,
             interrupt_s=interrupt_s,
         )
         self._teardown.advance()
@@ -262,7 +264,7 @@ class Supervisor:
     def _all_ended(self) -> None:
         self.done = True
         self.progress.update(self.generation)
-        self.end(self._control.ended, gently=True)
+        self.end(self._control.ended, gracefully=True)
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class Supervisor:
         self.set_state("finished" if code in (exitcodes.OK, exitcodes.REQUEUE) else "failed")
         self.events.emit("finished", exit_code=code, reason=reason)
         if code != exitcodes.OK:
-            say(reason)
+            print_message(reason)
         self.loop.stop()
 
     def set_state(self, state: State) -> None:

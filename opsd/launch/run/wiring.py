@@ -6,23 +6,23 @@ import os
 import secrets
 from collections.abc import Callable
 
-from opsd.launch.claims.node import TcpGroup
+from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.reporting import WorkQueue
-from opsd.launch.io.run_log import Log, OwnLog, RunLog
+from opsd.launch.io.run_log import LocalRunLog, RunEventLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
-from opsd.launch.run.fellows import Fellows, comes_once, start_of
-from opsd.launch.run.head import Head
 from opsd.launch.run.job_end import SlurmJob as SlurmJob
-from opsd.launch.run.nodes import Shape
+from opsd.launch.run.launchers import Launchers, is_single_attempt, start_of
+from opsd.launch.run.leader import Leader
+from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.supervisor import Supervisor
 
 
 def control_of(
-    node: Supervisor, fellows: Fellows, shape: Shape, secret: bytes, timeout_s: float, port: int | None,
+    node: Supervisor, launchers: Launchers, shape: RunShape, secret: bytes, timeout_s: float, port: int | None,
     ready: Callable[[], str],
 ) -> ClusterRun:  # fmt: skip
-    """The control of a run on the nodes of ``fellows``, of which there may be one.
+    """The control of a run on the nodes of ``launchers``, of which there may be one.
 
     ``port`` is where ranks meet if the first of them are here, None for a fresh one each time. ``ready`` says why this
     node must not take another's place, "" if it may.
@@ -30,30 +30,34 @@ def control_of(
     settings, folder = node.settings, node.folders.folder
     launcher = f"{settings.node}-{os.getpid()}-{secrets.token_hex(4)}"
     group = TcpGroup(
-        fellows.own,
-        fellows.members,
+        launchers.own,
+        launchers.members,
         folder,
         node.loop,
-        start=start_of(settings.run, os.environ, fellows, launcher),
+        start=start_of(settings.run, os.environ, launchers, launcher),
         launcher=launcher,
         secret=secret,
         size=settings.local_size,
-        once=comes_once(os.environ),
+        once=is_single_attempt(os.environ),
         timeout_s=timeout_s,
     )
 
     work = WorkQueue("events of the run")
 
-    def new_head(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Head:
+    def new_leader(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Leader:
         policy = RestartPolicy(
             settings.max_restarts,
             same_limit=settings.same_failures,
             refill_steps=settings.refill_steps,
             asked=settings.restarts_asked,
         )
-        alone = len(fellows.members) == 1
-        log: Log = OwnLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
-        return Head(shape, group, node.loop, policy, log, over)
+        alone = len(launchers.members) == 1
+        log: RunEventLog = (
+            LocalRunLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
+        )
+        return Leader(shape, group, node.loop, policy, log, over)
 
     job = SlurmJob(os.environ, folder / "requeue.log")
-    return ClusterRun(node, group, shape, new_head=new_head, job=job, ready=ready, guest=fellows.guest, port=port)
+    return ClusterRun(
+        node, group, shape, new_leader=new_leader, job=job, ready=ready, borrowed=launchers.borrowed, port=port
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
-from opsd.launch.run.fellows import start_of_job
+from opsd.launch.run.launchers import start_of_job
 
 
 def main() -> int:

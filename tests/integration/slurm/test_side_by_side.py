@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.run.fellows import usual_port
+from opsd.launch.run.launchers import usual_port
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
 from tests.integration.slurm.templates import USER

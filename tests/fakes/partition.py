@@ -45,7 +45,7 @@ LOST_S, LOOK_S = 2.0, 1.0
 """A silent node is lost after the first; every second a launcher looks whether its generation is the newest."""
 
 
-class Wires(Namespaces):
+class NodeNetwork(Namespaces):
     """The network between the nodes, numbered from 0."""
 
     def __init__(self, count: int) -> None:
@@ -109,10 +109,10 @@ class Trace:
     commits: tuple[float, ...]
 
 
-class Apart(Nodes):
+class PartitionedNodes(Nodes):
     """Launchers n1, n2, … of one run, each with a rank that steps, on the ``wires``; from 1 to all of them may run."""
 
-    def __init__(self, folder: Path, wires: Wires, *flags: str, ipv6: bool = False) -> None:
+    def __init__(self, folder: Path, wires: NodeNetwork, *flags: str, ipv6: bool = False) -> None:
         self.steps = folder / "steps"
         self.steps.mkdir()
         self.wires = wires

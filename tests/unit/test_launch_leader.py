@@ -1,4 +1,4 @@
-"""What the head of a run makes of failures, hangs and requests; its fellows and the time are played."""
+"""What the leader of a run makes of failures, hangs and requests; its peers and the time are simulated."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.hangs.hang import Standing
+from opsd.launch.hangs.hang import RankStatus
 from opsd.launch.ranks.failure import RankError
 from opsd.launch.run import messages
-from opsd.launch.run.messages import StandingsWanted, StopOrdered
-from tests.fakes.head import NODES, SIGTERM, SPARE, Stage, swap_of
+from opsd.launch.run.messages import RankStatusesWanted, StopOrdered
+from tests.fakes.leader import NODES, SIGTERM, SPARE, LeaderHarness, swap_of
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage.at_work(tmp_path)
+def stage(tmp_path: Path) -> LeaderHarness:
+    return LeaderHarness.at_work(tmp_path)
 
 
-def test_the_first_cause_is_blamed(stage: Stage) -> None:
+def test_the_first_cause_is_blamed(stage: LeaderHarness) -> None:
     """Ranks that lost their connection have failed too, earlier or later; the other one is the cause."""
     stage.fail("n1", 0, "communication")
     stage.loop.advance(0.05)
@@ -33,7 +33,7 @@ def test_the_first_cause_is_blamed(stage: Stage) -> None:
     assert memory["user_errors"] == [[None, ["ValueError", "train.py:7", "boom"]]]
 
 
-def test_victims_wait_for_the_loss_behind_them(stage: Stage) -> None:
+def test_victims_wait_for_the_loss_behind_them(stage: LeaderHarness) -> None:
     """Failures that only speak of lost connections are not judged before a lost node would have been noticed."""
     stage.fail("n1", 0, "communication")
     stage.loop.advance(2.0)
@@ -44,8 +44,8 @@ def test_victims_wait_for_the_loss_behind_them(stage: Stage) -> None:
     assert len(stage.slots) == 2
 
 
-def test_an_error_of_the_program_stops_the_run_at_the_second_time(stage: Stage) -> None:
-    """Also if another launcher was head at the first time."""
+def test_an_error_of_the_program_stops_the_run_at_the_second_time(stage: LeaderHarness) -> None:
+    """Also if another launcher was leader at the first time."""
     error = RankError("ValueError", "boom", "train.py:7")
     stage.fail("n2", 3, "user", error=error, step=5)
     stage.loop.advance(1)
@@ -57,7 +57,7 @@ def test_an_error_of_the_program_stops_the_run_at_the_second_time(stage: Stage) 
     assert "Rank 3 on n2 failed after step 5 with ValueError: boom" in reason
 
 
-def test_failing_hardware_is_left_behind(stage: Stage) -> None:
+def test_failing_hardware_is_left_behind(stage: LeaderHarness) -> None:
     """A rank that failed with its GPU gets another node, if there is one."""
     stage.fail("n3", 4, "hardware")
     stage.loop.advance(1)
@@ -67,7 +67,7 @@ def test_failing_hardware_is_left_behind(stage: Stage) -> None:
     assert stage.slots[-1] == ("n1", "n2", SPARE), "there is no other"
 
 
-def test_a_node_at_fault_twice_is_left_behind(stage: Stage) -> None:
+def test_a_node_at_fault_twice_is_left_behind(stage: LeaderHarness) -> None:
     """One killed rank may be chance, two on the same node are a reason to use the spare."""
     stage.fail("n1", 0, "signal", step=3)
     stage.loop.advance(1)
@@ -77,7 +77,7 @@ def test_a_node_at_fault_twice_is_left_behind(stage: Stage) -> None:
     assert stage.slots[-1] == (SPARE, "n2", "n3")
 
 
-def test_a_planned_swap_loses_nothing(stage: Stage) -> None:
+def test_a_planned_swap_loses_nothing(stage: LeaderHarness) -> None:
     """All ranks checkpoint and stop, then the spare takes the place, and the run goes on."""
     stage.swap("n3")
     assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
@@ -86,8 +86,8 @@ def test_a_planned_swap_loses_nothing(stage: Stage) -> None:
     assert not stage.over
 
 
-def test_a_swap_outlives_its_head(stage: Stage) -> None:
-    """The next head learns from the ranks' end that they were stopped for a swap, and sees to it."""
+def test_a_swap_outlives_its_leader(stage: LeaderHarness) -> None:
+    """The next leader learns from the ranks' end that they were stopped for a swap, and sees to it."""
     stage.swap("n3")
     stage.succeed()
     stage.finish_ranks(*NODES, told=swap_of("n3"))
@@ -96,30 +96,30 @@ def test_a_swap_outlives_its_head(stage: Stage) -> None:
     assert [plan.payload["keep"] for plan in stage.group.proposals] == [0, 1, 0]
 
 
-def test_a_head_that_stepped_down_leads_on_from_what_it_is_told_again(stage: Stage) -> None:
+def test_a_leader_that_stepped_down_leads_on_from_what_it_is_told_again(stage: LeaderHarness) -> None:
     """Who had told it something may not have noticed: with its claim the others tell it anew. The ranks run on."""
     stage.finish_ranks("n2")
-    stage.head = stage.new_head()
-    stage.head.take_over()
+    stage.leader = stage.new_leader()
+    stage.leader.take_over()
     assert stage.group.proposals[-1].payload["keep"] == 1
     stage.begin().finish_ranks(*NODES)
     assert stage.over == [(exitcodes.OK, "all ranks finished")]
 
 
-@pytest.mark.parametrize("another_head", [False, True])
-def test_a_swap_that_takes_too_long_ends_no_run(stage: Stage, another_head: bool) -> None:
+@pytest.mark.parametrize("another_leader", [False, True])
+def test_a_swap_that_takes_too_long_ends_no_run(stage: LeaderHarness, another_leader: bool) -> None:
     """The next step boundary was too far away: the spare takes over from the last checkpoint."""
     stage.swap("n3")
-    if another_head:
+    if another_leader:
         stage.succeed()
     for name in NODES:
         stage.tell(name, messages.Late(stage.generation, "rank 0 did not stop in time", swap_of("n3")))
     assert (stage.group.proposals[-1].payload["keep"], stage.group.proposals[-1].payload["restarts"]) == (0, 1)
     assert not stage.over
-    assert another_head or stage.slots[-1] == ("n1", "n2", SPARE)
+    assert another_leader or stage.slots[-1] == ("n1", "n2", SPARE)
 
 
-def test_a_stop_that_takes_too_long_ends_the_run(stage: Stage) -> None:
+def test_a_stop_that_takes_too_long_ends_the_run(stage: LeaderHarness) -> None:
     """Also if a swap was on its way: the newest checkpoint may be missing."""
     stage.swap("n3")
     stage.stop("n2")
@@ -128,7 +128,7 @@ def test_a_stop_that_takes_too_long_ends_the_run(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("proposed", [False, True])
-def test_a_node_stays_if_its_spare_dies_before_the_swap(stage: Stage, proposed: bool) -> None:
+def test_a_node_stays_if_its_spare_dies_before_the_swap(stage: LeaderHarness, proposed: bool) -> None:
     """While the ranks stop or afterwards: the run does not end for want of a node that is still there."""
     stage.swap("n3")
     if not proposed:
@@ -140,8 +140,8 @@ def test_a_node_stays_if_its_spare_dies_before_the_swap(stage: Stage, proposed: 
     assert stage.events("swap_refused")[0]["swap"] == "n3"
 
 
-def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: Stage) -> None:
-    """Of the network as it seems: it began when they ended, and not when the head came to hear of it."""
+def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: LeaderHarness) -> None:
+    """Of the network as it seems: it began when they ended, and not when the leader came to hear of it."""
     before = time.time()
     for name in NODES:
         stage.tell(name, messages.Waiting(1, 30.0))
@@ -151,7 +151,7 @@ def test_ranks_that_were_gone_are_a_failure_of_their_own(stage: Stage) -> None:
     assert before - 30 <= gone["t"] <= time.time() - 30
 
 
-def test_ranks_that_were_gone_are_not_started_again_for_a_stop(stage: Stage) -> None:
+def test_ranks_that_were_gone_are_not_started_again_for_a_stop(stage: LeaderHarness) -> None:
     """The stop would be forgotten with the generation, and the run would go on."""
     stage.stop("n1")
     stage.tell("n2", messages.Waiting(stage.generation, 7.0))
@@ -159,7 +159,7 @@ def test_ranks_that_were_gone_are_not_started_again_for_a_stop(stage: Stage) -> 
     assert stage.slots == [NODES]
 
 
-def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:
+def test_a_guest_that_has_to_leave_is_swapped(stage: LeaderHarness) -> None:
     """It is no fault of its node, which may come again."""
     stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))
     assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
@@ -174,7 +174,7 @@ def test_a_guest_that_has_to_leave_is_swapped(stage: Stage) -> None:
 
 def test_a_spare_is_asked_for_in_the_place_of_a_guest(tmp_path: Path) -> None:
     """Until it has come the ranks run on."""
-    stage = Stage.at_work(tmp_path, *NODES)
+    stage = LeaderHarness.at_work(tmp_path, *NODES)
     stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))
     (wanted,) = stage.events("spare_wanted")
     assert (wanted["swap"], wanted["reason"]) == ("n3", "its own job ends (SIGUSR1)")
@@ -183,7 +183,7 @@ def test_a_spare_is_asked_for_in_the_place_of_a_guest(tmp_path: Path) -> None:
 
 def test_a_guest_is_swapped_once_the_spare_that_was_asked_for_is_ready(tmp_path: Path) -> None:
     """Else it would stay until its job kills it, at the cost of the steps since the last checkpoint."""
-    stage = Stage.at_work(tmp_path, *NODES)
+    stage = LeaderHarness.at_work(tmp_path, *NODES)
     for _ in range(2):
         stage.tell("n3", messages.Leaving(1, "its own job ends (SIGTERM)"))
     stage.join(SPARE)
@@ -197,13 +197,13 @@ def test_a_guest_is_swapped_once_the_spare_that_was_asked_for_is_ready(tmp_path:
 
 def test_no_swap_without_a_spare(tmp_path: Path) -> None:
     """The run is not interrupted for nothing."""
-    stage = Stage.at_work(tmp_path, *NODES)
+    stage = LeaderHarness.at_work(tmp_path, *NODES)
     stage.swap("n2")
     assert (stage.slots, stage.group.orders) == ([NODES], [])
     assert stage.events("swap_refused")[0]["swap"] == "n2"
 
 
-def test_a_stop_ends_in_a_requeue(stage: Stage) -> None:
+def test_a_stop_ends_in_a_requeue(stage: LeaderHarness) -> None:
     """Whoever got the signal: all are told once, and the run ends when all have stopped."""
     stage.stop(*NODES)
     assert stage.group.orders == [StopOrdered(1, SIGTERM)]
@@ -213,7 +213,7 @@ def test_a_stop_ends_in_a_requeue(stage: Stage) -> None:
     assert stage.over == [(exitcodes.REQUEUE, "stopped in good order after SIGTERM")]
 
 
-def test_the_run_is_done_when_all_nodes_are(stage: Stage) -> None:
+def test_the_run_is_done_when_all_nodes_are(stage: LeaderHarness) -> None:
     """Exit code 0 only after the last node."""
     for name in NODES:
         assert not stage.over
@@ -221,30 +221,30 @@ def test_the_run_is_done_when_all_nodes_are(stage: Stage) -> None:
     assert stage.over == [(exitcodes.OK, "all ranks finished")]
 
 
-def standing(rank: int, stuck_s: float, phase: str = "collective", **fields: Any) -> Standing:
+def standing(rank: int, stuck_s: float, phase: str = "collective", **fields: Any) -> RankStatus:
     limit_s = {"data": 20.0, "evaluation": 120.0}.get(phase, 5.0)
     waits = phase == "collective"
     told = {"process": "S", **fields}
-    return Standing(rank, phase, phase, 7, -stuck_s, stuck_s, limit_s, waits=waits, **told)
+    return RankStatus(rank, phase, phase, 7, -stuck_s, stuck_s, limit_s, waits=waits, **told)
 
 
-def stand(stage: Stage, **ranks: Standing) -> None:
+def stand(stage: LeaderHarness, **ranks: RankStatus) -> None:
     for name, rank in ranks.items():
         aged = replace(rank, changed=-rank.changed)
-        stage.tell(name, messages.Standings(stage.generation, (aged,), f"/stacks-{name}.txt"))
+        stage.tell(name, messages.RankStatuses(stage.generation, (aged,), f"/stacks-{name}.txt"))
 
 
-def test_a_hang_is_named_from_the_standings_of_all_nodes(stage: Stage) -> None:
+def test_a_hang_is_named_from_the_standings_of_all_nodes(stage: LeaderHarness) -> None:
     """The ranks of two nodes wait in a collective for one that is stopped on the third."""
     stage.tell("n1", messages.Hung(stage.generation))
-    assert stage.group.orders == [StandingsWanted(1)]
+    assert stage.group.orders == [RankStatusesWanted(1)]
     stand(stage, n1=standing(0, 6), n2=standing(2, 6), n3=standing(4, 6.2, "backward", process="T"))
     (event,) = stage.events("hang_detected")
     assert (event["rank"], event["culprit_node"], event["stacks"]) == (4, "n3", "/stacks-n3.txt")
     assert len(stage.slots) == 2
 
 
-def test_who_waits_for_a_rank_that_may_take_its_time_does_not_hang(stage: Stage) -> None:
+def test_who_waits_for_a_rank_that_may_take_its_time_does_not_hang(stage: LeaderHarness) -> None:
     """A rank on another node evaluates, within its limit."""
     stage.tell("n1", messages.Hung(stage.generation))
     stand(stage, n1=standing(0, 6), n2=standing(2, 6), n3=standing(4, 30, "evaluation"))
@@ -253,7 +253,7 @@ def test_who_waits_for_a_rank_that_may_take_its_time_does_not_hang(stage: Stage)
     assert len(stage.group.orders) == 2, "asked again the next time"
 
 
-def test_ranks_that_wait_for_a_node_that_is_done_hang(stage: Stage) -> None:
+def test_ranks_that_wait_for_a_node_that_is_done_hang(stage: LeaderHarness) -> None:
     """Uneven data: the ranks of one node have ended in good order, and the others wait for them."""
     stage.finish_ranks("n1")
     stage.tell("n2", messages.Hung(stage.generation))
@@ -263,7 +263,7 @@ def test_ranks_that_wait_for_a_node_that_is_done_hang(stage: Stage) -> None:
     assert len(stage.slots) == 2
 
 
-def test_no_node_is_blamed_for_a_hang_of_which_none_stands_out(stage: Stage) -> None:
+def test_no_node_is_blamed_for_a_hang_of_which_none_stands_out(stage: LeaderHarness) -> None:
     """However often it comes."""
     for _ in range(2):
         stage.tell("n1", messages.Hung(stage.generation))
@@ -273,15 +273,15 @@ def test_no_node_is_blamed_for_a_hang_of_which_none_stands_out(stage: Stage) -> 
     assert stage.slots == [NODES] * 3
 
 
-def test_messages_of_an_earlier_generation_are_ignored(stage: Stage) -> None:
+def test_messages_of_an_earlier_generation_are_ignored(stage: LeaderHarness) -> None:
     """What was sent before the plan changed is about ranks that are gone."""
     stage.tell("n1", messages.RestartWanted(0, ""))
     stage.loop.advance(5)
     assert len(stage.slots) == 1
 
 
-def test_events_of_all_nodes_make_one_story(stage: Stage) -> None:
-    """A checkpoint that three nodes saw become durable is one event; the time is that of the head's clock."""
+def test_events_of_all_nodes_make_one_story(stage: LeaderHarness) -> None:
+    """A checkpoint that three nodes saw become durable is one event; the time is that of the leader's clock."""
     record = {"t": 7.0, "event": "checkpoint_committed", "generation": 1, "step": 20, "node": "n2"}
     for name in NODES:
         stage.tell(name, messages.Event({**record, "node": name}, 0.5))
@@ -290,10 +290,10 @@ def test_events_of_all_nodes_make_one_story(stage: Stage) -> None:
     assert abs(event["t"] - started["t"]) < 60
 
 
-def test_the_next_head_goes_on_with_the_story(stage: Stage) -> None:
-    """What the head before it has written is not written again."""
+def test_the_next_leader_goes_on_with_the_story(stage: LeaderHarness) -> None:
+    """What the leader before it has written is not written again."""
     record = {"t": 7.0, "event": "resumed", "generation": 1, "step": 20, "node": "n2"}
     stage.tell("n2", messages.Event(record, 0.0))
-    stage.head = stage.new_head()
+    stage.leader = stage.new_leader()
     stage.tell("n3", messages.Event(record, 0.0))
     assert len(stage.events("resumed")) == 1

@@ -1,4 +1,4 @@
-"""A head of a run on several nodes, with its fellows and the time played."""
+"""A leader of a run on several nodes; its peers and the time are simulated."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opsd.launch.claims.authority import Plan
-from opsd.launch.claims.messages import Begun, Body, Listener, Ready
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.messages import Begun, Body, GroupListener, Ready
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.run_log import RunLog
 from opsd.launch.ranks.failure import Failure, RestartPolicy
 from opsd.launch.run import messages
-from opsd.launch.run.head import Head
-from opsd.launch.run.messages import CODEC, Ordered, Stop, Told, Why
-from opsd.launch.run.nodes import Shape
+from opsd.launch.run.leader import Leader
+from opsd.launch.run.messages import CODEC, FromLeader, Stop, StopReason, ToLeader
+from opsd.launch.run.nodes import RunShape
 
 NODES = ("n1", "n2", "n3")
 SPARE = "n4"
@@ -29,13 +29,13 @@ def member(name: str) -> Member:
 
 
 def swap_of(node: str) -> Stop:
-    return Stop(Why.SWAP, node)
+    return Stop(StopReason.SWAP, node)
 
 
-SIGTERM = Stop(Why.SIGNAL, "SIGTERM")
+SIGTERM = Stop(StopReason.SIGNAL, "SIGTERM")
 
 
-class PlayedLoop(Loop):
+class FakeLoop(Loop):
     """Timers whose time passes when told to, and what is done beside the loop."""
 
     def __init__(self) -> None:
@@ -64,15 +64,15 @@ class PlayedLoop(Loop):
         self.now = end
 
 
-class PlayedGroup:
+class FakeGroup:
     """A group in which every claim holds, once the test says so; two ranks a node."""
 
     def __init__(self, *names: str) -> None:
         self.own = member("n1")
-        self.head: str | None = "n1"
+        self.leader: str | None = "n1"
         self.plan: Plan | None = None
         self.begun = self.holds = False
-        self.headless_s = 2.0
+        self.leaderless_s = 2.0
         self.alive = {name: member(name) for name in names}
         self.folder_silent_s = 0.0
         self.replacing = False
@@ -80,14 +80,14 @@ class PlayedGroup:
         self.proposals: list[Plan] = []
         self.ends: list[tuple[int, str]] = []
         self.answers: list[tuple[int, Ready]] = []
-        self.orders: list[Ordered] = []
-        self.told: list[Told] = []
+        self.orders: list[FromLeader] = []
+        self.told: list[ToLeader] = []
 
     @property
-    def roster(self) -> list[str]:
+    def members(self) -> list[str]:
         return list(self.alive)
 
-    def start(self, listener: Listener) -> None: ...
+    def start(self, listener: GroupListener) -> None: ...
 
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
         members = tuple(self.alive[name] for name in sorted(self.alive))
@@ -101,7 +101,7 @@ class PlayedGroup:
     def ready(self, number: int, answer: Ready) -> None:
         self.answers.append((number, answer))
 
-    def tell_head(self, body: Body) -> None:
+    def tell_leader(self, body: Body) -> None:
         self.told.append(CODEC.decode(json.loads(json.dumps(body))))
 
     def tell_all(self, body: Body) -> None:
@@ -110,67 +110,67 @@ class PlayedGroup:
     def leave(self) -> None: ...
 
 
-class Stage:
-    """A head and its world: two ranks a node."""
+class LeaderHarness:
+    """A leader and its world: two ranks a node."""
 
     def __init__(
         self, folder: Path, *alive: str, least: int = 3, most: int = 3, max_restarts: int = 8, wait_s: float = 0.0
     ) -> None:
-        self.loop = PlayedLoop()
-        self.group = PlayedGroup(*alive)
+        self.loop = FakeLoop()
+        self.group = FakeGroup(*alive)
         self.folder = folder
         self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-        self.shape = Shape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s)
+        self.shape = RunShape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s)
         self.max_restarts = max_restarts
-        self.head = self.new_head()
+        self.leader = self.new_leader()
 
     @classmethod
-    def at_work(cls, folder: Path, *alive: str, **shape: Any) -> Stage:
+    def at_work(cls, folder: Path, *alive: str, **shape: Any) -> LeaderHarness:
         """Three nodes at work, and a spare if no others are named."""
         stage = cls(folder, *(alive or (*NODES, SPARE)), **shape)
-        stage.head.take_over()
+        stage.leader.take_over()
         return stage.begin()
 
-    def new_head(self) -> Head:
+    def new_leader(self) -> Leader:
         log = RunLog("run", "n1", self.folder / "events.jsonl")
         policy = RestartPolicy(self.max_restarts)
 
         def over(code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
             self.bad.append((lost, unfit))
 
-        return Head(self.shape, self.group, self.loop, policy, log, over)  # type: ignore[arg-type]
+        return Leader(self.shape, self.group, self.loop, policy, log, over)  # type: ignore[arg-type]
 
     def succeed(self) -> None:
-        """The head is lost, and another launcher takes over."""
-        self.head = self.new_head()
+        """The leader is lost, and another launcher takes over."""
+        self.leader = self.new_leader()
         self.group.holds = False
-        self.head.take_over()
+        self.leader.take_over()
         self.begin()
 
-    def begin(self) -> Stage:
+    def begin(self) -> LeaderHarness:
         """The last proposal is claimed, and all of its nodes are ready."""
         self.group.plan, self.group.begun, self.group.holds = self.group.proposals[-1], True, True
-        self.head.began(self.group.plan, Begun("10.0.0.1", 1))
+        self.leader.began(self.group.plan, Begun("10.0.0.1", 1))
         return self
 
     def lose(self, *names: str) -> None:
         for name in names:
             del self.group.alive[name]
         for name in names:
-            self.head.lost(name, 2.0)
+            self.leader.lost(name, 2.0)
 
     def join(self, *names: str) -> None:
         for name in names:
             self.group.alive[name] = member(name)
-            self.head.joined(member(name))
+            self.leader.joined(member(name))
 
     @property
     def generation(self) -> int:
         """Of the ranks that run."""
         return self.group.plan.generation if self.group.plan is not None else 0
 
-    def tell(self, sender: str, message: Told) -> None:
-        self.head.received(sender, message)
+    def tell(self, sender: str, message: ToLeader) -> None:
+        self.leader.received(sender, message)
 
     def swap(self, node: str, reason: str = "Xid 79") -> None:
         self.tell("n2", messages.SwapWanted(self.generation, node, reason))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opsd.launch.io.run_log import STORY, RunLog, Story, StoryLog
+from opsd.launch.io.run_log import JOB_LOG, EventText, JobLog, RunLog
 
 STARTED = {"event": "generation_started", "generation": 1, "world_size": 2, "nodes": ["n1", "n2"], "spares": ["n3"]}
 LOST = {"event": "node_lost", "lost": "n2", "silent_s": 2.13, "ranks": True}
@@ -17,8 +17,8 @@ RESUMED = {"event": "resumed", "generation": 2, "step": 121, "previous_step": 12
 
 def told(*events: dict[str, Any]) -> list[str]:
     """The lines without their time."""
-    story = Story()
-    return [line.split(" ", 2)[2] for event in events if (line := story.line({"t": 0.0, "node": "n1", **event}))]
+    job_log = EventText()
+    return [line.split(" ", 2)[2] for event in events if (line := job_log.line({"t": 0.0, "node": "n1", **event}))]
 
 
 def test_a_loss_reads_as_one_story() -> None:
@@ -48,7 +48,7 @@ def test_what_is_of_no_interest_to_a_person_is_no_line() -> None:
 @pytest.mark.parametrize("event", [{"event": "node_lost"}, {"event": "resumed", "recovered_s": "?"}, LOST | {"t": "x"}])
 def test_an_event_of_another_release_is_still_a_line(event: dict[str, Any]) -> None:
     """Fields may be missing or unlike."""
-    assert len(Story().line(event).splitlines()) == 1
+    assert len(EventText().line(event).splitlines()) == 1
 
 
 def test_the_leader_writes_the_story_beside_the_events(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_leader_writes_the_story_beside_the_events(tmp_path: Path) -> None:
     first.emit("generation_started", nodes=["n1", "n2"], spares=[])
     second = RunLog("r", "n2", tmp_path / "events.jsonl")
     second.emit("generation_started", nodes=["n2"], spares=[])
-    lines = (tmp_path / STORY).read_text().splitlines()
+    lines = (tmp_path / JOB_LOG).read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == [
         "generation 0 runs on n1, n2", "generation 0 runs on n2, without n1",
     ]  # fmt: skip
@@ -68,11 +68,11 @@ def test_the_jobs_own_output_gets_the_story_once_its_batch_script_is_dead(tmp_pa
     output = tmp_path / "train-7.log"
     output.touch()
     environ = {"OPSD_BATCH_HOST": "n2", "OPSD_JOB_OUTPUT": f"{output.stat().st_ino}:{output}"}
-    log = StoryLog(tmp_path, environ)
+    log = JobLog(tmp_path, environ)
     for event in (STARTED, LOST, AGAIN):
         log.tell({"t": 0.0, **event})
     assert [line.split()[0] for line in output.read_text().splitlines()] == ["opsd:", "opsd:"]
-    assert len((tmp_path / STORY).read_text().splitlines()) == 3
+    assert len((tmp_path / JOB_LOG).read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("told", ["", "1:", ":/x", "12:{path}", "x:{path}"])
@@ -80,17 +80,17 @@ def test_an_output_that_is_not_shared_is_left_alone(tmp_path: Path, told: str) -
     """Another file of that name on this node is not the job's."""
     output = tmp_path / "train-7.log"
     output.touch()
-    log = StoryLog(tmp_path, {"OPSD_BATCH_HOST": "n2", "OPSD_JOB_OUTPUT": told.format(path=output)})
+    log = JobLog(tmp_path, {"OPSD_BATCH_HOST": "n2", "OPSD_JOB_OUTPUT": told.format(path=output)})
     log.tell({"t": 0.0, **LOST})
     assert output.read_text() == ""
-    assert (tmp_path / STORY).exists()
+    assert (tmp_path / JOB_LOG).exists()
 
 
 def test_a_batch_host_that_an_earlier_start_has_lost_is_not_lost(tmp_path: Path) -> None:
     """It runs the batch script of this start, which copies the story itself."""
     output = tmp_path / "train-7.log"
     output.touch()
-    log = StoryLog(tmp_path, {"OPSD_BATCH_HOST": "n2", "OPSD_JOB_OUTPUT": f"{output.stat().st_ino}:{output}"})
+    log = JobLog(tmp_path, {"OPSD_BATCH_HOST": "n2", "OPSD_JOB_OUTPUT": f"{output.stat().st_ino}:{output}"})
     log.remember(LOST)
     for event in (STARTED, RESUMED):
         log.tell({"t": 0.0, **event})

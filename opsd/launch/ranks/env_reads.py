@@ -18,7 +18,7 @@ _PASSING_ON = frozenset(["subprocess", "ctypes.util"])
 """Modules that copy the environment for a process they start."""
 
 
-class Reads:
+class EnvironmentReads:
     """The variables out of ``names`` that are read from ``os.environ`` within the ``with`` block.
 
     Who takes all of them at once, to look for a prefix as tqdm and fsspec do, reads those whose values it uses or
@@ -31,7 +31,7 @@ class Reads:
         self._handed_out: list[tuple[str, weakref.ref[_Value]]] = []
         self._scan: _Place | None = None
 
-    def __enter__(self) -> Reads:
+    def __enter__(self) -> EnvironmentReads:
         environ: Any = os.environ
         self._plain = environ._data
         environ._data = os.environb._data = _Variables(self._plain, self)  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def _place(reader: FrameType) -> tuple[_Place, bool, bool]:
 class _Variables(dict[bytes, bytes]):
     """What ``os.environ`` holds, telling who asks for one."""
 
-    def __init__(self, data: dict[bytes, bytes], reads: Reads) -> None:
+    def __init__(self, data: dict[bytes, bytes], reads: EnvironmentReads) -> None:
         super().__init__(data)
         self._reads = reads
 

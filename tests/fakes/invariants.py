@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 from opsd.checkpoints.claims import End
-from opsd.launch.run.nodes import Shape
+from opsd.launch.run.nodes import RunShape
 from tests.fakes.group import Launcher, World
 
 LOOK_LIMIT_S = 3.0
@@ -19,7 +19,7 @@ REST_S = 45.0
 QUIET_S = 5.0
 
 
-class Judge:
+class InvariantChecker:
     """Looks at the world some times a second, and says what must never be seen."""
 
     def __init__(self, world: World, least: int) -> None:
@@ -36,7 +36,7 @@ class Judge:
         self._check_claims()
         for one in self._world.launchers.values():
             self._check_ranks(one)
-            assert not one.left or self._may_leave(one), f"{one.name} has left: {self._world.story()}"
+            assert not one.left or self._may_leave(one), f"{one.name} has left: {self._world.job_log()}"
         self._world.later(0.25, self.look)
 
     def _check_claims(self) -> None:
@@ -58,7 +58,7 @@ class Judge:
             self._overdue[one.name] = world.now
         else:
             since = self._overdue.setdefault(one.name, world.now)
-            assert world.now - since < LOOK_LIMIT_S, f"{one.name} runs {ranks.number} for good: {world.story()}"
+            assert world.now - since < LOOK_LIMIT_S, f"{one.name} runs {ranks.number} for good: {world.job_log()}"
 
     def _may_run(self, one: Launcher, number: int) -> bool:
         newest = self._world.newest
@@ -96,10 +96,10 @@ class Judge:
             world.run(QUIET_S)
             if self.at_rest() and world.newest == before:
                 return
-            assert world.now < limit, f"no rest: {world.story()}"
+            assert world.now < limit, f"no rest: {world.job_log()}"
 
 
-class Trouble:
+class FaultInjection:
     """Random faults, as many as told, then rest. ``folder`` as in ``World``."""
 
     FAULTS = (
@@ -110,8 +110,8 @@ class Trouble:
     def __init__(self, seed: int, launchers: int, least: int, most: int) -> None:
         self.world = World(seed)
         self.names = tuple(f"n{number}" for number in range(1, launchers + 1))
-        self._shape = Shape(least, most, self.names)
-        self.judge = Judge(self.world, least)
+        self._shape = RunShape(least, most, self.names)
+        self.judge = InvariantChecker(self.world, least)
         self._over = False
         for name in self.names:
             self._begin(name)

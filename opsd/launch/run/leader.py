@@ -1,7 +1,7 @@
-"""Decides about a run on several nodes, in the launcher that its fellows have elected.
+"""Decides about a run on several nodes, in the launcher that the others have elected.
 
-The head keeps nothing that a successor could not have: what it decided lies in the plan of the generation, what happens
-on the nodes is told again to whoever becomes head.
+The leader keeps nothing that a successor could not have: what it decided lies in the plan of the generation, what
+happens on the nodes is told again to whoever becomes leader.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import replace
 from typing import Any
 
 from opsd import exitcodes
-from opsd.launch.claims.authority import Plan
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun
 from opsd.launch.hangs.hang import Hang
 from opsd.launch.hangs.watch import hang_fields
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
-from opsd.launch.io.reporting import say
-from opsd.launch.io.run_log import Log
+from opsd.launch.io.reporting import print_message
+from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain
 from opsd.launch.run import messages
-from opsd.launch.run.aggregation import FailureAggregation, HangInquiry, Report, reports, standings
-from opsd.launch.run.messages import CODEC, Stop, Told
-from opsd.launch.run.nodes import Formation, NodeHealth, Shape
-from opsd.launch.run.stops import Stops
+from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, rank_statuses, reports
+from opsd.launch.run.messages import CODEC, Stop, ToLeader
+from opsd.launch.run.nodes import GenerationPlanner, NodeHealth, RunShape
+from opsd.launch.run.stops import StopCoordinator
 
 
-class Head:
+class Leader:
     """Makes the plans.
 
     ``over`` is called with the code and the reason, lost and unfit nodes before the end of the run is claimed.
@@ -37,22 +37,22 @@ class Head:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: RunShape,
         group: Group,
         loop: Loop,
         policy: RestartPolicy,
-        log: Log,
+        log: RunEventLog,
         over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None],
     ) -> None:
         self._group = group
         self._policy = policy
         self._log = log
         self._over = over
-        self._health = NodeHealth(log, lambda: self._formation.spares)
-        self._formation = Formation(shape, group, loop, self._health, self)
-        self._stops = Stops(self._formation, group, self._health, log, self)
+        self._health = NodeHealth(log, lambda: self._planner.spares)
+        self._planner = GenerationPlanner(shape, group, loop, self._health, self)
+        self._stops = StopCoordinator(self._planner, group, self._health, log, self)
         self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
-        self._hangs = HangInquiry(loop, self._ask_standings, self._hung)
+        self._hangs = HangInquiry(loop, self._ask_rank_statuses, self._hung)
         self._first_rank: dict[str, int] = {}
         self._restarts = 0
         self._furthest: int | None = None
@@ -61,43 +61,44 @@ class Head:
         self._noticed = time.monotonic()
 
     def take_over(self) -> None:
-        """This launcher is head from now on. What the head before it has left goes on if all of its nodes are there.
+        """Start to lead. The generation of the previous leader goes on if all of its nodes are present.
 
-        Also if it was head before, and stepped down: the others may not have noticed, and tell again what they told.
+        Also called if this launcher led before and lost touch: the others may not have noticed, and report their state
+        again.
         """
         plan, group = self._group.plan, self._group
         if plan is None:
-            self._formation.renew()
+            self._planner.propose_next()
             return
-        self._recall(plan)
+        self._restore(plan)
         lost = [member.name for member in plan.members if member.name not in group.alive]
         for name in lost:
-            self._note_lost(name, group.headless_s)
+            self._note_lost(name, group.leaderless_s)
         gone = next((name for name in plan.slots if name in lost), None)
         if gone is not None:
-            self._recover_from_loss(gone, group.headless_s)
+            self._recover_from_loss(gone, group.leaderless_s)
         elif not plan.slots or not group.begun:
-            self._formation.renew()
+            self._planner.propose_next()
         else:
-            self._formation.keep(plan)
+            self._planner.keep(plan)
 
-    def _recall(self, plan: Plan) -> None:
+    def _restore(self, plan: Plan) -> None:
         memory = plan.payload
         if "policy" in memory:
-            self._policy.recall(memory["policy"])
+            self._policy.restore(memory["policy"])
             self._restarts = int(memory["restarts"])
-            self._health.recall(memory)
-        self._formation.take_over(plan)
+            self._health.restore(memory)
+        self._planner.take_over(plan)
         self._know(plan)
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
     def joined(self, member: Member) -> None:
         """Another launcher is there."""
-        self._health.came(member.name)
-        if self._formation.waiting:
-            self.renew()
-        elif self._formation.plan is not None:
+        self._health.joined(member.name)
+        if self._planner.waiting:
+            self.propose_next()
+        elif self._planner.plan is not None:
             self._log.emit("launcher_joined", joined=member.name)
 
     def lost(self, name: str, silent_s: float) -> None:
@@ -105,30 +106,30 @@ class Head:
         if self._finished:
             return
         self._note_lost(name, silent_s)
-        if self._formation.changing:
-            self.renew()
-        elif name in self._formation.slots and not self._formation.waiting:
+        if self._planner.changing:
+            self.propose_next()
+        elif name in self._planner.slots and not self._planner.waiting:
             self._recover_from_loss(name, silent_s)
 
     def _note_lost(self, name: str, silent_s: float) -> None:
         self._health.gone.add(name)
-        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=name in self._formation.slots)
-        say(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
+        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=name in self._planner.slots)
+        print_message(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
 
     def _recover_from_loss(self, name: str, silent_s: float) -> None:
         rank = self._first_rank.get(name, 0)
         cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
         self._noticed = time.monotonic() - silent_s
-        self._recover(Report(name, cause, "not within reach", ""))
+        self._recover(FailureReport(name, cause, "not within reach", ""))
 
     def payload(self, keep: int) -> dict[str, Any]:
         """What the plan tells a successor, and the launchers of what was before."""
         return {
-            "policy": self._policy.memory(),
+            "policy": self._policy.snapshot(),
             "restarts": self._restarts,
-            **self._health.memory(),
+            **self._health.snapshot(),
             "noticed_s": time.monotonic() - self._noticed,
-            "first": self._formation.plan is None,
+            "first": self._planner.plan is None,
             "keep": keep,
         }
 
@@ -138,8 +139,8 @@ class Head:
 
     def began(self, plan: Plan, begun: Begun) -> None:
         """All nodes of ``plan`` are ready, and its ranks are started, or run on."""
-        before = self._formation.slots
-        self._formation.begun(plan)
+        before = self._planner.slots
+        self._planner.begun(plan)
         self._know(plan)
         self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
@@ -157,9 +158,9 @@ class Head:
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def received(self, sender: str, message: Told) -> None:
+    def received(self, sender: str, message: ToLeader) -> None:
         """Something has happened on a node, or somebody there wants something."""
-        plan = self._formation.plan
+        plan = self._planner.plan
         match message:
             case messages.Event(record, age_s):
                 self._log.relay(record, age_s)
@@ -171,19 +172,19 @@ class Head:
                 self._stops.stop(stop)
             case messages.Readiness(why):
                 self._note_readiness(sender, why)
-            case _ if plan is not None and not self._formation.changing and message.generation == plan.generation:
+            case _ if plan is not None and not self._planner.changing and message.generation == plan.generation:
                 self._note(sender, message)
 
-    def _note(self, sender: str, message: Told) -> None:
+    def _note(self, sender: str, message: ToLeader) -> None:
         """The same, of the generation that runs."""
         match message:
             case messages.Failed(_, failures):
-                self._failures.add(reports(sender, failures, time.time()), alone=len(self._formation.slots) == 1)
+                self._failures.add(reports(sender, failures, time.time()), alone=len(self._planner.slots) == 1)
             case messages.Hung():
                 if not self._failures.open:
                     self._hangs.begin(self._stops.at_work)
-            case messages.Standings(_, ranks, stacks):
-                self._hangs.add(sender, list(standings(ranks, time.monotonic())), stacks)
+            case messages.RankStatuses(_, ranks, stacks):
+                self._hangs.add(sender, list(rank_statuses(ranks, time.monotonic())), stacks)
             case messages.Ended(_, told):
                 self._stops.ended(sender, told)
             case messages.Waiting(_, gone_s):
@@ -196,21 +197,21 @@ class Head:
             case messages.SwapWanted(_, node, reason):
                 self._stops.swap(node, reason)
             case messages.Leaving(_, reason):
-                self._stops.let_go(sender, reason)
+                self._stops.release(sender, reason)
             case messages.SpareWanted(_, node, reason):
                 self._log.emit("spare_wanted", swap=node, reason=reason)
 
     def _note_readiness(self, node: str, why: str) -> None:
         changed = self._health.note_readiness(node, why)
-        if changed and (self._formation.changing or self._formation.waiting):
-            self.renew()
+        if changed and (self._planner.changing or self._planner.waiting):
+            self.propose_next()
         if not why:
             self._stops.spare_ready()
 
-    def renew(self) -> None:
+    def propose_next(self) -> None:
         """Propose the next generation."""
-        self._health.keep(self._formation.slots)
-        self._formation.renew()
+        self._health.keep(self._planner.slots)
+        self._planner.propose_next()
 
     def _note_progress(self, furthest: int | None, committed: int | None) -> None:
         self._furthest = later(self._furthest, furthest)
@@ -218,20 +219,20 @@ class Head:
 
     # -- failures ------------------------------------------------------------------------------------------------
 
-    def _judge(self, report: Report) -> None:
+    def _judge(self, report: FailureReport) -> None:
         """The first cause of what has failed is known."""
         cause = report.failure
         self._noticed = self._failures.noticed
         if cause.error is not None and cause.error.type == PROGRAM_NOT_FOUND:
-            where = f" (on {report.node})" if len(self._formation.slots) > 1 else ""
+            where = f" (on {report.node})" if len(self._planner.slots) > 1 else ""
             self.end(exitcodes.NOT_FOUND, f"{cause.error.message}{where}")
         else:
             self._recover(report)
 
-    def _recover(self, report: Report, *, named: bool = True) -> None:
+    def _recover(self, report: FailureReport, *, named: bool = True) -> None:
         """Restart all ranks; the node of the report is not to blame if it was not ``named``."""
         cause = report.failure
-        if self._stops.for_good:
+        if self._stops.final:
             code = exitcodes.REQUEUE if report.node in self._health.gone else exitcodes.FAILED
             self.end(code, f"rank {cause.rank} on {report.node} failed while the run was stopping: {cause.cause}")
             return
@@ -239,14 +240,14 @@ class Head:
         if verdict is not None:
             self.end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail))
             return
-        say(f"rank {cause.rank} on {report.node} failed with {cause.cause}; restarting all ranks")
+        print_message(f"rank {cause.rank} on {report.node} failed with {cause.cause}; restarting all ranks")
         self._restarts += 1
         if named:
-            self._health.judge(report.node, cause)
-        self.renew()
+            self._health.note_fault(report.node, cause)
+        self.propose_next()
 
-    def _ask_standings(self) -> None:
-        self._group.tell_all(CODEC.encode(messages.StandingsWanted(self._log.generation)))
+    def _ask_rank_statuses(self) -> None:
+        self._group.tell_all(CODEC.encode(messages.RankStatusesWanted(self._log.generation)))
 
     def _hung(self, hang: Hang, stacks: Mapping[str, str | None]) -> None:
         rank = hang.rank if hang.rank is not None else 0
@@ -256,7 +257,7 @@ class Head:
         self._group.tell_all(CODEC.encode(messages.HangFound(fields, hang.score)))
         cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
         self._noticed = time.monotonic()
-        self._recover(Report(node, cause, "not within reach", ""), named=hang.rank is not None)
+        self._recover(FailureReport(node, cause, "not within reach", ""), named=hang.rank is not None)
 
     # -- what requests lead to -----------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Head:
         """Begin the next generation at once, from the last checkpoint."""
         self.note_interruption()
         self._restarts += 1
-        self.renew()
+        self.propose_next()
 
     def stopped(self, stop: Stop) -> None:
         """The ranks have ended in order, as they were told to: the job goes back into the queue."""
@@ -288,16 +289,16 @@ class Head:
         if self._finished:
             return
         self._finished = True
-        self.retire()
+        self.step_down()
         self._log.emit("finished", exit_code=code, reason=reason)
         lost, unfit = tuple(sorted(self._health.gone)), tuple(sorted(self._health.retired))
         self._over(code, reason, lost, unfit)
         self._group.end(code, reason, lost, unfit)
 
-    def retire(self) -> None:
-        """Decide nothing more: another launcher is head now, or the run is over."""
+    def step_down(self) -> None:
+        """Decide nothing more: another launcher is leader now, or the run is over."""
         self.replaced()
-        self._formation.close()
+        self._planner.close()
 
 
 def later(known: int | None, step: int | None) -> int | None:

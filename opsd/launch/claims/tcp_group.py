@@ -1,4 +1,4 @@
-"""The group over TCP and in the run's folder, in the launcher's loop; a launcher that is alone in it has no network."""
+"""The group over TCP and the run's folder, in the launcher's loop; a single launcher uses no network."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.authority import Look
+from opsd.launch.claims.claim_store import StoreRead
 from opsd.launch.claims.claimant import TIMEOUT_S
 from opsd.launch.claims.group import Group
-from opsd.launch.claims.messages import MESSAGES, Listener, Message
+from opsd.launch.claims.messages import MESSAGES, GroupListener, Message
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Codec, Member
-from opsd.launch.io.reporting import say as say_to_user
-from opsd.launch.io.strangers import ask_for_descriptors
+from opsd.launch.io.reporting import print_message as print_message
 from opsd.launch.io.transport import Transport
+from opsd.launch.io.unauthenticated import raise_descriptor_limit
 
 TICK_S = 0.05
 ALONE_TICK_S = 0.25
 FEW = 64
-"""With more launchers than this, ticks are twice as long."""
+"""With more launchers than this, ticks are half as frequent."""
 LASTING = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTSUP, errno.ENOENT, errno.EISDIR, errno.EEXIST}
 )
 """Errors of the folder that do not go away by themselves."""
-SAY_S = 60.0
+REPORT_INTERVAL_S = 60.0
 _CODEC = Codec(MESSAGES)
 
 
 class TcpGroup(Group):
-    """Arguments are as for ``Claimant``. A launcher that is not among the ``expected`` of the others comes later."""
+    """Arguments as for ``Claimant``. A launcher that is not among the ``expected`` of the others may join later."""
 
     def __init__(
         self,
@@ -50,32 +50,33 @@ class TcpGroup(Group):
         size: int,
         once: bool = False,
         timeout_s: float = TIMEOUT_S,
-        say: Callable[[str], None] = say_to_user,
+        print_message: Callable[[str], None] = print_message,
     ) -> None:
         self._loop = loop
         self._left = False
         self._alone = len(expected) == 1
         self._encoded: tuple[Message | None, dict[str, Any]] = (None, {})
         self._transport = Transport(
-            Identity(own, start, secret), loop, say=say,
+            Identity(own, start, secret), loop, print_message=print_message,
             received=self._decode, unreachable=partial(self._unless_left, self.unreachable),
-            superseded=partial(self._unless_left, self.superseded), launchers=lambda: len(self.roster),
+            superseded=partial(self._unless_left, self.superseded), launchers=lambda: len(self.members),
         )  # fmt: skip
         super().__init__(
             own, expected, self._encode,
-            RunFolder(
-                folder, loop, partial(self._unless_left, self.looked), partial(self._unless_left, self.claimed), say
+            FolderClaimStore(
+                folder, loop, partial(self._unless_left, self.store_read), partial(self._unless_left, self.claimed),
+                print_message,
             ),
             partial(loop.later, 0.0, self.flush),
             start=start, launcher=launcher, size=size, once=once, timeout_s=timeout_s, now=time.monotonic(),
         )  # fmt: skip
 
-    def start(self, listener: Listener) -> None:
-        """As for ``Group``, and listen. Raises OSError if the port cannot be had."""
+    def start(self, listener: GroupListener) -> None:
+        """As for ``Group``, and listen. Raises OSError if the port is taken."""
         super().start(listener)
-        few = len(self.roster) <= FEW
+        few = len(self.members) <= FEW
         if not self._alone:
-            ask_for_descriptors(len(self.roster))
+            raise_descriptor_limit(len(self.members))
             self._transport.listen()
         tick = partial(self._unless_left, self.tick)
         self._loop.every(ALONE_TICK_S if self._alone else TICK_S if few else 2 * TICK_S, tick)
@@ -93,7 +94,7 @@ class TcpGroup(Group):
             call(time.monotonic(), *args)
 
     def _encode(self, member: Member, message: Message) -> None:
-        """What is said to many is encoded once."""
+        """Encodes a message to several members once."""
         if self._encoded[0] is not message:
             self._encoded = (message, _CODEC.encode(message))
         self._transport.send(member, self._encoded[1])
@@ -102,73 +103,72 @@ class TcpGroup(Group):
         self._unless_left(self.receive, sender, _CODEC.decode(raw))
 
 
-class RunFolder:
-    """The ``Folder`` in ``path``, asked in threads, since a file server may pause.
+class FolderClaimStore:
+    """The ``ClaimStore`` in ``path``, used from threads, since a file server may pause.
 
-    ``looked`` and ``claimed`` are the group's.
+    ``store_read`` and ``claimed`` are the group's.
     """
 
     def __init__(
         self,
         path: Path,
         loop: Loop,
-        looked: Callable[[Look | None], None],
+        store_read: Callable[[StoreRead | None], None],
         claimed: Callable[[bool | None], None],
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
     ) -> None:
         self.error: OSError | None = None
-        """Why the newest look, or the newest claim, has failed; None while all is well."""
         self._claim_error: OSError | None = None
         self._path = path
         self._loop = loop
-        self._looked = looked
+        self._store_read = store_read
         self._claimed = claimed
-        self._say = say
-        self._said_at = -SAY_S
+        self._print_message = print_message
+        self._said_at = -REPORT_INTERVAL_S
         self._known = 0
         self._found: claims.Found | None = None
-        self._place: tuple[int, int] | None = None
+        self._identity: tuple[int, int] | None = None
         self._tried = False
 
-    def look(self, *, whole: bool) -> None:
-        """See ``Folder.look``."""
-        self._loop.run_in_thread(partial(self._look, whole), self._answer)
+    def read(self, *, full: bool) -> None:
+        """See ``ClaimStore.read``."""
+        self._loop.run_in_thread(partial(self._read, full), self._answer)
 
-    def _look(self, whole: bool) -> Look:
+    def _read(self, full: bool) -> StoreRead:
         if not self._tried:
             claims.try_primitive(self._path)
             self._tried = True
-        known, place = self._known, _place(self._path)
+        known, identity = self._known, _identity(self._path)
         lease = claims.lease(self._path)
-        if not whole and lease[0] <= known and place == self._place:
-            return Look(lease, None, False)
+        if not full and lease[0] <= known and identity == self._identity:
+            return StoreRead(lease, None, False)
         self._found = claims.newest_unless(self._path, self._found)
-        found = Look(lease, self._found.claim if self._found is not None else None, True)
-        self._recognise(place, found.number, known)
+        found = StoreRead(lease, self._found.claim if self._found is not None else None, True)
+        self._check_identity(identity, found.number, known)
         return found
 
-    def _recognise(self, place: tuple[int, int] | None, newest: int, known: int) -> None:
-        """Raises OSError for what lies below a mount that is gone: there this side would claim what others have.
+    def _check_identity(self, identity: tuple[int, int] | None, newest: int, known: int) -> None:
+        """Raises OSError if the folder is not the one used before and lacks its claims: the file system was unmounted.
 
-        The same folder without its claims has been emptied by somebody: that is the run's folder all the same.
+        Claims made there would collide with those of other nodes. The same folder emptied by somebody is accepted.
         """
-        if newest < known and place != self._place:
+        if newest < known and identity != self._identity:
             why = f"{self._path} is another folder than before, without generation {known}: is it still mounted?"
             raise OSError(errno.ESTALE, why)
-        self._known, self._place = max(self._known, newest), place
+        self._known, self._identity = max(self._known, newest), identity
 
-    def _answer(self, found: Look | OSError) -> None:
+    def _answer(self, found: StoreRead | OSError) -> None:
         self._note(found)
-        self._looked(None if isinstance(found, OSError) else found)
+        self._store_read(None if isinstance(found, OSError) else found)
 
     def claim(self, claim: Claim) -> None:
-        """See ``Folder.claim``."""
+        """See ``ClaimStore.claim``."""
         self._loop.run_in_thread(partial(self._make, claim), partial(self._made, claim.number))
 
     def _make(self, claim: Claim) -> bool:
-        place = _place(self._path)
-        if place != self._place:
-            self._recognise(place, claims.newest_number(self._path), self._known)
+        identity = _identity(self._path)
+        if identity != self._identity:
+            self._check_identity(identity, claims.newest_number(self._path), self._known)
         return claims.create(self._path, claim)
 
     def _made(self, number: int, mine: bool | OSError) -> None:
@@ -179,24 +179,28 @@ class RunFolder:
         self._claimed(None if isinstance(mine, OSError) else mine)
 
     def _note(self, outcome: object) -> None:
-        """Say now and then what is wrong; not at the start, where the launcher ends of what will not go away."""
+        """Report an error now and then; not at startup, where the launcher exits on a lasting one."""
         self.error = outcome if isinstance(outcome, OSError) else self._claim_error
         now = time.monotonic()
-        if self.error is not None and (self._tried or self.error.errno not in LASTING) and now - self._said_at >= SAY_S:
+        if (
+            self.error is not None
+            and (self._tried or self.error.errno not in LASTING)
+            and now - self._said_at >= REPORT_INTERVAL_S
+        ):
             self._said_at = now
-            self._say(f"{self.error.strerror or self.error}; trying again")
+            self._print_message(f"{self.error.strerror or self.error}; trying again")
 
     def renew(self, number: int, beat: int) -> None:
-        """See ``Folder.renew``; left out while the one before is still under way."""
+        """See ``ClaimStore.renew``; skipped while the previous renewal is in flight."""
         self._loop.run_in_thread(partial(claims.renew, self._path, number, beat), _ignore, key="lease")
 
 
 def _ignore(outcome: object) -> None:
-    """A lease that was not renewed is renewed the next time."""
+    """The next renewal makes up for one that failed."""
 
 
-def _place(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one with its name, None if there is none."""
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Device and inode of the folder, None if it does not exist."""
     try:
         found = folder.stat()
     except FileNotFoundError:

@@ -11,73 +11,73 @@ from pathlib import Path
 import pytest
 
 from opsd.launch.io.handshake import SECRET_FILE, SECRET_VARIABLE, SecretError, job_secret
-from opsd.launch.run.fellows import (
+from opsd.launch.run.launchers import (
     BATCH,
     DEFAULT_PORT,
-    Count,
-    FellowsError,
-    comes_once,
-    find_fellows,
+    NodeCount,
+    RendezvousError,
+    default_port,
+    find_launchers,
+    is_single_attempt,
+    source_address,
     start_of,
     start_of_job,
-    usual_port,
-    way_to,
 )
 
 
 @pytest.mark.parametrize(("text", "least", "most"), [("1", 1, 1), ("48", 48, 48), ("30:32", 30, 32)])
 def test_counts_of_nodes(text: str, least: int, most: int) -> None:
     """A number, or torchrun's range."""
-    assert Count.parse(text) == Count(least, most)
+    assert NodeCount.parse(text) == NodeCount(least, most)
 
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "-1", ":4"])
 def test_what_is_no_count(text: str) -> None:
     """Anything else is refused."""
     with pytest.raises(ValueError):
-        Count.parse(text)
+        NodeCount.parse(text)
 
 
 def test_nodes_with_addresses() -> None:
     """Names may have the address at which the others reach them."""
-    fellows = find_fellows("a=127.0.0.1,b=127.0.0.2", "b", 999, {})
-    assert [(member.name, member.address, member.port) for member in fellows.members] == [
+    launchers = find_launchers("a=127.0.0.1,b=127.0.0.2", "b", 999, {})
+    assert [(member.name, member.address, member.port) for member in launchers.members] == [
         ("a", "127.0.0.1", 999),
         ("b", "127.0.0.2", 999),
     ]
-    assert fellows.own is fellows.members[1]
+    assert launchers.own is launchers.members[1]
 
 
 def test_the_nodes_of_a_slurm_job() -> None:
     """A hostlist of any length."""
     job = {"SLURM_JOB_NODELIST": "127.0.0.[1-200]", "SLURM_JOB_ID": "17"}
-    fellows = find_fellows("", "127.0.0.7", 999, job)
-    assert len(fellows.members) == 200
+    launchers = find_launchers("", "127.0.0.7", 999, job)
+    assert len(launchers.members) == 200
 
 
 def test_each_run_of_each_job_has_a_port_of_its_own() -> None:
     """The same on all nodes and in all steps, below those that the kernel gives out; outside of Slurm it is one."""
-    ports = [usual_port(f"r{run}", {"SLURM_JOB_ID": str(job)}) for job in range(20) for run in range(5)]
+    ports = [default_port(f"r{run}", {"SLURM_JOB_ID": str(job)}) for job in range(20) for run in range(5)]
     assert len(set(ports)) > 95
     assert all(20_000 <= port < 32_000 for port in ports)
     inside = {"SLURM_JOB_ID": "3", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "7", "SLURM_NODEID": "1"}
-    assert usual_port("r2", inside) == usual_port("r2", {"SLURM_JOB_ID": "3"})
-    assert usual_port("r1", {}) == usual_port("r2", {}) == DEFAULT_PORT
+    assert default_port("r2", inside) == default_port("r2", {"SLURM_JOB_ID": "3"})
+    assert default_port("r1", {}) == default_port("r2", {}) == DEFAULT_PORT
 
 
 def test_cloud_nodes_have_the_addresses_that_slurm_tells() -> None:
     """Nobody resolves their names."""
     job = {"SLURM_JOB_NODELIST": "cloud[1-2]", "SLURM_NODE_ALIASES": "cloud1:127.0.0.8:ip-8,cloud2:[::1]:ip-9"}
-    assert [one.address for one in find_fellows("", "cloud1", 999, job).members] == ["127.0.0.8", "::1"]
+    assert [one.address for one in find_launchers("", "cloud1", 999, job).members] == ["127.0.0.8", "::1"]
 
 
 def test_a_launcher_listens_where_the_others_reach_it() -> None:
     """Not at 127.0.1.1, which is what many a machine's /etc/hosts has for its own name."""
     ways = {"192.0.2.2": "192.0.2.1"}
-    fellows = find_fellows("a=127.0.1.1,b=192.0.2.2", "a", 999, {}, ways.__getitem__)
-    assert (fellows.own.address, fellows.own) == ("192.0.2.1", fellows.members[0])
-    assert find_fellows("a=127.0.1.1,b=192.0.2.2", "b", 999, {}, ways.__getitem__).own.address == "192.0.2.2"
-    assert way_to("127.0.0.5") == "127.0.0.1"
+    launchers = find_launchers("a=127.0.1.1,b=192.0.2.2", "a", 999, {}, ways.__getitem__)
+    assert (launchers.own.address, launchers.own) == ("192.0.2.1", launchers.members[0])
+    assert find_launchers("a=127.0.1.1,b=192.0.2.2", "b", 999, {}, ways.__getitem__).own.address == "192.0.2.2"
+    assert source_address("127.0.0.5") == "127.0.0.1"
 
 
 def test_a_launcher_that_nobody_could_reach_does_not_start() -> None:
@@ -86,17 +86,17 @@ def test_a_launcher_that_nobody_could_reach_does_not_start() -> None:
     def unreachable(address: str) -> str:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
-    with pytest.raises(FellowsError, match=r"a is 127\.0\.1\.1 here.*Network is unreachable.*--nodes a=ADDRESS"):
-        find_fellows("a=127.0.1.1,b=192.0.2.2", "a", 999, {}, unreachable)
+    with pytest.raises(RendezvousError, match=r"a is 127\.0\.1\.1 here.*Network is unreachable.*--nodes a=ADDRESS"):
+        find_launchers("a=127.0.1.1,b=192.0.2.2", "a", 999, {}, unreachable)
 
 
 def test_a_node_from_a_pool_is_a_guest() -> None:
     """It is named on the command line and is none of the job's."""
     job = {"SLURM_JOB_NODELIST": "127.0.0.[1-3]", "SLURM_JOB_ID": "17"}
-    assert find_fellows("127.0.0.[1-3],127.0.0.9", "127.0.0.9", 999, job).guest
-    assert not find_fellows("127.0.0.[1-3],127.0.0.9", "127.0.0.2", 999, job).guest
-    assert not find_fellows("", "127.0.0.2", 999, job).guest
-    assert not find_fellows("127.0.0.[1-3]", "127.0.0.2", 999, {}).guest
+    assert find_launchers("127.0.0.[1-3],127.0.0.9", "127.0.0.9", 999, job).borrowed
+    assert not find_launchers("127.0.0.[1-3],127.0.0.9", "127.0.0.2", 999, job).borrowed
+    assert not find_launchers("", "127.0.0.2", 999, job).borrowed
+    assert not find_launchers("127.0.0.[1-3]", "127.0.0.2", 999, {}).borrowed
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_a_node_from_a_pool_is_a_guest() -> None:
 )
 def test_what_is_missing_is_said(nodes: str, own: str, text: str) -> None:
     """One sentence with what to give."""
-    with pytest.raises(FellowsError, match=text):
-        find_fellows(nodes, own, 999, {})
+    with pytest.raises(RendezvousError, match=text):
+        find_launchers(nodes, own, 999, {})
 
 
 def test_a_start_is_not_the_one_before() -> None:
@@ -125,20 +125,20 @@ def test_a_start_is_not_the_one_before() -> None:
 def test_which_starts_come_once() -> None:
     """What ``opsd slurm run`` starts, and a step of several nodes; not what a script starts again and again."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    assert comes_once({**job, BATCH: "ab"})
-    assert comes_once({**job, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "2"})
-    assert not comes_once({**job, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "1"})
-    assert not comes_once({BATCH: "ab"})
+    assert is_single_attempt({**job, BATCH: "ab"})
+    assert is_single_attempt({**job, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "2"})
+    assert not is_single_attempt({**job, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "1"})
+    assert not is_single_attempt({BATCH: "ab"})
     assert start_of_job("r", {**job, BATCH: "ab"}) == "r, job 7.0, ab"
 
 
 def test_two_steps_of_a_job_are_not_one_start() -> None:
     """If they have the same name: launchers of the one would take part in the other."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_NUM_NODES": "2"}
-    fellows = find_fellows("", "127.0.0.1", 999, job)
-    starts = [start_of("r", {**job, "SLURM_STEP_ID": str(step)}, fellows, "x") for step in (0, 1)]
+    launchers = find_launchers("", "127.0.0.1", 999, job)
+    starts = [start_of("r", {**job, "SLURM_STEP_ID": str(step)}, launchers, "x") for step in (0, 1)]
     assert starts == ["r, job 7.0, step 0", "r, job 7.0, step 1"]
-    assert start_of("r", {**job, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "3"}, fellows, "x") == "r, job 7.0"
+    assert start_of("r", {**job, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "3"}, launchers, "x") == "r, job 7.0"
 
 
 def test_launchers_that_start_together_have_one_secret(tmp_path: Path) -> None:
@@ -176,6 +176,6 @@ def test_a_step_smaller_than_its_job_has_the_steps_nodes() -> None:
     """``srun -N2`` in a job of six: the other four have no launcher. A step of one node is one of several alike."""
     job = {"SLURM_JOB_NODELIST": "127.0.0.[1-6]", "SLURM_JOB_ID": "17"}
     step = {**job, "SLURM_STEP_NODELIST": "127.0.0.[3-4]", "SLURM_STEP_NUM_NODES": "2"}
-    assert [member.name for member in find_fellows("", "127.0.0.3", 999, step).members] == ["127.0.0.3", "127.0.0.4"]
+    assert [member.name for member in find_launchers("", "127.0.0.3", 999, step).members] == ["127.0.0.3", "127.0.0.4"]
     alone = {**job, "SLURM_STEP_NODELIST": "127.0.0.3", "SLURM_STEP_NUM_NODES": "1"}
-    assert len(find_fellows("", "127.0.0.3", 999, alone).members) == 6
+    assert len(find_launchers("", "127.0.0.3", 999, alone).members) == 6

@@ -93,7 +93,7 @@ def test_an_outage_of_the_network_costs_nothing(tmp_path: Path, network: Network
 
 
 def test_clocks_a_minute_apart(tmp_path: Path, a_minute_ahead: dict[str, str]) -> None:
-    """The node is not blamed for it, a loss is noticed as ever, and the run's events are of the head's clock."""
+    """The node is not blamed for it, a loss is noticed as ever, and the run's events are of the leader's clock."""
     pause = TRAIN.replace("time.sleep(step_s)", "select.select([], [], [], step_s)")  # libfaketime spoils the former
     source = f"import select\n{pause}\ntrain(100000, at=5, do=lambda: not restarts and rank == 1 and 1 / 0)\n"
     began = time.time()
@@ -105,8 +105,8 @@ def test_clocks_a_minute_apart(tmp_path: Path, a_minute_ahead: dict[str, str]) -
         nodes.until(lambda: len(nodes.events("resumed")) == 2)
         assert [event["lost"] for event in nodes.events("node_lost")] == ["n2"]
         assert nodes.events("generation_started")[-1]["nodes"] == ["n1", "n3"]
-        heads = {event["node"] for event in nodes.events("generation_started")}
-        ahead_s = 60.0 if "n2" in heads else 0.0  # on a busy machine the second may be elected first
+        leaders = {event["node"] for event in nodes.events("generation_started")}
+        ahead_s = 60.0 if "n2" in leaders else 0.0  # on a busy machine the second may be elected first
         assert all(began <= event["t"] <= time.time() + ahead_s for event in nodes.events())
 
 
@@ -127,7 +127,7 @@ def test_a_spare_with_damaged_data_is_never_used(tmp_path: Path) -> None:
 
 
 def test_a_shared_folder_that_becomes_read_only(tmp_path: Path, make_read_only: Callable[[Path], None]) -> None:
-    """A run cannot begin another generation there: the head ends, and says which folder it is."""
+    """A run cannot begin another generation there: the leader ends, and says which folder it is."""
     with Nodes(tmp_path, ENDLESS, "--nnodes=2", count=2) as nodes:
         nodes.until(lambda: all(nodes.state(name)["state"] == "running" for name in nodes.names))
         make_read_only(nodes.run / "generations")

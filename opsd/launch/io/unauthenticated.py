@@ -12,13 +12,13 @@ from opsd.launch.io.connection import Connection
 
 SILENT_PER_ADDRESS = 4
 """Connections of one address that have said nothing; a launcher greets as soon as it is connected."""
-OWN_WORK = 512
+OWN_DESCRIPTORS = 512
 """What a launcher needs beside its connections: the pipes, logs and pidfds of its ranks."""
 _KEPT = 64
-_STRANGERS = 64
+_MOST = 64
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """In the order in which they came. Whoever is new is let in; for it the oldest of those that say nothing goes.
 
     ``launchers`` says how many there are in the run: so many more may be proving who they are, since all of them call
@@ -62,9 +62,9 @@ class Strangers:
         return next(iter(self._all)) if full else None
 
 
-def ask_for_descriptors(launchers: int) -> None:
+def raise_descriptor_limit(launchers: int) -> None:
     """Raise the soft limit to what a launcher needs that is connected with so many: two connections to each."""
-    needed = 2 * launchers + OWN_WORK
+    needed = 2 * launchers + OWN_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(
@@ -74,10 +74,10 @@ def ask_for_descriptors(launchers: int) -> None:
 
 def _most() -> int:
     """How many connections there may be on which nobody has proven who it is: a few, an eighth of a low limit."""
-    return min(_STRANGERS, max(1, _limit() // 8))
+    return min(_MOST, max(1, _limit() // 8))
 
 
-def is_kept(descriptor: int) -> bool:
+def is_reserved(descriptor: int) -> bool:
     """Whether a new descriptor is one of the last, kept for the launcher's own work. The lowest free one is given."""
     limit = _limit()
     return descriptor >= limit - min(_KEPT, limit // 4)

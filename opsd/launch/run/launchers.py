@@ -1,4 +1,4 @@
-"""Which launchers a run has, and where they listen: from the command line, or from the Slurm job that it runs in."""
+"""Which launchers a run has and where they listen: from the command line, or from the Slurm job that it runs in."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from opsd.slurm.hostlist import HostlistError, expand
 
 DEFAULT_PORT = 29_480
 _JOB_PORTS = range(20_000, 32_000)
-"""Below those from which the kernel gives out ports."""
+"""Below the kernel's range of ephemeral ports."""
 
 
 BATCH = "OPSD_BATCH"
-"""What tells the launchers of one ``opsd slurm run`` from those of another one in the same start of the job."""
+"""Tells the launchers of one ``opsd slurm run`` from those of another one in the same start of the job."""
 
 
-class FellowsError(Exception):
-    """The launchers of the run cannot be known; the message says what to give."""
+class RendezvousError(Exception):
+    """The launchers of the run cannot be determined; the message says what to pass."""
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class NodeCount:
     """How many nodes run ranks."""
 
     least: int
     most: int
 
     @classmethod
-    def parse(cls, text: str) -> Count:
+    def parse(cls, text: str) -> NodeCount:
         """``N`` or ``MIN:MAX`` as in torchrun. Raises ValueError."""
         least, _, most = text.partition(":")
         count = cls(int(least), int(most or least))
@@ -44,36 +44,40 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Fellows:
-    """All launchers of the run in the order in which they get work, and the own one among them.
+class Launchers:
+    """All launchers of the run, in the order in which they get work, and the own one among them.
 
-    A ``guest`` runs on a node that is not the Slurm job's: it was fetched from a pool. ``meeting`` is the start of the
-    run, see ``start_of``, if they have met at a place that was given.
+    ``borrowed``: the own node is not the Slurm job's, it came from a pool. ``start`` identifies the start of the run
+    (see ``start_of``) if the launchers found each other through an endpoint.
     """
 
     own: Member
     members: tuple[Member, ...]
-    guest: bool = False
-    meeting: str = ""
+    borrowed: bool = False
+    start: str = ""
 
 
-def way_to(address: str) -> str:
-    """The own address from which ``address`` is reached; nothing is sent. Raises OSError."""
+def source_address(address: str) -> str:
+    """The own address from which ``address`` is reached; sends nothing. Raises OSError."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, DEFAULT_PORT))
         return str(probe.getsockname()[0])
 
 
-def find_fellows(
-    nodes: str, own_name: str, port: int, environ: Mapping[str, str], way_to: Callable[[str], str] = way_to
-) -> Fellows:
-    """``nodes`` is a hostlist whose names may have addresses, ``n1=10.0.0.1,n2``; "" stands for those of the Slurm job.
+def find_launchers(
+    nodes: str,
+    own_name: str,
+    port: int,
+    environ: Mapping[str, str],
+    source_address: Callable[[str], str] = source_address,
+) -> Launchers:
+    """``nodes`` is a hostlist, optionally with addresses, ``n1=10.0.0.1,n2``; "" means the nodes of the Slurm job.
 
-    Raises FellowsError.
+    Raises RendezvousError.
     """
-    given = nodes or of_slurm(environ)
+    given = nodes or slurm_nodes(environ)
     if not given:
-        raise FellowsError(
+        raise RendezvousError(
             "more than one node, and no Slurm job that says which: name them with --nodes n1,n2,…, or give all of them "
             "the same --rdzv-endpoint HOST:PORT"
         )
@@ -83,31 +87,31 @@ def find_fellows(
         members[name] = Member(name, resolve(told.get(address, address)), port)
     if own_name not in members:
         shown = ", ".join(list(members)[:8])
-        raise FellowsError(f"this node, {own_name}, is not among the nodes of the run ({shown}); see --node-name")
-    members[own_name] = _within_reach(members, own_name, way_to)
+        raise RendezvousError(f"this node, {own_name}, is not among the nodes of the run ({shown}); see --node-name")
+    members[own_name] = _reachable(members, own_name, source_address)
     job = environ.get("SLURM_JOB_NODELIST", "")
-    guest = bool(nodes and job) and own_name not in _pairs(job)
-    return Fellows(members[own_name], tuple(members.values()), guest)
+    borrowed = bool(nodes and job) and own_name not in _pairs(job)
+    return Launchers(members[own_name], tuple(members.values()), borrowed)
 
 
-def of_slurm(environ: Mapping[str, str]) -> str:
-    """The nodes of the step where it has several, ``srun -N2`` in a job of six; those of the job for a step of one."""
+def slurm_nodes(environ: Mapping[str, str]) -> str:
+    """The nodes of the step if it has several (``srun -N2`` in a job of six), otherwise those of the job."""
     if environ.get("SLURM_STEP_NUM_NODES", "1") != "1" and environ.get("SLURM_STEP_NODELIST"):
         return environ["SLURM_STEP_NODELIST"]
     return environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
 
 
-def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: str) -> str:
-    """What the launchers of one start of ``run`` have in common, and no other copy of it.
+def start_of(run: str, environ: Mapping[str, str], launchers: Launchers, launcher: str) -> str:
+    """What the launchers of one start of ``run`` have in common, and no other copy of the run has.
 
-    Slurm may start the job again while a node that was cut off still runs a launcher of the start before. That one must
-    not join once it is back: it may be the next to be told to stop. A launcher that has no fellows is a start of its
-    own, and so are a step of several nodes and a group outside Slurm that begins with another launcher.
+    Slurm may start the job again while a node that was cut off still runs a launcher of the start before. That launcher
+    must not join when it is back: it may be told to stop next. A single launcher is a start of its own, and so is a
+    step of several nodes, and a group outside Slurm whose first launcher differs.
     """
-    if fellows.meeting:
-        return fellows.meeting
-    name, first = start_of_job(run, environ), fellows.members[0]
-    if len(fellows.members) == 1:
+    if launchers.start:
+        return launchers.start
+    name, first = start_of_job(run, environ), launchers.members[0]
+    if len(launchers.members) == 1:
         return f"{name}, {launcher}"
     if (step := _step(environ)) is not None:
         return f"{name}, step {step}"
@@ -115,7 +119,7 @@ def start_of(run: str, environ: Mapping[str, str], fellows: Fellows, launcher: s
 
 
 def start_of_job(run: str, environ: Mapping[str, str]) -> str:
-    """What the starts of all launchers of this start of the Slurm job are, or begin with; ``run`` outside of Slurm."""
+    """What the start of every launcher in this start of the Slurm job is, or begins with; ``run`` outside Slurm."""
     job, batch = environ.get("SLURM_JOB_ID", ""), environ.get(BATCH, "")
     if not job:
         return run
@@ -123,16 +127,16 @@ def start_of_job(run: str, environ: Mapping[str, str]) -> str:
     return f"{name}, {batch}" if batch else name
 
 
-def comes_once(environ: Mapping[str, str]) -> bool:
-    """Whether the launchers of this start are the only ones that will ever have it, so that its end is theirs.
+def is_single_attempt(environ: Mapping[str, str]) -> bool:
+    """Whether no later launchers will have the same start, so that the end of the run is final for it.
 
-    Outside of Slurm, and for launchers that a script has started one by one, a later attempt has the same start.
+    Outside Slurm, and for launchers that a script starts one by one, a later attempt has the same start.
     """
     return "SLURM_JOB_ID" in environ and (BATCH in environ or _step(environ) is not None)
 
 
 def _step(environ: Mapping[str, str]) -> str | None:
-    """The step's number if it has several nodes."""
+    """The number of the step if it has several nodes."""
     return environ.get("SLURM_STEP_ID") if environ.get("SLURM_STEP_NUM_NODES", "1") != "1" else None
 
 
@@ -141,21 +145,21 @@ def _pairs(given: str) -> dict[str, str]:
         try:
             return {name: name for name in expand(given)}
         except HostlistError as error:
-            raise FellowsError(f"the nodes cannot be read: {error}") from error
+            raise RendezvousError(f"the nodes cannot be read: {error}") from error
     pairs = [item.strip().partition("=") for item in given.split(",")]
     return {name: address or name for name, _, address in pairs}
 
 
-def _within_reach(members: Mapping[str, Member], own_name: str, way_to: Callable[[str], str]) -> Member:
-    """The own launcher. Debian and cloud-init have 127.0.1.1 for the own name, where the others cannot reach it."""
+def _reachable(members: Mapping[str, Member], own_name: str, source_address: Callable[[str], str]) -> Member:
+    """The own launcher. Debian and cloud-init map the own name to 127.0.1.1, which the others cannot reach."""
     own = members[own_name]
     elsewhere = [member.address for member in members.values() if not ip_address(member.address).is_loopback]
     if not ip_address(own.address).is_loopback or not elsewhere:
         return own
     try:
-        return replace(own, address=way_to(elsewhere[0]))
+        return replace(own, address=source_address(elsewhere[0]))
     except OSError as error:
-        raise FellowsError(
+        raise RendezvousError(
             f"{own_name} is {own.address} here (/etc/hosts), where no other node can reach it, and {elsewhere[0]} "
             f"cannot be reached ({error.strerror}); give the addresses as --nodes {own_name}=ADDRESS,…"
         ) from error
@@ -166,17 +170,17 @@ def resolve(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise FellowsError(
+        raise RendezvousError(
             f"{host} has no address here ({error.strerror}); give it as --nodes {host}=ADDRESS"
         ) from error
     addresses = sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
     return addresses[0]
 
 
-def usual_port(run: str, environ: Mapping[str, str]) -> int:
-    """Where the launchers of ``run`` listen unless it is said: each run of a Slurm job has a port of its own.
+def default_port(run: str, environ: Mapping[str, str]) -> int:
+    """Where the launchers of ``run`` listen by default: each run of a Slurm job has its own port.
 
-    All launchers come to the same one by themselves. Jobs may share nodes, and the runs of one job mostly do.
+    All launchers compute the same one. Jobs may share nodes, and the runs of one job usually do.
     """
     job = environ.get("SLURM_JOB_ID", "")
     if not job:
@@ -186,7 +190,7 @@ def usual_port(run: str, environ: Mapping[str, str]) -> int:
 
 
 def cannot_listen(own: Member, error: OSError) -> str:
-    """What to do where ``own`` cannot listen."""
+    """What the user can do if ``own`` cannot listen."""
     place = f"cannot listen at {own.address}:{own.port}"
     if error.errno == errno.EADDRINUSE:
         return f"{place}: another program does; give all launchers of the run the same --port, one that is free"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opsd.launch.ranks.reads import Reads
+from opsd.launch.ranks.env_reads import EnvironmentReads
 
 NAMES = ("MASTER_PORT", "RANK")
 
@@ -28,7 +28,7 @@ def _environment() -> Iterator[None]:
 def read_by(code: str) -> list[str]:
     """What the code of a module reads out of ``NAMES``; what it keeps is kept."""
     module: dict[str, Any] = {"__name__": "module"}
-    with Reads(NAMES) as reads:
+    with EnvironmentReads(NAMES) as reads:
         exec(f"import os, subprocess\n{code}", module)
         os.environ["KEPT"] = "yes"
     assert os.environ["KEPT"] == os.getenv("KEPT") == "yes"
@@ -70,7 +70,7 @@ def test_reads(code: str, expected: list[str]) -> None:
 def test_values_are_what_they_were() -> None:
     """The code sees no difference, and afterwards there is none."""
     before = dict(os.environ)
-    with Reads(NAMES):
+    with EnvironmentReads(NAMES):
         inside = dict(os.environ.items())
         assert os.environ["MASTER_PORT"] == "29500"
         assert subprocess.run(["printenv", "MASTER_PORT"], capture_output=True, text=True).stdout == "29500\n"
