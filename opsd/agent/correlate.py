@@ -1,8 +1,8 @@
-"""Which incidents are symptoms of which: one root with what it brings about, not one alarm for each. Pure.
+"""Which incidents are symptoms of which, so that a root and its symptoms are one alarm. Pure.
 
-The ``causes`` of a runbook say which kinds can bring it about, what the two must have in common and how close in time
-they must lie. A symptom does not act and is not announced; it ends with its root or after it. A root may turn up later
-than its symptoms: they are adopted then. A cause always is a root itself, however many steps lie in between.
+The ``causes`` of a runbook say which kinds can cause it, what the two must have in common and how close in time they
+must be. A symptom triggers no action and no notification; it ends with its root or later. A root may be found after its
+symptoms, which are then assigned to it. The cause of an incident is always a root, even over several links.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Cause, Common, Cost, Incident
 
 LEAD_S = 60.0
-"""A root may be found this much later than its symptom: detectors differ in how long they look."""
+"""A root may be found this many seconds later than its symptom, as detectors need different times."""
 RELEASE_S = 120.0
-"""A symptom that goes on for longer than this after the end of its root is an incident of its own from then on."""
+"""A symptom that lasts longer than this after the end of its root becomes an incident of its own."""
 
 CAUSES: Mapping[str, tuple[Cause, ...]] = {book.kind: book.causes for book in RUNBOOKS}
 
@@ -31,8 +31,8 @@ def correlate(
 ) -> dict[str, str | None]:
     """Incident id -> id of its root, None for a root, for every current incident.
 
-    ``ended`` are remembered incidents, ``ranks`` those on this node (they say which GPU belongs to which run), ``now``
-    is epoch seconds.
+    ``ended`` are remembered incidents, ``ranks`` those on this node (for which GPU belongs to which run), ``now`` is in
+    epoch seconds.
     """
     over = [i for i in ended if i.resolved_at is not None and now - i.resolved_at <= RELEASE_S]
     known = {incident.id: incident for incident in (*over, *current)}
@@ -65,10 +65,10 @@ def symptoms_of(root: str, incidents: Iterable[Incident]) -> list[Incident]:
 
 
 def joint_gpu_seconds(incidents: Sequence[Incident]) -> float:
-    """GPU-seconds lost to all of ``incidents``, what several of them report for the same time counted once.
+    """GPU-seconds lost to all of ``incidents``; overlapping losses count once.
 
-    Each loss is spread evenly over the time from its opening until it was last seen (one second at least); at any
-    moment the dearest incident counts. The sum is neither less than the largest loss nor more than all of them.
+    Each loss is spread evenly over the time from its opening until it was last seen (at least 1 s); at any moment
+    the most expensive incident counts. The result is between the largest loss and the sum of all.
     """
     spans = [(i.opened_at, max(i.last_seen_at, i.opened_at + 1.0), i.cost.gpu_seconds) for i in incidents]
     edges = sorted({edge for start, end, _ in spans for edge in (start, end)})
@@ -80,7 +80,7 @@ def joint_gpu_seconds(incidents: Sequence[Incident]) -> float:
 
 
 def joint_cost(root: Incident, symptoms: Sequence[Incident]) -> Cost:
-    """What ``root`` costs together with its symptoms: the largest share of throughput, and the losses counted once."""
+    """The cost of ``root`` with its symptoms: largest share of throughput; overlapping losses count once."""
     group = (root, *symptoms)
     share = max(incident.cost.throughput_ratio for incident in group)
     return replace(root.cost, throughput_ratio=share, gpu_seconds=joint_gpu_seconds(group))
@@ -89,7 +89,7 @@ def joint_cost(root: Incident, symptoms: Sequence[Incident]) -> Cost:
 def _parent(
     incident: Incident, known: Mapping[str, Incident], places: Mapping[str, Mapping[Common, set[Place]]]
 ) -> str | None:
-    """What brought ``incident`` about: the cause it has while that is current, else the best candidate or the old."""
+    """The cause of ``incident``: its present one while that is current, else the best candidate or the present one."""
     old = known.get(incident.cause or "")
     if old is not None and not _can_follow(incident.kind, old.kind):
         old = None
@@ -126,9 +126,9 @@ def _distance(symptom: Incident, root: Incident, cause: Cause) -> float:
 
 
 def _places(incident: Incident, ranks: Sequence[RankFact]) -> Mapping[Common, set[Place]]:
-    """What ``incident`` concerns: its GPUs, ranks, runs and node, each as tuples that can be compared.
+    """What ``incident`` affects: its GPUs, ranks, runs and node, each as comparable tuples.
 
-    A rank of another generation is another one: what made it hang ended with it.
+    A rank of another generation is a different rank, because the cause of a hang ends with the generation.
     """
     culprit, data = incident.culprit, incident.data
     named, gpu = data.get("run"), culprit.gpu if culprit.gpu is not None else data.get("gpu")

@@ -1,4 +1,4 @@
-"""The agent's metrics about itself: collectors, loop, journal, incidents, actions. All exist from the start."""
+"""The agent's metrics about itself: collectors, loop, journal, incidents, actions. All exist from the start on."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ OUTCOMES = ("ok", "failed", "recommended", "refused")
 
 
 def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterator[Sample]:
-    """How the collectors stand. ``wall_of_zero`` is the epoch second of monotonic second 0."""
+    """The states of the collectors. ``wall_of_zero`` is the epoch second of monotonic second 0."""
     for source in sources:
         name = (source.name,)
         for state in Health:
@@ -93,7 +93,7 @@ def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterato
 def runbook_samples(
     kinds: Iterable[str], incidents: Iterable[Incident], opened: Mapping[str, int], errors: Mapping[str, int]
 ) -> tuple[Sample, ...]:
-    """Incidents that are not over, those opened, and failures of runbooks, zeros included."""
+    """Incidents that are not over, incidents opened, and failures of runbooks, zeros included."""
     current = Counter((incident.kind, incident.severity, incident.state) for incident in incidents)
     return _runbook_samples(tuple(kinds), _frozen(current), _frozen(opened), _frozen(errors))
 
@@ -105,7 +105,7 @@ def _runbook_samples(
     opened: frozenset[tuple[str, int]],
     errors: frozenset[tuple[str, int]],
 ) -> tuple[Sample, ...]:
-    """Made anew only when something has changed, which in most ticks is not so."""
+    """The samples, rebuilt only after a change."""
     number, begun, failed = dict(incidents), dict(opened), dict(errors)
     samples = [
         Sample(INCIDENTS, float(number.get((kind, severity, state), 0)), (kind, severity.value, state.value))
@@ -146,7 +146,7 @@ def loop_samples(ticks: int, missed: int, tick_s: float, series: int, refused: i
 
 
 def journal_samples(problem: str, backlog: int, lost: int) -> Iterator[Sample]:
-    """The journal; ``problem`` is "" if it can be written."""
+    """The state of the journal; ``problem`` is "" if it can be written."""
     yield Sample(JOURNAL_UP, float(not problem))
     yield Sample(JOURNAL_BACKLOG, float(backlog))
     yield Sample(JOURNAL_LOST, float(lost))

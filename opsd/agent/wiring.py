@@ -1,4 +1,4 @@
-"""Build the agent from its settings: the one place that knows every real part."""
+"""Build the agent from its settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from opsd.slurm.ownership import Rules
 
 
 def build_journal(settings: Settings, log: Log) -> Journal:
-    """The journal in the state folder; it says in the log when it stops and starts being written."""
+    """The journal in the state folder; the log says when writing fails and when it works again."""
 
     def say(problem: str) -> None:
         if problem:
@@ -39,14 +39,14 @@ def build_journal(settings: Settings, log: Log) -> Journal:
 
 
 def _drainer(settings: Settings) -> SlurmDrainer:
-    """Drains this node through the Slurm of this machine, which is looked for when it is needed."""
+    """Drains this node through this machine's Slurm, which is looked up on use."""
     slurm = cache(lambda: choose().slurm)
     orders = Orders(settings.agent.state_dir)
     return SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), orders)
 
 
 def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:
-    """Who is told of every change of an incident: people, and Grafana."""
+    """The listeners of every change of an incident: notifications and Grafana."""
     told: list[Listener] = []
     notify, node = settings.notify, settings.agent.node
     if notify.receiver:
@@ -57,7 +57,7 @@ def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listene
 
 
 def build_loop(settings: Settings, journal: Journal, log: Log) -> Loop:
-    """The loop with everything connected to it; nothing has been collected yet."""
+    """The loop with everything connected, before the first collection."""
     agent, policy, receiver = settings.agent, settings.policy, settings.notify.receiver
     nvml = settings.section(NvmlSettings)
     notifier: Notifier = WebhookNotifier(log, receiver) if receiver else LogNotifier(log)

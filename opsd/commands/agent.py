@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opsd.agent.logs import Log
 
 STOP_WITHIN_S = 1.5
-"""After a signal to stop the process ends by force after this long, whatever a driver or a disk is doing."""
+"""Seconds after a signal to stop when the process ends by force, even if a driver or a disk hangs."""
 
 
 @click.command()
@@ -96,9 +96,9 @@ def serve(settings: Settings) -> int:
 
 
 def carry_out_orders(settings: Settings, log: Log, stop: threading.Event) -> None:
-    """Tell Slurm, once it answers again, what it could not be told before.
+    """Execute pending drain orders once Slurm answers again.
 
-    People may leave their orders with an agent that is root or is meant to drain: Slurm refuses those of any other.
+    Only an agent that is root or may drain accepts orders, as Slurm would refuse those of any other.
     """
     from opsd.slurm.connect import choose
     from opsd.slurm.orders import Orders, keep_carrying_out
@@ -117,7 +117,7 @@ def carry_out_orders(settings: Settings, log: Log, stop: threading.Event) -> Non
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set. The process ends by itself if it is still there ``STOP_WITHIN_S`` later."""
+    """An event that SIGTERM and SIGINT set. The process ends by force if it still runs ``STOP_WITHIN_S`` later."""
     stop = threading.Event()
 
     def on_signal(_number: int, _frame: object) -> None:

@@ -270,7 +270,7 @@ def _do(fault: Fault, for_s: float, *, yes: bool, as_json: bool) -> int:
 
 
 def _confirm(fault: Fault, for_s: float, *, yes: bool) -> None:
-    """Have the fault confirmed. Raises click.UsageError without a terminal, and if the answer is no."""
+    """Ask for confirmation. Raises click.UsageError without a terminal, and if the answer is no."""
     lasts = "" if fault.undo is None else f" for {for_s:g} s"
     click.echo(f"opsd chaos {fault.name} {fault.text}{lasts}.", err=True)
     for note in fault.notes:
@@ -285,7 +285,7 @@ def _confirm(fault: Fault, for_s: float, *, yes: bool) -> None:
 def _need_terminal() -> None:
     """Raise click.UsageError if nobody can be asked."""
     if not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to confirm this at: say --yes")
+        raise click.UsageError("there is no terminal to confirm this at: use --yes")
 
 
 def _owned_run(name: str | None) -> target.Run:

@@ -1,4 +1,4 @@
-"""``opsd diagnose``: why a run on this node stands still or trains slowly, with the numbers."""
+"""``opsd diagnose``: why a run on this node hangs or trains slowly, with the numbers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknow
 @click.option("--job", default="", help="Only the job with this id, or the run with this name.")
 @agent_options
 def diagnose(job: str, agent: Agent, as_json: bool) -> int:
-    """Diagnose the runs on this node now: do they hang, and is it data, network or kernels that slow them down.
+    """Diagnose the runs on this node now: do they hang, or do data, network or kernels slow them down?
 
-    Asks the agent, or reads the rank pages of this machine where none runs. Ends with 1 if there is no such run.
+    Asks the agent, or reads the rank pages of this machine if no agent runs. Ends with 1 if there is no such run.
     """
     incidents: Sequence[dict[str, Any]] = ()
     try:

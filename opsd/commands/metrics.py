@@ -51,7 +51,7 @@ def metrics(_list: bool, as_json: bool) -> None:
     labels = _table("label", "values")
     for label, values in label_values().items():
         labels.add_row(label, values)
-    # A list that goes into a pipe is for grep: one line a metric, however long.
+    # In a pipe: one line per metric, however long, for grep.
     console = Console(width=None if Console().is_terminal else 400, highlight=False)
     console.print(table, "", labels, sep="\n")
 

@@ -93,7 +93,7 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
         raise SwapError(why_not)
     first = "" if members.spares else f"ask for a spare, which has to come within {timeout_s:g} s, "
     spare, *others = members.spares or ("it",)
-    lead = f"; it leads the run, {spare} or another node takes that over" if node == members.head else ""
+    lead = f"; it leads the run, {spare} or another node takes that over" if node == members.leader else ""
     then = f" (then {', '.join(others)})" if others else ""
     return (
         f"run {run} would {first}checkpoint at a step boundary and go on with {spare}{then} in the place of "

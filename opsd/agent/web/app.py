@@ -1,18 +1,18 @@
-"""What is answered at which address; read only.
+"""The routes of the HTTP server; all are read-only.
 
 ========================= ==========================================================================
-``/``                     this node for people; ``?refresh=5`` loads it again every 5 s
-``/job/ID``               one job, or one run by its name: this node, and what the job's other nodes say
-``/runbooks/NAME``        the page of a runbook or an alert; ``/runbooks/`` lists them
+``/``                     the page of this node; ``?refresh=5`` reloads it every 5 s
+``/job/ID``               the page of a job, or of a run by its name, with the job's other nodes
+``/runbooks/NAME``        the guide of a runbook or an alert; ``/runbooks/`` lists them
 ``/metrics``              every series, Prometheus text or OpenMetrics
 ``/healthz``              200 while the loop ticks, 503 otherwise
 ``/readyz``               200 once the first collection is done and while the loop ticks
 ``/api/v1/status``        collectors, GPUs, ranks, runs, journal
-``/api/v1/ranks``         what the rank pages say, recent steps included; ``?job=4242``
-``/api/v1/jobs/ID``       what this node knows of a job, in brief
-``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: symptoms whole
-``/api/v1/incidents/ID``  one incident, its symptoms, and past ones like it
-``/api/v1/statistics``    how incidents went, by kind
+``/api/v1/ranks``         the rank pages with their recent steps; ``?job=4242``
+``/api/v1/jobs/ID``       a summary of a job on this node
+``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: complete symptoms
+``/api/v1/incidents/ID``  one incident, its symptoms, and similar past ones
+``/api/v1/statistics``    statistics of incidents by kind
 ========================= ==========================================================================
 """
 
@@ -45,7 +45,7 @@ Answer = tuple[HTTPStatus, bytes, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What of a request matters here. ``query`` has every value of every parameter."""
+    """The relevant parts of a request. ``query`` has every value of every parameter."""
 
     path: str
     query: Mapping[str, list[str]]
@@ -86,7 +86,7 @@ class App:
         }
 
     def __call__(self, request: Request) -> Answer:
-        """The answer to one request; safe to be called from several threads."""
+        """The answer to one request. Thread-safe."""
         if route := self._routes.get(request.path):
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
@@ -182,7 +182,7 @@ def problem(status: HTTPStatus, text: str) -> Answer:
 
 
 class PageCache:
-    """Keeps what was made of the newest snapshot in the current second. Safe to be used from several threads."""
+    """Caches pages of the newest snapshot for one second. Thread-safe."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -190,9 +190,9 @@ class PageCache:
         self._pages: dict[Hashable, bytes | None] = {}
 
     def get(self, key: Hashable, snapshot: Snapshot, now: float, make: Callable[[], bytes | None]) -> bytes | None:
-        """The page ``key``, made by ``make`` unless somebody has asked for it in the second of ``now`` already.
+        """The page ``key``, made by ``make`` unless it was already requested in the second of ``now``.
 
-        A snapshot that stays, because the loop hangs, is made anew each second: its page tells how old it is.
+        While the loop hangs the page of its last snapshot is still made every second, as it shows the snapshot's age.
         """
         with self._guard:
             if self._of is None or self._of[0] is not snapshot or self._of[1] != int(now):

@@ -1,4 +1,4 @@
-"""The runbooks as pages, so that the link in an alert leads to the release of the page that runs on the node."""
+"""The runbooks as web pages, so that the link in an alert leads to the version that runs on the node."""
 
 from __future__ import annotations
 
