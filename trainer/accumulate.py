@@ -76,7 +76,7 @@ def accumulator(model: Decoder, batches: Batches, config: Config, world: World, 
     return Pipelined(model, batches, config, world, reporter)
 
 
-def share(batch: Batch, context: Context) -> Batch:
+def shard_batch(batch: Batch, context: Context) -> Batch:
     """This rank's part of the tokens and targets, where sequences are split over ranks; documents stay whole."""
     if context is None:
         return batch
@@ -100,7 +100,7 @@ class Sequential:
         assert isinstance(model, FSDPModule)
         losses = []
         for number in range(1, count + 1):
-            batch = share(self._batches.next(), model.context)
+            batch = shard_batch(self._batches.next(), model.context)
             model.set_requires_gradient_sync(number == count)
             model.set_reshard_after_backward(number == count or not self._whole)
             with self._reporter.phase("forward"):
@@ -139,7 +139,7 @@ class Pipelined:
 
     def __call__(self, count: int) -> torch.Tensor:
         """See ``Accumulate``."""
-        rows = [share(self._batches.next(), self._model.context) for _ in range(count)]
+        rows = [shard_batch(self._batches.next(), self._model.context) for _ in range(count)]
         tokens, targets, documents = (
             torch.cat([getattr(batch, name) for batch in rows]) for name in ("tokens", "targets", "documents")
         )

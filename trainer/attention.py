@@ -44,7 +44,7 @@ Mask = torch.Tensor | Packed | BlockMask | None
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AttentionInputs:
     """What the layers share in a forward pass.
 
     ``turn`` rotates this rank's tokens, ``everything`` is the mask of layers that see their whole document,
@@ -57,7 +57,7 @@ class View:
     context: Context
 
 
-def make_view(documents: torch.Tensor, settings: ModelSettings, context: Context = None) -> View:
+def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: Context = None) -> AttentionInputs:
     """What the layers share, given the ``documents`` [batch, sequence] of whole sequences."""
     length, device = documents.shape[1], documents.device
     queries, keys = positions(length, context, device), gathered_positions(length, context, device)
@@ -75,7 +75,7 @@ def make_view(documents: torch.Tensor, settings: ModelSettings, context: Context
 
     everything = mask(0)
     near = mask(settings.window) if settings.window else everything
-    return View(turning(rotary_angles(queries, settings)), everything, near, context)
+    return AttentionInputs(rotation_factors(rotary_angles(queries, settings)), everything, near, context)
 
 
 def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:
@@ -246,7 +246,7 @@ def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> tuple[torch.Ten
     return slowed * stretched + (1 - slowed) * frequencies, 0.1 * math.log(settings.yarn_factor) + 1.0
 
 
-def turning(angles: torch.Tensor) -> torch.Tensor:
+def rotation_factors(angles: torch.Tensor) -> torch.Tensor:
     """What ``rotate`` multiplies with, [2, length, 1, head_dim], for ``angles`` as ``rotary_angles`` has them."""
     cos, sin = angles
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))[:, :, None]

@@ -22,14 +22,14 @@ _EVEN = 0x1E3779B97F4A7C16
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class RegionChecksum:
     """Where in its tensor a rank's region begins, and the checksum of its bits."""
 
     offset: tuple[int, ...]
     checksum: str
 
 
-Marks = Mapping[str, Mark]
+Checksums = Mapping[str, RegionChecksum]
 
 _COMPARED = ("tp", "replicate")
 """Dimensions of the mesh whose ranks are compared; those of dp have different parts of everything."""
@@ -56,19 +56,19 @@ class Audit:
         if not self._groups:
             return
         marks = {
-            name: Mark(region.offset, checksum(region.local))
+            name: RegionChecksum(region.offset, checksum(region.local))
             for name, region in self._regions.items()
             if region.local.numel()
         }
         differed = False
         for group in self._groups:
             mine = {name: marks[name] for name in self._shared & marks.keys()} if group is self._ends else marks
-            gathered: list[Marks] = [{}] * group.size()
+            gathered: list[Checksums] = [{}] * group.size()
             dist.all_gather_object(gathered, mine, group)
             differed |= self._compare(gathered, dist.get_process_group_ranks(group), step, tell=group.rank() == 0)
         self._agreed = self._agreed if differed else step
 
-    def _compare(self, gathered: Sequence[Marks], ranks: Sequence[int], step: int, *, tell: bool) -> bool:
+    def _compare(self, gathered: Sequence[Checksums], ranks: Sequence[int], step: int, *, tell: bool) -> bool:
         differing = list(different_copies(gathered))
         if tell:
             for holders, tensors in equal_shards(gathered, self._drawn).items():
@@ -82,7 +82,7 @@ class Audit:
         return bool(differing)
 
 
-def equal_shards(gathered: Sequence[Marks], drawn: Collection[str]) -> dict[tuple[int, ...], list[str]]:
+def equal_shards(gathered: Sequence[Checksums], drawn: Collection[str]) -> dict[tuple[int, ...], list[str]]:
     """Tensors with the same bits in different places, by the ranks, as indices of ``gathered``, that hold them.
 
     Only those in ``drawn``, which are initialised at random; ones are equal to ones.
@@ -99,7 +99,7 @@ def equal_shards(gathered: Sequence[Marks], drawn: Collection[str]) -> dict[tupl
     return found
 
 
-def different_copies(gathered: Sequence[Marks]) -> Iterator[tuple[str, list[int]]]:
+def different_copies(gathered: Sequence[Checksums]) -> Iterator[tuple[str, list[int]]]:
     """Tensors of which copies of the same region have different bits, with the holders, as indices of ``gathered``."""
     for name in sorted(set[str]().union(*gathered)):
         by_offset: dict[tuple[int, ...], list[int]] = {}

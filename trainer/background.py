@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 Work = Callable[[], None]
 
-PATIENCE_S = 0.05
+WAIT_S = 0.05
 LIMIT = 10_000
 CLOSE_S = 30.0
 
 
-def at_once(work: Work) -> None:
+def run_now(work: Work) -> None:
     """Do ``work`` here and now."""
     work()
 
@@ -22,8 +22,8 @@ def at_once(work: Work) -> None:
 class Background:
     """A thread that does what it is given, in order.
 
-    Usually that is soon done, and ``do`` waits for it: of a step that others have seen, everything is written, even if
-    the rank is killed now. It waits ``PATIENCE_S`` at most, and not at all while earlier work is under way. When
+    Usually that is soon done, and ``run`` waits for it: of a step that others have seen, everything is written, even if
+    the rank is killed now. It waits ``WAIT_S`` at most, and not at all while earlier work is under way. When
     ``LIMIT`` pieces of work wait, more are dropped.
     """
 
@@ -33,7 +33,7 @@ class Background:
         self._last.set()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def do(self, work: Work) -> None:
+    def run(self, work: Work) -> None:
         """Have ``work`` done."""
         done = threading.Event()
         try:
@@ -42,7 +42,7 @@ class Background:
             return
         is_idle, self._last = self._last.is_set(), done
         if is_idle:
-            done.wait(PATIENCE_S)
+            done.wait(WAIT_S)
 
     def finish(self, limit_s: float = CLOSE_S) -> bool:
         """Whether everything is done, at the latest ``limit_s`` from now."""

@@ -193,7 +193,7 @@ class Saver:
         self._step = step
         if self._process is None:
             self._process = self._start()
-        self._order(self._process, {"save": step, "sample": sample, "digest": digest})
+        self._send_command(self._process, {"save": step, "sample": sample, "digest": digest})
 
     def poll(self) -> None:
         """Take notice of what the persist process has done; never waits."""
@@ -215,7 +215,7 @@ class Saver:
         """Give up the checkpoint on its way, because another rank's part of it failed."""
         self.failed = False
         if self._process is not None and self.busy:
-            self._order(self._process, {"abandon": self._step})
+            self._send_command(self._process, {"abandon": self._step})
 
     def take_stall(self) -> float:
         """Seconds that the training has waited for staging since the last call."""
@@ -288,10 +288,10 @@ class Saver:
         self._reporter.add_worker(process.pid, PERSIST)
         return process
 
-    def _order(self, process: subprocess.Popen[bytes], order: dict[str, int | str | None]) -> None:
+    def _send_command(self, process: subprocess.Popen[bytes], command: dict[str, int | str | None]) -> None:
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has died; poll finds out
-            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.write(json.dumps(command).encode() + b"\n")
 
     def _reply(self, state: str, why: str = "", copy: str = "") -> None:
         if copy:

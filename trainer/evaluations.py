@@ -18,9 +18,9 @@ from opsd.checkpoints.manifest import folder_of, steps
 from opsd.checkpoints.remote import without_user
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
-from opsd.trainer.background import Work, at_once
+from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import CHECKPOINTS, Config
-from opsd.trainer.lines import new_lines, read_positions, write_positions
+from opsd.trainer.jsonl import new_lines, read_positions, write_positions
 
 CONFIG, RESULTS = "config.json", "evaluations.jsonl"
 """In the run folder: the settings of the run, and a line for each evaluation."""
@@ -39,7 +39,7 @@ _OF_A_RANK = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class RunningEvaluation:
     """A command that evaluates the checkpoint of ``step`` or has it evaluated."""
 
     step: int
@@ -54,13 +54,13 @@ class Evaluations:
     """
 
     def __init__(
-        self, config: Config, folder: Path, reporter: Reporter, aside: Callable[[Work], None] = at_once
+        self, config: Config, folder: Path, reporter: Reporter, background: Callable[[Work], None] = run_now
     ) -> None:
-        """``aside`` does what may have to wait for the storage."""
-        self._folder, self._reporter, self._aside = folder, reporter, aside
+        """``background`` does what may have to wait for the storage."""
+        self._folder, self._reporter, self._background = folder, reporter, background
         self._queue = shlex.split(config.evaluation.queue)
         self._waiting = deque(step for step in steps(folder / CHECKPOINTS) if self._is_left(step))
-        self._running: Started | None = None
+        self._running: RunningEvaluation | None = None
         self._polled = 0.0
         (folder / CONFIG).write_text(without_user(config.model_dump_json(indent=1)), encoding="utf-8")
         results = folder / RESULTS
@@ -77,7 +77,7 @@ class Evaluations:
         if now - self._polled < POLL_S:
             return
         self._polled = now
-        self._aside(self._advance)
+        self._background(self._advance)
 
     def close(self) -> None:
         """See what has been started or waits through; a run that is to stop breaks it off."""
@@ -109,7 +109,7 @@ class Evaluations:
             self._running = self._start(self._waiting.popleft())
         self._tell()
 
-    def _start(self, step: int) -> Started | None:
+    def _start(self, step: int) -> RunningEvaluation | None:
         command = [sys.executable, "-m", "opsd.trainer.evaluate", str(self._folder.resolve()), str(step)]
         words: list[str] = []
         for word in self._queue:
@@ -121,15 +121,15 @@ class Evaluations:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=of_no_rank(os.environ),
+                    env=without_rank_variables(os.environ),
                     start_new_session=True,
                 )
         except OSError as error:
             self._failed(step, f": {error.strerror}")
             return None
-        return Started(step, process)
+        return RunningEvaluation(step, process)
 
-    def _ended(self, started: Started) -> None:
+    def _ended(self, started: RunningEvaluation) -> None:
         """Of an evaluation that has been done, well or not, the mark is gone by now."""
         status = started.process.returncode
         with suppress(OSError), open(self._mark(started.step), "r+", encoding="utf-8") as mark:
@@ -159,6 +159,6 @@ class Evaluations:
             write_positions(self._folder / POSITION, self._positions)
 
 
-def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without what makes a process a rank."""
     return {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}

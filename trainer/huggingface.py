@@ -42,7 +42,7 @@ _NAMES = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def their_name(name: str) -> str:
+def hf_name(name: str) -> str:
     """What Hugging Face calls our parameter ``name``."""
     match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.weight", name)
     assert match
@@ -50,7 +50,7 @@ def their_name(name: str) -> str:
     return f"model.layers.{layer}.{_NAMES[part]}.weight" if layer else f"{_NAMES[part]}.weight"
 
 
-def their_config(model: ModelSettings, sequence: int) -> dict[str, Any]:
+def hf_config(model: ModelSettings, sequence: int) -> dict[str, Any]:
     """``config.json`` for the model. Raises ConfigError if no architecture there has its combination of switches."""
     partial = bool(model.nope_every or model.window)
     if model.qk_norm and partial:
@@ -119,7 +119,7 @@ def fill(model: Decoder, folder: Path) -> None:
         index = folder / INDEX
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else {}
         for name, parameter in model.named_parameters():
-            region, theirs = region_of(parameter), their_name(name)
+            region, theirs = region_of(parameter), hf_name(name)
             with safe_open(folder / places.get(theirs, SINGLE), framework="pt") as file:
                 region.local.copy_(file.get_slice(theirs)[region.slices])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -151,7 +151,7 @@ def write(folder: Path, tensors: Iterable[Stored], dtype: torch.dtype, config: M
 def _groups(tensors: Iterable[Stored], dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     group: dict[str, torch.Tensor] = {}
     for stored in tensors:
-        group[their_name(stored.name)] = stored.read().to(dtype).contiguous()
+        group[hf_name(stored.name)] = stored.read().to(dtype).contiguous()
         if sum(tensor.nbytes for tensor in group.values()) > FILE_BYTES:
             yield group
             group = {}
@@ -194,7 +194,7 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
 
     Raises CheckpointError or OSError.
     """
-    count = write(target, parameters_in(folder), dtype, their_config(settings.model, settings.data.sequence))
+    count = write(target, parameters_in(folder), dtype, hf_config(settings.model, settings.data.sequence))
     corpora = [".", *settings.data.sources]
     paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
     if tokenizer := next((path for path in paths if path.is_file()), None):

@@ -30,7 +30,7 @@ _LONGEST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StateInfo:
     """What a staged state is. ``digest`` says what it belongs to, ``attempt`` which start of the run made it."""
 
     rank: int
@@ -45,7 +45,7 @@ class Record:
     created: float
 
     @classmethod
-    def parse(cls, content: bytes) -> Record:
+    def parse(cls, content: bytes) -> StateInfo:
         """The record that ``content``, JSON, holds. Raises Damaged if it makes no sense."""
         raw = parse(content)
         kinds = get_type_hints(cls)
@@ -70,7 +70,7 @@ def state_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.state"
 
 
-def record_path(folder: Path, rank: int) -> Path:
+def info_path(folder: Path, rank: int) -> Path:
     """Its record."""
     return folder / f"rank-{rank:04d}.state.json"
 
@@ -96,27 +96,27 @@ def open_state(folder: Path, rank: int, size: int) -> int:
     return descriptor
 
 
-def write_record(folder: Path, record: Record) -> None:
-    """Declare the state of ``record.rank`` whole. Raises OSError."""
-    path = record_path(folder, record.rank)
+def write_info(folder: Path, info: StateInfo) -> None:
+    """Declare the state of ``info.rank`` whole. Raises OSError."""
+    path = info_path(folder, info.rank)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    draft.write_text(json.dumps(asdict(info)), encoding="utf-8")
     draft.replace(path)
 
 
-def read_record(folder: Path, rank: int) -> Record | None:
+def read_info(folder: Path, rank: int) -> StateInfo | None:
     """The record of ``rank``, None if there is none that makes sense."""
     try:
-        record = Record.parse(read_regular(record_path(folder, rank), _LONGEST))
-        is_of_it = record.rank == rank and state_path(folder, rank).stat().st_size == record.size
+        info = StateInfo.parse(read_regular(info_path(folder, rank), _LONGEST))
+        is_of_it = info.rank == rank and state_path(folder, rank).stat().st_size == info.size
     except (OSError, Damaged):
         return None
-    return record if is_of_it else None
+    return info if is_of_it else None
 
 
 def forget(folder: Path, rank: int) -> None:
     """The state of ``rank`` is about to change."""
-    record_path(folder, rank).unlink(missing_ok=True)
+    info_path(folder, rank).unlink(missing_ok=True)
 
 
 def remove(folder: Path, rank: int) -> None:
@@ -133,24 +133,24 @@ def keep_only(folder: Path, ranks: Collection[int]) -> None:
             remove(folder, int(number))
 
 
-def all_records(folder: Path) -> Iterator[Record]:
+def all_infos(folder: Path) -> Iterator[StateInfo]:
     """What the memory of this node holds, by rank."""
     for path in sorted(folder.glob("rank-*.state.json")):
         number = path.name.removeprefix("rank-").partition(".")[0]
-        record = read_record(folder, int(number)) if number.isdigit() else None
-        if record is not None:
-            yield record
+        info = read_info(folder, int(number)) if number.isdigit() else None
+        if info is not None:
+            yield info
 
 
-def records(folder: Path, save: int) -> Iterator[Record]:
+def infos_of(folder: Path, save: int) -> Iterator[StateInfo]:
     """Those that belong to one save."""
-    return (record for record in all_records(folder) if record.save == save)
+    return (info for info in all_infos(folder) if info.save == save)
 
 
-def manifest_of(found: list[Record]) -> Manifest:
+def manifest_of(found: list[StateInfo]) -> Manifest:
     """The checkpoint that ``found``, the records of one save, make up."""
     first = found[0]
-    files = tuple(FileEntry(f"rank-{record.rank:04d}.state", record.size, record.checksum) for record in found)
+    files = tuple(FileEntry(f"rank-{info.rank:04d}.state", info.size, info.checksum) for info in found)
     return Manifest(first.step, first.sample, first.layout, first.digest, files, TIER, first.created, first.run)
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from opsd.trainer.background import Work, at_once
+from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import Config
 
 METRICS = "metrics.jsonl"
@@ -39,9 +39,9 @@ class MetricsLog:
     """Appends lines to a file. A full disk never stops the training: the line is dropped, and said so once."""
 
     def __init__(
-        self, path: Path, config: Config, flops: float, ranks: int, aside: Callable[[Work], None] = at_once
+        self, path: Path, config: Config, flops: float, ranks: int, background: Callable[[Work], None] = run_now
     ) -> None:
-        """``flops`` is what the model costs per token, forward and backward; ``aside`` does what may have to wait."""
+        """``flops`` per token, forward and backward. ``background`` runs work that may have to wait for storage."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -51,7 +51,7 @@ class MetricsLog:
         self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
         self._step_began = time.perf_counter()
         self._told = False
-        self._aside = aside
+        self._background = background
 
     def write(self, *, step: int, **values: float | int) -> None:
         """Append the line of the ``step`` that ends now; ``values`` are the keys that only the caller knows."""
@@ -68,7 +68,7 @@ class MetricsLog:
             "mfu": self._flops * tokens / step_s / self._peak_flops if self._peak_flops else None,
         }
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._aside(partial(self._append, json.dumps(finite).encode() + b"\n"))
+        self._background(partial(self._append, json.dumps(finite).encode() + b"\n"))
 
     def _append(self, line: bytes) -> None:
         """Append a line, whole or not at all."""

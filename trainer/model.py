@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from opsd.trainer.attention import Context, View, attend, make_view, rotate
+from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs, rotate
 from opsd.trainer.loss import next_token_loss
 from opsd.trainer.settings import ModelSettings
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
             self.key_norm = nn.RMSNorm(settings.head_dim, settings.norm_eps)
         self.normalised = settings.qk_norm
 
-    def forward(self, x: torch.Tensor, view: View) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, view: AttentionInputs) -> torch.Tensor:
         """``x`` [batch, sequence, width] to the same shape."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
@@ -77,7 +77,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(settings.width, settings.norm_eps)
         self.ffn = FeedForward(settings)
 
-    def forward(self, x: torch.Tensor, view: View) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, view: AttentionInputs) -> torch.Tensor:
         """``x`` [batch, sequence, width] to the same shape."""
         x = x + self.attention(self.attention_norm(x), view)
         x = x + self.ffn(self.ffn_norm(x))
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         document of each token within its row, of whole sequences even where they are split over ranks. Between pipeline
         stages ``x`` and the result are activations [batch, sequence, width].
         """
-        view = make_view(documents, self.settings, self.context)
+        view = attention_inputs(documents, self.settings, self.context)
         if self.first:
             x = self.embedding(x)
         for block in self.blocks.values():

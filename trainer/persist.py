@@ -42,8 +42,8 @@ from opsd.checkpoints.claims import Fence
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read, sync_folder
 from opsd.checkpoints.retention import AWAITED, prune
 from opsd.trainer.locks import POLL_S, locked
-from opsd.trainer.memory import Record, checksum, write_record
-from opsd.trainer.replica import KEY, Keeper, Sending
+from opsd.trainer.memory import StateInfo, checksum, write_info
+from opsd.trainer.replica import KEY, Receiver, Sender
 
 LIMIT_S = 600
 """A process whose rank has gone ends after this, come what may; after ``remote.LIMIT_S`` if it only uploads."""
@@ -98,7 +98,7 @@ class Abandoned(Exception):
     """The checkpoint in hand cannot be completed, because the part of another rank is missing."""
 
 
-class Orders:
+class Commands:
     """The lines on a descriptor. ``closed`` once the other side has gone."""
 
     def __init__(self, descriptor: int) -> None:
@@ -117,8 +117,8 @@ class Orders:
             *lines, self._rest = (self._rest + received).split(b"\n")
             self._lines += lines
         if self._lines:
-            order: dict[str, Any] = json.loads(self._lines.pop(0))
-            return order
+            command: dict[str, Any] = json.loads(self._lines.pop(0))
+            return command
         if self.closed and timeout_s:
             time.sleep(timeout_s)
         return None
@@ -133,25 +133,25 @@ def main() -> None:
     """Serve orders until the rank is gone and nothing is left to be done."""
     plan = Plan(**json.loads(sys.argv[1]))
     os.nice(5)
-    orders = Orders(0)
+    commands = Commands(0)
     upload: subprocess.Popen[bytes] | None = None
     is_behind = False
     key = bytes.fromhex(os.environ.pop(KEY, ""))
     if plan.listener >= 0:
-        keeper = Keeper(key, Path(plan.shared), plan.source, plan.attempt)
+        keeper = Receiver(key, Path(plan.shared), plan.source, plan.attempt)
         arguments = (socket.socket(fileno=plan.listener),)
         threading.Thread(target=keeper.serve, args=arguments, daemon=True).start()
     with mmap.mmap(plan.memory, plan.size) as memory:
-        while not orders.closed:
-            order = orders.next()
-            if order and "save" in order:
-                record = _declare(plan, memory, order)
-                sending = Sending(plan.target, key, record, memory) if plan.target else None
+        while not commands.closed:
+            command = commands.next()
+            if command and "save" in command:
+                info = _declare(plan, memory, command)
+                sending = Sender(plan.target, key, info, memory) if plan.target else None
                 if sending is not None:
                     sending.start()
-                answer = _save(plan, memory, record, orders)
+                answer = _save(plan, memory, info, commands)
                 if sending is not None:
-                    sending.finish(orders.wait_closed)
+                    sending.finish(commands.wait_closed)
                     answer["copy"] = sending.why
                 with suppress(BrokenPipeError):
                     os.write(1, json.dumps(answer).encode() + b"\n")
@@ -163,40 +163,38 @@ def main() -> None:
         _finish_uploads(plan, upload, is_behind=is_behind)
 
 
-def _declare(plan: Plan, memory: mmap.mmap, order: Mapping[str, Any]) -> Record:
+def _declare(plan: Plan, memory: mmap.mmap, command: Mapping[str, Any]) -> StateInfo:
     """With its checksum taken, the copy in memory is a checkpoint."""
     with memoryview(memory) as view:
-        record = Record(
-            plan.rank, order["save"], order["sample"], order["digest"], plan.attempt, plan.layout, plan.size,
+        info = StateInfo(
+            plan.rank, command["save"], command["sample"], command["digest"], plan.attempt, plan.layout, plan.size,
             checksum(view), plan.run, time.time(),
         )  # fmt: skip
     if plan.shared:
         try:
-            write_record(Path(plan.shared), record)
+            write_info(Path(plan.shared), info)
         except OSError as error:
             print(f"opsd: the checkpoint is not kept in memory: {error}", file=sys.stderr)
-    return record
+    return info
 
 
-def _save(plan: Plan, memory: mmap.mmap, record: Record, orders: Orders) -> dict[str, str]:
-    folder = folder_of(Path(plan.root), record.step)
+def _save(plan: Plan, memory: mmap.mmap, info: StateInfo, commands: Commands) -> dict[str, str]:
+    folder = folder_of(Path(plan.root), info.step)
     part = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if plan.rank in plan.parts:
             with memoryview(memory) as view:
-                part = _write_into(folder, plan, view, record.checksum)
+                part = _write_into(folder, plan, view, info.checksum)
         if plan.rank == 0:
-            files = _gather(folder, plan, orders)
-            manifest = Manifest(
-                record.step, record.sample, plan.layout, record.digest, files, "local", time.time(), plan.run
-            )
+            files = _gather(folder, plan, commands)
+            manifest = Manifest(info.step, info.sample, plan.layout, info.digest, files, "local", time.time(), plan.run)
             _await(folder, plan)
             if fence := Fence.of(os.environ):
                 fence.check(plan.patience_s)
             commit(folder, manifest)
         else:
-            _await_commit(folder, part.name if part else f".{plan.attempt}.", orders)
+            _await_commit(folder, part.name if part else f".{plan.attempt}.", commands)
     except (OSError, Abandoned) as error:
         _discard(folder, plan, part)
         if isinstance(error, Abandoned):
@@ -289,30 +287,30 @@ def parts_of(folder: Path, attempt: str) -> dict[int, FileEntry]:
     return parts
 
 
-def _gather(folder: Path, plan: Plan, orders: Orders) -> tuple[FileEntry, ...]:
+def _gather(folder: Path, plan: Plan, commands: Commands) -> tuple[FileEntry, ...]:
     while True:
         # Locks before files: a process may finish its part and end in between.
-        gone = {rank for rank in plan.parts if rank and orders.closed and not locked(plan.locks, rank, 1)}
+        gone = {rank for rank in plan.parts if rank and commands.closed and not locked(plan.locks, rank, 1)}
         parts = parts_of(folder, plan.attempt)
         if len(parts) == len(plan.parts):
             return tuple(parts[rank] for rank in plan.parts)
         if gone - parts.keys():
             raise Abandoned
-        _wait(orders)
+        _wait(commands)
 
 
-def _await_commit(folder: Path, name: str, orders: Orders) -> None:
+def _await_commit(folder: Path, name: str, commands: Commands) -> None:
     """Wait for a manifest with files of which ``name`` is the name or a part of it."""
-    while not orders.closed:
+    while not commands.closed:
         with suppress(CheckpointError):
             if any(name in entry.name for entry in read(folder).files):
                 return
-        _wait(orders)
+        _wait(commands)
 
 
-def _wait(orders: Orders) -> None:
-    order = orders.next(POLL_S)
-    if order and "abandon" in order:
+def _wait(commands: Commands) -> None:
+    command = commands.next(POLL_S)
+    if command and "abandon" in command:
         raise Abandoned
 
 

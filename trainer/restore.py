@@ -39,7 +39,7 @@ from opsd.client import Reporter
 from opsd.trainer import memory
 from opsd.trainer.checkpoint import State, StateFile, file_layout
 from opsd.trainer.config import ConfigError
-from opsd.trainer.exchange import carry_out, moves, newest_whole, survey
+from opsd.trainer.exchange import gather_held, newest_whole, plan_transfers, run_transfers
 from opsd.trainer.locks import wait_for_saves
 from opsd.trainer.persist import CLAIMS_S
 from opsd.trainer.regions import Region
@@ -77,7 +77,7 @@ def _patience_s() -> float:
     return WAIT_FOR_SAVES_S
 
 
-def patiently(look: Callable[[], Found]) -> Found:
+def with_retries(look: Callable[[], Found]) -> Found:
     """What ``look`` finds on the shared storage, which is tried again for CLAIMS_S while it fails. Raises OSError."""
     deadline = time.monotonic() + CLAIMS_S
     while True:
@@ -109,7 +109,7 @@ def restore(
     began = time.monotonic()
     if world.rank == 0:
         wait_for_saves(root, _patience_s())
-    found = patiently(lambda: newest_step(root)) if world.rank == 0 else None
+    found = with_retries(lambda: newest_step(root)) if world.rank == 0 else None
     newest = world.from_first(-1 if found is None else found)
     kept = _from_memory(state, world, digest, newest, reporter)
     if isinstance(kept, Manifest):
@@ -123,7 +123,7 @@ def restore(
     if kept is not None and (manifest is not None or fresh):
         memory.forget(kept.folder, world.rank)
     if manifest is None:
-        _demand_nothing_lost(root, kept, remote if fetched < 0 else "", fresh=fresh)
+        _refuse_data_loss(root, kept, remote if fetched < 0 else "", fresh=fresh)
         return None
     folder = folder_of(root, manifest.step)
     if manifest.config_digest != digest(manifest.sample):
@@ -135,7 +135,7 @@ def restore(
     return _loaded(manifest, manifest.step, world, reporter, began)
 
 
-def _demand_nothing_lost(root: Path, kept: _Damaged | None, unread: str, *, fresh: bool) -> None:
+def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, *, fresh: bool) -> None:
     """Without a checkpoint to go on from: raises RestoreError if there was or may be one, unless ``fresh``."""
     if kept is not None:
         way_out = "it has been dropped, run again" if fresh else "pass --fresh"
@@ -174,22 +174,22 @@ def _from_memory(
     """
     folder = reporter.path.parent if reporter.path else None
 
-    def usable(record: memory.Record) -> bool:
-        return record.step >= newest and record.layout == world.layout and record.digest == digest(record.sample)
+    def usable(info: memory.StateInfo) -> bool:
+        return info.step >= newest and info.layout == world.layout and info.digest == digest(info.sample)
 
-    held = survey(folder, world, usable)
+    held = gather_held(folder, world, usable)
     save = newest_whole(held, world.size)
     if save is None or world.least(folder is not None) == 0:
         return None
     assert folder is not None
-    planned = list(moves(held, world.local_size, world.size, save))
-    carry_out(planned, folder, world)
+    planned = list(plan_transfers(held, world.local_size, world.size, save))
+    run_transfers(planned, folder, world)
     why = ""
     try:
-        record = memory.read_record(folder, world.rank)
-        if record is None or record.save != save.number:
+        info = memory.read_info(folder, world.rank)
+        if info is None or info.save != save.number:
             raise CheckpointError("it could not be brought here", _own(world.rank))
-        manifest = load_memory(folder, record, state)
+        manifest = load_memory(folder, info, state)
     except (CheckpointError, OSError) as error:
         why = str(error)
     if world.least(not why) == 1:
@@ -199,16 +199,16 @@ def _from_memory(
     return _Damaged(save.step, folder)
 
 
-def load_memory(folder: Path, record: memory.Record, state: State) -> Manifest:
-    """Fill ``state`` from what this node's memory in ``folder`` holds of the save of ``record``.
+def load_memory(folder: Path, info: memory.StateInfo, state: State) -> Manifest:
+    """Fill ``state`` from what this node's memory in ``folder`` holds of the save of ``info``.
 
     The rank's own state is verified while it is copied; each other one is verified by its rank. Raises CheckpointError
     or OSError; then ``state`` is neither what it was nor what it should be.
     """
-    manifest = memory.manifest_of(list(memory.records(folder, record.save)))
-    own = memory.state_path(folder, record.rank)
+    manifest = memory.manifest_of(list(memory.infos_of(folder, info.save)))
+    own = memory.state_path(folder, info.rank)
     names, checksum = copy_file(own, state)
-    if checksum != record.checksum:
+    if checksum != info.checksum:
         raise CheckpointError(f"{own} does not match its checksum", own.name)
     if rest := {name: region for name, region in state.items() if name not in names}:
         load(folder, manifest, rest, [entry.name for entry in manifest.files].index(own.name))
@@ -280,14 +280,14 @@ def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
     """
     passed_over: set[int] = set()
     while True:
-        found = set(patiently(lambda: steps(root))) if world.rank == 0 else set()
+        found = set(with_retries(lambda: steps(root))) if world.rank == 0 else set()
         step = world.from_first(max(found - passed_over, default=-2 if found else -1))
         if step == -2:
             raise RestoreError(f"not every rank can read the checkpoints in {root}; see the events checkpoint_rejected")
         if step == -1:
             return None
         folder = folder_of(root, step)
-        _see_manifest(folder)
+        _refresh_directory(folder)
         error: CheckpointError | None = None
         try:
             manifest = verify(folder, part=world.rank, parts=world.size)
@@ -311,7 +311,7 @@ def _set_aside(folder: Path) -> None:
         print(f"trainer: {folder} could not be set aside: {error.strerror}", file=sys.stderr)
 
 
-def _see_manifest(folder: Path) -> None:
+def _refresh_directory(folder: Path) -> None:
     """An NFS client that looked too early may keep for a minute that there is none, unless it changes the folder."""
     if not is_there(folder):
         probe = folder / f".look.{secrets.token_hex(4)}"

@@ -13,11 +13,11 @@ from opsd.client import Reporter
 from opsd.trainer.audit import Audit
 from opsd.trainer.checkpoint import Saver, State, kept, renew, writers
 from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
-from opsd.trainer.exchange import pair, tidy
+from opsd.trainer.exchange import discard_foreign, pair
 from opsd.trainer.interval import Interval
 from opsd.trainer.model import Decoder
 from opsd.trainer.persist import LIMIT_S, Plan
-from opsd.trainer.restore import patiently
+from opsd.trainer.restore import with_retries
 from opsd.trainer.world import World
 
 SETTLE_POLL_S = 0.01
@@ -36,7 +36,7 @@ class Saving:
     ) -> None:
         self._world, self._reporter = world, reporter
         if reporter.path is not None:
-            tidy(reporter.path.parent, world)
+            discard_foreign(reporter.path.parent, world)
         self._audit = Audit(model, world, reporter)
         self._audit(step)
         paired = config.checkpoint.replicas and world.nodes > 1
@@ -44,7 +44,7 @@ class Saving:
             persist_plan(config, world, state),
             kept(state, model, world),
             reporter,
-            committed=patiently(lambda: newest(Path(config.run.folder) / CHECKPOINTS)) or 0,
+            committed=with_retries(lambda: newest(Path(config.run.folder) / CHECKPOINTS)) or 0,
             pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
         )
         self._interval = Interval(config.checkpoint, time.monotonic())
@@ -120,11 +120,11 @@ def checkpoint_folder(config: Config, world: World) -> Path:
     folder = Path(config.run.folder) / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
     if world.nodes > 1:
-        _demand_common(folder, world)
+        _require_shared(folder, world)
     return folder
 
 
-def _demand_common(folder: Path, world: World) -> None:
+def _require_shared(folder: Path, world: World) -> None:
     probe = folder / f".start.{world.from_first(secrets.randbits(62))}"
     if world.rank == 0:
         probe.touch()

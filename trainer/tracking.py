@@ -25,7 +25,7 @@ from typing import Any
 from opsd.client import Reporter, append_event
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.evaluations import RESULTS
-from opsd.trainer.lines import Line, new_lines, read_positions, write_positions
+from opsd.trainer.jsonl import Line, new_lines, read_positions, write_positions
 from opsd.trainer.metrics import METRICS
 from opsd.trainer.settings import TrackingSettings
 from opsd.trainer.trackers import TRACKERS, Tracker

@@ -24,10 +24,10 @@ from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.huggingface import fill
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build
-from opsd.trainer.records import Records
 from opsd.trainer.restore import restore
 from opsd.trainer.saving import Saving, checkpoint_folder
 from opsd.trainer.schedule import rate_factor
+from opsd.trainer.telemetry import Telemetry
 from opsd.trainer.tracking import demand_installed
 from opsd.trainer.world import World, join
 
@@ -50,15 +50,15 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     root = checkpoint_folder(config, world)
     training.restore(root, fresh=fresh)
     saving = Saving(config, training.state, training.model, world, reporter, training.step)
-    records = Records(config, training.mixture, world, reporter)
-    records.tell_mixture(training.step, training.sample)
+    telemetry = Telemetry(config, training.mixture, world, reporter)
+    telemetry.report_mixture(training.step, training.sample)
     stop = False
     while training.step < config.run.steps and not stop:
-        stop = training.advance(saving, records)
+        stop = training.advance(saving, telemetry)
     training.loader.close()
     with reporter.phase("checkpoint"):
         saved = saving.finish(training.step, training.sample, training.digest)
-    records.close(saving.take_committed())
+    telemetry.close(saving.take_committed())
     reporter.close()
     dist.destroy_process_group()
     return saved
@@ -101,7 +101,7 @@ class Training:
         self._optimizer.set_updates(self.state["updates"].local.item())
         self.loader.begin(self.sample)
 
-    def advance(self, saving: Saving, records: Records) -> bool:
+    def advance(self, saving: Saving, telemetry: Telemetry) -> bool:
         """Do one step; whether a stop has been requested. Raises TrainingError."""
         config, world, reporter = self._config, self._world, self._reporter
         self.step += 1
@@ -110,7 +110,7 @@ class Training:
         rate = config.optimizer.lr * rate_factor(self.step, config.schedule)
         local_loss = self._gradients(self._counts[batch])
         with reporter.phase("collective"):
-            records.poll(saving.take_committed())
+            telemetry.poll(saving.take_committed())
             # One all-reduce carries all that the ranks must agree on.
             loss_sum, square, stops, *votes = world.sum(
                 (local_loss, self._optimizer.take_gradients(), reporter.stop_requested, *saving.votes(self.step))
@@ -120,12 +120,12 @@ class Training:
         with reporter.phase("optimizer"):
             self._update(rate, norm)
         # The line comes first: while storage answers, no start goes on from a step that has none.
-        records.write(
+        telemetry.write(
             step=self.step, tokens=self.sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
             data_s=self.loader.take_wait(), checkpoint_s=saving.take_stall(),
         )  # fmt: skip
         if saving.save_if_due(votes, self.step, self.sample, self.digest):
-            records.tell_mixture(self.step, self.sample)
+            telemetry.report_mixture(self.step, self.sample)
         reporter.step(
             tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm,
             learning_rate=rate, step=self.step,

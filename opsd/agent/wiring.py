@@ -21,8 +21,8 @@ from opsd.collectors.ranks import RanksSettings
 from opsd.config import Settings
 from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
+from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.drainer import SlurmDrainer
-from opsd.slurm.orders import Orders
 from opsd.slurm.ownership import Rules
 
 
@@ -41,8 +41,8 @@ def build_journal(settings: Settings, log: Log) -> Journal:
 def _drainer(settings: Settings) -> SlurmDrainer:
     """Drains this node through this machine's Slurm, which is looked up on use."""
     slurm = cache(lambda: choose().slurm)
-    orders = Orders(settings.agent.state_dir)
-    return SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), orders)
+    updates = DeferredUpdates(settings.agent.state_dir)
+    return SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), updates)
 
 
 def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:

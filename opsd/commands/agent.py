@@ -101,19 +101,19 @@ def carry_out_orders(settings: Settings, log: Log, stop: threading.Event) -> Non
     Only an agent that is root or may drain accepts orders, as Slurm would refuse those of any other.
     """
     from opsd.slurm.connect import choose
-    from opsd.slurm.orders import Orders, keep_carrying_out
+    from opsd.slurm.deferred import DeferredUpdates, keep_applying
     from opsd.slurm.ownership import Rules
 
     def say(sentence: str) -> None:
         log.warning("order to Slurm", outcome=sentence)
 
-    orders = Orders(settings.agent.state_dir)
+    updates = DeferredUpdates(settings.agent.state_dir)
     if os.geteuid() == 0 or settings.policy.drain:
-        orders.invite()
+        updates.enable()
     else:
-        orders.decline()
-    parts = (orders, cache(lambda: choose().slurm), Rules.of(settings.policy), say, stop)
-    threading.Thread(target=keep_carrying_out, args=parts, name="slurm-orders", daemon=True).start()
+        updates.disable()
+    parts = (updates, cache(lambda: choose().slurm), Rules.of(settings.policy), say, stop)
+    threading.Thread(target=keep_applying, args=parts, name="slurm-orders", daemon=True).start()
 
 
 def stop_on_signals() -> threading.Event:

@@ -27,7 +27,7 @@ from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
 from opsd.spares import pool, state, verdict
 from opsd.spares.corpus import Corpus, digest_of, read_corpora
-from opsd.spares.pace import Pace
+from opsd.spares.rate_limit import RateLimit
 from opsd.spares.stage import Progress, StageError, Work, remove
 from opsd.spares.stage import stage as copy
 from opsd.spares.stage import verify as compare
@@ -244,7 +244,7 @@ def _or_fail(do: Callable[[], T]) -> T:
 
 def _work(settings: Settings, rate: float | None) -> Work:
     wanted = rate or settings.spare.rate_mb_s
-    return Work(Pace(wanted * 1e6 if wanted else None), settings.spare.parallel)
+    return Work(RateLimit(wanted * 1e6 if wanted else None), settings.spare.parallel)
 
 
 @contextmanager

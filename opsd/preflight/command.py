@@ -23,7 +23,7 @@ from rich.console import Console
 from opsd.files import write_text
 from opsd.preflight import burnin, formats, interpreter, series, view
 from opsd.preflight.base import Check, Context, Demand, Limits
-from opsd.preflight.engine import Job, SelectionError, find, run, select
+from opsd.preflight.engine import CheckRun, SelectionError, find, run, select
 from opsd.preflight.fleet import Fleet
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.judge import Yardsticks
@@ -88,7 +88,7 @@ def preflight(
     interpreter.ensure(python, selected, known, settings.optional)
     known = replace(known, demand=demand_by(python, known))
     with _logs(request.state_dir) as logs, view.watching(console) as watcher:
-        job = Job(
+        check_run = CheckRun(
             selected,
             known,
             logs,
@@ -97,24 +97,24 @@ def preflight(
             lambda check: yardsticks(check, request.node, settings, history, fleet, console),
         )
         if request.profile == burnin.PROFILE:
-            report = _burn_in(request, job, watcher, console)
+            report = _burn_in(request, check_run, watcher, console)
         else:
-            report = asyncio.run(_until_interrupted(run(job, watcher)))
+            report = asyncio.run(_until_interrupted(run(check_run, watcher)))
     view.show(report, console)
     keep(report, request.targets, history, console)
     return report
 
 
-def _burn_in(request: Request, job: Job, watcher: view.View, console: Console) -> Report:
+def _burn_in(request: Request, check_run: CheckRun, watcher: view.View, console: Console) -> Report:
     """Rounds for as long as was asked for. Raises SelectionError if nothing can be kept of them."""
     root, hours = request.state_dir / burnin.PROFILE, request.hours or BURN_IN_H
     try:
-        burn = burnin.begin(root, request.node, job.checks, hours * 3600, time.time())
+        burn = burnin.begin(root, request.node, check_run.checks, hours * 3600, time.time())
     except OSError as error:
         raise SelectionError(f"a burn-in is kept in {root}, which cannot be written: {error.strerror}") from error
 
     async def one_round() -> Report:
-        report = await run(job, watcher)
+        report = await run(check_run, watcher)
         watcher.brief = True
         return report
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from opsd.preflight.report import Report
 from opsd.slurm.drain import OWN_PREFIX
-from opsd.slurm.ownership import Proof, Rules, give_back
+from opsd.slurm.ownership import PreflightResult, Rules, give_back
 from opsd.slurm.port import Slurm, SlurmError
 
 DEFAULT: Final = Rules()
@@ -45,7 +45,7 @@ def act(
         if not found or not found[0].reason.startswith(f"{OWN_PREFIX} {MARK} {report.profile} "):
             return ""
         rules = replace(rules, profile=report.profile)
-        passed = {report.node: Proof(report.ended, passed=True)}
+        passed = {report.node: PreflightResult(report.ended, passed=True)}
         back = give_back(slurm(), [report.node], passed, rules, now=report.ended)
         return f"gave {report.node} back to Slurm" if back else ""
     except SlurmError as error:

@@ -29,7 +29,7 @@ RETRY_S = 2.0
 """How long a controller that does not answer is left alone."""
 SETTLE_S = 5.0
 """How long the scheduler has to say what it makes of the job."""
-APART_S = 2.1
+RESTART_GAP_S = 2.1
 """So long lies between the stop of a job and its next start at least.
 
 A slurmd takes a start for one of the old job if it comes within the second, by its own clock, in which that was stopped
@@ -45,11 +45,11 @@ _HOLD = re.compile(r"h[eo]ld", re.IGNORECASE)
 Not in BadConstraints: that hold is Slurm's own, for the nodes that the job is to avoid.
 """
 
-Move = Literal["requeue", "wait", "held", "start", "done"]
+NextStep = Literal["requeue", "wait", "held", "start", "done"]
 
 
 @dataclass(frozen=True, slots=True)
-class Without:
+class ExcludedNodes:
     """The nodes that the job is not to come back on.
 
     ``lost`` ones do not answer: they are also taken down, with ``reason``, where that is allowed. ``unfit`` ones are
@@ -68,21 +68,21 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """How the job stands: pending and free to start, running again, or stopping while another process attends to it.
+    """The state of the job: pending and free to start, running again, or stopping while another process goes on.
 
-    ``avoided`` are nodes it was told to avoid. ``left`` if all that is still to be done is up to another process.
-    ``held`` is why the job is on hold, as somebody else wants it: nothing was done then but to stop it if it ran.
+    ``avoided`` are nodes that the job was told to avoid. ``handed_over``: the rest is up to another process. ``held``
+    is why someone else has put the job on hold; then the job was only stopped if it ran.
     """
 
     job: int
     state: str
     restarts: int
     avoided: tuple[str, ...] = ()
-    left: bool = False
+    handed_over: bool = False
     held: str = ""
 
 
-def next_move(job: Job, restarts: int) -> Move:
+def next_step(job: Job, restarts: int) -> NextStep:
     """What is to be done with a job that had been restarted ``restarts`` times when the requeue was decided. Pure.
 
     Raises SlurmRejected if the job has ended.
@@ -111,32 +111,34 @@ def is_stopping(job: Job) -> bool:
 def requeue_now(
     slurm: Slurm,
     job: int,
-    without: Without = Without(),
+    without: ExcludedNodes = ExcludedNodes(),
     *,
     restarts: int | None = None,
-    lead_s: float = 0.0,
-    brief: bool = False,
+    defer_s: float = 0.0,
+    only_stop: bool = False,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
     say: Callable[[str], object] = print,
 ) -> Requeued:
-    """Put ``job`` back into the queue and have it start as soon as it can; returns when nothing is left to do for it.
+    """Requeue ``job`` and have it start as soon as it can; returns when nothing is left to do for it.
 
-    ``restarts`` is how often it had been restarted when that was decided (SLURM_RESTART_COUNT), so that a job which
-    somebody has requeued meanwhile is left alone; None is as often as now. For ``lead_s`` seconds the requeue itself is
-    left to another process, unless the job has no steps any more; ``brief`` leaves to it what comes after the job has
-    been stopped. A hold that somebody has set is never taken off. While the controller is down it is asked again.
-    Raises SlurmError: the job is not ours, not known or has ended, a node is not the job's, or ``limit_s`` seconds have
-    passed and it does not just wait for word of its nodes.
+    ``restarts`` is the job's restart count when the requeue was decided (SLURM_RESTART_COUNT): a job that was requeued
+    since then is left alone. None is the present count. For ``defer_s`` seconds the requeue itself is left to another
+    process, unless the job has no steps any more. With ``only_stop``, that process also does what comes after the job
+    has stopped. A hold that someone else has set is never released. While the controller is down, requests are
+    repeated.
+
+    Raises SlurmError: the job belongs to another user, is unknown or has ended, a node is not one of the job's, or
+    ``limit_s`` seconds have passed and the job does not just wait for its nodes.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, without, restarts, brief, clock, now, say)
+    attempt = _Attempt(slurm, job, without, restarts, only_stop, clock, now, say)
     while True:
         pause = POLL_S
         try:
-            requeued = attempt.step(may_requeue=clock() - began >= lead_s)
+            requeued = attempt.step(may_requeue=clock() - began >= defer_s)
             if requeued is not None:
                 return requeued
         except SlurmUnavailable as error:
@@ -156,9 +158,9 @@ class _Attempt:
         self,
         slurm: Slurm,
         job: int,
-        without: Without,
+        without: ExcludedNodes,
         restarts: int | None,
-        brief: bool,
+        only_stop: bool,
         clock: Callable[[], float],
         now: Callable[[], float],
         say: Callable[[str], object],
@@ -167,7 +169,7 @@ class _Attempt:
         self._job = job
         self._without = without
         self._restarts = restarts
-        self._brief = brief
+        self._brief = only_stop
         self._clock = clock
         self._now = now
         self._say = say
@@ -194,7 +196,7 @@ class _Attempt:
         job = found[0]
         if self._restarts is None:
             self._restarts = job.restarts
-        move = next_move(job, self._restarts)
+        move = next_step(job, self._restarts)
         if move in ("wait", "start") and self._stopped is None:
             self._stopped = self._clock()
         if move == "done":
@@ -204,15 +206,15 @@ class _Attempt:
         if move == "held":
             return Requeued(job.id, job.state, job.restarts, held=job.reason or job.state)
         if move == "requeue":
-            if may_requeue or self._deserted(job):
+            if may_requeue or self._has_no_living_steps(job):
                 self._requeue(job)
         elif move == "wait":
             self._take_down()
             if self._brief:
-                return Requeued(job.id, job.state, job.restarts, left=True)
+                return Requeued(job.id, job.state, job.restarts, handed_over=True)
         return None
 
-    def _deserted(self, job: Job) -> bool:
+    def _has_no_living_steps(self, job: Job) -> bool:
         """True if no step of the job is on a living node any more: it is then back in the queue at once."""
         return bool(self._without.lost) and self._slurm.step_nodes(job.id) <= set(self._without.lost)
 
@@ -232,7 +234,7 @@ class _Attempt:
         try:
             self._slurm.requeue(job.id)
         except SlurmRejected:
-            if next_move(self._slurm.jobs([job.id])[0], job.restarts) == "requeue":
+            if next_step(self._slurm.jobs([job.id])[0], job.restarts) == "requeue":
                 raise
 
     def _in_service(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -265,7 +267,7 @@ class _Attempt:
     def _start(self, job: Job) -> Requeued | None:
         """Let the pending job start, then look whether the scheduler can do it."""
         assert self._stopped is not None
-        if self._clock() - self._stopped < APART_S:
+        if self._clock() - self._stopped < RESTART_GAP_S:
             return None
         if self._settling is None:
             self._take_down()
@@ -274,17 +276,17 @@ class _Attempt:
                 self._slurm.release(job.id)
             self._slurm.set_start_time(job.id)
             self._settling = self._clock()
-        elif job.reason == "BadConstraints" and self._may_look():
+        elif job.reason == "BadConstraints" and self._poll_due():
             if not (own := self._slurm.excluded(job.id)):
                 return Requeued(job.id, job.state, job.restarts)
-            self._lend_back(job, own)
+            self._allow_again(job, own)
         elif job.reason == "BadConstraints":
             return None
         elif job.reason not in ("", "BeginTime") or self._clock() - self._settling > SETTLE_S:
             return Requeued(job.id, job.state, job.restarts, self._avoided)
         return None
 
-    def _may_look(self) -> bool:
+    def _poll_due(self) -> bool:
         """Not more often than every few seconds while the job is held: it may be for minutes."""
         assert self._settling is not None
         if self._clock() < self._look_at:
@@ -292,13 +294,13 @@ class _Attempt:
         self._look_at = self._clock() + RETRY_S
         return True
 
-    def _lend_back(self, job: Job, own: Mapping[str, float]) -> None:
+    def _allow_again(self, job: Job, own: Mapping[str, float]) -> None:
         """Slurm holds the job, which cannot run without the nodes of ``own``: it may have those that are not dead.
 
         Of one that was lost just now Slurm has to say first how it is. If it has taken that out the job waits in the
         queue for it, or for any other one; before that it would start on the dead node at once.
         """
-        back = tuple(sorted({*self._known(own), *(name for name in own if name in self._without.unfit)}))
+        back = tuple(sorted({*self._state_known(own), *(name for name in own if name in self._without.unfit)}))
         if not back:
             self.waits = True
             self.tell(
@@ -313,7 +315,7 @@ class _Attempt:
         self._avoided = tuple(name for name in self._avoided if name not in back)
 
     def _avoid(self, job: Job) -> None:
-        if back := self._given_back(job.id):
+        if back := self._no_longer_lost(job.id):
             self.tell(f"job {job.id} may come back on {compress(back)}, which an earlier requeue kept it off")
             self._slurm.include(job.id, back)
         avoided = self._in_service(self._without.names)
@@ -325,12 +327,12 @@ class _Attempt:
         except SlurmRejected as error:
             self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
 
-    def _given_back(self, job: int) -> tuple[str, ...]:
+    def _no_longer_lost(self, job: int) -> tuple[str, ...]:
         """Nodes that an earlier requeue kept the job off and that are not lost now."""
         own = self._slurm.excluded(job)
-        return self._known({name: at for name, at in own.items() if name not in self._without.names})
+        return self._state_known({name: at for name, at in own.items() if name not in self._without.names})
 
-    def _known(self, excluded: Mapping[str, float]) -> tuple[str, ...]:
+    def _state_known(self, excluded: Mapping[str, float]) -> tuple[str, ...]:
         """Those of the nodes, with the time of their exclusion, of which Slurm knows by now how they are.
 
         One that it took for dead is not offered to the job, and one that it has in service so long after has answered.

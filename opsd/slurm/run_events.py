@@ -11,7 +11,7 @@ from typing import Any
 EVENTS, STORY = "events.jsonl", "job.log"
 
 
-class Appended:
+class FileTail:
     """What is appended to a file from now on; all of it if there is none yet."""
 
     def __init__(self, path: Path) -> None:
@@ -45,8 +45,8 @@ class RunEvents:
     """The run in ``folder``, from now on."""
 
     def __init__(self, folder: Path) -> None:
-        self._events = Appended(folder / EVENTS)
-        self._story = Appended(folder / STORY)
+        self._events = FileTail(folder / EVENTS)
+        self._story = FileTail(folder / STORY)
         self._lost: set[str] = set()
         self._step = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opsd.slurm import record
+from opsd.slurm import node_comment
 from opsd.slurm.ownership import day
 from opsd.slurm.port import Node, Slurm, SlurmRejected
 
@@ -39,7 +39,7 @@ def judge(
     """The spares among ``nodes``, judged at the epoch second ``now``. Pure."""
     spares = []
     for node in nodes:
-        told = record.read(comments.get(node.name, ""))
+        told = node_comment.read(comments.get(node.name, ""))
         if told.spare or node.name in reserved:
             spares.append(Spare(node.name, _why_not(node, told.spare, told.spare_at, max_age_s, now), told.spare_at))
     return spares
@@ -53,10 +53,10 @@ def mark(slurm: Slurm, node: str, spare: str, at: float) -> None:
     comments = slurm.comments([node])
     if node not in comments:
         raise SlurmRejected(f"Slurm has no node {node}; if this machine has another name there, set agent.node")
-    before = record.read(comments[node])
+    before = node_comment.read(comments[node])
     after = replace(before, spare=spare, spare_at=at if spare else 0.0)
     if after != before:
-        slurm.set_comment(node, record.write(comments[node], after))
+        slurm.set_comment(node, node_comment.write(comments[node], after))
 
 
 def reserve(slurm: Slurm, name: str, *, count: int, partition: str, users: str) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from opsd.settings.spare import SpareSettings
-from opsd.slurm.ownership import Proof, day
+from opsd.slurm.ownership import PreflightResult, day
 from opsd.spares.state import SpareState
 
 PROFILE = "spare"
 
 
 def judged(
-    state: SpareState, source_digest: str, proof: Proof | None, settings: SpareSettings, now: float
+    state: SpareState, source_digest: str, proof: PreflightResult | None, settings: SpareSettings, now: float
 ) -> SpareState:
     """``state`` with the verdict of the epoch second ``now``.
 
@@ -62,7 +62,7 @@ def _agrees(found: str, wanted: str) -> bool:
     return found == wanted or (found.startswith(wanted) and not found[len(wanted)].isalnum())
 
 
-def _preflight(proof: Proof | None, settings: SpareSettings, now: float) -> str:
+def _preflight(proof: PreflightResult | None, settings: SpareSettings, now: float) -> str:
     run = f"run `opsd preflight --profile {PROFILE}`"
     if proof is None:
         return f"it has passed no preflight {PROFILE}; {run}"

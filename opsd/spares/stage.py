@@ -24,7 +24,7 @@ import xxhash
 
 from opsd.checkpoints.manifest import FileEntry, sync_folder
 from opsd.spares.corpus import INDEX, Corpus, indexed
-from opsd.spares.pace import Pace
+from opsd.spares.rate_limit import RateLimit
 from opsd.spares.storage import Folder, Storage, StorageError
 
 BLOCK = 1 << 22
@@ -59,7 +59,7 @@ class Progress:
 class Work:
     """How to copy or read: ``look`` is called with the progress about twice a second."""
 
-    pace: Pace
+    rate_limit: RateLimit
     parallel: int = 8
     look: Callable[[Progress], None] = lambda _progress: None
 
@@ -72,7 +72,7 @@ class Staged:
     compared: bool
 
 
-Job = Callable[[threading.Event], None]
+Task = Callable[[threading.Event], None]
 
 
 def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work) -> Staged:
@@ -96,9 +96,9 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
                 _write(target / corpus.folder / DRAFT, corpus.index)
         progress = Progress(sum(entry.size for _, entry in missing))
 
-        def job(corpus: Corpus, entry: FileEntry) -> Job:
+        def job(corpus: Corpus, entry: FileEntry) -> Task:
             source, path = corpus.path(entry), target / corpus.path(entry)
-            return lambda stop: _copy(storage, source, path, entry, work.pace, progress, stop)
+            return lambda stop: _copy(storage, source, path, entry, work.rate_limit, progress, stop)
 
         _all([job(corpus, entry) for corpus, entry in missing], work, progress)
         for corpus in corpora:
@@ -126,7 +126,7 @@ def verify(corpora: Sequence[Corpus], target: Path, work: Work) -> list[str]:
             return
         try:
             with _open(path, os.O_RDONLY) as file:
-                digest = _hash(file, work.pace, progress, stop)
+                digest = _hash(file, work.rate_limit, progress, stop)
             if not stop.is_set() and PREFIX + digest.hexdigest() != entry.checksum:
                 path.unlink()
                 bad.append(f"{path} was damaged and has been removed")
@@ -135,7 +135,7 @@ def verify(corpora: Sequence[Corpus], target: Path, work: Work) -> list[str]:
             outcome = "cannot be read and has been removed" if removed else "cannot be read or removed"
             bad.append(f"{path} {outcome}: {error.strerror or error}")
 
-    def job(path: Path, entry: FileEntry) -> Job:
+    def job(path: Path, entry: FileEntry) -> Task:
         return lambda stop: check(path, entry, stop)
 
     _all([job(path, entry) for path, entry in wanted], work, progress)
@@ -158,7 +158,7 @@ def make_folder(path: Path) -> None:
         raise StageError(f"{path} can be changed by other users; give it to root, without write permission for others")
 
 
-def _all(jobs: Sequence[Job], work: Work, progress: Progress) -> None:
+def _all(jobs: Sequence[Task], work: Work, progress: Progress) -> None:
     """Run ``jobs`` in threads; the first exception stops the others and is raised."""
     stop = threading.Event()
     with ThreadPoolExecutor(work.parallel, thread_name_prefix="stage") as pool:
@@ -176,7 +176,13 @@ def _all(jobs: Sequence[Job], work: Work, progress: Progress) -> None:
 
 
 def _copy(
-    storage: Storage, source: str, target: Path, entry: FileEntry, pace: Pace, progress: Progress, stop: threading.Event
+    storage: Storage,
+    source: str,
+    target: Path,
+    entry: FileEntry,
+    rate_limit: RateLimit,
+    progress: Progress,
+    stop: threading.Event,
 ) -> None:
     """Copy one file, from where an earlier attempt was cut off; from the start if that does not come out whole."""
     part = _part(target)
@@ -184,8 +190,8 @@ def _copy(
         if _size(target) is not None:
             os.rename(target, part)
         began = _size(part) or 0
-        if not _fill(storage, source, part, entry, pace, progress, stop) and not (
-            began and _fill(storage, source, part, entry, pace, progress, stop)
+        if not _fill(storage, source, part, entry, rate_limit, progress, stop) and not (
+            began and _fill(storage, source, part, entry, rate_limit, progress, stop)
         ):
             part.unlink(missing_ok=True)
             raise StageError(f"{source} does not match its checksum in the index; make the shard again at the source")
@@ -193,18 +199,24 @@ def _copy(
 
 
 def _fill(
-    storage: Storage, source: str, part: Path, entry: FileEntry, pace: Pace, progress: Progress, stop: threading.Event
+    storage: Storage,
+    source: str,
+    part: Path,
+    entry: FileEntry,
+    rate_limit: RateLimit,
+    progress: Progress,
+    stop: threading.Event,
 ) -> bool:
     """Complete ``part``; True if it is whole and durable, False (and ``part`` is empty) if its content is wrong."""
     with _open(part, os.O_RDWR | os.O_CREAT) as file:
         if os.fstat(file.fileno()).st_size > entry.size:
             file.truncate(0)
-        digest = _hash(file, Pace(None), progress, stop)
+        digest = _hash(file, RateLimit(None), progress, stop)
         counted = file.tell()
         if counted < entry.size:
             with storage.open(source, counted) as origin:
                 while not stop.is_set() and (block := _read(origin, source, min(BLOCK, entry.size - counted))):
-                    pace(len(block))
+                    rate_limit(len(block))
                     file.write(block)
                     digest.update(block)
                     counted += len(block)
@@ -227,11 +239,11 @@ def _read(origin: BinaryIO, source: str, size: int) -> bytes:
         raise StorageError(f"{source} could not be read on: {type(error).__name__}: {error}") from error
 
 
-def _hash(file: BinaryIO, pace: Pace, progress: Progress, stop: threading.Event) -> xxhash.xxh3_128:
+def _hash(file: BinaryIO, rate_limit: RateLimit, progress: Progress, stop: threading.Event) -> xxhash.xxh3_128:
     """The digest of the rest of ``file``."""
     digest = xxhash.xxh3_128()
     while not stop.is_set() and (block := file.read(BLOCK)):
-        pace(len(block))
+        rate_limit(len(block))
         digest.update(block)
         progress.add(len(block))
     return digest

@@ -11,7 +11,7 @@ from opsd.preflight.base import Context
 from opsd.preflight.checks import CHECKS, versions
 from opsd.preflight.command import HISTORY
 from opsd.preflight.history import History
-from opsd.preflight.proof import newest
+from opsd.preflight.latest import newest
 from opsd.preflight.report import Report
 from opsd.slurm.port import Slurm
 from opsd.spares import pool, state

@@ -16,8 +16,8 @@ from opsd.collectors.base import NoData, Reading
 from opsd.collectors.spare import AGE, READY, STAGED, SpareCollector
 from opsd.commands.spare import spare
 from opsd.settings.spare import SpareSettings
-from opsd.slurm import record
-from opsd.slurm.ownership import Proof
+from opsd.slurm import node_comment
+from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Node, Reservation, SlurmRejected
 from opsd.spares import state
 from opsd.spares.pool import Spare, judge, mark, pool, reserve
@@ -38,7 +38,7 @@ GOOD = SpareState(
     verified_at=NOW - 3600,
     software={"torch": "2.9.1+cu129", "driver": "580.65.06 (open)"},
 )
-PROOF = Proof(NOW - 7200, passed=True)
+PROOF = PreflightResult(NOW - 7200, passed=True)
 
 
 def test_a_spare_with_data_software_and_preflight_is_ready() -> None:
@@ -60,12 +60,12 @@ def test_a_spare_with_data_software_and_preflight_is_ready() -> None:
         (replace(GOOD, software={"torch": "2.90", "driver": "580.65"}), "", PROOF, "software", "torch is 2.90, 2.9 is"),
         (replace(GOOD, software={"torch": "2.9"}), "", PROOF, "software", "driver is missing, 580.65 is wanted"),
         (GOOD, "", None, "preflight", "has passed no preflight spare"),
-        (GOOD, "", Proof(NOW - 60, passed=False), "preflight", "failed preflight spare"),
-        (GOOD, "", Proof(NOW - 2 * DAY, passed=True), "preflight", "its last preflight spare is of"),
+        (GOOD, "", PreflightResult(NOW - 60, passed=False), "preflight", "failed preflight spare"),
+        (GOOD, "", PreflightResult(NOW - 2 * DAY, passed=True), "preflight", "its last preflight spare is of"),
     ],
 )
 def test_a_spare_that_lacks_anything_is_not_ready(
-    found: SpareState, digest: str, proof: Proof | None, topic: str, why: str
+    found: SpareState, digest: str, proof: PreflightResult | None, topic: str, why: str
 ) -> None:
     """And says what, and what to do about it."""
     verdict = judged(found, digest, proof, SETTINGS, NOW)
@@ -140,7 +140,7 @@ def test_a_mark_leaves_the_rest_of_the_comment_alone() -> None:
     slurm.by_comment["n1"] = "rack 12 [opsd1 ib_link=1-2]"
     mark(slurm, "n1", "ready", NOW)
     assert slurm.by_comment["n1"] == f"rack 12 [opsd1 ib_link=1-2 spare=ready@{NOW:.0f}]"
-    assert len(record.read(slurm.by_comment["n1"]).stays) == 1
+    assert len(node_comment.read(slurm.by_comment["n1"]).stays) == 1
     mark(slurm, "n1", "", NOW)
     assert slurm.by_comment["n1"] == "rack 12 [opsd1 ib_link=1-2]"
     with pytest.raises(SlurmRejected, match="no node n9; if this machine has another name"):

@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from opsd.trainer.attention import (
     Packed,
     attend,
+    attention_inputs,
     gathered_positions,
     kernel_for,
-    make_view,
     pack,
     positions,
     rotary_angles,
@@ -43,7 +43,7 @@ class Ranks:
 
 
 def view_of(documents: torch.Tensor, kernel: str, window: int = 0):
-    return make_view(documents, SETTINGS.model_copy(update={"attention": kernel, "window": window}))
+    return attention_inputs(documents, SETTINGS.model_copy(update={"attention": kernel, "window": window}))
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -108,8 +108,8 @@ def test_the_kernel_follows_the_setting() -> None:
     assert isinstance(view_of(documents, "varlen").everything, Packed)
     assert view_of(documents, "auto").everything.dtype == torch.bool
     plain = SETTINGS.model_copy(update={"document_mask": False})
-    assert make_view(documents, plain).everything is None
-    windowed = make_view(documents, plain.model_copy(update={"window": 2}))
+    assert attention_inputs(documents, plain).everything is None
+    windowed = attention_inputs(documents, plain.model_copy(update={"window": 2}))
     assert windowed.everything is None
     assert windowed.near.sum() == 15
 

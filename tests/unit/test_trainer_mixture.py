@@ -147,13 +147,13 @@ def test_equal_identity_means_equal_past(mixture: Mixture, position: int, start:
 def test_seeds_and_epochs_differ() -> None:
     """Each epoch of a source and each seed has an order of its own."""
     size = 1000
-    orders = []
+    commands = []
     for seed in (1, 2):
         mixture = Mixture([Stage(0, {".": 1.0})], {".": size}, seed)
-        orders += [mixture.locate(u64(range(e * size, (e + 1) * size)))[1] for e in (0, 1)]
-    for i, one in enumerate(orders):
+        commands += [mixture.locate(u64(range(e * size, (e + 1) * size)))[1] for e in (0, 1)]
+    for i, one in enumerate(commands):
         assert np.array_equal(np.sort(one), np.arange(size))
-        for other in orders[:i]:
+        for other in commands[:i]:
             assert np.count_nonzero(one == other) < 20
 
 

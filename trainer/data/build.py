@@ -33,7 +33,7 @@ Told = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BuildTask:
     """What a process needs to know to do its groups."""
 
     folder: Path
@@ -44,7 +44,9 @@ class Job:
     """Files are put together until they have this size; a larger file is a group of its own."""
 
 
-def build(files: Sequence[Path], tokenizer: Tokenizer, job: Job, workers: int, told: Told = lambda _: None) -> Index:
+def build(
+    files: Sequence[Path], tokenizer: Tokenizer, job: BuildTask, workers: int, told: Told = lambda _: None
+) -> Index:
     """Tokenise ``files`` into the corpus ``job.folder``; ``told`` hears the size of each group that is done, in bytes.
 
     Raises DataError if the folder was begun from something else or a file cannot be used, OSError if the folder cannot
@@ -95,7 +97,7 @@ def forget(folder: Path) -> None:
         record.unlink(missing_ok=True)
 
 
-def _begin(job: Job, groups: list[list[Path]], tokenizer: Tokenizer) -> None:
+def _begin(job: BuildTask, groups: list[list[Path]], tokenizer: Tokenizer) -> None:
     described = [[(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in members] for members in groups]
     plan = json.dumps([described, tokenizer.to_str(), job.field, job.shard_tokens])
     digest = hashlib.blake2b(plan.encode(), digest_size=16).hexdigest()
@@ -111,7 +113,7 @@ def _begin(job: Job, groups: list[list[Path]], tokenizer: Tokenizer) -> None:
     _write(path, {"digest": digest})
 
 
-def _do_parallel(job: Job, groups: list[list[Path]], left: list[int], workers: int, told: Told) -> None:
+def _do_parallel(job: BuildTask, groups: list[list[Path]], left: list[int], workers: int, told: Told) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(left)), context, _start_worker, (job,)) as pool:
         waiting: dict[Future[None], int] = {pool.submit(_do_in_worker, n, groups[n]): n for n in left}
@@ -127,10 +129,10 @@ def _do_parallel(job: Job, groups: list[list[Path]], left: list[int], workers: i
             pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Job, Tokenizer]
+_worker: tuple[BuildTask, Tokenizer]
 
 
-def _start_worker(job: Job) -> None:
+def _start_worker(job: BuildTask) -> None:
     global _worker
     os.environ["RAYON_NUM_THREADS"] = str(job.threads)
     _worker = job, load_tokenizer(job.folder / TOKENIZER)
@@ -141,7 +143,7 @@ def _do_in_worker(number: int, files: list[Path]) -> None:
     _do(job, tokenizer, number, files)
 
 
-def _do(job: Job, tokenizer: Tokenizer, number: int, files: list[Path]) -> None:
+def _do(job: BuildTask, tokenizer: Tokenizer, number: int, files: list[Path]) -> None:
     texts = read_texts(files, field=job.field)
     shards = write_shards(texts, tokenizer, job.folder, job.shard_tokens, f"shard-{number:05d}")
     _write(_part(job.folder, number), {"shards": [asdict(shard) for shard in shards]})

@@ -76,7 +76,7 @@ class Readiness:
 
 
 def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
-    """What the settings of this node ask of spares, and it does not have; see ``opsd.spares.duty``.
+    """What the settings of this node ask of spares, and it does not have; see ``opsd.spares.eligibility``.
 
     Settings that cannot be read are a reason as well. Without a configuration file nothing is asked. Raises OSError
     where it cannot be known at the moment.
@@ -87,7 +87,7 @@ def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
         load,
     )
     from opsd.slurm.connect import choose
-    from opsd.spares.duty import why_not
+    from opsd.spares.eligibility import why_not
 
     if find_file(env=environ) is None:
         return ""

@@ -32,7 +32,7 @@ from opsd.preflight.base import (
     Progress,
 )
 from opsd.preflight.base import Verdict as V
-from opsd.preflight.footprint import Footprint
+from opsd.preflight.memory_use import MemoryUse
 from opsd.preflight.plan import predict
 from opsd.preflight.storage import CHECKPOINT_SHARE
 from opsd.preflight.training import config_of, devices_of
@@ -63,7 +63,7 @@ def run(context: Context, progress: Progress) -> Outcome:
         folder = Path(name)
         process, output = drill.start(context, config, ranks, folder, STEPS, SETTINGS)
         try:
-            with Footprint(lambda: _pids(folder), context.nvml_library) as footprint:
+            with MemoryUse(lambda: _pids(folder), context.nvml_library) as memory_use:
                 killed = _drill(folder, lambda: process.poll() is not None, progress)
                 code = process.wait(timeout=context.seconds * 3)
         except subprocess.TimeoutExpired:
@@ -77,8 +77,8 @@ def run(context: Context, progress: Progress) -> Outcome:
         outcome = _outcome(folder, config, ranks, killed, code, last)
         return replace(
             outcome,
-            measurements=(*outcome.measurements, *_used(footprint)),
-            findings=(*outcome.findings, *too_much(footprint, predict(config, ranks).memory)),
+            measurements=(*outcome.measurements, *_used(memory_use)),
+            findings=(*outcome.findings, *too_much(memory_use, predict(config, ranks).memory)),
         )
 
 
@@ -158,17 +158,17 @@ def too_slow(size: int, seconds: float, config: Config, ranks: int) -> Iterator[
         yield Finding(verdict, summary, "save less often, or to faster storage")
 
 
-def _used(footprint: Footprint) -> Iterator[Measurement]:
-    if footprint.taken is not None:
-        yield Measurement("memory", footprint.taken)
-    if footprint.share is not None:
-        yield Measurement("memory_share", footprint.share)
+def _used(memory_use: MemoryUse) -> Iterator[Measurement]:
+    if memory_use.taken is not None:
+        yield Measurement("memory", memory_use.taken)
+    if memory_use.share is not None:
+        yield Measurement("memory_share", memory_use.share)
 
 
-def too_much(footprint: Footprint, predicted: float) -> Iterator[Finding]:
+def too_much(memory_use: MemoryUse, predicted: float) -> Iterator[Finding]:
     """More memory of a GPU than the ``predicted`` bytes; a process on the processor has its libraries in memory too."""
-    if footprint.share is not None and footprint.taken and footprint.taken > MEMORY_FACTOR * predicted:
-        sizes = quantity(footprint.taken, "bytes"), quantity(predicted, "bytes")
+    if memory_use.share is not None and memory_use.taken and memory_use.taken > MEMORY_FACTOR * predicted:
+        sizes = quantity(memory_use.taken, "bytes"), quantity(predicted, "bytes")
         advice = "smaller micro-batches, parallel.recompute, or more devices"
         yield Finding(V.WARN, f"a GPU took {sizes[0]} where {sizes[1]} were predicted", advice)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import TypeAdapter
 
+from opsd.preflight.network.forkserver import ForkServer
 from opsd.preflight.network.spec import Done, Joined, Spec
-from opsd.preflight.network.zygote import Zygote
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -29,7 +29,9 @@ def connect(host: str, port: int, *, serve: bool, seconds: float) -> TCPStore:
     return store
 
 
-def serve(store: TCPStore, me: Joined, zygote: Zygote, address: tuple[str, int], stopped: Callable[[], bool]) -> None:
+def serve(
+    store: TCPStore, me: Joined, forkserver: ForkServer, address: tuple[str, int], stopped: Callable[[], bool]
+) -> None:
     """Take part until the head says stop, or ``stopped``. Raises RuntimeError if the head is gone."""
     store.set(f"join/{me.node}", TypeAdapter(Joined).dump_json(me).decode())
     for number in count():
@@ -38,7 +40,7 @@ def serve(store: TCPStore, me: Joined, zygote: Zygote, address: tuple[str, int],
             return
         order = json.loads(text)
         spec = TypeAdapter(Spec).validate_python(order)
-        done = zygote.run(
+        done = forkserver.run(
             {
                 "spec": order,
                 "node": me.node,

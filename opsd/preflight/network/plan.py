@@ -12,7 +12,7 @@ from opsd.preflight.diagnosis import Diagnosis, Evidence
 from opsd.preflight.finder import find
 from opsd.preflight.grouptest import Answer, GroupTest, Tolerance
 from opsd.preflight.network.bandwidth import FACTORS, Timing, sizes
-from opsd.preflight.network.head import Head, Measured, Wanted
+from opsd.preflight.network.coordinator import Coordinator, Measured, Wanted
 from opsd.preflight.network.spec import Pattern
 from opsd.preflight.units import quantity
 from opsd.slurm.hostlist import compress
@@ -73,14 +73,18 @@ SEARCH: Final = Check(
 )
 
 
-def collectives(head: Head, nodes: Sequence[int], ranks: int, how: Effort, say: Callable[[str], None]) -> Outcome:
+def collectives(
+    coordinator: Coordinator, nodes: Sequence[int], ranks: int, how: Effort, say: Callable[[str], None]
+) -> Outcome:
     """Every collective at every size over all ``nodes`` with ``ranks`` processes in total."""
     measurements: list[Measurement] = []
     findings: list[Finding] = []
     for name in FACTORS:
         for size in how.sizes:
             say(f"{name} {quantity(size, 'bytes')}")
-            (measured,) = head.measure([Wanted(tuple(nodes), "collective", size, how.iterations, how.seconds, name)])
+            (measured,) = coordinator.measure(
+                [Wanted(tuple(nodes), "collective", size, how.iterations, how.seconds, name)]
+            )
             if not measured.seconds:
                 findings.append(Finding(Verdict.FAIL, f"{name} of {quantity(size, 'bytes')} failed: {measured.error}"))
                 break
@@ -93,13 +97,13 @@ def collectives(head: Head, nodes: Sequence[int], ranks: int, how: Effort, say: 
     return Outcome(tuple(measurements), tuple(findings))
 
 
-def patterns(head: Head, nodes: Sequence[int], how: Effort, say: Callable[[str], None]) -> Outcome:
+def patterns(coordinator: Coordinator, nodes: Sequence[int], how: Effort, say: Callable[[str], None]) -> Outcome:
     """Bandwidth of the slowest exchange in each pattern."""
     measurements: list[Measurement] = []
     findings: list[Finding] = []
     for pattern, text in _PATTERNS.items():
         say(text)
-        (measured,) = head.measure([Wanted(tuple(nodes), pattern, how.message, how.iterations, how.seconds)])
+        (measured,) = coordinator.measure([Wanted(tuple(nodes), pattern, how.message, how.iterations, how.seconds)])
         if measured.seconds:
             rate = how.message / median(measured.seconds)
             measurements.append(Measurement("bandwidth", rate, f"{text} on {len(nodes)} nodes"))
@@ -109,7 +113,7 @@ def patterns(head: Head, nodes: Sequence[int], how: Effort, say: Callable[[str],
 
 
 def search(
-    head: Head,
+    coordinator: Coordinator,
     names: Mapping[int, str],
     switch_of: Mapping[str, str],
     how: Effort,
@@ -123,7 +127,7 @@ def search(
     while True:
         say(f"{len(tests)} tests, {tests[0].purpose}")
         wanted = [_wanted(test, number, how) for test in tests]
-        measured = head.measure(wanted)
+        measured = coordinator.measure(wanted)
         try:
             tests = finder.send([_answer(entry, how.message) for entry in measured])
         except StopIteration as end:

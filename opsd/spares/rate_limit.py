@@ -10,7 +10,7 @@ BURST_S = 0.5
 """What was not used is saved up for this long."""
 
 
-class Pace:
+class RateLimit:
     """Lets ``rate`` bytes a second through, None for all; ``wait`` sleeps for as long as it is told."""
 
     def __init__(

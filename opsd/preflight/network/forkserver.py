@@ -26,7 +26,7 @@ _GRACE_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Zygote:
+class ForkServer:
     """The forking process, itself forked from this one. Make it before this process starts threads or connections."""
 
     def __init__(self) -> None:

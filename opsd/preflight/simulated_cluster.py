@@ -34,7 +34,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class SimulatedCluster:
     """Nodes below leaf switches, ``switch_of`` each, and what is wrong with them."""
 
     nodes: Sequence[str]
@@ -74,13 +74,13 @@ def cluster(count: int, per_switch: int) -> dict[str, str]:
     return {f"node-{index:04}": f"leaf-{index // per_switch:03}" for index in range(count)}
 
 
-def search(fabric: Fabric, *, topology: bool = True) -> Diagnosis:
+def search(simulated: SimulatedCluster, *, topology: bool = True) -> Diagnosis:
     """Run the finder against the fabric; without ``topology`` it does not know the switches."""
-    finder = find(fabric.nodes, fabric.switch_of if topology else None)
+    finder = find(simulated.nodes, simulated.switch_of if topology else None)
     tests = next(finder)
     while True:
         try:
-            tests = finder.send([fabric.answer(test) for test in tests])
+            tests = finder.send([simulated.answer(test) for test in tests])
         except StopIteration as end:
             diagnosis: Diagnosis = end.value
             return diagnosis
@@ -152,7 +152,7 @@ class Score:
 def trial(plant: str, switch_of: Mapping[str, str], random: Random) -> tuple[list[Fault], Diagnosis]:
     """Plant faults and search; what was planted and what was found."""
     faults = PLANTS[plant](random, switch_of)
-    return faults, search(Fabric([*switch_of], switch_of, faults, random))
+    return faults, search(SimulatedCluster([*switch_of], switch_of, faults, random))
 
 
 def right(faults: Sequence[Fault], diagnosis: Diagnosis) -> bool:

@@ -39,7 +39,7 @@ class Measured:
     error: str = ""
 
 
-class Head:
+class Coordinator:
     """Speaks to the nodes through the store. A node that is silent once is not waited for again."""
 
     def __init__(self, store: TCPStore, nodes: int, *, backend: str = "gloo", deadline_s: float = 60.0) -> None:

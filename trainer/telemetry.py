@@ -17,7 +17,7 @@ from opsd.trainer.tracking import Tracking
 from opsd.trainer.world import World
 
 
-class Records:
+class Telemetry:
     """Kept by the first rank; on the others everything here does nothing."""
 
     def __init__(self, config: Config, mixture: Mixture, world: World, reporter: Reporter) -> None:
@@ -29,9 +29,9 @@ class Records:
             return
         folder = Path(config.run.folder)
         self._background = Background()
-        aside = self._background.do
-        self._metrics = MetricsLog(folder / METRICS, config, flops, world.size, aside)
-        self._evaluations = Evaluations(config, folder, reporter, aside) if config.evaluation.wanted else None
+        background = self._background.run
+        self._metrics = MetricsLog(folder / METRICS, config, flops, world.size, background)
+        self._evaluations = Evaluations(config, folder, reporter, background) if config.evaluation.wanted else None
         self._tracking = Tracking(config, folder, reporter)
 
     def write(self, *, step: int, **values: float | int) -> None:
@@ -39,7 +39,7 @@ class Records:
         if self._first:
             self._metrics.write(step=step, **values)
 
-    def tell_mixture(self, step: int, sample: int) -> None:
+    def report_mixture(self, step: int, sample: int) -> None:
         """Say what the run has drawn from each source in its first ``sample`` samples, which ends ``step``."""
         if self._first:
             drawn = self._mixture.drawn(sample)

@@ -13,10 +13,10 @@ from opsd.config import Settings
 from opsd.launch.run.readiness import spare_readiness
 from opsd.settings.agent import AgentSettings
 from opsd.settings.spare import SpareSettings
-from opsd.slurm import record
+from opsd.slurm import node_comment
 from opsd.slurm.port import Node, SlurmUnavailable
 from opsd.spares import state
-from opsd.spares.duty import UnknownError, why_not
+from opsd.spares.eligibility import EligibilityUnknownError, why_not
 from opsd.spares.state import SpareState
 from tests.fakes.slurm import FakeSlurm
 
@@ -77,13 +77,13 @@ def test_without_settings_nothing_is_asked(settings: Settings, slurm: FakeSlurm)
 def test_slurm_says_it_to_an_ordinary_user(settings: Settings, slurm: FakeSlurm) -> None:
     """By the node's comment, which everybody may read; what cannot be known is no answer."""
     assert "it has not said that it is ready" in why_not(settings, lambda: slurm, lambda: NOW)
-    slurm.by_comment["n1"] = record.write("", record.Record(spare="ready", spare_at=NOW - 60))
+    slurm.by_comment["n1"] = node_comment.write("", node_comment.NodeHistory(spare="ready", spare_at=NOW - 60))
     assert why_not(settings, lambda: slurm, lambda: NOW) == ""
     assert "which is too long ago" in why_not(settings, lambda: slurm, lambda: NOW + 2 * 86_400)
-    slurm.by_comment["n1"] = record.write("", record.Record(spare="data,software", spare_at=NOW - 60))
+    slurm.by_comment["n1"] = node_comment.write("", node_comment.NodeHistory(spare="data,software", spare_at=NOW - 60))
     assert "it lacks data, software since" in why_not(settings, lambda: slurm, lambda: NOW)
     slurm.error = SlurmUnavailable("the controller is away")
-    with pytest.raises(UnknownError, match="cannot be known"):
+    with pytest.raises(EligibilityUnknownError, match="cannot be known"):
         why_not(settings, lambda: slurm, lambda: NOW)
     assert "Slurm has no node n1" in why_not(settings, lambda: FakeSlurm([]), lambda: NOW)
 

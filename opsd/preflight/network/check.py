@@ -11,10 +11,10 @@ from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, V
 from opsd.preflight.engine import judged
 from opsd.preflight.judge import Yardsticks
 from opsd.preflight.network import plan
-from opsd.preflight.network.head import Head
+from opsd.preflight.network.coordinator import Coordinator
+from opsd.preflight.network.participant import Participant
 from opsd.preflight.network.plan import COLLECTIVES, PATTERNS, SEARCH, Effort
 from opsd.preflight.network.spec import Joined
-from opsd.preflight.network.team import Team
 from opsd.preflight.report import Report, Result
 from opsd.slurm.hostlist import compress
 
@@ -27,7 +27,7 @@ JOIN = Check(
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Scope:
     """What to do: how thoroughly, on which switches the nodes are, and whether only to search."""
 
     profile: str
@@ -40,62 +40,68 @@ class Interrupted(Exception):
     """The user wants it to end; raised by what is told of the progress."""
 
 
-def lead(
-    team: Team, head: Head, order: Order, yardsticks: Callable[[Check], Yardsticks], say: Callable[[str], None]
+def run_check(
+    participant: Participant,
+    coordinator: Coordinator,
+    scope: Scope,
+    yardsticks: Callable[[Check], Yardsticks],
+    say: Callable[[str], None],
 ) -> Report:
     """Wait for the nodes, measure, search. Nodes that never join are a failure and are left out of the rest."""
     started = time.time()
     results: list[Result] = []
     interrupted = False
     try:
-        for check, began, outcome in _steps(team, head, order, say):
+        for check, began, outcome in _steps(participant, coordinator, scope, say):
             empty = Result(check.name, check.title, Verdict.PASS, started=began, seconds=time.time() - began)
             results.append(judged(empty, check, outcome, yardsticks(check)))
     except Interrupted:
         interrupted = True
-    return Report(label_of(team), order.profile, __version__, started, time.time(), tuple(results), interrupted)
+    return Report(label_of(participant), scope.profile, __version__, started, time.time(), tuple(results), interrupted)
 
 
-def label_of(team: Team) -> str:
+def label_of(participant: Participant) -> str:
     """What the report and its history go by: speeds compare between jobs of as many nodes, whichever they are."""
-    count = len(team.place.names)
+    count = len(participant.place.names)
     return f"network of {count} node{'s' if count > 1 else ''}"
 
 
-def _steps(team: Team, head: Head, order: Order, say: Callable[[str], None]) -> Iterator[tuple[Check, float, Outcome]]:
+def _steps(
+    participant: Participant, coordinator: Coordinator, scope: Scope, say: Callable[[str], None]
+) -> Iterator[tuple[Check, float, Outcome]]:
     began = time.time()
     say("waiting for nodes")
-    joined = head.gather(team.join_s)
-    yield JOIN, began, attendance(team, joined)
+    joined = coordinator.gather(participant.join_s)
+    yield JOIN, began, join_outcome(participant, joined)
     nodes = sorted(joined)
-    if not order.only_search and (len(nodes) > 1 or team.processes > 1):
+    if not scope.only_search and (len(nodes) > 1 or participant.processes > 1):
         began = time.time()
-        ranks = len(nodes) * team.processes
-        yield COLLECTIVES, began, plan.collectives(head, nodes, ranks, order.effort, say)
+        ranks = len(nodes) * participant.processes
+        yield COLLECTIVES, began, plan.collectives(coordinator, nodes, ranks, scope.effort, say)
     if len(nodes) > 1:
-        if not order.only_search:
+        if not scope.only_search:
             began = time.time()
-            yield PATTERNS, began, plan.patterns(head, nodes, order.effort, say)
+            yield PATTERNS, began, plan.patterns(coordinator, nodes, scope.effort, say)
         began = time.time()
         names = {node: joined[node].name for node in nodes}
-        diagnosis = plan.search(head, names, order.switch_of, order.effort, say)
+        diagnosis = plan.search(coordinator, names, scope.switch_of, scope.effort, say)
         used = (Measurement("tests", diagnosis.tests), Measurement("rounds", diagnosis.rounds))
         yield SEARCH, began, Outcome(used, tuple(plan.findings(diagnosis)), plan.protocol(diagnosis))
 
 
-def attendance(team: Team, joined: Mapping[int, Joined]) -> Outcome:
+def join_outcome(participant: Participant, joined: Mapping[int, Joined]) -> Outcome:
     """Who never came, and who came with another version or number of processes."""
-    names = team.place.names
+    names = participant.place.names
     findings = []
     if absent := [names[node] for node in range(len(names)) if node not in joined]:
-        summary = f"{compress(absent)} never joined within {team.join_s:.0f} s"
+        summary = f"{compress(absent)} never joined within {participant.join_s:.0f} s"
         advice = "check that the node is up, that the command runs there and that it reaches the first node's port"
         findings.append(Finding(Verdict.FAIL, summary, advice, compress(absent)))
     for member in joined.values():
         if member.version != __version__:
             summary = f"{member.name} runs opsd {member.version}, the first node {__version__}"
             findings.append(Finding(Verdict.FAIL, summary, "install the same release everywhere", member.name))
-        if member.processes != team.processes:
-            summary = f"{member.name} came with {member.processes} GPUs, the first node with {team.processes}"
+        if member.processes != participant.processes:
+            summary = f"{member.name} came with {member.processes} GPUs, the first node with {participant.processes}"
             findings.append(Finding(Verdict.FAIL, summary, "a GPU is missing on one of them", member.name))
     return Outcome((Measurement("joined", len(joined)),), tuple(findings), {"nodes": compress(names)})

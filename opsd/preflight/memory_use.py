@@ -17,7 +17,7 @@ _INTERVAL_S: Final = 0.5
 _MIB: Final = 1 << 20
 
 
-class Footprint:
+class MemoryUse:
     """Samples between ``__enter__`` and ``__exit__``. ``pids`` says which processes are ranks right now.
 
     ``taken`` are the most bytes that any device had in use beyond what it had at the beginning, or any rank resident;

@@ -1,4 +1,4 @@
-"""What a requeue would do, and which right is missing for it: found out by asking, without changing anything."""
+"""What a requeue would do, and which permission is missing, found out without changing anything."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from dataclasses import dataclass
 
 from opsd.slurm.check import may_update_nodes
 from opsd.slurm.port import Job, Slurm, SlurmRejected
-from opsd.slurm.requeue import Without, next_move
+from opsd.slurm.requeue import ExcludedNodes, next_step
 
 NEEDED = "root, SlurmUser or an operator (sacctmgr)"
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """What would be done, in one sentence or two; ``possible`` if this user may."""
+class Preview:
+    """What would be done, in one or two sentences; ``possible`` if this user may do it."""
 
     possible: bool
     text: str
 
 
-def foresee(slurm: Slurm, number: int, without: Without, user: str) -> Foreseen:
+def preview(slurm: Slurm, number: int, without: ExcludedNodes, user: str) -> Preview:
     """What ``requeue_now`` would do for ``user``. Raises SlurmError, also for a job that cannot be requeued."""
     found = slurm.jobs([number])
     if not found:
         raise SlurmRejected(f"there is no job {number} that waits or runs and that this user may see")
     job, operator = found[0], may_update_nodes(slurm)
-    move = next_move(job, job.restarts)
+    move = next_step(job, job.restarts)
     if not operator and job.user != user:
-        return Foreseen(False, f"job {number} is {job.user}'s: {user} may not requeue it, that needs {NEEDED}")
+        return Preview(False, f"job {number} is {job.user}'s: {user} may not requeue it, that needs {NEEDED}")
     if move == "held":
-        return Foreseen(False, f"job {number} is on hold ({job.reason or job.state}): would leave it so")
+        return Preview(False, f"job {number} is on hold ({job.reason or job.state}): would leave it so")
     if move != "requeue":
-        return Foreseen(True, f"job {number} is {job.state}: would {_WOULD[move]}")
-    return Foreseen(True, f"would {_nodes(job, without, operator)}requeue job {number} and have it start at once")
+        return Preview(True, f"job {number} is {job.state}: would {_WOULD[move]}")
+    return Preview(True, f"would {_nodes(job, without, operator)}requeue job {number} and have it start at once")
 
 
 _WOULD = {
@@ -42,7 +42,7 @@ _WOULD = {
 }
 
 
-def _nodes(job: Job, without: Without, operator: bool) -> str:
+def _nodes(job: Job, without: ExcludedNodes, operator: bool) -> str:
     lost = [name for name in without.lost if name in job.nodes]
     if not lost:
         return ""

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from opsd import __version__
-from opsd.preflight.network.head import Head
+from opsd.preflight.network.coordinator import Coordinator
+from opsd.preflight.network.forkserver import ForkServer
 from opsd.preflight.network.member import connect, serve
 from opsd.preflight.network.rendezvous import Place
 from opsd.preflight.network.spec import Joined
-from opsd.preflight.network.zygote import Zygote
 
 _FINISH_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class Participant:
     """This node's ``place``, with how many ``processes`` each node takes part, and over which ``backend``."""
 
     place: Place
@@ -28,35 +28,35 @@ class Team:
     join_s: float = 120.0
 
 
-def take_part(team: Team) -> None:
+def take_part(participant: Participant) -> None:
     """Do what the head says until it says stop. Raises RuntimeError if it cannot be reached or dies."""
-    with Zygote() as zygote:
-        _join(team, zygote, lambda: False)
+    with ForkServer() as forkserver:
+        _join(participant, forkserver, lambda: False)
 
 
 @contextmanager
-def leading(team: Team, deadline_s: float) -> Iterator[Head]:
+def leading(participant: Participant, deadline_s: float) -> Iterator[Coordinator]:
     """Lead from this node, which takes part as well; at the end everybody is sent home.
 
     A test may take ``deadline_s``. Raises RuntimeError if the port is taken.
     """
-    here = team.place
-    with Zygote() as zygote:
-        store = connect(here.host, here.port, serve=True, seconds=team.join_s)
-        head = Head(store, len(here.names), backend=team.backend, deadline_s=deadline_s)
+    here = participant.place
+    with ForkServer() as forkserver:
+        store = connect(here.host, here.port, serve=True, seconds=participant.join_s)
+        coordinator = Coordinator(store, len(here.names), backend=participant.backend, deadline_s=deadline_s)
         over = threading.Event()
-        member = threading.Thread(target=_join, args=(team, zygote, over.is_set), daemon=True)
+        member = threading.Thread(target=_join, args=(participant, forkserver, over.is_set), daemon=True)
         member.start()
         try:
-            yield head
+            yield coordinator
         finally:
-            head.stop()
+            coordinator.stop()
             over.set()
             member.join(timeout=_FINISH_S)
 
 
-def _join(team: Team, zygote: Zygote, stopped: Callable[[], bool]) -> None:
-    here = team.place
-    store = connect(here.host, here.port, serve=False, seconds=team.join_s)
-    me = Joined(here.node, here.names[here.node], team.processes, __version__)
-    serve(store, me, zygote, (here.host, here.port), stopped)
+def _join(participant: Participant, forkserver: ForkServer, stopped: Callable[[], bool]) -> None:
+    here = participant.place
+    store = connect(here.host, here.port, serve=False, seconds=participant.join_s)
+    me = Joined(here.node, here.names[here.node], participant.processes, __version__)
+    serve(store, me, forkserver, (here.host, here.port), stopped)

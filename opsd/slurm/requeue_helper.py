@@ -1,8 +1,8 @@
-"""A requeue that is asked for from within the job: seen through by a small job of its own, submitted before.
+"""Requeue a job from within: a small helper job, submitted beforehand, finishes the requeue.
 
-Where the batch host has died, that job does all of it. The step daemons of the living nodes then try six times to reach
-the dead srun before they are gone, two seconds each (TCPTimeout), and slurmd looks for that at ever longer intervals:
-a requeue that has to wait for them takes 21 s, one that is asked for when they are gone 13 s, all in all.
+If the batch host is dead, the helper does all of it. The step daemons of the other nodes try six times, two seconds
+each (TCPTimeout), to reach the dead srun before they exit, and slurmd checks for that at growing intervals. A requeue
+that waits for them takes 21 s in all; one that is requested after they have exited takes 13 s.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable, Sequence
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, Requeued, Without, is_stopping, requeue_now
+from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, ExcludedNodes, Requeued, is_stopping, requeue_now
 
-LEAD_S = 30.0
-"""How long the attendant leaves the requeue itself to the job that asked for it, while that has steps."""
+DEFER_S = 30.0
+"""How long the helper leaves the requeue itself to the job that asked for it, while that job has steps."""
 SPARE_MIN = 5
-"""Minutes that Slurm gives the attendant beyond the time for which it goes on trying."""
+"""Minutes added to the helper's time limit, beyond the time for which it keeps trying."""
 START_S = 4.0
-"""How long an attendant may take to start where it is to do all: a little more than Slurm's batch_sched_delay."""
+"""How long a helper that has to do everything may take to start: a little more than batch_sched_delay."""
 
 
 def requeue_from_inside(
     slurm: Slurm,
     allocation: Allocation,
-    without: Without,
+    without: ExcludedNodes,
     *,
     restarts: int | None = None,
     limit_s: float = LIMIT_S,
@@ -39,19 +39,19 @@ def requeue_from_inside(
     sleep: Callable[[float], object] = time.sleep,
     say: Callable[[str], object] = print,
 ) -> Requeued:
-    """``requeue_now`` for a process of the job itself, which has to end before the job is back in the queue.
+    """``requeue_now`` for a process of the job itself, which ends before the job is back in the queue.
 
-    What is to be done then is left to the attendant, which needs one processor on any node, one of those that this job
-    gives back at the latest. Its output goes to ``log``. ``restarts`` is as in ``requeue_now``, but None is as often as
-    this process was; both go on trying for ``limit_s`` seconds. Returns as soon as the job is stopping, or is to end
-    for the attendant to go on; who then lingers on delays the restart. Raises SlurmError.
+    The rest is left to the helper job. It needs one processor on any node, at the latest one that this job frees, and
+    writes its output to ``log``. ``restarts`` is as in ``requeue_now``, but None means this process's own restart
+    count. Both keep trying for ``limit_s`` seconds. Returns once the job is stopping, or has to end so that the helper
+    can go on: a caller that does not exit then delays the restart. Raises SlurmError.
     """
-    attended = False
+    has_helper = False
     restarts = allocation.restarts if restarts is None else restarts
     try:
-        attendant = _submitted(
+        helper = _submitted(
             slurm,
-            _attendant(allocation, without, restarts, limit_s, command, log),
+            _helper_job(allocation, without, restarts, limit_s, command, log),
             allocation.job,
             restarts,
             limit_s,
@@ -59,10 +59,10 @@ def requeue_from_inside(
             sleep,
             say,
         )
-        say(f"job {attendant} will see to it that job {allocation.job} starts again at once")
-        attended = True
-        if _batch_host_lost(slurm, allocation, without) and _runs(slurm, attendant, clock, sleep):
-            return Requeued(allocation.job, "running", allocation.restarts, left=True)
+        say(f"job {helper} will see to it that job {allocation.job} starts again at once")
+        has_helper = True
+        if _batch_host_lost(slurm, allocation, without) and _runs(slurm, helper, clock, sleep):
+            return Requeued(allocation.job, "running", allocation.restarts, handed_over=True)
     except SlurmUnavailable:
         say("Slurm does not answer; the requeue waits for it")
     except Cancelled:
@@ -74,7 +74,7 @@ def requeue_from_inside(
         allocation.job,
         without,
         restarts=restarts,
-        brief=attended,
+        only_stop=has_helper,
         limit_s=limit_s,
         clock=clock,
         sleep=sleep,
@@ -83,13 +83,13 @@ def requeue_from_inside(
 
 
 class Cancelled(SlurmRejected):
-    """Somebody ends the job for good; it is not to run again, and nobody is to attend to that."""
+    """The job is being cancelled; it must not run again."""
 
 
 def _refuse_cancelled(slurm: Slurm, job: int, restarts: int) -> None:
-    """Raises Cancelled if the job stops and is not to be run again.
+    """Raise Cancelled if the job is stopping and was not requeued.
 
-    Slurm counts a restart as soon as it is asked for one, so a job that stops without one has been cancelled.
+    Slurm increments the restart count as soon as a requeue is requested.
     """
     if any(is_stopping(found) and found.restarts <= restarts for found in slurm.jobs([job])):
         raise Cancelled(f"job {job} is being ended and is not put back into the queue")
@@ -97,7 +97,7 @@ def _refuse_cancelled(slurm: Slurm, job: int, restarts: int) -> None:
 
 def _submitted(
     slurm: Slurm,
-    attendant: tuple[str, tuple[str, ...]],
+    helper: tuple[str, tuple[str, ...]],
     job: int,
     restarts: int,
     limit_s: float,
@@ -105,15 +105,15 @@ def _submitted(
     sleep: Callable[[float], object],
     say: Callable[[str], object],
 ) -> int:
-    """Submit ``attendant`` to ``job``, once the controller is back if it is away: nothing can be done without it.
+    """Submit the helper of ``job``; while the controller is down, try again.
 
-    A second one, where the first request was carried out unheard, finds nothing left to do.
+    If a request was carried out although its answer was lost, the second helper finds nothing to do.
     """
     limit, told = clock() + limit_s, False
     while True:
         try:
             _refuse_cancelled(slurm, job, restarts)
-            return slurm.submit(*attendant)
+            return slurm.submit(*helper)
         except SlurmUnavailable as error:
             if clock() > limit:
                 raise
@@ -123,12 +123,12 @@ def _submitted(
             sleep(RETRY_S)
 
 
-def _batch_host_lost(slurm: Slurm, allocation: Allocation, without: Without) -> bool:
+def _batch_host_lost(slurm: Slurm, allocation: Allocation, without: ExcludedNodes) -> bool:
     return any(job.batch_host in without.lost for job in slurm.jobs([allocation.job]))
 
 
 def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[float], object]) -> bool:
-    """True once ``job`` runs, False if it does not soon: the cluster is full."""
+    """Whether ``job`` starts within START_S; if not, the cluster is full."""
     limit = clock() + START_S
     while clock() < limit:
         if any(found.state == "running" for found in slurm.jobs([job])):
@@ -137,18 +137,18 @@ def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[f
     return False
 
 
-def _attendant(
+def _helper_job(
     allocation: Allocation,
-    without: Without,
+    without: ExcludedNodes,
     restarts: int,
     limit_s: float,
     command: Sequence[str],
     log: str,
 ) -> tuple[str, tuple[str, ...]]:
-    """The script and the options of the job that attends to a requeue."""
+    """The script and the sbatch options of the helper job."""
     told = [f"--lost={name}" for name in without.lost] + [f"--without={name}" for name in without.unfit]
     argv = [
-        *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={LEAD_S:g}",
+        *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={DEFER_S:g}",
         f"--limit={limit_s:g}", f"--reason={without.reason}", *told,
     ]  # fmt: skip
     options = (

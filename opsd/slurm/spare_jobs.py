@@ -20,7 +20,7 @@ from typing import Any
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import is_alive
-from opsd.slurm.run_events import EVENTS, Appended
+from opsd.slurm.run_events import EVENTS, FileTail
 
 FOLDER = "spares"
 """In the run's folder: a file for each spare that was asked for."""
@@ -41,7 +41,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class SpareJob:
     """What a spare runs: ``launch`` are the options of ``opsd launch`` without the nodes, ``pool`` those of sbatch."""
 
     pool: tuple[str, ...]
@@ -74,7 +74,7 @@ class Guest:
         return script, options
 
 
-class Fetcher:
+class SpareRequester:
     """Of one node: asks for spares while the run's job goes on."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Fetcher:
         folder: Path,
         node: str,
         job: Allocation,
-        guest: Guest,
+        guest: SpareJob,
         slurm: Callable[[], Slurm],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -91,7 +91,7 @@ class Fetcher:
     ) -> None:
         self._folder, self._node, self._job, self._guest = folder, node, job, guest
         self._slurm, self._clock, self._wall, self._say = slurm, clock, wall, say
-        self._events = Appended(folder / EVENTS)
+        self._events = FileTail(folder / EVENTS)
         self._refused: list[str] = []
         self._due: dict[str, float] = {}
 
@@ -160,7 +160,7 @@ class Fetcher:
         return asked
 
 
-def dismiss(slurm: Slurm, folder: Path, job: Allocation, say: Callable[[str], object] = print) -> None:
+def cancel_spares(slurm: Slurm, folder: Path, job: Allocation, say: Callable[[str], object] = print) -> None:
     """Cancel the spares that were asked for by ``job`` and still wait in the queue. Raises SlurmError."""
     asked = []
     for path in (folder / FOLDER).glob("*.json"):

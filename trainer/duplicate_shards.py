@@ -1,4 +1,4 @@
-"""``python -m opsd.trainer.copies PATH``: tensors whose tensor-parallel shards are copies of each other.
+"""``python -m opsd.trainer.duplicate_shards PATH``: tensors whose tensor-parallel shards are copies of each other.
 
 A checkpoint does not say how its tensors were split, so every power of two is tried along the first two dimensions.
 Drawn at random, shards have no two rows in common, let alone all. Prints one JSON object a line: ``{"tensor",
@@ -18,14 +18,14 @@ import torch
 
 from opsd.trainer.tensors import FormatError, Stored, stored_tensors
 
-MOST_SHARDS = 64
-ALIKE = 0.99
+MAX_SHARDS = 64
+SIMILAR = 0.99
 """Correlation from which shards count as copies although their bits differ: equal weights that were trained further
 drift apart by rounding. Between independent ones of a thousand numbers it stays below 0.2."""
 MOMENTS = re.compile(r"exp_avg|optim|momentum|adam", re.IGNORECASE)
 """Names of optimiser state, which is passed over: heads that share keys and values have nearly the same gradients while
 attention is still even, and copies show in the weights."""
-FEWEST = 32
+MIN_ELEMENTS = 32
 """Numbers that a shard must have to be judged."""
 
 
@@ -68,7 +68,7 @@ def examine(stored: Stored) -> Finding | None:
 
 
 def _power_of_two(length: int) -> int:
-    return min(MOST_SHARDS, length & -length)
+    return min(MAX_SHARDS, length & -length)
 
 
 def _compare(name: str, rows: torch.Tensor, varied: torch.Tensor, dimension: int, counts: list[int]) -> Finding | None:
@@ -81,13 +81,13 @@ def _compare(name: str, rows: torch.Tensor, varied: torch.Tensor, dimension: int
     partial: Finding | None = None
     for count in counts:
         each = len(rows) // count
-        if each * rows.shape[1] < FEWEST:
+        if each * rows.shape[1] < MIN_ELEMENTS:
             continue
         between = products.view(count, each, count, each).diagonal(dim1=1, dim2=3).sum(-1)
         norms = between.diagonal().clamp(min=0).sqrt()
         some = varied.view(count, each).any(1)
         correlation = between / norms.outer(norms).clamp(min=1e-300)
-        alike = (correlation > ALIKE) & some[:, None] & some[None, :]
+        alike = (correlation > SIMILAR) & some[:, None] & some[None, :]
         group = _largest(alike)
         if len(group) < 2:
             continue

@@ -12,8 +12,8 @@ import pytest
 
 from opsd.commands.slurm_attend import attend_command, pool_options
 from opsd.slurm.allocation import allocation
-from opsd.slurm.fetch import DEFER_S, FOLDER, RETRY_S, Fetcher, Guest, dismiss
 from opsd.slurm.port import Job, SlurmRejected, SlurmUnavailable
+from opsd.slurm.spare_jobs import DEFER_S, FOLDER, RETRY_S, SpareJob, SpareRequester, cancel_spares
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import running
 from tests.fakes.slurm import FakeSlurm
@@ -23,7 +23,7 @@ ENVIRON = {
     "SLURM_JOB_ACCOUNT": "lab",
 }  # fmt: skip
 JOB = allocation(ENVIRON)
-GUEST = Guest(("--partition=spares",), ("/opt/opsd",), ("--nnodes", "3", "train.py", "a b"), {"LC_ALL": "C.UTF-8"})
+GUEST = SpareJob(("--partition=spares",), ("/opt/opsd",), ("--nnodes", "3", "train.py", "a b"), {"LC_ALL": "C.UTF-8"})
 LOST = {"event": "node_lost", "node": "n1", "lost": "n2", "ranks": True}
 
 
@@ -58,9 +58,9 @@ class Scene:
         self.folder, self.clock, self.said = folder, FakeClock(), list[str]()
         self.pool = FakePool(running("n1", "n2", "n3"))
 
-    def on(self, node: str) -> Fetcher:
+    def on(self, node: str) -> SpareRequester:
         """The fetcher of a node."""
-        return Fetcher(
+        return SpareRequester(
             self.folder, node, replace(JOB, node=node), GUEST, lambda: self.pool,
             clock=self.clock.monotonic, wall=lambda: 1000.0, say=self.said.append,
         )  # fmt: skip
@@ -178,9 +178,9 @@ def test_spares_that_still_wait_are_sent_away_at_the_end(scene: Scene) -> None:
         fetcher.look()
         scene.clock.advance(1)
     scene.pool.known[9] = replace(scene.pool.known[9], state="running")
-    dismiss(scene.pool, scene.folder, replace(JOB, restarts=1))
+    cancel_spares(scene.pool, scene.folder, replace(JOB, restarts=1))
     assert scene.pool.cancelled == []
-    dismiss(scene.pool, scene.folder, JOB, scene.said.append)
+    cancel_spares(scene.pool, scene.folder, JOB, scene.said.append)
     assert scene.pool.cancelled == [8]
 
 

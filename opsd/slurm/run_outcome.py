@@ -16,111 +16,111 @@ from pathlib import Path
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim
 
-BEAT_S = 5.0
+LEASE_GRACE_S = 5.0
 """A run that is led renews its lease every second; so long is waited for that once no step is left."""
-SILENT_S = 30.0
+LEASE_TIMEOUT_S = 30.0
 """A run that has renewed it after that is given up when it has not for so long."""
-WORDLESS_MOST = 3
+MAX_SILENT_STARTS = 3
 """So many starts in a row may end without a word and without progress."""
-LONG_S = 1800.0
+PROGRESS_S = 1800.0
 """A start that lasted this long has made progress, also where a program tells of none."""
-HURRIED_S = 120.0
+SHORT_START_S = 120.0
 """A start that is over after this time had no more than a minute before it was told to stop, and one to do so."""
-STOPPED_MOST = {"SIGUSR1": 3, "SIGUSR2": 3}
-STOPPED_MOST_USUALLY = 10
+MAX_STOPPED_STARTS = {"SIGUSR1": 3, "SIGUSR2": 3}
+DEFAULT_MAX_STOPPED_STARTS = 10
 """So many starts in a row may be told to stop by a signal before they come any further.
 
 SIGTERM may also come from a preemption, while the job still counts as running (GraceTime): that is nobody's mistake.
 """
-UNLAUNCHED = 233
+LAUNCH_FAILED = 233
 """What srun ends with where it could not start its task: ESLURMD_EXECVE_FAILED and its kin, 1001, in one byte."""
-KILLED = 128
+SIGNAL_EXIT_BASE = 128
 """From here on it is a signal that has ended the task, before it could say anything of that."""
-MISSING_S = 20.0
+MISSING_LAUNCHER_S = 20.0
 """So long the launchers that are there have to begin the run without the others."""
 _STOPPED = re.compile(r" after (SIG[A-Z0-9]+)$")
-_WELL = (exitcodes.OK, exitcodes.FENCED, exitcodes.INTERRUPTED, exitcodes.REQUEUE)
-_HOPELESS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcodes.INTERRUPTED)
+_NORMAL_EXITS = (exitcodes.OK, exitcodes.FENCED, exitcodes.INTERRUPTED, exitcodes.REQUEUE)
+_FINAL_EXITS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcodes.INTERRUPTED)
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """The run is over with ``code``. ``told`` if it has said so itself; nodes are those to be avoided then.
+class RunOutcome:
+    """The run is over with ``code``. ``reported`` if it has said so itself; nodes are those to be avoided then.
 
     What was not told and names lost nodes has a cause outside of the run.
     """
 
     code: int
     reason: str
-    told: bool = True
+    reported: bool = True
     lost: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
 
 
-def stopped_by(end: Ending) -> str:
+def stopped_by(end: RunOutcome) -> str:
     """The signal that told the run to stop, "" if it has ended in another way."""
-    match = _STOPPED.search(end.reason) if end.told and end.code == exitcodes.REQUEUE else None
+    match = _STOPPED.search(end.reason) if end.reported and end.code == exitcodes.REQUEUE else None
     return match[1] if match is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What is known of a run: its newest claim, the steps that are ``left``, and what srun said of the others.
+class Observation:
+    """What is known of a run: its newest claim, the steps that still run, and the exit codes of the other steps.
 
-    ``gone_s`` seconds ago the last step ended, and ``silent_s`` ago the lease was last seen to be renewed, infinity if
-    it was not since. ``missing_s`` ago a launcher was first seen to be ``missing``; the run ``needs`` so many nodes.
+    The last step ended ``gone_s`` seconds ago. The lease was last renewed ``lease_age_s`` ago, infinity if it was not
+    renewed since then. A launcher was first ``missing`` ``missing_s`` ago. The run ``needs`` this many nodes.
     """
 
     claim: Claim | None
     left: frozenset[str]
     codes: Mapping[str, int]
     gone_s: float = 0.0
-    silent_s: float = float("inf")
+    lease_age_s: float = float("inf")
     missing_s: float = 0.0
     needs: int = 1
 
 
-def told_end(claim: Claim | None, start: str) -> Ending | None:
+def reported_outcome(claim: Claim | None, start: str) -> RunOutcome | None:
     """The last word of the run in this ``start`` of it, None without one."""
-    if claim is None or not _belongs(claim, start) or (end := claim.end) is None:
+    if claim is None or not _is_of_start(claim, start) or (end := claim.end) is None:
         return None
     more = claim.plan["end"]
     lost, unfit = (tuple(map(str, more.get(key, ()))) for key in ("lost", "unfit"))
-    return Ending(end.code, end.reason, True, lost, unfit)
+    return RunOutcome(end.code, end.reason, True, lost, unfit)
 
 
-def ending(look: Look, start: str) -> Ending | None:
+def outcome_of(look: Observation, start: str) -> RunOutcome | None:
     """How the run has ended, None while it goes on: a step is left, or guests renew the lease.
 
     Another copy of the run renews it too, and nobody of this one is left then.
     """
-    if (told := told_end(look.claim, start)) is not None:
-        return told
+    if (reported := reported_outcome(look.claim, start)) is not None:
+        return reported
     if (short := _too_few(look, start)) is not None:
         return short
-    if look.left or look.gone_s < BEAT_S:
+    if look.left or look.gone_s < LEASE_GRACE_S:
         return None
     codes = set(look.codes.values())
-    if exitcodes.FENCED in codes and look.claim is not None and not _belongs(look.claim, start):
-        return Ending(exitcodes.FENCED, "another copy of the run has begun", told=False)
-    if look.silent_s < SILENT_S:
+    if exitcodes.FENCED in codes and look.claim is not None and not _is_of_start(look.claim, start):
+        return RunOutcome(exitcodes.FENCED, "another copy of the run has begun", reported=False)
+    if look.lease_age_s < LEASE_TIMEOUT_S:
         return None
-    for code in _HOPELESS:
+    for code in _FINAL_EXITS:
         if code in codes:
-            return Ending(code, f"the launchers ended with {code}", told=False)
-    begun = look.claim is not None and _belongs(look.claim, start)
-    if not begun and len(codes) == 1 and (0 < min(codes) < KILLED or UNLAUNCHED in codes):
-        return Ending(codes.pop(), "no launcher came to begin the run; what they said is above", told=False)
+            return RunOutcome(code, f"the launchers ended with {code}", reported=False)
+    begun = look.claim is not None and _is_of_start(look.claim, start)
+    if not begun and len(codes) == 1 and (0 < min(codes) < SIGNAL_EXIT_BASE or LAUNCH_FAILED in codes):
+        return RunOutcome(codes.pop(), "no launcher came to begin the run; what they said is above", reported=False)
     seen = ", ".join(f"{node} {code}" for node, code in sorted(look.codes.items()))
-    return Ending(exitcodes.REQUEUE, f"all launchers are gone and none has said why ({seen})", told=False)
+    return RunOutcome(exitcodes.REQUEUE, f"all launchers are gone and none has said why ({seen})", reported=False)
 
 
 def missing(codes: Mapping[str, int]) -> list[str]:
     """The nodes whose launcher did not start, or has failed."""
-    return sorted(node for node, code in codes.items() if code not in _WELL)
+    return sorted(node for node, code in codes.items() if code not in _NORMAL_EXITS)
 
 
-def _too_few(look: Look, start: str) -> Ending | None:
+def _too_few(look: Observation, start: str) -> RunOutcome | None:
     """The end of a start that cannot begin: too few launchers wait, and nobody starts the others again.
 
     A node that srun did not reach is lost; one whose launcher has failed, while others have not, is avoided: a GPU or a
@@ -128,23 +128,23 @@ def _too_few(look: Look, start: str) -> Ending | None:
     where no launcher is left: that is no node's fault.
     """
     nodes = missing(look.codes)
-    begun = look.claim is not None and _belongs(look.claim, start)
-    if begun or not nodes or look.missing_s < MISSING_S or not 0 < len(look.left) < look.needs:
+    begun = look.claim is not None and _is_of_start(look.claim, start)
+    if begun or not nodes or look.missing_s < MISSING_LAUNCHER_S or not 0 < len(look.left) < look.needs:
         return None
-    lost = tuple(node for node in nodes if look.codes[node] == UNLAUNCHED)
+    lost = tuple(node for node in nodes if look.codes[node] == LAUNCH_FAILED)
     unfit = tuple(node for node in nodes if node not in lost)
     whys = [f"no launcher could be started on {', '.join(lost)}"] if lost else []
     whys += [f"the launcher of {node} ended with {look.codes[node]}" for node in unfit]
     why = f"{', '.join(whys)}; {look.needs} are needed and {len(look.left)} are there"
-    return Ending(exitcodes.REQUEUE, why, False, lost, unfit)
+    return RunOutcome(exitcodes.REQUEUE, why, False, lost, unfit)
 
 
-def _belongs(claim: Claim, start: str) -> bool:
+def _is_of_start(claim: Claim, start: str) -> bool:
     """Whether the claim is of this start of the job; a launcher without fellows adds its own name to that."""
     return claim.start == start or claim.start.startswith(f"{start}, ")
 
 
-class Wordless:
+class BadStarts:
     """Counts in ``path`` the starts of a run in a row that ended in one bad way and without progress.
 
     That is without a word, or told to stop before they came any further.
@@ -156,7 +156,7 @@ class Wordless:
     def note(self, step: int, lasted_s: float) -> int:
         """One more, which came as far as ``step``; the number of them since the run has last made progress."""
         count, before = self._read()
-        count = 1 if step > before or lasted_s >= LONG_S else count + 1
+        count = 1 if step > before or lasted_s >= PROGRESS_S else count + 1
         with suppress(OSError):
             self._path.write_text(json.dumps({"count": count, "step": max(step, before)}) + "\n", encoding="utf-8")
         return count

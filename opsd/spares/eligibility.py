@@ -13,7 +13,7 @@ from opsd.spares import pool, state
 from opsd.spares.state import SpareState
 
 
-class UnknownError(OSError):
+class EligibilityUnknownError(OSError):
     """Whether the node is ready cannot be known at the moment."""
 
 
@@ -47,5 +47,7 @@ def _by_comment(slurm: Callable[[], Slurm], settings: Settings, now: float) -> s
     except ValueError:
         return f"whether it is ready cannot be known: {folder} cannot be read here, and Slurm has no node {node}"
     except SlurmError as error:
-        raise UnknownError(f"whether it is ready cannot be known: {folder} cannot be read here, and {error}") from error
+        raise EligibilityUnknownError(
+            f"whether it is ready cannot be known: {folder} cannot be read here, and {error}"
+        ) from error
     return found.why_not

@@ -9,7 +9,7 @@ from opsd.preflight.engine import select
 from opsd.preflight.history import History
 from opsd.preflight.report import Report
 from opsd.settings.preflight import PreflightSettings
-from opsd.slurm.ownership import Proof
+from opsd.slurm.ownership import PreflightResult
 
 _SEARCHED = 100
 
@@ -21,7 +21,7 @@ def newest(
     settings: PreflightSettings,
     history: History,
     reports: Iterable[Report] = (),
-) -> Proof | None:
+) -> PreflightResult | None:
     """The newest preflight ``profile`` of ``node`` in ``history`` and ``reports``, None if there is none.
 
     One that was cut short by --only, --skip or an interruption proves nothing and is left out, unless it failed.
@@ -33,7 +33,7 @@ def newest(
     given = (report for report in reports if report.node == node and report.profile == profile)
     whole = [r for r in (*given, *kept) if not r.interrupted and (not r.passed or required <= _checks(r))]
     last = max(whole, key=lambda report: report.started, default=None)
-    return Proof(last.started, last.passed) if last else None
+    return PreflightResult(last.started, last.passed) if last else None
 
 
 def _checks(report: Report) -> set[str]:
