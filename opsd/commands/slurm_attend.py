@@ -46,8 +46,8 @@ def attend(context: click.Context, pool: str, folder: Path, of_opsd: int, of_gue
     except AllocationError as error:
         raise click.UsageError(str(error)) from error
     handed = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-    guest = SpareJob((*pool_options(pool, job),), tuple(opsd), tuple(told), handed)
-    fetcher = SpareRequester(folder, job.node, job, guest, lambda: choose().slurm, say=_say)
+    spare = SpareJob((*pool_options(pool, job),), tuple(opsd), tuple(told), handed)
+    fetcher = SpareRequester(folder, job.node, job, spare, lambda: choose().slurm, say=_say)
     part_off(fetcher)
     try:
         os.execvp(launcher[0], launcher)  # noqa: S606

@@ -1,4 +1,4 @@
-"""The batch script of a run: starts a launcher on each node of the job, passes signals on, and sees to the end."""
+"""The batch script of a run: starts a launcher on each node of the job, forwards signals, and handles the end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from opsd import exitcodes
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import ClaimError
 from opsd.slurm.allocation import Allocation
+from opsd.slurm.job_state import is_stopping
 from opsd.slurm.port import Slurm, SlurmError
-from opsd.slurm.requeue import ExcludedNodes, is_stopping
+from opsd.slurm.requeue import ExcludedNodes
 from opsd.slurm.requeue_helper import requeue_from_inside
 from opsd.slurm.run_events import RunEvents
 from opsd.slurm.run_outcome import (
@@ -36,47 +37,47 @@ from opsd.slurm.spare_jobs import cancel_spares
 
 POLL_S = 0.2
 CLAIM_S = 1.0
-"""How often the newest claim is read while all steps go on."""
+"""How often the newest claim is read while all steps run."""
 SHUTDOWN_S = {exitcodes.REQUEUE: 3.0}
 DEFAULT_SHUTDOWN_S = 20.0
-"""How long launchers may take to leave once the run is over; the step of a dead node is not waited for."""
+"""How long launchers may take to exit once the run is over; the step of a dead node is not waited for."""
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 class RunningSteps(Protocol):
-    """The launchers' steps, see ``opsd.slurm.steps.Steps``."""
+    """The launchers' steps; see ``opsd.slurm.steps.Steps``."""
 
     @property
     def codes(self) -> Mapping[str, int]:
-        """What the steps that are over ended with."""
+        """Exit codes of the steps that have ended, by node."""
         ...
 
     @property
     def left(self) -> frozenset[str]:
-        """The nodes whose step goes on."""
+        """The nodes whose step has not ended."""
         ...
 
     def signal(self, number: signal.Signals) -> None:
-        """Pass a signal on."""
+        """Forward a signal."""
         ...
 
     def abandon(self) -> None:
-        """Wait no longer for the steps that are left."""
+        """Stop waiting for the remaining steps."""
         ...
 
 
 @dataclass
 class Batch:
-    """One start of the run in ``folder``. ``start`` is its name in claims, ``signals`` are those that have come."""
+    """One start of the run in ``folder``. ``start`` is its name in claims; ``signals`` are those received."""
 
     folder: Path
     start: str
     job: Allocation
     slurm: Callable[[], Slurm]
     needs: int = 1
-    """So many nodes run ranks at least."""
+    """Least number of nodes that run ranks."""
     log: int = 1
-    """The descriptor to which the story of the run is copied."""
+    """The file descriptor to which the run's log is copied."""
     signals: deque[signal.Signals] = field(default_factory=deque)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
@@ -97,12 +98,12 @@ class Batch:
         self._stopped_starts = BadStarts(self.folder / "hurried.json")
 
     def listen(self) -> None:
-        """Take the signals that ask for a stop. Children do not inherit this."""
+        """Handle the signals that ask for a stop. Child processes do not inherit the handlers."""
         for number in STOPPING:
             signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
 
     def run(self, steps: RunningSteps) -> int:
-        """Return once the run is over and Slurm knows what to do; the exit code of the batch script."""
+        """Return the exit code of the batch script once the run is over and Slurm has been told what to do."""
         self.steps = steps
         while (end := self._look()) is None:
             self._forward_signals()
@@ -141,7 +142,7 @@ class Batch:
         return outcome_of(look, self.start)
 
     def _copy_log(self) -> None:
-        """Copy what has been added to the story of the run."""
+        """Copy new lines of the run's log."""
         with suppress(OSError):
             os.write(self.log, self._events.story())
 
@@ -153,7 +154,7 @@ class Batch:
     # -- signals -------------------------------------------------------------------------------------------------
 
     def _forward_signals(self) -> None:
-        """Have the launchers stop, unless Slurm has told them itself: asked twice they wait less long."""
+        """Stop the launchers, unless Slurm has signalled them itself: after a second request they wait less long."""
         if not self.signals:
             return
         came = set(self.signals)
@@ -209,9 +210,9 @@ class Batch:
         return self._requeue(end)
 
     def _stopped_too_often(self, end: RunOutcome, lasted_s: float) -> bool:
-        """Whether starts are told to stop, again and again, before they come any further.
+        """Whether several starts in a row were told to stop before they made progress.
 
-        After a while that can be said of runs only that tell how far they are.
+        A run that reports no progress only counts starts that were short.
         """
         signal_name, tells = stopped_by(end), self._events.step or self._stopped_starts.step
         if not signal_name or (lasted_s >= SHORT_START_S and not tells) or self._ending_by_slurm():

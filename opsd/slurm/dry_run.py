@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opsd.slurm.check import may_update_nodes
+from opsd.slurm.job_state import next_step
 from opsd.slurm.port import Job, Slurm, SlurmRejected
-from opsd.slurm.requeue import ExcludedNodes, next_step
+from opsd.slurm.requeue import ExcludedNodes
 
 NEEDED = "root, SlurmUser or an operator (sacctmgr)"
 
@@ -19,20 +20,20 @@ class Preview:
     text: str
 
 
-def preview(slurm: Slurm, number: int, without: ExcludedNodes, user: str) -> Preview:
+def preview(slurm: Slurm, number: int, excluded: ExcludedNodes, user: str) -> Preview:
     """What ``requeue_now`` would do for ``user``. Raises SlurmError, also for a job that cannot be requeued."""
     found = slurm.jobs([number])
     if not found:
         raise SlurmRejected(f"there is no job {number} that waits or runs and that this user may see")
     job, operator = found[0], may_update_nodes(slurm)
-    move = next_step(job, job.restarts)
+    step = next_step(job, job.restarts)
     if not operator and job.user != user:
         return Preview(False, f"job {number} is {job.user}'s: {user} may not requeue it, that needs {NEEDED}")
-    if move == "held":
+    if step == "held":
         return Preview(False, f"job {number} is on hold ({job.reason or job.state}): would leave it so")
-    if move != "requeue":
-        return Preview(True, f"job {number} is {job.state}: would {_WOULD[move]}")
-    return Preview(True, f"would {_nodes(job, without, operator)}requeue job {number} and have it start at once")
+    if step != "requeue":
+        return Preview(True, f"job {number} is {job.state}: would {_WOULD[step]}")
+    return Preview(True, f"would {_nodes(job, excluded, operator)}requeue job {number} and have it start at once")
 
 
 _WOULD = {
@@ -42,8 +43,8 @@ _WOULD = {
 }
 
 
-def _nodes(job: Job, without: ExcludedNodes, operator: bool) -> str:
-    lost = [name for name in without.lost if name in job.nodes]
+def _nodes(job: Job, excluded: ExcludedNodes, operator: bool) -> str:
+    lost = [name for name in excluded.lost if name in job.nodes]
     if not lost:
         return ""
     if operator:

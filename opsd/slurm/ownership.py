@@ -19,19 +19,19 @@ from opsd.slurm.port import Node, Slurm, SlurmRejected
 
 DAY_S = 86_400.0
 MANUAL = "manual"
-"""Stands in a reason where an incident would, for a drain that a person asked for."""
+"""Replaces the incident in the reason of a drain that a person asked for."""
 
 
 class Refused(SlurmRejected):
-    """The rules do not allow it; the message has a sentence for each node that stands against it."""
+    """The rules forbid it; the message has one sentence for each node concerned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``share`` of the cluster's nodes may be held at once; a node rests ``cooldown_s`` between two drains.
+    """``share`` of the cluster's nodes may be held at once; ``cooldown_s`` passes between two drains of a node.
 
-    A node is given back once it passed the preflight ``profile`` less than ``check_age_s`` seconds ago, unless it was
-    drained again within ``relapse_days`` of ``max_returns`` earlier returns.
+    A node is returned if it passed the preflight ``profile`` less than ``check_age_s`` seconds ago, unless it was
+    drained again within ``relapse_days`` after each of ``max_returns`` earlier returns.
     """
 
     share: float = 0.05
@@ -62,14 +62,14 @@ class PreflightResult:
 
 
 def reason(kind: str, text: str = "", *, incident: str = MANUAL, evidence: str = "") -> str:
-    """The reason of a drain: ``opsd:<incident> <kind>: <text>; see <evidence>``, in one line."""
+    """The reason of a drain: ``opsd:<incident> <kind>: <text>; see <evidence>``, on one line."""
     about = f"{effects.OWN_PREFIX}{incident} {kind}"
     said = f"{about}: {text}" if text else about
     return " ".join((f"{said}; see {evidence}" if evidence else said).split())
 
 
 def kind_of(told: str) -> str:
-    """The kind in a reason that ``reason`` made; the first word of another one of opsd, for instance preflight."""
+    """The kind in a reason made by ``reason``; the first word of any other reason of opsd, for instance preflight."""
     if not told.startswith(effects.OWN_PREFIX):
         return "unknown"
     about = told.removeprefix(effects.OWN_PREFIX)
@@ -80,7 +80,7 @@ def kind_of(told: str) -> str:
 def drain_objections(
     nodes: Sequence[Node], records: Mapping[str, NodeHistory], names: Sequence[str], rules: Rules, now: float
 ) -> list[str]:
-    """Why ``names`` may not be drained, a sentence each; empty if they may be. ``nodes`` are all of the cluster."""
+    """Why ``names`` may not be drained, one sentence each; empty if they may be. ``nodes`` are all of the cluster."""
     known = {node.name: node for node in nodes}
     against = [f"Slurm has no node {name}" for name in names if name not in known]
     fresh = [name for name in dict.fromkeys(names) if name in known and not _held(known[name])]
@@ -101,7 +101,7 @@ def drain_objections(
 def return_objection(
     node: Node, history: NodeHistory, checked: PreflightResult | None, rules: Rules, now: float
 ) -> str:
-    """Why ``node`` may not be given back, "" if it may be. A node that nobody holds needs no return and may be."""
+    """Why ``node`` may not be returned to service, "" if it may be, or if it is in service."""
     if not _out(node):
         return ""
     return _foreign(node) or _relapsing(node.name, history, rules) or _not_checked(node, checked, rules, now)
@@ -112,10 +112,9 @@ def drain(
 ) -> tuple[str, ...]:
     """Drain the nodes with the reason ``told`` and return those that opsd did not hold before.
 
-    ``force`` lifts the budget and the cool-down, never the right of others to their nodes. Nodes that were drained by
-    somebody else at the same time, beyond the budget, are given back. A repetition of a drain that was cut off after
-    Slurm had drained the nodes records what is missing in their history. Raises Refused (and drains none), NotOurs and
-    SlurmError.
+    ``force`` overrides the budget and the cool-down, but never someone else's drain. Nodes beyond the budget because
+    others drained at the same time are returned. A repeated drain, after one that was interrupted once Slurm had
+    drained the nodes, adds what is missing in their history. Raises Refused (and drains none), NotOurs and SlurmError.
     """
     at = time.time() if now is None else now
     nodes, comments = slurm.nodes(), slurm.comments(names)
@@ -143,10 +142,10 @@ def give_back(
     force: bool = False,
     now: float | None = None,
 ) -> tuple[str, ...]:
-    """Resume the nodes and return those that opsd had held; ``checked`` is what is known of their preflights.
+    """Resume the nodes and return those that opsd had held; ``checked`` holds what is known of their preflights.
 
-    ``force`` lifts the checks and the rule about relapses, never the right of others to their nodes. Raises Refused
-    (and resumes none), NotOurs and SlurmError.
+    ``force`` overrides the checks and the rule about relapses, but never someone else's drain. Raises Refused (and
+    resumes none), NotOurs and SlurmError.
     """
     at = time.time() if now is None else now
     comments = slurm.comments(names)
@@ -162,12 +161,12 @@ def give_back(
 
 
 def why_relapsing(slurm: Slurm, name: str, rules: Rules) -> str:
-    """Why the node's own history keeps it out of service, "" if it does not. Raises SlurmError."""
+    """Why the node's history keeps it out of service, "" if it does not. Raises SlurmError."""
     return _relapsing(name, node_comment.read(slurm.comments([name]).get(name, "")), rules)
 
 
 def day(at: float) -> str:
-    """The epoch second ``at`` in local time, to the minute."""
+    """The epoch second ``at`` as local time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
@@ -180,7 +179,7 @@ def _held(node: Node) -> bool:
 
 
 def _unrecorded(nodes: Sequence[Node], records: Mapping[str, NodeHistory], told: str, now: float) -> dict[str, float]:
-    """Since when those nodes in ``records`` have been out for the reason ``told`` of which no stay says so."""
+    """The nodes held for the reason ``told`` whose history lacks that stay, with the time since when they are out."""
     return {
         node.name: node.reason_at or now
         for node in nodes

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
+from opsd.slurm.job_state import is_stopping
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, ExcludedNodes, Requeued, is_stopping, requeue_now
+from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, ExcludedNodes, Requeued, requeue_now
 
 DEFER_S = 30.0
 """How long the helper leaves the requeue itself to the job that asked for it, while that job has steps."""
@@ -29,7 +30,7 @@ START_S = 4.0
 def requeue_from_inside(
     slurm: Slurm,
     allocation: Allocation,
-    without: ExcludedNodes,
+    excluded: ExcludedNodes,
     *,
     restarts: int | None = None,
     limit_s: float = LIMIT_S,
@@ -51,7 +52,7 @@ def requeue_from_inside(
     try:
         helper = _submitted(
             slurm,
-            _helper_job(allocation, without, restarts, limit_s, command, log),
+            _helper_job(allocation, excluded, restarts, limit_s, command, log),
             allocation.job,
             restarts,
             limit_s,
@@ -61,7 +62,7 @@ def requeue_from_inside(
         )
         say(f"job {helper} will see to it that job {allocation.job} starts again at once")
         has_helper = True
-        if _batch_host_lost(slurm, allocation, without) and _runs(slurm, helper, clock, sleep):
+        if _batch_host_lost(slurm, allocation, excluded) and _runs(slurm, helper, clock, sleep):
             return Requeued(allocation.job, "running", allocation.restarts, handed_over=True)
     except SlurmUnavailable:
         say("Slurm does not answer; the requeue waits for it")
@@ -72,7 +73,7 @@ def requeue_from_inside(
     return requeue_now(
         slurm,
         allocation.job,
-        without,
+        excluded,
         restarts=restarts,
         only_stop=has_helper,
         limit_s=limit_s,
@@ -123,8 +124,8 @@ def _submitted(
             sleep(RETRY_S)
 
 
-def _batch_host_lost(slurm: Slurm, allocation: Allocation, without: ExcludedNodes) -> bool:
-    return any(job.batch_host in without.lost for job in slurm.jobs([allocation.job]))
+def _batch_host_lost(slurm: Slurm, allocation: Allocation, excluded: ExcludedNodes) -> bool:
+    return any(job.batch_host in excluded.lost for job in slurm.jobs([allocation.job]))
 
 
 def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[float], object]) -> bool:
@@ -139,22 +140,22 @@ def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[f
 
 def _helper_job(
     allocation: Allocation,
-    without: ExcludedNodes,
+    excluded: ExcludedNodes,
     restarts: int,
     limit_s: float,
     command: Sequence[str],
     log: str,
 ) -> tuple[str, tuple[str, ...]]:
     """The script and the sbatch options of the helper job."""
-    told = [f"--lost={name}" for name in without.lost] + [f"--without={name}" for name in without.unfit]
+    told = [f"--lost={name}" for name in excluded.lost] + [f"--without={name}" for name in excluded.unfit]
     argv = [
         *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={DEFER_S:g}",
-        f"--limit={limit_s:g}", f"--reason={without.reason}", *told,
+        f"--limit={limit_s:g}", f"--reason={excluded.reason}", *told,
     ]  # fmt: skip
     options = (
         f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M",
         f"--time={math.ceil(limit_s / 60) + SPARE_MIN}",
         "--no-requeue", f"--output={log}", *allocation.same_queue,
-        *([f"--exclude={compress(without.names)}"] if without.names else []),
+        *([f"--exclude={compress(excluded.names)}"] if excluded.names else []),
     )  # fmt: skip
     return f"#!/bin/sh\nexec {shlex.join(argv)}\n", options

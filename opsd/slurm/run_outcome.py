@@ -1,7 +1,7 @@
-"""When a run is over, and what becomes of its job then. Pure but for the file that counts starts without a last word.
+"""When a run is over, and what happens to its job then. Pure, except for the file that counts bad starts.
 
-The end of a run is what the run says of itself: its last claim. What srun ends with says little: up to Slurm 22.05 it
-is 0 after a node has failed, and a launcher that was cut off leaves while the others train.
+The outcome is what the run itself reports in its last claim. The exit code of srun says little: up to Slurm 22.05 it is
+0 after a node failed, and a launcher that was cut off exits while the others keep training.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from opsd import exitcodes
 from opsd.checkpoints.claims import Claim
 
 LEASE_GRACE_S = 5.0
-"""A run that is led renews its lease every second; so long is waited for that once no step is left."""
+"""Wait this long for a renewal of the lease once no step is left; a run with a leader renews it every second."""
 LEASE_TIMEOUT_S = 30.0
-"""A run that has renewed it after that is given up when it has not for so long."""
+"""A run that renewed its lease since then is given up after this long without a renewal."""
 MAX_SILENT_STARTS = 3
-"""So many starts in a row may end without a word and without progress."""
+"""Consecutive starts that may end without an outcome and without progress."""
 PROGRESS_S = 1800.0
-"""A start that lasted this long has made progress, also where a program tells of none."""
+"""A start that lasted this long counts as progress, for programs that report none."""
 SHORT_START_S = 120.0
-"""A start that is over after this time had no more than a minute before it was told to stop, and one to do so."""
+"""A shorter start had at most a minute before it was told to stop, and a minute to do so."""
 MAX_STOPPED_STARTS = {"SIGUSR1": 3, "SIGUSR2": 3}
 DEFAULT_MAX_STOPPED_STARTS = 10
-"""So many starts in a row may be told to stop by a signal before they come any further.
+"""Consecutive starts that a signal may stop before they make progress.
 
-SIGTERM may also come from a preemption, while the job still counts as running (GraceTime): that is nobody's mistake.
+SIGTERM may also come from a preemption while the job still counts as running (GraceTime), which is no error.
 """
 LAUNCH_FAILED = 233
-"""What srun ends with where it could not start its task: ESLURMD_EXECVE_FAILED and its kin, 1001, in one byte."""
+"""srun's exit code if it could not start its task: ESLURMD_EXECVE_FAILED and similar, 1001, in one byte."""
 SIGNAL_EXIT_BASE = 128
-"""From here on it is a signal that has ended the task, before it could say anything of that."""
+"""Exit codes from here on mean that a signal ended the task before it could report anything."""
 MISSING_LAUNCHER_S = 20.0
-"""So long the launchers that are there have to begin the run without the others."""
+"""How long the launchers that are present have to begin the run without the others."""
 _STOPPED = re.compile(r" after (SIG[A-Z0-9]+)$")
 _NORMAL_EXITS = (exitcodes.OK, exitcodes.FENCED, exitcodes.INTERRUPTED, exitcodes.REQUEUE)
 _FINAL_EXITS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcodes.INTERRUPTED)
@@ -45,9 +45,9 @@ _FINAL_EXITS = (exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED, exitcode
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The run is over with ``code``. ``reported`` if it has said so itself; nodes are those to be avoided then.
+    """The run is over with ``code``. ``reported``: by the run itself. The nodes are to be excluded from the next start.
 
-    What was not told and names lost nodes has a cause outside of the run.
+    If it was not reported and names lost nodes, the cause is outside the run.
     """
 
     code: int
@@ -58,7 +58,7 @@ class RunOutcome:
 
 
 def stopped_by(end: RunOutcome) -> str:
-    """The signal that told the run to stop, "" if it has ended in another way."""
+    """The signal that told the run to stop, "" if it ended otherwise."""
     match = _STOPPED.search(end.reason) if end.reported and end.code == exitcodes.REQUEUE else None
     return match[1] if match is not None else ""
 
@@ -81,7 +81,7 @@ class Observation:
 
 
 def reported_outcome(claim: Claim | None, start: str) -> RunOutcome | None:
-    """The last word of the run in this ``start`` of it, None without one."""
+    """The outcome that the run reported in this ``start``, None without one."""
     if claim is None or not _is_of_start(claim, start) or (end := claim.end) is None:
         return None
     more = claim.plan["end"]
@@ -90,9 +90,9 @@ def reported_outcome(claim: Claim | None, start: str) -> RunOutcome | None:
 
 
 def outcome_of(look: Observation, start: str) -> RunOutcome | None:
-    """How the run has ended, None while it goes on: a step is left, or guests renew the lease.
+    """How the run has ended, None while it goes on: a step still runs, or borrowed nodes renew the lease.
 
-    Another copy of the run renews it too, and nobody of this one is left then.
+    Another copy of the run also renews the lease; then no launcher of this one is left.
     """
     if (reported := reported_outcome(look.claim, start)) is not None:
         return reported
@@ -116,16 +116,16 @@ def outcome_of(look: Observation, start: str) -> RunOutcome | None:
 
 
 def missing(codes: Mapping[str, int]) -> list[str]:
-    """The nodes whose launcher did not start, or has failed."""
+    """The nodes whose launcher did not start or has failed."""
     return sorted(node for node, code in codes.items() if code not in _NORMAL_EXITS)
 
 
 def _too_few(look: Observation, start: str) -> RunOutcome | None:
-    """The end of a start that cannot begin: too few launchers wait, and nobody starts the others again.
+    """The outcome of a start that cannot begin: too few launchers are waiting, and the others are not restarted.
 
-    A node that srun did not reach is lost; one whose launcher has failed, while others have not, is avoided: a GPU or a
-    file system is missing there, or its port is taken. None once the run has begun, which sees to its nodes itself, and
-    where no launcher is left: that is no node's fault.
+    A node that srun did not reach is lost. A node whose launcher failed while others did not is unfit: it lacks a GPU
+    or a file system, or its port is taken. None once the run has begun, since it handles its nodes itself, and None if
+    no launcher is left, since that is not the fault of a node.
     """
     nodes = missing(look.codes)
     begun = look.claim is not None and _is_of_start(look.claim, start)
@@ -140,21 +140,21 @@ def _too_few(look: Observation, start: str) -> RunOutcome | None:
 
 
 def _is_of_start(claim: Claim, start: str) -> bool:
-    """Whether the claim is of this start of the job; a launcher without fellows adds its own name to that."""
+    """Whether the claim belongs to this start of the job. A launcher without peers appends its own name."""
     return claim.start == start or claim.start.startswith(f"{start}, ")
 
 
 class BadStarts:
-    """Counts in ``path`` the starts of a run in a row that ended in one bad way and without progress.
+    """Counts in ``path`` consecutive starts of a run that ended in the same bad way without progress.
 
-    That is without a word, or told to stop before they came any further.
+    The bad ways are: without an outcome, and told to stop before any progress.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def note(self, step: int, lasted_s: float) -> int:
-        """One more, which came as far as ``step``; the number of them since the run has last made progress."""
+        """Add one that reached ``step``; returns the number since the run last made progress."""
         count, before = self._read()
         count = 1 if step > before or lasted_s >= PROGRESS_S else count + 1
         with suppress(OSError):
@@ -163,11 +163,11 @@ class BadStarts:
 
     @property
     def step(self) -> int:
-        """How far the run had come, 0 if it has never told."""
+        """The step that the run had reached, 0 if it never reported one."""
         return self._read()[1]
 
     def forget(self) -> None:
-        """A start has ended in another way."""
+        """Reset, after a start that ended in another way."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 

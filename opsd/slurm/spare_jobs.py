@@ -1,7 +1,7 @@
-"""Spares that are fetched when a run has lost a node: a job of one node each, whose launcher joins the run.
+"""Requests for spares when a run has lost a node: one job per node, whose launcher joins the run.
 
-On each node of the run somebody reads the run's events. The one on the node of the launcher that leads acts at once,
-the others a little later and only if nobody has: the file that is made for each loss is made by one of them.
+A process on each node of the run reads the run's events. The one on the leader's node acts at once, the others a little
+later and only if it has not: whoever creates the file of a loss submits the job.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from pathlib import Path
 from typing import Any
 
 from opsd.slurm.allocation import Allocation
+from opsd.slurm.job_state import is_alive
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import is_alive
 from opsd.slurm.run_events import EVENTS, FileTail
 
 FOLDER = "spares"
-"""In the run's folder: a file for each spare that was asked for."""
+"""In the run's folder: one file per requested spare."""
 DEFER_S = 3.0
-"""How long those who do not lead the run leave a loss to the one who does."""
+"""How long the other nodes leave a loss to the leader's node."""
 RETRY_S = 2.0
 NOTICE_S = 300
-"""So long before the end of its own job a guest asks for another spare and leaves."""
+"""Seconds before the end of its own job at which a borrowed node requests a successor and leaves."""
 _ENDS_AS_EARLY_MIN = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A spare is wanted, as the launcher on the node ``head`` has said; ``key`` is the same for all who read it."""
+    """A request for a spare, reported by the launcher on the node ``leader``; ``key`` is the same for all readers."""
 
     key: str
-    head: str
+    leader: str
 
 
 @dataclass(frozen=True, slots=True)
 class SpareJob:
-    """What a spare runs: ``launch`` are the options of ``opsd launch`` without the nodes, ``pool`` those of sbatch."""
+    """What a spare runs: ``launch`` are options of ``opsd launch`` except the nodes, ``pool`` those of sbatch."""
 
     pool: tuple[str, ...]
     opsd: tuple[str, ...]
@@ -50,7 +50,7 @@ class SpareJob:
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def job(self, job: Allocation, refused: Sequence[str], left_min: int | None, log: str) -> tuple[str, list[str]]:
-        """The script and the options of its job: a launcher that has the run's job for its own, and its own node."""
+        """The script and options of the job: a launcher that takes the run's job for its own, on its own node."""
         nodes = ",".join(job.nodes)
         ours = {
             "SLURM_JOB_ID": str(job.job), "SLURM_JOB_NODELIST": nodes, "SLURM_RESTART_COUNT": str(job.restarts),
@@ -75,31 +75,31 @@ class SpareJob:
 
 
 class SpareRequester:
-    """Of one node: asks for spares while the run's job goes on."""
+    """Requests spares from one node, while the run's job goes on."""
 
     def __init__(
         self,
         folder: Path,
         node: str,
         job: Allocation,
-        guest: SpareJob,
+        spare: SpareJob,
         slurm: Callable[[], Slurm],
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         say: Callable[[str], object] = print,
     ) -> None:
-        self._folder, self._node, self._job, self._guest = folder, node, job, guest
+        self._folder, self._node, self._job, self._spare = folder, node, job, spare
         self._slurm, self._clock, self._wall, self._say = slurm, clock, wall, say
         self._events = FileTail(folder / EVENTS)
         self._refused: list[str] = []
         self._due: dict[str, float] = {}
 
     def look(self) -> None:
-        """Read what has happened, and ask for the spares that are due."""
+        """Read new events and submit the spare jobs that are due."""
         now = self._clock()
         for loss in self._losses():
-            self._due[loss.key] = now if loss.head == self._node else now + DEFER_S
+            self._due[loss.key] = now if loss.leader == self._node else now + DEFER_S
         for key in [key for key, due in self._due.items() if due <= now]:
             self._due.pop(key)
             with suppress(FileExistsError):
@@ -115,7 +115,7 @@ class SpareRequester:
                 yield Loss(_key(record), str(record.get("node", "")))
 
     def _ask(self, key: str) -> None:
-        """Submit a job for the loss ``key``. Raises FileExistsError if somebody else has done so."""
+        """Submit a job for the loss ``key``. Raises FileExistsError if another node has done so."""
         path = self._folder / FOLDER / f"{key}.json"
         try:
             path.parent.mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ class SpareRequester:
             json.dump({"job": asked, "for": self._job.job, "restarts": self._job.restarts, "by": self._node}, file)
 
     def _submit(self) -> int | None:
-        """The number of the job, None where the run's own job ends: whoever cancels it wants no other."""
+        """The job id, None if the run's own job is ending: then no spare is needed."""
         slurm = self._slurm()
         found = slurm.jobs([self._job.job])
         if not found or not is_alive(found[0]) or found[0].restarts != self._job.restarts:
@@ -150,18 +150,18 @@ class SpareRequester:
             return None
         log = str(self._folder / "spare-%j.log")
         try:
-            asked = slurm.submit(*self._guest.job(self._job, self._refused, left, log))
+            asked = slurm.submit(*self._spare.job(self._job, self._refused, left, log))
         except SlurmRejected:
             if left is None:
                 raise
-            # The pool may allow less time than the job has: a guest whose time ends asks for another and leaves.
-            asked = slurm.submit(*self._guest.job(self._job, self._refused, None, log))
+            # The pool may allow less time than the job has: its launcher requests a successor and leaves in time.
+            asked = slurm.submit(*self._spare.job(self._job, self._refused, None, log))
         self._say(f"job {asked} is to bring the run a spare")
         return asked
 
 
 def cancel_spares(slurm: Slurm, folder: Path, job: Allocation, say: Callable[[str], object] = print) -> None:
-    """Cancel the spares that were asked for by ``job`` and still wait in the queue. Raises SlurmError."""
+    """Cancel the spare jobs that ``job`` requested and that are still pending. Raises SlurmError."""
     asked = []
     for path in (folder / FOLDER).glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):

@@ -15,8 +15,9 @@ from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.slurm.allocation import allocation
 from opsd.slurm.dry_run import preview
+from opsd.slurm.job_state import next_step
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import ExcludedNodes, Requeued, next_step, requeue_now
+from opsd.slurm.requeue import ExcludedNodes, Requeued, requeue_now
 from opsd.slurm.requeue_helper import requeue_from_inside
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
