@@ -134,8 +134,8 @@ def _as_spare(report: Report, settings: Settings, console: Console) -> None:
     """Mark this node as a spare that is ready, or with what it lacks, and say so; that changes no verdict."""
     known = state.read(settings.agent.state_dir) or state.SpareState()
     try:
-        found = verdict.judge(settings, known, "", time.time(), [report])
-        verdict.tell(settings, found, lambda: choose().slurm)
+        found = verdict.assess(settings, known, "", time.time(), [report])
+        verdict.publish(settings, found, lambda: choose().slurm)
     except (HistoryError, ReportError) as error:
         say(console, f"whether it is a ready spare is not known: {error}")
         return

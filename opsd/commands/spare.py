@@ -27,12 +27,12 @@ from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
 from opsd.spares import pool, state, verdict
 from opsd.spares.corpus import Corpus, digest_of, read_corpora
-from opsd.spares.rate_limit import RateLimit
-from opsd.spares.stage import Progress, StageError, Work, remove
+from opsd.spares.stage import remove
 from opsd.spares.stage import stage as copy
 from opsd.spares.stage import verify as compare
 from opsd.spares.state import SpareState
 from opsd.spares.storage import Folder, Storage, StorageError, open_storage
+from opsd.spares.transfer import Progress, RateLimit, StageError, Work
 
 PLAIN_S = 5.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -216,11 +216,11 @@ class Here:
         """Judge, keep and tell the verdict; the exit code."""
         settings = self.settings
         try:
-            found = verdict.judge(settings, found, source_digest, time.time())
+            found = verdict.assess(settings, found, source_digest, time.time())
         except (HistoryError, ReportError, SelectionError) as error:
             fail(str(error))
         try:
-            verdict.tell(settings, found, lambda: choose().slurm)
+            verdict.publish(settings, found, lambda: choose().slurm)
         except OSError as error:
             fail(f"the verdict was not kept in {settings.agent.state_dir}: {error.strerror}")
         except SlurmError as error:

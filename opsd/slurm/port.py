@@ -180,7 +180,7 @@ class Slurm(Protocol):
         ...
 
     def requeue(self, job: int) -> None:
-        """Stop the job and requeue it. Slurm then delays its start by two minutes unless ``set_start_time`` is called."""
+        """Stop the job and requeue it. Slurm delays its start by two minutes unless ``set_start_time`` is called."""
         ...
 
     def set_start_time(self, job: int, at: float | None = None) -> None:

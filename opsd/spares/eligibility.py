@@ -1,4 +1,4 @@
-"""Whether this node may take another's place in a run: asked by its launcher, which need not be root's."""
+"""Whether this node may replace another one in a run; its launcher asks, which may be an ordinary user's."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from opsd.spares.state import SpareState
 
 
 class EligibilityUnknownError(OSError):
-    """Whether the node is ready cannot be known at the moment."""
+    """Whether the node is ready cannot be determined at the moment."""
 
 
 def why_not(settings: Settings, slurm: Callable[[], Slurm], clock: Callable[[], float] = time.time) -> str:
-    """Why ``agent.node`` must not take another's place, "" if it may, or if nothing is asked of spares here.
+    """Why ``agent.node`` must not replace another node, "" if it may, or if spares have no requirements here.
 
-    The agent's state folder says it. To a user who may not read that, the node's comment in Slurm does. Raises
-    UnknownError where neither can be read.
+    The answer is in the agent's state folder, or, for a user who may not read that, in the node's comment in Slurm.
+    Raises EligibilityUnknownError if neither can be read.
     """
-    if not asked(settings.spare):
+    if not has_requirements(settings.spare):
         return ""
     try:
         (settings.agent.state_dir / FILE).stat()
@@ -34,8 +34,8 @@ def why_not(settings: Settings, slurm: Callable[[], Slurm], clock: Callable[[], 
     return (state.read(settings.agent.state_dir) or SpareState()).why_not_ready(clock())
 
 
-def asked(settings: SpareSettings) -> bool:
-    """Whether these settings ask anything of a spare."""
+def has_requirements(settings: SpareSettings) -> bool:
+    """Whether these settings require anything of a spare."""
     return settings.enabled and bool(settings.source or settings.software)
 
 

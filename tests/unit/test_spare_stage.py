@@ -18,9 +18,9 @@ from typing import BinaryIO
 import pytest
 
 from opsd.spares.corpus import INDEX, digest_of, read_corpora
-from opsd.spares.rate_limit import RateLimit
-from opsd.spares.stage import BLOCK, Progress, StageError, Work, make_folder, remove, stage, verify
+from opsd.spares.stage import make_folder, remove, stage, verify
 from opsd.spares.storage import Folder, StorageError, open_storage
+from opsd.spares.transfer import BLOCK, Progress, RateLimit, StageError, Work
 from tests.fakes.corpora import SHARD, make_corpus
 
 WORK = Work(RateLimit(None), parallel=3)
