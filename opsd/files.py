@@ -1,4 +1,4 @@
-"""Writing reports so that a reader never sees half of one."""
+"""Atomic writing of reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path``, "-" being stdout. Raises OSError.
 
     A regular file is replaced by rename after its content is durable; a symbolic link is replaced, not followed.
-    Devices and pipes are written to as they are.
+    Devices and pipes are written to directly.
     """
     if str(path) == "-":
         sys.stdout.write(text)

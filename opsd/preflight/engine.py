@@ -1,6 +1,6 @@
-"""Runs the checks of a plan and turns their answers into a report.
+"""Runs checks and collects their answers in a report.
 
-Checks that only look run side by side; those that measure a speed run afterwards, one at a time, on a quiet node.
+Checks that only read state run in parallel; those that measure a speed run afterwards, one at a time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NO_RUN: Final = "no run was named; --train CONFIG checks one"
 
 
 class SelectionError(Exception):
-    """Checks that cannot be selected; the message is one sentence for the user."""
+    """The checks cannot be selected; the message is one sentence for the user."""
 
 
 class Listener(Protocol):
-    """Somebody who watches."""
+    """Receives the progress of the checks."""
 
     def started(self, check: Check) -> None: ...
 
@@ -44,9 +44,9 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CheckRun:
-    """All that a run of the engine needs. ``context.seconds`` is set anew for every check.
+    """The parameters of one run of the engine. ``context.seconds`` is set for each check.
 
-    A check may take ``patience`` times its measuring time plus ``grace_s`` before it is killed. ``yardsticks`` says
+    A check may take ``patience`` times its measuring time plus ``grace_s`` before it is killed. ``yardsticks`` gives
     what to compare a check with.
     """
 
@@ -55,12 +55,12 @@ class CheckRun:
     logs: Path
     optional: frozenset[str] = frozenset()
     python: str = sys.executable
-    """Runs the checks that need torch."""
+    """The interpreter for checks that need torch."""
     yardsticks: Callable[[Check], Yardsticks] = lambda _: Yardsticks()
     grace_s: float = 60.0
     patience: float = 3.0
     seconds: Mapping[str, float] | None = None
-    """Measuring time of single checks, by name, where it is not the profile's."""
+    """Measuring time of single checks, by name, if it differs from the profile's."""
 
 
 def select(
@@ -87,7 +87,7 @@ def find(checks: Sequence[Check], name: str) -> Check:
 
 
 async def run(check_run: CheckRun, listener: Listener) -> Report:
-    """Run the checks of ``check_run``. When cancelled, every child is ended and the report is marked as interrupted."""
+    """Run all checks. When cancelled, every child is ended and the report is marked as interrupted."""
     started = time.time()
     results: dict[str, Result] = {}
     gate = asyncio.Semaphore(_SIDE_BY_SIDE)
@@ -168,7 +168,7 @@ def _unfinished(check_run: CheckRun, check: Check) -> Result:
 
 
 def unmet_need(check: Check, context: Context, *, root: bool) -> Answer | None:
-    """Why ``check`` cannot even be started here, or None if it can. ``root``: this process has root's rights."""
+    """Why ``check`` cannot be started here, None if it can. ``root``: this process has root's rights."""
     if "root" in check.needs and not root:
         return Answer(None, Verdict.COULD_NOT_RUN, "it needs root; run it with sudo or from the prolog")
     if "run" in check.needs and not context.train:
@@ -179,7 +179,7 @@ def unmet_need(check: Check, context: Context, *, root: bool) -> Answer | None:
 
 
 def _unfit_gpus(check: Check, context: Context) -> Answer | None:
-    """GPUs on the PCI bus are enough, whether the driver sees them or not; simulated ones can be asked, not used."""
+    """GPUs on the PCI bus suffice, whether the driver sees them or not; simulated ones can be queried but not used."""
     if os.environ.get(_SIMULATED):
         computes = "torch" in check.needs
         return Answer(None, Verdict.NOT_APPLICABLE, "simulated GPUs cannot compute") if computes else None

@@ -1,4 +1,4 @@
-"""Whether a preflight proves a node good: the newest one that ran the whole of a profile."""
+"""A node's newest preflight that ran the whole of a profile."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def newest(
 ) -> PreflightResult | None:
     """The newest preflight ``profile`` of ``node`` in ``history`` and ``reports``, None if there is none.
 
-    One that was cut short by --only, --skip or an interruption proves nothing and is left out, unless it failed.
-    Raises SelectionError for settings that leave no check, and HistoryError.
+    One that was restricted by --only or --skip, or interrupted, is left out unless it failed. Raises SelectionError for
+    settings that leave no check, and HistoryError.
     """
     required = {check.name for check in select(tuple(checks), profile, skip=settings.skip)}
     runs = [run for run in history.runs(node, _SEARCHED) if run.profile == profile]

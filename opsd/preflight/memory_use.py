@@ -1,4 +1,4 @@
-"""How much memory the ranks of a drill take: of each GPU through NVML, or of each process where there is none."""
+"""Memory use of the ranks of a drill: per GPU through NVML, or per process without GPUs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MIB: Final = 1 << 20
 
 
 class MemoryUse:
-    """Samples between ``__enter__`` and ``__exit__``. ``pids`` says which processes are ranks right now.
+    """Samples between ``__enter__`` and ``__exit__``. ``pids`` returns the current ranks' processes.
 
-    ``taken`` are the most bytes that any device had in use beyond what it had at the beginning, or any rank resident;
-    None if nothing could be seen. ``share`` is the largest share of a GPU's memory in use, None without GPUs.
+    ``taken`` is the peak in bytes: of any device beyond its use at the start, or of any rank's resident memory; None if
+    nothing was measured. ``share`` is the largest share of a GPU's memory in use, None without GPUs.
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]], library: str | None = None, proc: str = "/proc") -> None:
@@ -68,7 +68,7 @@ class MemoryUse:
 
 
 def resident(proc: Path, pid: int) -> float | None:
-    """The most bytes that a process has had resident so far, None if it is gone."""
+    """The peak resident memory of a process in bytes, None if it has ended."""
     with suppress(OSError):
         for line in (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("VmHWM:"):

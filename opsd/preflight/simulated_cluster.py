@@ -1,4 +1,4 @@
-"""A simulated cluster with planted faults, which answers group tests as a real one would."""
+"""A simulated cluster with planted faults, which answers group tests like a real one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opsd.preflight.finder import find
 from opsd.preflight.grouptest import Answer, GroupTest
 
 BANDWIDTH: Final = 42e9
-"""Bytes per second of a healthy pair across nodes with 400 Gbit/s (NCCL sends 42-43 GB/s between two of them)."""
+"""Bytes per second of a healthy pair across nodes with 400 Gbit/s (NCCL reaches 42-43 GB/s between two of them)."""
 ITERATIONS: Final = 48
 NOISE: Final = 0.02
 """Relative standard deviation of one pair's bandwidth from iteration to iteration."""
@@ -22,7 +22,7 @@ SLOW: Final = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A culprit and how it shows: bandwidth times ``factor``, in a share of the tests and of their iterations.
+    """A culprit and its effect: bandwidth times ``factor``, in a share of the tests and of their iterations.
 
     A ``factor`` of 0 is a test that never ends.
     """
@@ -35,7 +35,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
-    """Nodes below leaf switches, ``switch_of`` each, and what is wrong with them."""
+    """Nodes below leaf switches, ``switch_of`` each, and their faults."""
 
     nodes: Sequence[str]
     switch_of: Mapping[str, str]
@@ -57,7 +57,7 @@ class SimulatedCluster:
         return BANDWIDTH * min(factors, default=1.0) * unlucky * self.random.gauss(1.0, NOISE)
 
     def _touches(self, culprit: Culprit, test: GroupTest) -> bool:
-        """Whether a pair of the test uses the bad part."""
+        """Whether a pair of the test uses the faulty part."""
         switches = {self.switch_of[node] for node in test.members}
         match culprit.kind:
             case "node" | "link":
@@ -75,7 +75,7 @@ def cluster(count: int, per_switch: int) -> dict[str, str]:
 
 
 def search(simulated: SimulatedCluster, *, topology: bool = True) -> Diagnosis:
-    """Run the finder against the fabric; without ``topology`` it does not know the switches."""
+    """Run the finder on the simulated cluster; without ``topology`` it does not know the switches."""
     finder = find(simulated.nodes, simulated.switch_of if topology else None)
     tests = next(finder)
     while True:
@@ -128,17 +128,17 @@ PLANTS: Final[Mapping[str, Plant]] = {
     "flaky in 30 % of the iterations": lambda random, switch_of: [_node(random, switch_of, of_iterations=0.3)],
     "flaky in 30 % of the tests": lambda random, switch_of: [_node(random, switch_of, of_tests=0.3)],
 }
-"""What `opsd preflight simulate` plants.
+"""The faults that `opsd preflight simulate` plants.
 
-The last kind is beyond what any search can find with certainty in so few tests: a node that shows in 30 % of its tests
-tells at most log2(1 + 0.3 * 0.7**(7/3)) = 0.18 bits a test (the capacity of a Z-channel), and naming one of 232 nodes
-with 99 % certainty takes log2(232 / 0.01) = 14.5 bits, 82 tests. Longer tests turn it into the kind before it.
+No search can find the last kind with certainty in so few tests: a node that shows in 30 % of its tests gives at most
+log2(1 + 0.3 * 0.7**(7/3)) = 0.18 bits per test (the capacity of a Z-channel), and naming one of 232 nodes with 99 %
+certainty takes log2(232 / 0.01) = 14.5 bits, 82 tests. Longer tests turn it into the previous kind.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How the finder did at one kind of fault."""
+    """The finder's results for one kind of fault."""
 
     plant: str
     nodes: int
@@ -156,7 +156,7 @@ def trial(plant: str, switch_of: Mapping[str, str], random: Random) -> tuple[lis
 
 
 def right(faults: Sequence[Fault], diagnosis: Diagnosis) -> bool:
-    """Whether exactly the planted culprits were named."""
+    """Whether exactly the planted culprits were found."""
     named = {(culprit.kind, tuple(sorted(culprit.parts))) for culprit in diagnosis.culprits}
     return named == {(fault.culprit.kind, fault.culprit.parts) for fault in faults}
 

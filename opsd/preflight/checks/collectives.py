@@ -13,7 +13,7 @@ from opsd.preflight.network.rendezvous import Place
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """All collectives over one process per GPU; two on the processor if the context asks for that."""
+    """All collectives over one process per GPU; over two on the processor if the context says so."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     on_gpus = context.device == "cuda"
     processes = len(gpus.torch_devices(context)) if on_gpus else 2

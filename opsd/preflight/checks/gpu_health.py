@@ -1,6 +1,6 @@
-"""What the driver knows about each GPU's health: ECC errors, row remapping, link errors, and what it asks for.
+"""What the driver reports about each GPU's health: ECC errors, row remapping, link errors, and its recovery action.
 
-The driver's recovery action (570 and newer) is the best single truth; DCGM has called GPUs healthy while it said Reset.
+The recovery action (driver 570 and newer) is the most reliable: DCGM has called GPUs healthy while it was Reset.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COUNTERS: Final[tuple[tuple[str, Metric, tuple[str, ...]], ...]] = (
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Read counters and states of every GPU that answers; one that does not is a failure of its own."""
+    """Read counters and states of every GPU that answers; one that does not is a failure."""
     snapshot = gpus.look(context)
     measurements: list[Measurement] = []
     findings: list[Finding] = []

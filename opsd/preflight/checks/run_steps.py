@@ -1,8 +1,8 @@
 """Real steps of the run on this node, with a rank killed on the way: training has to go on by itself.
 
 Measures speed, memory and checkpoints of the run's own model and compares them with the prediction. Checkpoints have
-their real size and are written to where the run will write them; the last one is read back and verified. The layout
-must fit onto one node; the global batch is cut down to it.
+their real size and are written to their real place; the last one is read back and verified. The layout must fit on one
+node; the global batch is reduced to it.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ SETTINGS: Final = (
     f"checkpoint.every={SAVE_EVERY}", "checkpoint.minutes=0", "checkpoint.mttf_hours=0", "checkpoint.keep=1",
     "evaluation.perplexity={}", "evaluation.cloze={}",
 )  # fmt: skip
-"""Evaluating is tried by a check of its own."""
+"""Evaluation has its own check."""
 POLL_S: Final = 0.2
 AS_PREDICTED: Final = 0.7
-"""A run that reaches less than this share of the predicted speed has something wrong with it."""
+"""A run below this share of the predicted speed has a problem."""
 MEMORY_FACTOR: Final = 1.3
-"""The allocator wastes some of it; a run that needs more than so many times what was predicted is not understood."""
+"""Allocator overhead; a run that needs more than this multiple of the prediction is a finding."""
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Train under the launcher, kill the last rank once a checkpoint is durable, and look at what becomes of it."""
+    """Train under the launcher, kill the last rank once a checkpoint is durable, and watch the recovery."""
     config = config_of(context)
     ranks = devices_of(context)
     with tempfile.TemporaryDirectory(prefix="opsd-drill-", dir=drill.storage_of(context, config)) as name:
@@ -127,7 +127,7 @@ def _slow(speed: float, config: Config, ranks: int) -> Iterator[Finding]:
 
 
 def of_ranks(events: Iterable[dict[str, Any]]) -> Iterator[Finding]:
-    """What the trainer itself found when it compared the ranks with each other."""
+    """The trainer's own findings from comparing ranks."""
     for event in events:
         ranks = ", ".join(map(str, event.get("ranks", ())))
         if event["event"] == "tp_shards_equal":
@@ -149,7 +149,7 @@ def _write_seconds(folder: Path) -> float | None:
 
 
 def too_slow(size: int, seconds: float, config: Config, ranks: int) -> Iterator[Finding]:
-    """A checkpoint of ``size`` bytes that is not durable long before the next one is due."""
+    """A checkpoint of ``size`` bytes that becomes durable too late before the next one is due."""
     interval_s = predict(config, ranks).interval_s
     if interval_s and seconds > CHECKPOINT_SHARE * interval_s:
         took, due, what = duration(seconds), duration(interval_s), quantity(size, "bytes")
@@ -166,7 +166,7 @@ def _used(memory_use: MemoryUse) -> Iterator[Measurement]:
 
 
 def too_much(memory_use: MemoryUse, predicted: float) -> Iterator[Finding]:
-    """More memory of a GPU than the ``predicted`` bytes; a process on the processor has its libraries in memory too."""
+    """More GPU memory than the ``predicted`` bytes; the memory of a CPU process also contains its libraries."""
     if memory_use.share is not None and memory_use.taken and memory_use.taken > MEMORY_FACTOR * predicted:
         sizes = quantity(memory_use.taken, "bytes"), quantity(predicted, "bytes")
         advice = "smaller micro-batches, parallel.recompute, or more devices"

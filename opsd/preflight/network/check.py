@@ -1,4 +1,4 @@
-"""What the head of a network check does from beginning to end; the outcome is a report like any other."""
+"""The network check from the coordinator's side; the outcome is an ordinary report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOIN = Check(
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What to do: how thoroughly, on which switches the nodes are, and whether only to search."""
+    """How thoroughly to measure, the nodes' switches, and whether only to search."""
 
     profile: str
     effort: Effort
@@ -37,7 +37,7 @@ class Scope:
 
 
 class Interrupted(Exception):
-    """The user wants it to end; raised by what is told of the progress."""
+    """The user interrupted the check; raised by the progress callback."""
 
 
 def run_check(
@@ -61,7 +61,7 @@ def run_check(
 
 
 def label_of(participant: Participant) -> str:
-    """What the report and its history go by: speeds compare between jobs of as many nodes, whichever they are."""
+    """The name of the report in the history: speeds are compared between jobs of the same number of nodes."""
     count = len(participant.place.names)
     return f"network of {count} node{'s' if count > 1 else ''}"
 
@@ -90,7 +90,7 @@ def _steps(
 
 
 def join_outcome(participant: Participant, joined: Mapping[int, Joined]) -> Outcome:
-    """Who never came, and who came with another version or number of processes."""
+    """Nodes that never joined, or joined with another version or number of processes."""
     names = participant.place.names
     findings = []
     if absent := [names[node] for node in range(len(names)) if node not in joined]:

@@ -1,4 +1,4 @@
-"""The head of a network check: waits for the nodes, hands out tests, collects what they say."""
+"""The coordinator of a network check, on the first node: waits for the nodes, hands out tests, collects results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _GRACE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A measurement to be made: ``size`` in bytes, for how long, and ``name`` of the collective for that pattern."""
+class MeasurementRequest:
+    """A measurement to make: ``size`` in bytes, for ``seconds``; ``name`` is the collective for that pattern."""
 
     members: tuple[int, ...]
     pattern: Pattern
@@ -32,15 +32,15 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Seconds of each iteration on the slowest node; none and the reason if the test did not finish."""
+class MeasurementResult:
+    """Seconds of each iteration on the slowest node; empty, with the reason, if the test did not finish."""
 
     seconds: tuple[float, ...]
     error: str = ""
 
 
 class Coordinator:
-    """Speaks to the nodes through the store. A node that is silent once is not waited for again."""
+    """Communicates with the nodes through the store. A node that did not answer once is not waited for again."""
 
     def __init__(self, store: TCPStore, nodes: int, *, backend: str = "gloo", deadline_s: float = 60.0) -> None:
         self._store = store
@@ -52,7 +52,7 @@ class Coordinator:
         self.silent: set[int] = set()
 
     def gather(self, seconds: float) -> dict[int, Joined]:
-        """The nodes that have joined as soon as all have, or once ``seconds`` have passed."""
+        """The nodes that have joined: once all have, or after ``seconds``."""
         joined: dict[int, Joined] = {}
         deadline = time.monotonic() + seconds
         while len(joined) < self._nodes and time.monotonic() < deadline:
@@ -62,9 +62,9 @@ class Coordinator:
             time.sleep(_POLL_S)
         return joined
 
-    def measure(self, round_of: Sequence[Wanted]) -> list[Measured]:
-        """Make the measurements of one round side by side; they must share no node."""
-        specs = [self._spec(wanted) for wanted in round_of]
+    def measure(self, round_of: Sequence[MeasurementRequest]) -> list[MeasurementResult]:
+        """Make the measurements of one round in parallel; they must not share a node."""
+        specs = [self._spec(request) for request in round_of]
         for spec in specs:
             if self.silent.isdisjoint(spec.members):
                 text = TypeAdapter(Spec).dump_json(spec).decode()
@@ -74,21 +74,21 @@ class Coordinator:
         return [self._collect(spec, deadline) for spec in specs]
 
     def stop(self) -> None:
-        """Send everybody home."""
+        """Tell every node to stop."""
         for node in range(self._nodes):
             self._order(node, "stop")
 
-    def _spec(self, wanted: Wanted) -> Spec:
+    def _spec(self, request: MeasurementRequest) -> Spec:
         return Spec(
             next(self._numbers),
-            wanted.members,
-            wanted.pattern,
-            wanted.size,
-            wanted.iterations,
-            wanted.seconds,
+            request.members,
+            request.pattern,
+            request.size,
+            request.iterations,
+            request.seconds,
             self._deadline_s,
             self._backend,
-            wanted.name,
+            request.name,
         )
 
     def _order(self, node: int, text: str) -> None:
@@ -96,10 +96,10 @@ class Coordinator:
         self._orders[node] = number + 1
         self._store.set(f"order/{node}/{number}", text)
 
-    def _collect(self, spec: Spec, deadline: float) -> Measured:
+    def _collect(self, spec: Spec, deadline: float) -> MeasurementResult:
         absent = self.silent & {*spec.members}
         if absent:
-            return Measured((), f"node {min(absent)} is silent")
+            return MeasurementResult((), f"node {min(absent)} is silent")
         waiting = {*spec.members}
         answers: dict[int, Done] = {}
         while waiting and time.monotonic() < deadline:
@@ -111,14 +111,16 @@ class Coordinator:
             time.sleep(_POLL_S)
         if waiting:
             self.silent |= waiting
-            return Measured((), f"node {min(waiting)} did not answer")
+            return MeasurementResult((), f"node {min(waiting)} did not answer")
         return slowest(answers)
 
 
-def slowest(answers: Mapping[int, Done]) -> Measured:
-    """An iteration is as slow as its slowest node; one node that failed is a test that failed."""
+def slowest(answers: Mapping[int, Done]) -> MeasurementResult:
+    """Each iteration's slowest node; if one node failed, the test failed."""
     failed = {node: done.error for node, done in answers.items() if done.error}
     if failed:
         node = min(failed)
-        return Measured((), f"node {node}: {failed[node]}")
-    return Measured(tuple(max(values) for values in zip(*(done.seconds for done in answers.values()), strict=True)))
+        return MeasurementResult((), f"node {node}: {failed[node]}")
+    return MeasurementResult(
+        tuple(max(values) for values in zip(*(done.seconds for done in answers.values()), strict=True))
+    )

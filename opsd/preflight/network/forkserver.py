@@ -1,7 +1,7 @@
 """Starts measuring processes in milliseconds: imports torch once, has no threads, and forks for every test.
 
-It reads one JSON object a line, ``{"spec": …, "node": number, "rank": first rank of this node, "local": processes of
-this node, "store": [host, port]}``, and answers one ``Done`` a line. A test that does not end in time is killed.
+It reads one JSON object per line, ``{"spec": …, "node": number, "rank": first rank of this node, "local": processes of
+this node, "store": [host, port]}``, and answers one ``Done`` per line. A test that does not end in time is killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class ForkServer:
-    """The forking process, itself forked from this one. Make it before this process starts threads or connections."""
+    """The forking process, itself forked from this one. Create it before this process has threads or connections."""
 
     def __init__(self) -> None:
         import torch.distributed  # the expensive part, paid once and inherited
@@ -54,7 +54,7 @@ class ForkServer:
         self._reader.close()
 
     def run(self, order: dict[str, Any]) -> Done:
-        """Carry out one order. Raises RuntimeError if the zygote itself has died."""
+        """Carry out one order. Raises RuntimeError if the fork server has died."""
         try:
             os.write(self._orders, json.dumps(order).encode() + b"\n")
         except BrokenPipeError:
@@ -69,7 +69,7 @@ def _serve(orders: IO[str], answers: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Names that newer releases of torch would like better; the old ones work in all that opsd supports.
+    # Deprecated names of torch that work in all supported releases.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     for line in orders:
         order = json.loads(line)
@@ -79,7 +79,7 @@ def _serve(orders: IO[str], answers: int) -> None:
 
 
 def _supervise(spec: Spec, order: dict[str, Any]) -> Done:
-    """Fork one process per local rank and collect what they say."""
+    """Fork one process per local rank and collect their results."""
     node = order["node"]
     children: dict[int, int] = {}
     for index in range(order["local"]):
@@ -106,7 +106,7 @@ def _supervise(spec: Spec, order: dict[str, Any]) -> Done:
 
 
 def _read_all(readers: list[int], seconds: float) -> list[str]:
-    """What is written to each pipe until it is closed; "" for those that are still open after ``seconds``."""
+    """What is written to each pipe until it is closed; "" for those still open after ``seconds``."""
     texts = dict.fromkeys(readers, b"")
     open_ones = {*readers}
     deadline = time.monotonic() + seconds
@@ -120,7 +120,7 @@ def _read_all(readers: list[int], seconds: float) -> list[str]:
 
 
 def _child(spec: Spec, order: dict[str, Any], index: int, writer: int) -> None:
-    """One rank: measure, write the answer, end without any clean-up that could hang."""
+    """One rank: measure, write the answer, exit without any clean-up that could hang."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         answer: dict[str, Any] = {"seconds": _measure(spec, order, index)}

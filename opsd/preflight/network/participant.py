@@ -1,4 +1,4 @@
-"""A network check from the point of view of one process: take part, or lead and take part."""
+"""A network check on one node: take part, or coordinate and take part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FINISH_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """This node's ``place``, with how many ``processes`` each node takes part, and over which ``backend``."""
+    """This node's ``place``, the number of ``processes`` per node, and the ``backend``."""
 
     place: Place
     processes: int = 1
@@ -29,14 +29,14 @@ class Participant:
 
 
 def take_part(participant: Participant) -> None:
-    """Do what the head says until it says stop. Raises RuntimeError if it cannot be reached or dies."""
+    """Follow the coordinator until it says stop. Raises RuntimeError if it cannot be reached or dies."""
     with ForkServer() as forkserver:
         _join(participant, forkserver, lambda: False)
 
 
 @contextmanager
 def leading(participant: Participant, deadline_s: float) -> Iterator[Coordinator]:
-    """Lead from this node, which takes part as well; at the end everybody is sent home.
+    """Coordinate from this node, which also takes part; at the end all nodes are told to stop.
 
     A test may take ``deadline_s``. Raises RuntimeError if the port is taken.
     """
