@@ -1,4 +1,4 @@
-"""Atomic writing of reports."""
+"""Writing reports so that a reader never sees half of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path``, "-" being stdout. Raises OSError.
 
     A regular file is replaced by rename after its content is durable; a symbolic link is replaced, not followed.
-    Devices and pipes are written to directly.
+    Devices and pipes are written to as they are.
     """
     if str(path) == "-":
         sys.stdout.write(text)
