@@ -1,4 +1,4 @@
-"""What the training does not wait for when the storage of the run folder pauses."""
+"""A thread for work that must not stall the training while the run folder's storage does."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ CLOSE_S = 30.0
 
 
 def run_now(work: Work) -> None:
-    """Do ``work`` here and now."""
+    """Run ``work`` in the caller's thread."""
     work()
 
 
 class Background:
-    """A thread that does what it is given, in order.
+    """A thread that runs work in order.
 
-    Usually that is soon done, and ``run`` waits for it: of a step that others have seen, everything is written, even if
-    the rank is killed now. It waits ``WAIT_S`` at most, and not at all while earlier work is under way. When
-    ``LIMIT`` pieces of work wait, more are dropped.
+    Work is usually done quickly, and ``run`` waits for it: everything of a step that other ranks have seen is then
+    written, even if this rank is killed now. It waits ``WAIT_S`` at most, and not at all while earlier work is running.
+    Beyond ``LIMIT`` waiting pieces, work is dropped.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Background:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def run(self, work: Work) -> None:
-        """Have ``work`` done."""
+        """Run ``work`` in the thread."""
         done = threading.Event()
         try:
             self._waiting.put_nowait((work, done))
@@ -45,7 +45,7 @@ class Background:
             done.wait(WAIT_S)
 
     def finish(self, limit_s: float = CLOSE_S) -> bool:
-        """Whether everything is done, at the latest ``limit_s`` from now."""
+        """Wait up to ``limit_s`` for all work; whether it is done."""
         return self._last.wait(limit_s)
 
     def _serve(self) -> None:

@@ -1,9 +1,9 @@
-"""``python -m opsd.trainer.duplicate_shards PATH``: tensors whose tensor-parallel shards are copies of each other.
+"""``python -m opsd.trainer.duplicate_shards PATH``: finds tensors whose tensor-parallel shards are equal.
 
 A checkpoint does not say how its tensors were split, so every power of two is tried along the first two dimensions.
-Drawn at random, shards have no two rows in common, let alone all. Prints one JSON object a line: ``{"tensor",
-"dimension", "shards", "copies"}`` or, at the end, ``{"tensors": examined}``; ``{"error": sentence}`` if PATH cannot be
-read. ``opsd checkpoint audit`` is the command for people.
+Independently drawn shards have no rows in common. Prints one JSON object per line: ``{"tensor", "dimension", "shards",
+"copies"}`` or, at the end, ``{"tensors": examined}``; ``{"error": sentence}`` if PATH cannot be read. ``opsd checkpoint
+audit`` is the user's command.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from opsd.trainer.tensors import FormatError, Stored, stored_tensors
 
 MAX_SHARDS = 64
 SIMILAR = 0.99
-"""Correlation from which shards count as copies although their bits differ: equal weights that were trained further
-drift apart by rounding. Between independent ones of a thousand numbers it stays below 0.2."""
+"""Correlation from which shards count as copies although their bits differ: rounding makes equal weights drift apart
+
+during training. Between independent shards of a thousand numbers it stays below 0.2.
+"""
 MOMENTS = re.compile(r"exp_avg|optim|momentum|adam", re.IGNORECASE)
-"""Names of optimiser state, which is passed over: heads that share keys and values have nearly the same gradients while
-attention is still even, and copies show in the weights."""
+"""Names of optimiser state, which is skipped: heads that share keys and values have nearly the same gradients while
+
+attention is still even, and copies show in the weights.
+"""
 MIN_ELEMENTS = 32
-"""Numbers that a shard must have to be judged."""
+"""Least number of elements of a shard for a comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A tensor of which the shards ``copies``, of so many along ``dimension``, are alike.
+    """A tensor whose shards ``copies``, of ``shards`` along ``dimension``, are alike.
 
-    ``correlation`` is the lowest between them, 1 if they have the same bits.
+    ``correlation`` is the lowest between them, 1 if their bits are equal.
     """
 
     tensor: str
@@ -44,7 +48,7 @@ class Finding:
 
 
 def examine(stored: Stored) -> Finding | None:
-    """What speaks for copies in a tensor; None if nothing does."""
+    """The copies found in a tensor; None without any."""
     if len(stored.shape) - bool(stored.ranks) < 2 or 0 in stored.shape or MOMENTS.search(stored.name):
         return None
     values = stored.read()
@@ -74,8 +78,8 @@ def _power_of_two(length: int) -> int:
 def _compare(name: str, rows: torch.Tensor, varied: torch.Tensor, dimension: int, counts: list[int]) -> Finding | None:
     """Compare the shards that the ``rows`` [pieces, numbers] form, for each of ``counts``, the largest first.
 
-    Shards of which nothing is ``varied`` [pieces] are padding, or moments not yet used, and copies of nothing. All
-    shards alike is the answer to be found first; two alike among others the next best.
+    Shards in which nothing is ``varied`` [pieces] are padding or unused moments, not copies. All shards alike is
+    reported first, a subset otherwise.
     """
     products = (rows @ rows.T).double()
     partial: Finding | None = None
@@ -100,14 +104,14 @@ def _compare(name: str, rows: torch.Tensor, varied: torch.Tensor, dimension: int
 
 
 def _largest(alike: torch.Tensor) -> list[int]:
-    """The largest set of shards that are all like one of them."""
+    """The largest set of shards that are all similar to one of them."""
     row = int(alike.sum(dim=1).argmax())
     found: list[int] = alike[row].nonzero().flatten().tolist()
     return found
 
 
 def main() -> None:
-    """Examine the checkpoint that the command line names."""
+    """Examine the checkpoint given on the command line."""
     examined = 0
     try:
         for stored in stored_tensors(Path(sys.argv[1])):

@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow: what is new in them, and up to where they have been read, for the next start."""
+"""Growing files of JSON lines: new lines, and the positions up to which they have been read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 Line = dict[str, Any]
 Positions = dict[str, int]
-"""By the name of a file, how many bytes of it have been read."""
+"""Bytes read, by file name."""
 
 
 def new_lines(path: Path, positions: Positions) -> Iterator[Line]:
-    """The whole lines of ``path`` after its position, which moves on with each.
+    """The complete lines of ``path`` after its position, which advances with each.
 
-    Passed over are lines that are no JSON objects, as two writers on a network file system, a full disk or a loss of
-    power leave them. A file that cannot be read has none, one that has become shorter is read from its beginning.
+    Lines that are not JSON objects are skipped: two writers on a network file system, a full disk or a power loss can
+    leave them. A file that cannot be read has no lines; one that has shrunk is read from its beginning.
     """
     with suppress(OSError), open(path, "rb") as file:
         at = positions.get(path.name, 0)
@@ -35,7 +35,7 @@ def new_lines(path: Path, positions: Positions) -> Iterator[Line]:
 
 
 def read_positions(path: Path) -> Positions:
-    """What an earlier start has remembered; nothing if it has not."""
+    """The positions stored by an earlier start; empty without any."""
     with suppress(OSError, ValueError):
         positions: Positions = json.loads(path.read_text(encoding="utf-8"))
         return positions
@@ -43,7 +43,7 @@ def read_positions(path: Path) -> Positions:
 
 
 def write_positions(path: Path, positions: Positions) -> None:
-    """Remember what has been read. On a full disk it is read again by the next start."""
+    """Store the positions. If the disk is full, the next start reads the lines again."""
     with suppress(OSError):
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps(positions), encoding="utf-8")

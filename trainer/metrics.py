@@ -36,7 +36,7 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends lines to a file. A full disk never stops the training: the line is dropped, and said so once."""
+    """Appends lines to a file. A full disk does not stop the training: lines are dropped, with one message."""
 
     def __init__(
         self, path: Path, config: Config, flops: float, ranks: int, background: Callable[[Work], None] = run_now
@@ -54,7 +54,7 @@ class MetricsLog:
         self._background = background
 
     def write(self, *, step: int, **values: float | int) -> None:
-        """Append the line of the ``step`` that ends now; ``values`` are the keys that only the caller knows."""
+        """Append the line of the ``step`` that ends now; ``values`` are the keys that the caller provides."""
         tokens = self._data.batch_at(step) * self._data.sequence
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
@@ -71,7 +71,7 @@ class MetricsLog:
         self._background(partial(self._append, json.dumps(finite).encode() + b"\n"))
 
     def _append(self, line: bytes) -> None:
-        """Append a line, whole or not at all."""
+        """Append a whole line, or nothing."""
         try:
             end = os.lseek(self._file, 0, os.SEEK_END)
             if os.write(self._file, line) < len(line):

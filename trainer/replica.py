@@ -1,18 +1,18 @@
-"""A copy of each rank's staged state in the memory of another node, sent over TCP by the persist processes. Torch-free.
+"""A replica of each rank's staged state in another node's memory, sent over TCP by the persist processes. Torch-free.
 
-The rank with the same local rank on the next node keeps it beside its own (``opsd.trainer.memory``). What is sent
-proves that it is of this start of this run, and is not encrypted. The receiver answers twice, with what it has against
-the record and with what it has against the state, as one byte that gives the length of a sentence; 0 is agreement::
+The rank with the same local rank on the next node stores it beside its own state (``opsd.trainer.memory``). Data is
+authenticated as belonging to this start of this run, and is not encrypted. The receiver answers twice, with its
+objection to the metadata and to the state: one byte for the length of a sentence; 0 means none::
 
     receiver                             sender
     nonce, 16 bytes              ->
-                                 <-      length, 4 bytes; record, JSON; HMAC(nonce, record)
+                                 <-      length, 4 bytes; metadata, JSON; HMAC(nonce, metadata)
     answer                       ->
-                                 <-      state; HMAC(nonce, record, state)
+                                 <-      state; HMAC(nonce, metadata, state)
     answer                       ->
 
-Anybody can connect. Who does not prove in two seconds to be the partner is cut off, and where there are too many, the
-one that has waited longest at once; nobody waits for any of them.
+Anyone can connect. A connection that is not authenticated within two seconds is closed, and if there are too many, the
+oldest one is closed at once; they never delay the partner.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from opsd.trainer import memory
 from opsd.trainer.memory import StateInfo
 
 KEY = "OPSD_REPLICA_KEY"
-"""In the environment of a persist process, hexadecimal: what both sides know and others do not."""
+"""Environment variable of a persist process with the shared key, hexadecimal."""
 TIMEOUT_S = 10.0
-"""For a block, or an answer."""
+"""For one block, or one answer."""
 AUTHENTICATION_TIMEOUT_S = 2.0
-"""For all of what proves that the sender is of this run."""
+"""For the whole authentication of a sender."""
 MAX_UNAUTHENTICATED, MAX_PER_ADDRESS = 16, 4
-"""Connections that have not proven it yet: of all addresses, and of one."""
+"""Unauthenticated connections: in total, and from one address."""
 LOG_INTERVAL_S = 60.0
 _BLOCK = 1 << 22
 _NONCE, _PROOF, _LONGEST = 16, 32, 1 << 16
@@ -51,7 +51,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """With whom a rank exchanges copies: it sends to ``target``, "ADDRESS PORT", and keeps the state of ``source``.
+    """The partners of a rank: it sends to ``target``, "ADDRESS PORT", and stores the state of ``source``.
 
     ``listener`` is the descriptor of the socket to which ``source`` sends, ``key`` hexadecimal.
     """
@@ -63,11 +63,11 @@ class Pairing:
 
 
 class Refused(OSError):
-    """What the other side has against it."""
+    """The other side's objection."""
 
 
 class Sender(threading.Thread):
-    """A state on its way to the other node, which ``stop`` ends early."""
+    """Sends a state to the other node; ``stop`` ends it early."""
 
     def __init__(self, target: str, key: bytes, info: StateInfo, state: mmap.mmap) -> None:
         super().__init__(daemon=True)
@@ -77,10 +77,10 @@ class Sender(threading.Thread):
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.settimeout(TIMEOUT_S)
         self.why = ""
-        """Why the copy was not made."""
+        """Why no replica was made."""
 
     def run(self) -> None:
-        """Send."""
+        """Send the state."""
         try:
             with self._socket, memoryview(self._state) as view:
                 self._socket.connect(self._target)
@@ -95,7 +95,7 @@ class Sender(threading.Thread):
         self.join()
 
     def finish(self, hopeless: Callable[[float], bool]) -> None:
-        """Wait for the end, or until ``hopeless``, which itself waits for so many seconds at most, says to give up."""
+        """Wait for the end, or until ``hopeless``, which waits for up to the given seconds, returns True."""
         while self.is_alive():
             if hopeless(_POLL_S):
                 self.stop()
@@ -115,9 +115,9 @@ def _send(connection: socket.socket, key: bytes, info: StateInfo, view: memoryvi
 
 
 class Receiver:
-    """Keeps in ``folder`` the state of ``rank`` that this ``attempt`` of the run sends, and of several the newest.
+    """Stores in ``folder`` the newest state of ``rank`` that this ``attempt`` of the run sends.
 
-    ``authentication_timeout_s`` and ``timeout_s`` are PROOF_S and TIMEOUT_S.
+    ``authentication_timeout_s`` and ``timeout_s`` default to the constants.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Receiver:
         self._complained = -LOG_INTERVAL_S
 
     def serve(self, listener: socket.socket) -> None:
-        """Take what comes to ``listener``, until that is closed."""
+        """Accept connections to ``listener`` until that is closed."""
         while True:
             try:
                 connection, (host, *_) = listener.accept()
@@ -168,7 +168,7 @@ class Receiver:
             _cut_off(oldest[1])
 
     def _discard_connection(self, connection: socket.socket) -> None:
-        """It is a stranger no more."""
+        """It is not counted as unauthenticated any more."""
         with self._lock:
             self._strangers = [stranger for stranger in self._strangers if stranger[1] is not connection]
 
@@ -189,14 +189,14 @@ class Receiver:
                 self._discard_connection(connection)
 
     def _replace(self, connection: socket.socket) -> None:
-        """The partner sends one state after the other: one that is still under way has been given up."""
+        """The partner sends one state after the other: an unfinished one has been given up."""
         with self._lock:
             before, self._partner = self._partner, connection
             if before is not None:
                 _cut_off(before)
 
     def _log_failure(self, host: str, error: Exception, *, proven: bool) -> None:
-        """Say why nothing was taken; of strangers, who may be many, not all the time."""
+        """Log why nothing was stored; for unauthenticated connections at a limited rate."""
         with self._lock:
             if not proven and time.monotonic() < self._complained + LOG_INTERVAL_S:
                 return
@@ -251,7 +251,7 @@ def _receive_state(
 
 
 def _answer(connection: socket.socket, objection: str) -> None:
-    """Raises Refused if there is an ``objection``, of which the other side has been told."""
+    """Send the ``objection`` and, if there is one, raise Refused."""
     sentence = objection.encode()[:255]
     connection.sendall(bytes([len(sentence)]) + sentence)
     if objection:
@@ -271,7 +271,7 @@ def _read(connection: socket.socket, count: int, deadline: float | None = None) 
 
 
 def _fill(connection: socket.socket, view: memoryview, deadline: float | None = None) -> None:
-    """Receive all of ``view``, by ``deadline`` of the monotonic clock if there is one. Raises OSError."""
+    """Receive all of ``view``, by ``deadline`` of the monotonic clock if given. Raises OSError."""
     at = 0
     while at < len(view):
         if deadline is not None:

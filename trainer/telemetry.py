@@ -1,4 +1,4 @@
-"""What a run tells of itself besides its rank pages: metrics, trackers, evaluations, what it has read of its data."""
+"""What a run reports besides its rank pages: metrics, trackers, evaluations, the data it has read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opsd.trainer.world import World
 
 
 class Telemetry:
-    """Kept by the first rank; on the others everything here does nothing."""
+    """Active on the first rank; on the others the methods do nothing."""
 
     def __init__(self, config: Config, mixture: Mixture, world: World, reporter: Reporter) -> None:
         flops = flops_per_token(count_parameters(config.model), config.model, config.data.sequence)
@@ -40,7 +40,7 @@ class Telemetry:
             self._metrics.write(step=step, **values)
 
     def report_mixture(self, step: int, sample: int) -> None:
-        """Say what the run has drawn from each source in its first ``sample`` samples, which ends ``step``."""
+        """Report how much of each source the first ``sample`` samples used, at the end of ``step``."""
         if self._first:
             drawn = self._mixture.drawn(sample)
             tokens = {name: samples * self._sequence for name, samples in drawn.items()}
@@ -48,13 +48,13 @@ class Telemetry:
             self._reporter.event("data_mixture", step=step, tokens=tokens, epochs=epochs)
 
     def poll(self, committed: Iterable[int]) -> None:
-        """Have the checkpoints of the steps ``committed`` evaluated, and tell what is evaluated; never waits."""
+        """Start evaluations of the checkpoints of the steps ``committed``, and report finished ones; never waits."""
         if self._first and self._evaluations is not None:
             self._evaluations.add(committed)
             self._evaluations.poll(time.monotonic())
 
     def close(self, committed: Iterable[int]) -> None:
-        """See the last evaluations through, unless the run is to stop, and have the last numbers passed on."""
+        """Wait for the last evaluations, unless the run is being stopped, and pass on the last numbers."""
         if not self._first:
             return
         with self._reporter.phase("checkpoint"):

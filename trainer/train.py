@@ -1,8 +1,8 @@
 """The training loop.
 
-Every heavy import of a run stands at the top of a module that this one imports: an interpreter that has imported
-``opsd.trainer.train`` starts a rank without delay. ``torch._dynamo`` is among them because optimisers and FSDP
-import it in their first step otherwise.
+All heavy imports of a run are at the top of a module that this one imports: an interpreter that has imported
+``opsd.trainer.train`` starts a rank without delay. ``torch._dynamo`` is among them because otherwise optimisers and
+FSDP import it in their first step.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from opsd.trainer.world import World, join
 
 
 class TrainingError(Exception):
-    """The training cannot go on; the message is one sentence that says why."""
+    """The training cannot go on; the message is one sentence."""
 
 
 def train(config: Config, *, fresh: bool = False) -> bool:
     """Train to ``config.run.steps``, or to the step at which a stop is requested.
 
-    Returns False if the last state could not be saved. Raises ConfigError, DataError or RestoreError for what a user
-    can put right, and TrainingError after too many gradients in a row that were not finite.
+    Returns False if the last state could not be saved. Raises ConfigError, DataError or RestoreError for errors that
+    the user can fix, and TrainingError after too many non-finite gradients in a row.
     """
     reporter = Reporter.from_env()
     demand_installed(config.tracking)
@@ -71,7 +71,7 @@ def open_corpora(config: Config) -> dict[str, Source]:
 
 
 class Training:
-    """What a rank trains with, and where it is: after ``step`` steps, and ``sample`` samples of all ranks."""
+    """What a rank trains with, and its position: after ``step`` steps, and ``sample`` samples of all ranks."""
 
     def __init__(self, config: Config, sources: Mapping[str, Source], world: World, reporter: Reporter) -> None:
         self._config, self._world, self._reporter = config, world, reporter
@@ -84,12 +84,12 @@ class Training:
         self.mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
         shards = {name: source.index.digest for name, source in sources.items()}
         self.digest = partial(config.digest, self.mixture, shards)
-        """What a state after so many samples belongs to."""
+        """Identifies model and data after a number of samples."""
         self.step = self.sample = 0
         self._skipped = 0
 
     def restore(self, root: Path, *, fresh: bool) -> None:
-        """Go on from the newest checkpoint that verifies; without one, from the weights that the run begins with."""
+        """Resume from the newest valid checkpoint; without one, start from the initial weights."""
         config = self._config
         manifest = restore(
             root, self.state, self._world, self.digest, self._reporter, remote=config.checkpoint.remote, fresh=fresh

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from opsd.checkpoints.manifest import folder_of, read, verify
 from opsd.client import Reporter
 from opsd.trainer.checkpoint import Saver, State
+from opsd.trainer.load import load, load_memory
 from opsd.trainer.memory import info_path, read_info
-from opsd.trainer.persist import Plan
+from opsd.trainer.parts import PersistPlan
 from opsd.trainer.regions import Region
-from opsd.trainer.restore import load, load_memory
 
 STATE_BYTES = 2_000_000_000
 TENSORS = 240
@@ -136,7 +136,7 @@ def _ours(tensors: list[torch.Tensor], step: Callable[[], float], disk: Path, sh
     }
     root = disk / "ours"
     root.mkdir()
-    plan = Plan(str(root), 0, 1, "00000001", {"dp": 1}, "bench", keep=1)
+    plan = PersistPlan(str(root), 0, 1, "00000001", {"dp": 1}, "bench", keep=1)
     saver = Saver(plan, state, Reporter(shared / "rank-0000.page"), committed=0)
     costs, persists = [], []
     for number in range(1, ROUNDS + 2):

@@ -18,9 +18,9 @@ from opsd.checkpoints.sealed import CHECKSUM, seal
 from opsd.commands.checkpoint import checkpoint
 from opsd.trainer.config import load as load_config
 from opsd.trainer.huggingface import export
+from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
-from opsd.trainer.restore import load
 
 SHAPE: dict[str, object] = {
     "model.width": 32, "model.heads": 4, "model.kv_heads": 2, "model.ffn": 50, "model.vocab": 402,

@@ -34,10 +34,10 @@ from opsd.checkpoints.manifest import (
     verify,
 )
 from opsd.trainer.checkpoint import State, file_layout
+from opsd.trainer.load import copy_file, load
 from opsd.trainer.locks import LOCKS, hold_lock, wait_for_saves
-from opsd.trainer.persist import Plan
+from opsd.trainer.parts import PersistPlan
 from opsd.trainer.regions import Region
-from opsd.trainer.restore import copy_file, load
 
 STEP, SAMPLE = 20, 80
 
@@ -206,7 +206,7 @@ class Persister:
         mmap.mmap(memory, len(content))[:] = content
         self.locks = hold_lock(root, rank)
         layout = {"dp": world}
-        plan = Plan(
+        plan = PersistPlan(
             str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks, remote=remote,
             patience_s=patience_s,
         )  # fmt: skip

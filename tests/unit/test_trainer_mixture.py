@@ -105,10 +105,10 @@ def test_skipped_samples_are_left_out(mixture: Mixture, at: int, length: int, mo
     """After a skip the run reads what it would have read later, and nothing before it changes."""
     skipping = Mixture(mixture.stages, mixture.sizes, 7, [(at, length), (at + more, 5)])
     plain = Mixture(mixture.stages, mixture.sizes, 7)
-    everything = read(plain, range(at + length + more + 105))
-    del everything[at : at + length]
-    del everything[at + more : at + more + 5]
-    assert read(skipping, range(at + more + 100)) == everything
+    full_mask = read(plain, range(at + length + more + 105))
+    del full_mask[at : at + length]
+    del full_mask[at + more : at + more + 5]
+    assert read(skipping, range(at + more + 100)) == full_mask
 
 
 @settings(max_examples=60, deadline=None)

@@ -67,7 +67,7 @@ def main(
 
 
 def _tokenizer(file: Path | None, files: list[Path], field: str, vocab: int, out: Path) -> Tokenizer:
-    """The one asked for; otherwise that of the build to go on with, or a new one trained on the beginning."""
+    """The given one; otherwise that of the build to resume, or a new one trained on the beginning of the text."""
     if file is not None:
         return load_tokenizer(file)
     if begun(out) and (out / TOKENIZER).exists():

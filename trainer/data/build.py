@@ -1,9 +1,9 @@
-"""Tokenising many files: in parallel, and gone on with where it was interrupted.
+"""Tokenising many files: in parallel and resumable.
 
-Files are put into groups. A group is tokenised by one process into shards of its own, and once they are durable a
-record says so; what has a record is not done again. The corpus exists when all groups have been done::
+Files are put into groups. One process tokenises a group into its own shards and, once they are durable, records the
+group, which is then not repeated. The corpus exists when all groups are done::
 
-    plan.json        what the folder is being made from; another plan does not go on with it
+    plan.json        what the folder is made from; a build with another plan does not resume it
     part-00007.json  the shards of a finished group
 """
 
@@ -34,23 +34,23 @@ Told = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class BuildTask:
-    """What a process needs to know to do its groups."""
+    """The parameters of the worker processes."""
 
     folder: Path
     field: str
     shard_tokens: int
     threads: int
     group_bytes: int = GROUP_BYTES
-    """Files are put together until they have this size; a larger file is a group of its own."""
+    """Files are grouped up to this size; a larger file is a group of its own."""
 
 
 def build(
     files: Sequence[Path], tokenizer: Tokenizer, job: BuildTask, workers: int, told: Told = lambda _: None
 ) -> Index:
-    """Tokenise ``files`` into the corpus ``job.folder``; ``told`` hears the size of each group that is done, in bytes.
+    """Tokenise ``files`` into the corpus ``job.folder``; ``told`` gets the size of each finished group in bytes.
 
-    Raises DataError if the folder was begun from something else or a file cannot be used, OSError if the folder cannot
-    be written.
+    Raises DataError if the folder was begun from other data or a file cannot be used, OSError if the folder cannot be
+    written.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     groups = group(files, job.group_bytes)
@@ -74,7 +74,7 @@ def build(
 
 
 def group(files: Sequence[Path], group_bytes: int) -> list[list[Path]]:
-    """``files`` in their order, put together until they have ``group_bytes``."""
+    """``files`` in their order, in groups of up to ``group_bytes``."""
     groups: list[list[Path]] = []
     size = group_bytes
     for path in files:
@@ -87,7 +87,7 @@ def group(files: Sequence[Path], group_bytes: int) -> list[list[Path]]:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a corpus is being made in ``folder`` and is not finished."""
+    """Whether ``folder`` contains an unfinished build."""
     return (folder / PLAN).exists()
 
 
@@ -150,7 +150,7 @@ def _do(job: BuildTask, tokenizer: Tokenizer, number: int, files: list[Path]) ->
 
 
 def _read_part(folder: Path, number: int) -> tuple[Shard, ...] | None:
-    """The shards of a group that is done and whose files are there, None otherwise."""
+    """The shards of a finished group whose files exist, None otherwise."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         raw = json.loads(_part(folder, number).read_text(encoding="utf-8"))
         shards = tuple(parse_shard(entry) for entry in raw["shards"])
@@ -177,7 +177,7 @@ def _size(files: Sequence[Path]) -> int:
 
 
 def limited(files: Sequence[Path], max_bytes: int) -> Iterator[Path]:
-    """The first of ``files`` that together have at most ``max_bytes``."""
+    """The first of ``files``, up to ``max_bytes`` in all."""
     for path in files:
         max_bytes -= path.stat().st_size
         if max_bytes < 0:
