@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.simulated.gpus import NoCompilerError, SimulationError
 from opsd.stack.node import JOB
 
