@@ -14,7 +14,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.collectors.nvml import NvmlSettings
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.output import clock_time, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network

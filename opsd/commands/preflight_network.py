@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.preflight import view

@@ -8,7 +8,7 @@ import os
 import click
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.output import clock_time, fail
 from opsd.commands.settings import load
 from opsd.config import Settings

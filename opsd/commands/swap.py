@@ -10,7 +10,7 @@ import click
 from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.collectors.ranks import RanksSettings
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 

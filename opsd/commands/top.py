@@ -22,7 +22,7 @@ from rich.text import Text
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.output import fail, plain_table, printable
 
 _PHASES = {

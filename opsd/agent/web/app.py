@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -30,12 +31,14 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition
 from opsd.agent.web.history import History
-from opsd.agent.web.html import HEADERS
+from opsd.agent.web.html import HEADERS, Html, card, document, h, join, link
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import Ledgers
 from opsd.agent.web.node_page import REFRESH_S, node_page
-from opsd.agent.web.runbook_pages import runbook_list, runbook_page
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import SECTIONS, Guide
+from opsd.runbooks.lib.alert_guides import GUIDES
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 JSON = "application/json; charset=utf-8"
@@ -200,3 +203,42 @@ class PageCache:
             if key not in self._pages:
                 self._pages[key] = make()
             return self._pages[key]
+
+
+def runbook_page(name: str) -> bytes | None:
+    """The page of the runbook or alert ``name`` as UTF-8, None if there is none."""
+    book = next((book for book in RUNBOOKS if book.kind == name), None)
+    guide = book.guide if book else GUIDES.get(name)
+    return None if guide is None else _document(name, guide)
+
+
+def runbook_list() -> bytes:
+    """The list of all pages as UTF-8."""
+    found = _list((book.kind, book.guide) for book in RUNBOOKS)
+    raised = _list(GUIDES.items())
+    main = join((card("kinds", "Incidents", found), card("alerts", "Alerts that only Prometheus can raise", raised)))
+    return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
+
+
+_HOME = link("/", "this node")
+
+
+def _list(guides: Iterable[tuple[str, Guide]]) -> Html:
+    items = "".join(f"<li>{link(f'/runbooks/{name}', guide.title)}</li>" for name, guide in guides)
+    return Html(f"<ul>{items}</ul>")
+
+
+@lru_cache(maxsize=8)
+def _document(name: str, guide: Guide) -> bytes:
+    texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
+    body = "".join(f"<h2>{head}</h2>{_html(text)}" for head, text in zip(SECTIONS, texts, strict=True))
+    header = Html(f"<h1>{h(guide.title)}</h1>")
+    footer = join((link("/runbooks/", "all runbooks"), _HOME, name), " · ")
+    return document(f"{guide.title} – opsd", header, Html(f'<article class="card">{body}</article>'), footer)
+
+
+def _html(markdown: str) -> Html:
+    """Markdown as HTML; tags in it are shown and not obeyed."""
+    from markdown_it import MarkdownIt  # 3 MiB that an agent pays once somebody reads a page
+
+    return Html(MarkdownIt("commonmark", {"html": False}).render(markdown))

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.commands.main import cli
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NAME": "train"}
 
