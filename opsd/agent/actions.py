@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from opsd.agent.incidents import Outcome
+from opsd.agent.lifecycle import Outcome
 from opsd.agent.swap import SwapError, UnderWay, planned_swap
 from opsd.client import PageError, RankPage, process_state, read_page
 from opsd.control import ControlError, ask_launcher

@@ -13,7 +13,8 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
-from opsd.agent.incidents import Transition, is_current
+from opsd.agent.incidents import Transition
+from opsd.agent.lifecycle import is_current
 from opsd.agent.logs import Log
 from opsd.runbooks.base import Incident, State
 

@@ -9,11 +9,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from opsd.agent import correlate, incidents
+from opsd.agent import correlate, incidents, lifecycle
 from opsd.agent.actions import Executor
-from opsd.agent.incidents import Outcome, Transition
+from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import Decision, Limits, Past, Verdict, decide
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
@@ -49,7 +50,7 @@ class Responder:
         self.opened: Counter[str] = Counter()
         self.actions: Counter[tuple[str, str]] = Counter()
         memory = journal.open()
-        loaded = {(i.kind, i.key): incidents.resumed(i, started_at) for i in memory.current}
+        loaded = {(i.kind, i.key): lifecycle.resumed(i, started_at) for i in memory.current}
         recent = {(i.kind, i.key): i for i in reversed(memory.ended)}
         self._book = incidents.Book(loaded, recent=recent, watching_since=started_at)
         self.ended: deque[Incident] = deque(memory.ended, maxlen=MAX_ENDED)
@@ -70,7 +71,7 @@ class Responder:
 
     def respond(self, view: View) -> None:
         """One tick: update incidents from ``view`` and start actions."""
-        observed = incidents.Observed(
+        observed = lifecycle.Observed(
             findings=self._judge.findings(view),
             healed=self._judge.healed(self.current, view),
             idle=self._idle,
@@ -138,7 +139,7 @@ class Responder:
 
     def _note(self, decisions: Sequence[Decision], incident: Incident, wall: float) -> Incident:
         """Record what is recommended or refused, once."""
-        after = incidents.noted(incident, [_recorded(d.action, d.verdict, d.reason, wall) for d in decisions])
+        after = lifecycle.noted(incident, [_recorded(d.action, d.verdict, d.reason, wall) for d in decisions])
         for note in after.actions[len(incident.actions) :]:
             verb, outcome = str(note["verb"]), str(note["outcome"])
             self.actions[verb, outcome] += 1
@@ -148,7 +149,7 @@ class Responder:
     def _start(self, actions: Sequence[Action], incident: Incident, wall: float) -> Incident:
         """Start one attempt. It is in the journal first: the executor waits for that."""
         records = [_recorded(action, "running", "", wall) for action in actions]
-        after = incidents.started(incident, records, wall)
+        after = lifecycle.started(incident, records, wall)
         self._record(after, wall)
         text = f"attempt {after.attempts}"
         self._journal.transition(Transition(after.id, after.kind, incident.state, after.state, wall, text))
