@@ -17,11 +17,14 @@ class Section(BaseModel):
 
 
 class RunSettings(Section):
-    """What to run and where. ``folder`` defaults to $OPSD_RUN_DIR, then to ``runs/NAME`` of the configuration."""
+    """What to run and where."""
 
     steps: PositiveInt
+    """Steps of the optimiser after which the run ends."""
     seed: NonNegativeInt = 0
+    """Of the weights and of the order of the data."""
     folder: str = ""
+    """Folder of the run; empty is $OPSD_RUN_DIR, or ``runs/NAME`` with the name of the configuration."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: NonNegativeInt = 0
     """Threads of a rank on the CPU; 0 shares the node's cores among its ranks."""
@@ -32,18 +35,28 @@ class RunSettings(Section):
 
 
 class ModelSettings(Section):
-    """Shape of the decoder. ``nope_every`` 4 leaves every 4th layer without rotary positions; 0 leaves none."""
+    """Shape of the decoder."""
 
     layers: PositiveInt
+    """Number of transformer layers."""
     width: PositiveInt
+    """Width of the residual stream."""
     heads: PositiveInt
+    """Heads of attention; they divide ``width``."""
     kv_heads: PositiveInt
+    """Heads of keys and values; they divide ``heads`` (grouped-query attention)."""
     ffn: PositiveInt
+    """Width of the feed-forward layers."""
     vocab: PositiveInt
+    """Size of the vocabulary; at least that of the tokenizer."""
     rope_theta: float = Field(50_000.0, gt=0)
+    """Base of the rotary positions."""
     nope_every: NonNegativeInt = 4
+    """4 leaves every 4th layer without rotary positions, 0 none."""
     norm_eps: float = Field(1e-6, gt=0)
+    """Epsilon of RMSNorm."""
     init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the drawn weights."""
     document_mask: bool = True
     """Whether a token sees only its own document, not earlier ones in the sequence."""
     window: NonNegativeInt = 0
@@ -125,7 +138,7 @@ class StageSettings(Section):
 
 
 class DataSettings(Section):
-    """Which token shards, in which order. ``batch`` is the global batch in sequences, the same for every world size."""
+    """Which token shards, in which order."""
 
     shards: str = ""
     """Folder of the corpus; with stages, the folder with one corpus per source, by name."""
@@ -136,6 +149,7 @@ class DataSettings(Section):
     mixture: str = ""
     """A TOML file with ``[[stages]]``, or the name of a preset (smollm3); empty for the stages given here."""
     stages: Annotated[tuple[StageSettings, ...], Strict(False)] = ()
+    """Each with ``start``, its first step, counted from 1, and ``weights``, the share of each source; they sum to 1."""
     skip: Annotated[tuple[_Steps, ...], Strict(False)] = ()
     """Pairs of steps, first and last: their batches are skipped and the next ones take their place, e.g. after a loss
     spike.
@@ -143,10 +157,13 @@ class DataSettings(Section):
     Each pair counts steps with the pairs before it applied.
     """
     sequence: PositiveInt
+    """Tokens of a sequence."""
     batch: PositiveInt
+    """Sequences of a step over all ranks, whatever their number."""
     batch_warmup: Annotated[tuple[_Steps, ...], Strict(False)] = ()
     """Pairs (step, batch): the global batch up to and including that step; afterwards ``batch``."""
     micro_batch: PositiveInt
+    """Sequences that a rank computes at once; the rest of its share is accumulated."""
     prefetch: PositiveInt = 4
     """Micro-batches that the data worker keeps ready."""
     verify: Literal["checksum", "size"] = "checksum"
@@ -202,19 +219,24 @@ class DataSettings(Section):
 
 
 class OptimizerSettings(Section):
-    """AdamW. ``clip`` bounds the global gradient norm; ``z_loss`` weighs log(Z)^2 (PaLM, section 5).
-
-    Updates whose gradient norm is not finite are skipped; after more than ``max_skipped`` in a row the run ends.
-    """
+    """AdamW."""
 
     lr: float = Field(gt=0)
+    """Peak of the learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
     clip: float = Field(1.0, gt=0)
+    """Bound of the global gradient norm."""
     z_loss: NonNegativeFloat = 0.0
+    """Weight of log(Z)^2 in the loss (PaLM, section 5); 0 leaves it out."""
     max_skipped: NonNegativeInt = 10
+    """Updates whose gradient norm is not finite are skipped; after more than these in a row the run ends."""
 
 
 class ScheduleSettings(Section):
@@ -227,12 +249,17 @@ class ScheduleSettings(Section):
 
     kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
     warmup: NonNegativeInt
+    """Steps of linear growth from 0 to the peak."""
     decay_start: NonNegativeInt = 0
+    """Step at which the decay begins, of wsd."""
     decay_end: NonNegativeInt = 0
+    """Step at which it ends, of wsd and cosine."""
     floor: float = Field(0.0, ge=0, le=1)
     """Share of the peak at the end of wsd and cosine."""
     milestones: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    """Steps at which the rate is multiplied by ``gamma``, of multi-step."""
     gamma: float = Field(0.1, gt=0, le=1)
+    """See ``milestones``."""
 
     def problem(self) -> str | None:
         """What is wrong between the settings, in one sentence."""
@@ -280,9 +307,10 @@ class CheckpointSettings(Section):
 
 
 class MetricsSettings(Section):
-    """``peak_flops``: dense FLOP/s of one device in ``model.dtype``, the denominator of MFU. 0 means unknown."""
+    """What metrics are calculated with."""
 
     peak_flops: NonNegativeFloat = 0.0
+    """Dense FLOP/s of one device in ``model.dtype``, the denominator of MFU. 0 means unknown."""
 
 
 class EvaluationSettings(Section):
