@@ -18,6 +18,7 @@ NAMES = (
     "nvml",
     "kmsg",
     "host",
+    "thermal",
     "infiniband",
     "storage",
     "storage_net",
