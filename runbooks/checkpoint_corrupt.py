@@ -121,6 +121,7 @@ silence.
 
 ## What opsd does by itself
 In every mode the trainer refuses the checkpoint and loads the newest one that verifies; nothing is deleted.
+
 - observe: opens the incident, and resolves it once another checkpoint was loaded or a newer one committed.
 - recommend, act: the same, and notifies.
 """)

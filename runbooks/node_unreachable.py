@@ -151,6 +151,7 @@ on, until Slurm gives it up after SlurmdTimeout (300 s by default).
 
 ## What opsd does by itself
 The launcher restarts a run without the lost node, or with a spare in its place, in every mode.
+
 - observe: opens the incident, resolves it once the run trains again or Slurm reaches the node.
 - recommend, act: the same, and notifies. It does not cut the power of a node that may only be silent.
 """)

@@ -111,6 +111,7 @@ computed again.
 
 ## What opsd does by itself
 In every mode the launcher restarts the generation; it gives up when the same failure came back three times.
+
 - observe, recommend, act: the agent takes no action of its own. It resolves the incident once a later generation has
   completed a step, and escalates it if the launcher gave up or no step follows.
 """)

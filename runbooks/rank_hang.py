@@ -195,6 +195,7 @@ Every GPU of the job waits. Lost are that time and, after the restart, the steps
 
 ## What opsd does by itself
 Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
+
 - observe: the agent opens the incident, and resolves it once a step is completed.
 - recommend, act: the same. A run without a launcher has nothing that could restart it, so that people are notified.
 """)

@@ -187,6 +187,7 @@ The share named in the incident, on every GPU of the job, for as long as it last
 
 ## Diagnosis
 In this order, as opsd does; `opsd incidents show ID` has the seconds per step of each part.
+
 1. Data: one rank's loader, or all of them. `iostat -x 1 3`, `df -h`, `findmnt -t nfs4,lustre`; was the dataset
    evicted from the cache, has a new data stage begun?
 2. Network: collectives take longer on every rank. `ibstat`, `nvidia-smi nvlink -e`, and incidents on the other nodes
