@@ -33,17 +33,19 @@ pictures: $(STAMP) ## Make the pictures of the documentation: pages in a real br
 cluster-demo: $(STAMP) test-packages ## A real Slurm cluster here trains a model, loses its head node, and goes on
 	$(BIN)/python -m tests.integration.slurm.cluster_demo
 
-generate: $(STAMP) ## Write rules, boards, reference pages and the example configuration anew
-	$(BIN)/opsd alerts build
-	$(BIN)/opsd dashboards build
-	$(BIN)/opsd docs build
-	rm -f deploy/opsd.toml.example && $(BIN)/opsd config init deploy/opsd.toml.example
+generate: $(STAMP) ## Write all that is made from the code: rules, boards, reference pages, example configuration
+	$(BIN)/python -m tests.generate
 
-lint: $(STAMP) ## ruff, mypy --strict, import rules
+docs: $(STAMP) ## The documentation as a site with search, below site/
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+lint: $(STAMP) ## ruff, mypy --strict, import rules, links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest -q tests/unit/test_links.py
 
 test: $(STAMP) test-packages lint ## Linters and the tests, but for a few long ones; what cannot run is listed by name
 	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long and not waiting'
@@ -83,4 +85,4 @@ bench-gpu: $(STAMP) ## What the trainer reaches on the GPU here; results with da
 	$(BIN)/python tests/gpu/measure.py
 
 clean: ## Remove what make created
-	rm -rf $(VENV) .venv-torchtitan .mypy_cache .ruff_cache .pytest_cache bench-results .demo dist
+	rm -rf $(VENV) .venv-torchtitan .mypy_cache .ruff_cache .pytest_cache bench-results site .demo dist

@@ -1,15 +1,28 @@
-"""What a collector is, and the values it yields.
+"""What a collector is, the values it yields, and how it is made from the settings.
 
-A collector is one file with one class: it names its metrics and has one method, ``collect()``. It does no
-logging, timing, threading or judging; the agent does these for all collectors alike. Reading (files, driver
-calls) and parsing (pure functions) are apart, and everything read from comes in as a constructor argument.
+A collector is one file: the class of its settings, a class with the metrics and one method, ``collect()``, and at the
+end ``COLLECTOR = Plugin(...)``. It does no logging, timing, threading or judging; the agent does these for all
+collectors alike. Reading (files, driver calls) and parsing (pure functions) are apart, and everything read from comes
+in as a constructor argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from opsd.settings.section import CollectorSettings, Section
+
+if TYPE_CHECKING:
+    from opsd.collectors.lib.pages import Client
+    from opsd.collectors.slurm import SlurmReport
+
+T = TypeVar("T")
+S = TypeVar("S", bound=CollectorSettings)
+AnySection = TypeVar("AnySection", bound=Section)
+C = TypeVar("C", bound="Collector")
 
 MetricKind = Literal["gauge", "counter", "untyped", "info"]
 
@@ -169,3 +182,50 @@ class Collector(Protocol):
     def collect(self) -> Reading | NoData:
         """Read the source once. Called from one thread, never concurrently with itself."""
         ...
+
+
+class Sections(Protocol):
+    """The settings of the agent, by the class of a section."""
+
+    def section(self, kind: type[AnySection]) -> AnySection: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What collectors are made from.
+
+    ``node`` is the name of this node, ``state`` a folder for what outlives the agent, None for nowhere. ``rank_pages``
+    reads rank pages; ``slurm_reports`` takes a node and seconds and returns what tells the newest report of Slurm,
+    which is asked so often. ``made`` are the collectors of this agent.
+    """
+
+    settings: Sections
+    node: str
+    state: Path | None
+    rank_pages: Client[Any]
+    slurm_reports: Callable[[str, float], Callable[[], SlurmReport]]
+    made: list[Collector] = field(default_factory=list)
+    _shared: dict[type, Any] = field(default_factory=dict)
+
+    def collector(self, kind: type[C]) -> C | None:
+        """The collector of this class; None where it is disabled or has not been made yet."""
+        return next((one for one in self.made if isinstance(one, kind)), None)
+
+    def shared(self, kind: type[T]) -> T:
+        """The one ``kind()`` that all collectors of this agent share."""
+        found: T = self._shared.setdefault(kind, kind())
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin(Generic[S]):
+    """A collector for registration in ``opsd.collectors``. ``name`` is that of the collector and of its section.
+
+    ``labels`` says for each label of its metrics what the values are and what bounds their number: no label takes
+    whatever users make up.
+    """
+
+    name: str
+    settings: type[S]
+    make: Callable[[S, Context], Collector]
+    labels: Mapping[str, str] = field(default_factory=dict)

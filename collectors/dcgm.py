@@ -17,10 +17,13 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import Field
 
-from opsd.collectors import gpm, nvml_series
-from opsd.collectors.base import Collector, Metric, NoData, Reading, Sample
-from opsd.collectors.dcgm_engine import EngineError, HostEngine
+from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine
+from opsd.collectors.lib.nvml import gpm
+from opsd.collectors.lib.nvml import series as nvml_series
+from opsd.settings.section import CollectorSettings, LocalUrl
 
 URL: Final = "http://localhost:9400/metrics"
 MAX_ANSWER: Final = 8 << 20
@@ -84,6 +87,18 @@ def fetch(url: str, timeout_s: float) -> str:
         raise DcgmError(f"{url} does not answer: {type(error).__name__} {error}") from error
     finally:
         connection.close()
+
+
+class DcgmSettings(CollectorSettings):
+    """GPUs through dcgm-exporter, or else the DCGM host engine, where one of them runs on the node.
+
+    What DCGM has is taken from it, and the driver is not asked for the same again.
+    """
+
+    url: LocalUrl = Field(
+        default="http://localhost:9400/metrics", description="Where dcgm-exporter answers on this node."
+    )
+    interval_s: float = Field(default=5.0, ge=0, le=3600, description="Seconds between two questions to it.")
 
 
 class DcgmCollector:
@@ -165,3 +180,10 @@ class Yielding:
         if isinstance(reading, NoData) or not covered:
             return reading
         return replace(reading, samples=tuple(s for s in reading.samples if s.metric.name not in covered))
+
+
+def _make(settings: DcgmSettings, context: Context) -> Collector:
+    return DcgmCollector(settings.url, period_s=settings.interval_s)
+
+
+COLLECTOR = Plugin("dcgm", DcgmSettings, _make, nvml_series.DCGM_LABELS)

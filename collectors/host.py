@@ -11,14 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import psutil
+from pydantic import Field
 
-from opsd.collectors.base import Metric, MetricKind, Reading, Sample
-from opsd.collectors.clock import ClockState, read_clock
-from opsd.collectors.mounts import mount_of, parse_mountinfo
-from opsd.collectors.numa import NumaNode, read_nodes
+from opsd.collectors.base import Collector, Context, Metric, MetricKind, Plugin, Reading, Sample
+from opsd.collectors.lib.clock import ClockState, read_clock
+from opsd.collectors.lib.storage.mounts import mount_of, parse_mountinfo
+from opsd.settings.section import AnyPath, CollectorSettings
 
 PROCESS_STATES: Final[Mapping[str, str]] = {
     "R": "running",
@@ -31,6 +32,7 @@ PROCESS_STATES: Final[Mapping[str, str]] = {
 }
 """State letters of proc_pid_stat(5)."""
 
+_NUMA_NODES: Final = Path("devices/system/node")
 RESOURCES: Final = ("cpu", "memory", "io")
 
 
@@ -79,6 +81,15 @@ METRICS: Final = (
     DISK_SIZE, DISK_AVAILABLE, INODES, INODES_FREE, PROCESSES, BLOCKED, OPEN_FILES, OPEN_FILES_MAX,
     CLOCK_SYNCED, CLOCK_OFFSET, CLOCK_ERROR, NUMA_TOTAL, NUMA_FREE, NUMA_MISSED,
 )  # fmt: skip
+LABELS: Final = {
+    "mode": "modes of processor time",
+    "minutes": "1, 5, 15",
+    "resource": "cpu, memory, io",
+    "kind": "some and full for pressure",
+    "mount": "mounts of the settings",
+    "state": "states of processes",
+    "numa_node": "one per NUMA node",
+}
 
 
 def parse_pressure(text: str) -> dict[str, float]:
@@ -109,6 +120,52 @@ def count_states(letters: Sequence[str]) -> dict[str, int]:
     """Processes by the name of their state; every state is there."""
     counts = Counter(PROCESS_STATES.get(letter, "other") for letter in letters)
     return {state: counts[state] for state in (*PROCESS_STATES.values(), "other")}
+
+
+class NumaNode(NamedTuple):
+    """One node. ``missed`` are allocations that were meant for it and went elsewhere, since the start."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    missed: int
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """Bytes by name from a node's ``meminfo``, whose lines begin with "Node 0 MemTotal:  131 kB"."""
+    fields = (line.split() for line in text.splitlines())
+    return {field[2].rstrip(":"): int(field[3]) * 1024 for field in fields if len(field) == 5}
+
+
+def parse_numastat(text: str) -> dict[str, int]:
+    """Counts by name from a node's ``numastat``."""
+    pairs = (line.split() for line in text.splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+
+
+def read_numa_nodes(sys: Path) -> list[NumaNode]:
+    """The nodes that have memory, by number; none on a kernel without NUMA."""
+    found = []
+    for folder in sorted((sys / _NUMA_NODES).glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        try:
+            memory = parse_meminfo((folder / "meminfo").read_text(encoding="utf-8"))
+            counts = parse_numastat((folder / "numastat").read_text(encoding="utf-8"))
+        except FileNotFoundError:  # taken offline between the listing and now
+            continue
+        if memory.get("MemTotal"):
+            missed = counts.get("numa_foreign", 0)
+            found.append(NumaNode(folder.name[4:], memory["MemTotal"], memory.get("MemFree", 0), missed))
+    return found
+
+
+class HostSettings(CollectorSettings):
+    """Processors, memory and file systems of the node."""
+
+    mounts: tuple[AnyPath, ...] = Field(
+        default=(Path("/"), Path("/dev/shm")),  # noqa: S108
+        strict=False,
+        description="Mount points whose free space is watched, besides all disks and network file systems.",
+    )
 
 
 class HostCollector:
@@ -193,7 +250,7 @@ class HostCollector:
         now = self._clock()
         if self._scanned is None or now - self._scanned >= self._scan_s:
             self._states, self._scanned = count_states([*_state_letters(self._proc)]), now
-            self._numa = read_nodes(self._sys)
+            self._numa = read_numa_nodes(self._sys)
         for state, count in self._states.items():
             yield Sample(PROCESSES, count, (state,))
         for node in self._numa:
@@ -250,3 +307,10 @@ def _filesystem(mount: Path) -> Iterator[Sample]:
     if info.f_files:
         yield Sample(INODES, info.f_files, labels)
         yield Sample(INODES_FREE, info.f_ffree, labels)
+
+
+def _make(settings: HostSettings, context: Context) -> Collector:
+    return HostCollector(mounts=settings.mounts)
+
+
+COLLECTOR = Plugin("host", HostSettings, _make, LABELS)

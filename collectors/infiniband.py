@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from opsd.collectors.base import Event, Metric, MetricKind, NoData, Reading, Sample
-from opsd.collectors.ib_link import Happening, LinkHistory, PortReading
-from opsd.collectors.odometer import Odometer
-from opsd.collectors.pci import ADDRESS, bus_id
+from pydantic import Field
+
+from opsd.collectors.base import Collector, Context, Event, Metric, MetricKind, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.ib_link import Happening, LinkHistory, PortReading
+from opsd.collectors.lib.odometer import Odometer
+from opsd.collectors.lib.pci import ADDRESS, bus_id
+from opsd.settings.section import AnyPath, CollectorSettings
 
 N = TypeVar("N", int, float)
 
@@ -59,6 +62,16 @@ _PORT_ERRORS = (
     "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "port_rcv_remote_physical_errors",
     "port_xmit_discards", "local_link_integrity_errors", "excessive_buffer_overrun_errors",
 )  # fmt: skip
+LABELS: Final = {
+    "device": "RDMA devices, 64 ports at most",
+    "port": "ports of an RDMA device",
+    "link_layer": "one per RDMA port",
+    "firmware_version": "one per device",
+    "board": "one per RDMA device",
+    "pci_bus_id": "one per RDMA device",
+    "error": "errors that RDMA drivers count, 27 known",
+    "event": "congestion notifications that RDMA drivers count, 4 known",
+}
 _HARDWARE_ERRORS = (
     "out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "duplicate_request",
     "implied_nak_seq_err", "out_of_buffer", "req_cqe_error", "resp_cqe_error", "req_remote_access_errors",
@@ -178,6 +191,13 @@ class _Port:
             yield Sample(metric, total * scale, (*self.labels, *extra))
 
 
+class InfinibandSettings(CollectorSettings):
+    """State and counters of InfiniBand, RoCE and EFA ports."""
+
+    root: AnyPath = Field(default=Path("/sys/class/infiniband"), description="Folder with one folder per RDMA device.")
+    interval_s: float = Field(default=2.0, ge=0, le=3600, description="Seconds between two looks at the ports.")
+
+
 class InfinibandCollector:
     """The RDMA ports below ``root``, ``max_ports`` at most. ``clock`` is monotonic, ``wall`` since the epoch.
 
@@ -230,3 +250,10 @@ def _event(port: _Port, wall: float, happening: Happening) -> Event:
     device, number = port.labels
     data = {"device": device, "port": number, "link_layer": port.link_layer, **happening.data}
     return Event(happening.kind, wall, f"port {number} of {device} {happening.what}", data)
+
+
+def _make(settings: InfinibandSettings, context: Context) -> Collector:
+    return InfinibandCollector(settings.root, interval_s=settings.interval_s)
+
+
+COLLECTOR = Plugin("infiniband", InfinibandSettings, _make, LABELS)

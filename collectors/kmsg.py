@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.base import Event, Metric, NoData, Reading, Sample
-from opsd.collectors.kernel_log import KERNEL, MESSAGE_CHARS, Device, KernelLog, KernelLogDevice, Position, Record
-from opsd.collectors.kernel_messages import KINDS, Trouble, parse_oom_victim, parse_trouble
-from opsd.collectors.pci import ADDRESS, bus_id
-from opsd.collectors.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
+from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.kernel.log import KERNEL, MESSAGE_CHARS, Device, KernelLog, KernelLogDevice, Position, Record
+from opsd.collectors.lib.kernel.messages import KINDS, Trouble, parse_oom_victim, parse_trouble
+from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
+from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
+from opsd.collectors.lib.pci import ADDRESS, bus_id
+from opsd.settings.section import CollectorSettings
 
 SXIDS = Metric("opsd_sxid_total", "SXid errors of the NVSwitch.", "counter", labels=("pci_bus_id", "severity"))
 EVENTS = Metric("opsd_kernel_events_total", "Kernel messages that tell of trouble.", "counter", labels=("kind",))
@@ -31,6 +33,13 @@ DROPPED = Metric(
     labels=("reason",),
 )
 KEPT = Metric("opsd_kmsg_position_kept", "1 if the position in the kernel log survives a restart of the agent.")
+
+LABELS: Final = {
+    "pci_bus_id": "16 NVSwitches at most; 32 GPUs with Xids at most, and other",
+    "severity": "severities of SXids",
+    "kind": "kinds of kernel messages",
+    "reason": "3 for lost kernel messages",
+}
 
 SEVERITIES: Final = ("fatal", "non_fatal", "correctable", "unknown")
 _IDENTITY: Final = ("device", "pid", "server", "pci_bus_id", "controller", "severity", "cause", "outcome")
@@ -61,6 +70,10 @@ def _identity(what: Finding) -> Hashable:
     if isinstance(what, Xid):
         return ("xid", what.code, what.pci_bus_id, what.pid)
     return ("sxid", what.code, what.pci_bus_id, what.link)
+
+
+class KmsgSettings(CollectorSettings):
+    """The kernel's log, followed for Xids and other trouble. Needs root."""
 
 
 class KmsgCollector:
@@ -230,3 +243,10 @@ class KmsgCollector:
         except OSError:
             return []
         return [bus_id(name) for name in names if re.fullmatch(ADDRESS, name)]
+
+
+def _make(settings: KmsgSettings, context: Context) -> Collector:
+    return KmsgCollector(context.state and context.state / "kmsg.json", ledger=context.shared(XidLedger))
+
+
+COLLECTOR = Plugin("kmsg", KmsgSettings, _make, {**XID_LABELS, **LABELS})

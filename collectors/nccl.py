@@ -13,13 +13,45 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.base import Event, NoData, Reading, Sample
-from opsd.collectors.nccl_ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
-from opsd.collectors.nccl_run import NcclRun
-from opsd.collectors.nccl_series import COMMUNICATORS, METRICS, PROBLEMS, RAS_AGE, RAS_UP, STALLED
-from opsd.collectors.run_files import RUN_NAME
+from pydantic import Field
+
+from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.nccl.ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
+from opsd.collectors.lib.nccl.run import LOGS, MESSAGES, NcclRun
+from opsd.collectors.lib.run_files import RUN_NAME
+from opsd.collectors.ranks import RanksSettings
+from opsd.settings.section import Address, CollectorSettings
+
+RAS_UP = Metric("opsd_nccl_ras_up", "1 if NCCL's RAS service answered the last question.")
+RAS_AGE = Metric("opsd_nccl_ras_answer_age_seconds", "Time since the last answer of RAS.", unit="seconds")
+COMMUNICATORS = Metric("opsd_nccl_communicators", "NCCL communicators of the job, by RAS.")
+PROBLEMS = Metric("opsd_nccl_problems", "Problems that RAS reports right now.", labels=("kind",))
+STALLED = Metric(
+    "opsd_nccl_stalled_seconds",
+    "How long some ranks have been the same number of operations behind others, by RAS; 0 while all move on.",
+    unit="seconds",
+)
+
+METRICS: Final = (RAS_UP, RAS_AGE, COMMUNICATORS, PROBLEMS, STALLED, LOGS, MESSAGES)
+LABELS: Final = {
+    "run": "runs on the node, 64 at most",
+    "rank": "ranks on the node, 256 of a run at most",
+    "kind": "kinds of NCCL's messages and problems",
+}
 
 MAX_RUNS: Final = 64
+
+
+class NcclSettings(CollectorSettings):
+    """NCCL of the runs on this node: its RAS service, rank logs and flight recorder dumps."""
+
+    ras: tuple[Address, ...] = Field(
+        default=("127.0.0.1:28028", "[::1]:28028"),
+        min_length=1,
+        strict=False,
+        description="Addresses where RAS may listen; NCCL_RAS_ADDR of the runs.",
+    )
+    interval_s: float = Field(default=10.0, ge=1, le=3600, description="Seconds between two questions to RAS.")
 
 
 class NcclCollector:
@@ -134,3 +166,12 @@ class RasWatch:
 def _event(problem: Problem, wall: float) -> Event:
     data = {**asdict(problem), "ranks": [asdict(rank) for rank in problem.ranks]}
     return Event("nccl_ras", wall, f"NCCL communicator {problem.communicator or 'unknown'}: {problem.text}"[:256], data)
+
+
+def _make(settings: NcclSettings, context: Context) -> Collector:
+    hosts = [(host.strip("[]"), int(port)) for host, _, port in (ras.rpartition(":") for ras in settings.ras)]
+    root = context.settings.section(RanksSettings).root
+    return NcclCollector(root, addresses=hosts, ras_period_s=settings.interval_s)
+
+
+COLLECTOR = Plugin("nccl", NcclSettings, _make, LABELS)

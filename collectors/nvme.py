@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from opsd.collectors.base import Metric, MetricKind, NoData, Reading, Sample
+from pydantic import Field
+
+from opsd.collectors.base import Collector, Context, Metric, MetricKind, NoData, Plugin, Reading, Sample
+from opsd.settings.section import CollectorSettings
 
 _MAX_DRIVES: Final = 64
 
@@ -50,6 +53,15 @@ METRICS: Final = (
     INFO, LIVE, READABLE, TEMPERATURE, WEAR, SPARE, SPARE_LIMIT, WARNING, MEDIA_ERRORS, LOG_ENTRIES, WRITTEN, READ,
     POWER_ON, UNSAFE_SHUTDOWNS, OVERHEATED,
 )  # fmt: skip
+LABELS: Final = {
+    "controller": "NVMe drives, 64 at most",
+    "model": "one per drive",
+    "serial": "one per NVMe drive",
+    "firmware_version": "one per drive",
+    "sensor": "temperature sensors of an NVMe drive, 9 at most",
+    "warning": "warnings of an NVMe drive, 6 known",
+    "limit": "warning, critical",
+}
 
 WARNINGS: Final = ("spare_low", "temperature", "reliability", "read_only", "backup_failed", "pmr_unreliable")
 """Bits 0 to 5 of the critical warning (NVM Express Base Specification, SMART / Health Information)."""
@@ -151,6 +163,12 @@ def read_smart(device: Path) -> bytes:
     return log.raw
 
 
+class NvmeSettings(CollectorSettings):
+    """Wear, errors and temperature of NVMe drives. Needs root."""
+
+    interval_s: float = Field(default=60.0, ge=0, le=86_400, description="Seconds between two questions to a drive.")
+
+
 class NvmeCollector:
     """The NVMe drives below ``sys``, 64 at most."""
 
@@ -208,3 +226,10 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def _make(settings: NvmeSettings, context: Context) -> Collector:
+    return NvmeCollector(interval_s=settings.interval_s)
+
+
+COLLECTOR = Plugin("nvme", NvmeSettings, _make, LABELS)

@@ -6,15 +6,32 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from opsd.collectors import gpm
-from opsd.collectors import nvml_series as series
-from opsd.collectors.base import Event, GpuFact, NoData, Reading, Sample
-from opsd.collectors.nvml_driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
-from opsd.collectors.nvml_gpu import Gpu
-from opsd.collectors.processes import DEAD
-from opsd.collectors.xid import TOTAL, Xid, XidLedger, xid_event
+from pydantic import Field
 
-__all__ = ["NvmlCollector", "NvmlError", "PowerControl"]
+from opsd.collectors.base import Collector, Context, Event, GpuFact, NoData, Plugin, Reading, Sample
+from opsd.collectors.dcgm import DcgmCollector, Yielding
+from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
+from opsd.collectors.lib.kernel.xid import TOTAL, Xid, XidLedger, xid_event
+from opsd.collectors.lib.nvml import gpm, series
+from opsd.collectors.lib.nvml.driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
+from opsd.collectors.lib.nvml.gpu import Gpu
+from opsd.collectors.lib.processes import DEAD, process_letter, sees_all_processes
+from opsd.settings.section import CollectorSettings
+
+__all__ = ["NvmlCollector", "NvmlError", "NvmlSettings", "PowerControl"]
+
+_PROFILING = frozenset(metric.name for metric in gpm.METRICS)
+
+
+class NvmlSettings(CollectorSettings):
+    """GPUs through the NVIDIA driver."""
+
+    library: str | None = Field(
+        default=None, examples=["/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"], description="The driver's library."
+    )
+    profiling: bool = Field(
+        default=True, description="Read what the GPUs' units do (SM, tensor cores, memory), on Hopper and later."
+    )
 
 
 class NvmlCollector:
@@ -212,3 +229,22 @@ class PowerControl:
             raise NvmlError(f"the power limit of GPU {gpu} was not set to {watts:g} W: {error}") from error
         finally:
             driver.close()
+
+
+def _make(settings: NvmlSettings, context: Context) -> Collector:
+    def covered() -> frozenset[str]:
+        dcgm = context.collector(DcgmCollector)
+        return dcgm.covered if dcgm else frozenset()
+
+    collector = NvmlCollector(
+        settings.library,
+        hostname=context.node,
+        xids=context.shared(XidLedger),
+        process_letter=process_letter if sees_all_processes() else None,
+        profiling=settings.profiling,
+        profiled_elsewhere=lambda: not _PROFILING.isdisjoint(covered()),
+    )
+    return Yielding(collector, covered)
+
+
+COLLECTOR = Plugin("nvml", NvmlSettings, _make, {**series.LABELS, **XID_LABELS})

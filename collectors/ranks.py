@@ -16,15 +16,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Generic
 
-from opsd.collectors.base import Event, Fact, Metric, MetricKind, NoData, RankFact, Reading, RunFact, Sample, StepFact
-from opsd.collectors.data_mixture import METRICS as DATA_METRICS
-from opsd.collectors.data_mixture import DataMixture
-from opsd.collectors.evaluations import METRICS as EVALUATION_METRICS
-from opsd.collectors.evaluations import Evaluations
-from opsd.collectors.pages import Client, P, RankPageLike, rank_fact, step_facts
-from opsd.collectors.processes import process_letter
-from opsd.collectors.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
-from opsd.collectors.tail import Tail, read_small
+from pydantic import Field
+
+from opsd.collectors.base import (
+    Collector,
+    Context,
+    Event,
+    Fact,
+    Metric,
+    MetricKind,
+    NoData,
+    Plugin,
+    RankFact,
+    Reading,
+    RunFact,
+    Sample,
+    StepFact,
+)
+from opsd.collectors.lib.pages import Client, P, RankPageLike, rank_fact, step_facts
+from opsd.collectors.lib.processes import process_letter
+from opsd.collectors.lib.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
+from opsd.collectors.lib.tail import Tail, read_small
+from opsd.collectors.lib.user_series import METRICS as USER_METRICS
+from opsd.collectors.lib.user_series import data_mixture, evaluations
+from opsd.settings.section import AnyPath, CollectorSettings
 
 MAX_RUNS: Final = 64
 MAX_RANKS: Final = 256
@@ -78,8 +93,18 @@ RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=
 METRICS: Final = (
     UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
     LEARNING_RATE, MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
-    *EVALUATION_METRICS, *DATA_METRICS,
+    *USER_METRICS,
 )  # fmt: skip
+LABELS: Final = {
+    "run": "runs on the node, 64 at most",
+    "rank": "ranks on the node, 256 of a run at most",
+    "phase": "phases of a rank page",
+    "gpu": "GPUs of the node by index",
+    "job_id": "one per rank",
+    "state": "states of a run",
+    "name": "results of the newest evaluation of a run, 32 at most",
+    "source": "sources of a run's data, 32 at most",
+}
 
 
 class PhaseTotals:
@@ -116,6 +141,15 @@ def tokens_per_second(page: RankPageLike, now: float) -> float | None:
     began, last = recent[0].end - recent[0].duration_s, recent[-1]
     elapsed = max(last.end, now - last.duration_s) - began
     return sum(step.tokens for step in recent) / elapsed if elapsed > 0 else None
+
+
+class RanksSettings(CollectorSettings):
+    """Training ranks on this node, through their rank pages."""
+
+    root: AnyPath = Field(
+        default=Path("/dev/shm/opsd"),  # noqa: S108
+        description="Folder in shared memory with one folder per run; OPSD_SHM wins.",
+    )
 
 
 class RanksCollector(Generic[P]):
@@ -187,8 +221,7 @@ class _Run(Generic[P]):
         self._client = client
         self._linger_s = linger_s
         self._events = Tail("events.jsonl")
-        self._evaluations = Evaluations(folder.name)
-        self._mixture = DataMixture(folder.name)
+        self._told = (evaluations(folder.name), data_mixture(folder.name))
         self._relayed: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._ranks: dict[int, _Rank[P]] = {}
         self._seen_alive: float | None = None
@@ -219,11 +252,12 @@ class _Run(Generic[P]):
             fact = self._fact(page, process)
             facts.append(fact)
             samples += self._rank_samples(fact, page, now)
-        for event in events:
-            self._evaluations.note(event)
-            self._mixture.note(event)
+        for told in self._told:
+            for event in events:
+                told.note(event)
+            if facts or errors:
+                samples += told.samples()
         if facts or errors:
-            samples += (*self._evaluations.samples(), *self._mixture.samples())
             samples.append(Sample(PAGE_ERRORS, errors, (self._run,)))
         return Reading(tuple(samples), events, tuple(facts))
 
@@ -344,3 +378,10 @@ def _run_samples(run: RunFact) -> Iterator[Sample]:
         yield Sample(RUN_STATE, float(state == run.state), (run.run, state))
     yield Sample(RUN_GENERATION, run.generation, (run.run,))
     yield Sample(RUN_UP, float(run.alive), (run.run,))
+
+
+def _make(settings: RanksSettings, context: Context) -> Collector:
+    return RanksCollector(settings.root, context.rank_pages)
+
+
+COLLECTOR = Plugin("ranks", RanksSettings, _make, LABELS)

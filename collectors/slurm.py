@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from opsd.collectors.base import Event, Metric, NoData, Reading, Sample
+from pydantic import Field
+
+from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.settings.section import CollectorSettings
 
 STATES: Final = ("idle", "allocated", "mixed", "down", "error", "future", "unknown")
 FLAGS: Final = ("drain", "not_responding", "completing", "maintenance", "reserved", "fail", "reboot_requested")
@@ -30,6 +33,15 @@ JOBS = Metric("opsd_slurm_jobs", "Jobs on this node.")
 JOB = Metric("opsd_slurm_job_info", "A job on this node.", "info", labels=("job_id", "user", "partition", "state"))
 
 METRICS: Final = (UP, AGE, STATE, FLAG, REASON, JOBS, JOB)
+LABELS: Final = {
+    "state": "states of Slurm's node and jobs",
+    "flag": "flags that Slurm gives a node, 7 known",
+    "reason": "Slurm's reason for the node, one at a time",
+    "reason_by": "one at a time",
+    "job_id": "jobs on the node, 64 at most",
+    "user": "one per job",
+    "partition": "one per job",
+}
 
 
 class NodeView(Protocol):
@@ -72,6 +84,12 @@ class SlurmReport:
     jobs: Sequence[JobView] = ()
     problem: str = ""
     absent: bool = False
+
+
+class SlurmSettings(CollectorSettings):
+    """What Slurm thinks of this node, and the jobs on it."""
+
+    interval_s: float = Field(default=20.0, ge=1, le=3600, description="Seconds between two questions to Slurm.")
 
 
 class SlurmCollector:
@@ -173,3 +191,10 @@ def _job_samples(jobs: Sequence[JobView]) -> Iterator[Sample]:
     yield Sample(JOBS, len(jobs))
     for job in jobs[:MAX_JOBS]:
         yield Sample(JOB, 1.0, (str(job.id), job.user, job.partition, job.state))
+
+
+def _make(settings: SlurmSettings, context: Context) -> Collector:
+    return SlurmCollector(context.slurm_reports(context.node, settings.interval_s), context.node)
+
+
+COLLECTOR = Plugin("slurm", SlurmSettings, _make, LABELS)

@@ -8,7 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from opsd.collectors.base import Metric, NoData, Reading, Sample
+from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Reading, Sample
+from opsd.settings.spare import SpareSettings
+
+FILE: Final = "spare.json"
+"""In the state folder of the agent; written by ``opsd.spares.state``."""
 
 READY = Metric("opsd_spare_ready", "1 while this spare may take another node's place, 0 while it may not.")
 AGE = Metric("opsd_spare_verified_age_seconds", "Time since this spare was last verified.", unit="seconds")
@@ -46,3 +50,10 @@ def parse(content: bytes, now: float) -> tuple[Sample, ...]:
     except (ValueError, KeyError, TypeError):
         return (Sample(READY, 0.0),)
     return (Sample(READY, float(ready)), Sample(AGE, age), Sample(STAGED, staged))
+
+
+def _make(settings: SpareSettings, context: Context) -> Collector:
+    return SpareCollector(context.state and context.state / FILE)
+
+
+COLLECTOR = Plugin("spare", SpareSettings, _make)

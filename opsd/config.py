@@ -8,20 +8,26 @@ unknown key raises ConfigError with one sentence that says what to change; comma
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
 
-from opsd.runbooks import RUNBOOKS
+from opsd.collectors import plugins
+from opsd.settings.agent import AgentSettings
+from opsd.settings.notify import NotifySettings
 from opsd.settings.policy import PolicySettings
 from opsd.settings.preflight import PreflightSettings
+from opsd.settings.section import Section
 from opsd.settings.spare import SpareSettings
+
+S = TypeVar("S", bound=Section)
 
 SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
 
@@ -30,234 +36,31 @@ class ConfigError(Exception):
     """A configuration that cannot be used; the message is one sentence for its author."""
 
 
-def default_state_dir() -> Path:
-    """``/var/lib/opsd`` for root, ``$XDG_STATE_HOME/opsd`` (``~/.local/state/opsd``) for everybody else."""
-    if os.geteuid() == 0:
-        return Path("/var/lib/opsd")
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "opsd"
-
-
-def _is_address(text: str) -> str:
-    if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s]+):\d{1,5}", text) or int(text.rpartition(":")[2]) > 65_535:
-        raise ValueError("should be ADDRESS:PORT, for instance 127.0.0.1:9477 or [::1]:9477")
-    return text
-
-
-AnyPath = Annotated[Path, Field(strict=False)]
-
-
-def _is_local_url(text: str) -> str:
-    if not re.fullmatch(r"http://(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d{1,5})?/[^\s?#]*", text):
-        raise ValueError("should be http:// on this node, for instance http://localhost:9400/metrics")
-    return text
-
-
-def _is_web_url(text: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", text):
-        raise ValueError("should be http:// or https:// and a host, for instance https://grafana.example.com")
-    return text
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class AgentSettings(_Section):
-    """The node agent."""
-
-    listen: Annotated[str, AfterValidator(_is_address)] = Field(
-        default="127.0.0.1:9477",
-        description="Address and port of /metrics and the API. Everybody who reaches it can read it.",
-    )
-    web_config: AnyPath | None = Field(
-        default=None,
-        examples=["/etc/opsd/web.yml"],
-        description="File with certificate and passwords in the format of Prometheus' exporters (opsd[web]).",
-    )
-    peer_ca_file: AnyPath | None = Field(
-        default=None,
-        examples=["/etc/opsd/ca.crt"],
-        description="Certificates to trust when the page of a job asks the agents of its other nodes over TLS.",
-    )
-    peer_credentials_file: AnyPath | None = Field(
-        default=None,
-        examples=["/etc/opsd/peer-credentials"],
-        description="File with USER:PASSWORD that these agents ask for. Used only with agent.web_config.",
-    )
-    interval_s: float = Field(default=1.0, ge=0.05, le=60, description="Seconds between two collections.")
-    deadline_s: float = Field(
-        default=2.0, gt=0, le=300, description="A collector that takes longer is marked as hung and its series vanish."
-    )
-    window_s: float = Field(
-        default=600.0, ge=10, le=86_400, description="How much past the runbooks can look at, in seconds."
-    )
-    state_dir: AnyPath = Field(
-        default_factory=default_state_dir,
-        examples=["/var/lib/opsd"],
-        description="Folder of the journal. By default /var/lib/opsd for root and ~/.local/state/opsd for others; "
-        "OPSD_STATE_DIR wins.",
-    )
-    node: str = Field(
-        default_factory=lambda: os.uname().nodename,
-        min_length=1,
-        examples=["node-0017"],
-        description="Name of this node, if it is not the host name.",
-    )
-
-
-class NvmlSettings(_Section):
-    """GPUs through the NVIDIA driver."""
-
-    enabled: bool = Field(default=True, description="Collect from the NVIDIA driver.")
-    library: str | None = Field(
-        default=None, examples=["/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"], description="The driver's library."
-    )
-    profiling: bool = Field(
-        default=True, description="Read what the GPUs' units do (SM, tensor cores, memory), on Hopper and later."
-    )
-
-
-class HostSettings(_Section):
-    """Processors, memory and disks of the node."""
-
-    enabled: bool = Field(default=True, description="Collect host metrics.")
-    mounts: tuple[AnyPath, ...] = Field(
-        default=(Path("/"), Path("/dev/shm")),  # noqa: S108
-        strict=False,
-        description="Mount points whose free space is watched, besides all disks and network file systems.",
-    )
-
-
-class KmsgSettings(_Section):
-    """The kernel's log."""
-
-    enabled: bool = Field(default=True, description="Follow the kernel's log for Xids and other trouble. Needs root.")
-
-
-class InfinibandSettings(_Section):
-    """InfiniBand, RoCE and EFA ports."""
-
-    enabled: bool = Field(default=True, description="Collect the state and the counters of RDMA ports.")
-    root: AnyPath = Field(default=Path("/sys/class/infiniband"), description="Folder with one folder per RDMA device.")
-    interval_s: float = Field(default=2.0, ge=0, le=3600, description="Seconds between two looks at the ports.")
-
-
-class StorageSettings(_Section):
-    """Disks, mounts and the page cache, as the kernel sees them."""
-
-    enabled: bool = Field(default=True, description="Collect from disks, mounts and NFS clients.")
-
-
-class StorageNetSettings(_Section):
-    """Network file systems, asked for their size."""
-
-    enabled: bool = Field(
-        default=True, description="Ask network file systems for their size, and watch how long it takes."
-    )
-    interval_s: float = Field(default=5.0, ge=0, le=3600, description="Seconds between two such questions.")
-
-
-class NvmeSettings(_Section):
-    """Health of NVMe drives."""
-
-    enabled: bool = Field(default=True, description="Ask NVMe drives for wear, errors and temperature. Needs root.")
-    interval_s: float = Field(default=60.0, ge=0, le=86_400, description="Seconds between two such questions.")
-
-
-class SlurmSettings(_Section):
-    """What Slurm thinks of this node."""
-
-    enabled: bool = Field(default=True, description="Ask Slurm for the state of this node and the jobs on it.")
-    interval_s: float = Field(default=20.0, ge=1, le=3600, description="Seconds between two such questions.")
-
-
-class RanksSettings(_Section):
-    """Training ranks on this node, through their rank pages."""
-
-    enabled: bool = Field(default=True, description="Read the rank pages of the runs on this node.")
-    root: AnyPath = Field(
-        default=Path("/dev/shm/opsd"),  # noqa: S108
-        description="Folder in shared memory with one folder per run; OPSD_SHM wins.",
-    )
-
-
-class DcgmSettings(_Section):
-    """GPUs through dcgm-exporter, or else the DCGM host engine, where one of them runs on the node."""
-
-    enabled: bool = Field(
-        default=True,
-        description="Take from DCGM what it has, and do not ask the driver for the same again.",
-    )
-    url: Annotated[str, AfterValidator(_is_local_url)] = Field(
-        default="http://localhost:9400/metrics", description="Where dcgm-exporter answers on this node."
-    )
-    interval_s: float = Field(default=5.0, ge=0, le=3600, description="Seconds between two such questions.")
-
-
-class NcclSettings(_Section):
-    """NCCL of the runs on this node."""
-
-    enabled: bool = Field(
-        default=True, description="Ask NCCL's RAS service, and follow rank logs and flight recorder dumps."
-    )
-    ras: tuple[Annotated[str, AfterValidator(_is_address)], ...] = Field(
-        default=("127.0.0.1:28028", "[::1]:28028"),
-        min_length=1,
-        strict=False,
-        description="Addresses where RAS may listen; NCCL_RAS_ADDR of the runs.",
-    )
-    interval_s: float = Field(default=10.0, ge=1, le=3600, description="Seconds between two questions to RAS.")
-
-
-class NotifySettings(_Section):
-    """Telling people."""
-
-    webhook: SecretStr | None = Field(
-        default=None,
-        examples=["https://hooks.example.com/services/..."],
-        description="URL that receives a JSON object for every incident opened, escalated or resolved. It is a secret: "
-        "others must not be able to read a file that has it, so webhook_file suits this one better.",
-    )
-    webhook_file: AnyPath | None = Field(
-        default=None,
-        examples=["/etc/opsd/webhook"],
-        description="File with that URL, instead of it.",
-    )
-    grafana_url: Annotated[str, AfterValidator(_is_web_url)] | None = Field(
-        default=None,
-        examples=["https://grafana.example.com"],
-        description="Grafana into which incidents and actions are written as annotations.",
-    )
-    grafana_token_file: AnyPath = Field(
-        default=Path("/etc/opsd/grafana-token"),
-        description="File with the token of a Grafana service account that may write annotations.",
-    )
-
-    @property
-    def receiver(self) -> str | Path | None:
-        """The URL to post to, or the file that has it; None if nobody is told."""
-        return self.webhook_file or (self.webhook.get_secret_value() if self.webhook else None)
-
-
-class Settings(_Section):
-    """Everything that can be configured; the field names are the sections of the file."""
-
+class _AgentFirst(Section):
     agent: AgentSettings = AgentSettings()
-    nvml: NvmlSettings = NvmlSettings()
-    kmsg: KmsgSettings = KmsgSettings()
-    host: HostSettings = HostSettings()
-    infiniband: InfinibandSettings = InfinibandSettings()
-    storage: StorageSettings = StorageSettings()
-    storage_net: StorageNetSettings = StorageNetSettings()
-    nvme: NvmeSettings = NvmeSettings()
-    slurm: SlurmSettings = SlurmSettings()
-    ranks: RanksSettings = RanksSettings()
-    dcgm: DcgmSettings = DcgmSettings()
-    nccl: NcclSettings = NcclSettings()
-    spare: SpareSettings = SpareSettings()
+
+
+if TYPE_CHECKING:
+    _Collectors = _AgentFirst
+else:
+    _fields = {plugin.name: (plugin.settings, plugin.settings()) for plugin in plugins()}
+    _Collectors = create_model("_Collectors", __base__=_AgentFirst, **_fields)
+
+
+class Settings(_Collectors):
+    """Everything that can be configured: one section for each collector, and these.
+
+    The field names are the sections of the file.
+    """
+
+    spare: SpareSettings = SpareSettings()  # a collector's section as well, which many modules read
     policy: PolicySettings = PolicySettings()
     notify: NotifySettings = NotifySettings()
     preflight: PreflightSettings = PreflightSettings()
+
+    def section(self, kind: type[S]) -> S:
+        """The section of this class."""
+        return next(section for _, section in self if isinstance(section, kind))
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
@@ -343,10 +146,13 @@ def _validate(data: Mapping[str, Any], where: str) -> Settings:
         settings = Settings.model_validate(data)
     except ValidationError as error:
         raise ConfigError(where + _sentence(error)) from error
-    kinds = [runbook.kind for runbook in RUNBOOKS]
-    for key, kind in settings.policy.named_kinds():
-        if kind not in kinds:
-            raise ConfigError(f"{where}unknown runbook {key}.{kind}{_suggest(kind, kinds, f'{key}.')}")
+    if named := settings.policy.named_kinds():
+        from opsd.runbooks import RUNBOOKS  # takes longer than all the rest, and most files name no runbook
+
+        kinds = [runbook.kind for runbook in RUNBOOKS]
+        for key, kind in named:
+            if kind not in kinds:
+                raise ConfigError(f"{where}unknown runbook {key}.{kind}{_suggest(kind, kinds, f'{key}.')}")
     return settings
 
 
@@ -402,11 +208,16 @@ def to_toml(settings: Settings) -> str:
     return "\n".join(blocks)
 
 
+def summary(model: type[BaseModel]) -> str:
+    """What a section is about, in one line."""
+    return inspect.cleandoc(model.__doc__ or "").partition("\n")[0]
+
+
 def template() -> str:
     """A configuration file in which every setting is explained and commented out at its default."""
     blocks = ["# Configuration of opsd. What is commented out shows the default or an example.\n"]
     for section, model in sections():
-        lines = [f"[{section}]"]
+        lines = [f"# {summary(model)}", f"[{section}]"]
         for key, field in model.model_fields.items():
             value = field.examples[0] if field.examples else field.default
             lines += [f"# {field.description}", f"# {key} = {literal(value)}"]

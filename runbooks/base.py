@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from opsd.collectors.base import Event, GpuFact, RankFact, RunFact
 
@@ -228,6 +228,25 @@ def same_finding(finding: Finding, view: View) -> Finding:
     return finding
 
 
+Common = Literal["gpu", "rank", "run", "node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Incidents of another ``kind`` can bring about those of a runbook if the two share their ``by``.
+
+    The cause lasts: a symptom may open while it is current and up to ``lag_s`` after its end. With ``within_s`` it
+    strikes: the symptom opens at most that many seconds from a moment at which it did. ``fits`` looks at the two
+    incidents, symptom and cause, for what else must be so.
+    """
+
+    kind: str
+    by: Common
+    within_s: float | None = None
+    lag_s: float = 10.0
+    fits: Callable[[Incident, Incident], bool] = lambda _symptom, _cause: True
+
+
 @dataclass(frozen=True, slots=True)
 class Runbook:
     """One kind of incident.
@@ -237,7 +256,8 @@ class Runbook:
     ``clear_after_s``. ``verify_s`` is how long a remedy may take to show its effect before the next attempt or
     escalation; after ``max_attempts`` the incident escalates. ``needs`` are the collectors without which the
     runbook is blind. What is found again within ``hold_s`` of its end is the same incident come back; None is what the
-    policy says, 0 is for events of which each stands for itself. A detector that is dear looks only every
+    policy says, 0 is for events of which each stands for itself. ``causes`` are other kinds of incident that can bring
+    this one about, the likeliest first. A detector that is dear looks only every
     ``look_every_s``; what it found stands meanwhile.
     """
 
@@ -254,3 +274,4 @@ class Runbook:
     max_attempts: int = 2
     hold_s: float | None = None
     look_every_s: float = 0.0
+    causes: tuple[Cause, ...] = ()

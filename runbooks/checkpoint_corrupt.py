@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import (
+from opsd.runbooks.lib.runs import (
     FRESH_S,
     REMEMBERED_S,
     job_of,
@@ -17,7 +17,7 @@ from opsd.runbooks.runs import (
     step_seconds,
     world_size,
 )
-from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.lib.signals import counted, integer, number, text
 
 
 def _replaced(view: View, run: str, step: int, since: float) -> bool | None:
@@ -121,6 +121,7 @@ silence.
 
 ## What opsd does by itself
 In every mode the trainer refuses the checkpoint and loads the newest one that verifies; nothing is deleted.
+
 - observe: opens the incident, and resolves it once another checkpoint was loaded or a newer one committed.
 - recommend, act: the same, and notifies.
 """)

@@ -8,9 +8,9 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events
-from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events
+from opsd.runbooks.lib.signals import counted, integer, number, text
 
 PHASE = "checkpoint"
 PAST_S = 600.0
@@ -178,4 +178,5 @@ RUNBOOK = Runbook(
     needs=("ranks",),
     verify_s=1800.0,
     max_attempts=1,
+    causes=(Cause("storage_slow", "node", lag_s=60.0),),
 )

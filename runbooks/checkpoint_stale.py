@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
-from opsd.runbooks.signals import integer, text
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from opsd.runbooks.lib.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
 LEAST_COMMITS = 3
@@ -121,4 +121,8 @@ RUNBOOK = Runbook(
     needs=("ranks",),
     verify_s=1800.0,
     max_attempts=1,
+    causes=(
+        Cause("nvme_failing", "node", lag_s=60.0),
+        Cause("storage_full", "node", lag_s=60.0),
+    ),
 )

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
+from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
-from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
-from opsd.runbooks.signals import counted, integer, number, text
 
 NAMES_EARLY_S = 30.0
 """NCCL may have told of the trouble this long before the ranks were found to stand still."""
@@ -156,6 +156,7 @@ Every GPU of the job waits. NCCL's watchdog ends the job after ten minutes, the 
 
 ## What opsd does by itself
 Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
+
 - observe: opens the incident, and resolves it once a step is completed.
 - recommend, act: the same. A run without a launcher has nothing that could restart it, so that people are notified.
 """)
@@ -170,4 +171,9 @@ RUNBOOK = Runbook(
     needs=("ranks",),
     verify_s=180.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_lost", "gpu", within_s=60.0),
+        Cause("gpu_xid", "gpu", within_s=60.0),
+        Cause("ib_link", "node"),
+    ),
 )

@@ -9,9 +9,9 @@ from statistics import median
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, ranks_of, recovered, step_seconds
-from opsd.runbooks.signals import counted, integer, number, spread, text
-from opsd.runbooks.trends import Point, by_step, condensed, due, thirds, trend
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, step_seconds
+from opsd.runbooks.lib.signals import counted, integer, number, spread, text
+from opsd.runbooks.lib.trends import Point, by_step, condensed, due, thirds, trend
 
 WAIT, STEP = "opsd_rank_phase_seconds_total", "opsd_rank_step"
 LEAST_S = 120.0

@@ -7,11 +7,11 @@ from dataclasses import replace
 from statistics import median
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.blame import STOPPED, UNINTERRUPTIBLE
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.blame import STOPPED, UNINTERRUPTIBLE
+from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved
+from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import moved_on, reported_states, waits_for_data
-from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved
-from opsd.runbooks.signals import counted, integer, number, text
 
 FLOOR_S = 3.0
 FACTOR = 10.0
@@ -203,4 +203,5 @@ RUNBOOK = Runbook(
     healed=moved_on,
     needs=("ranks",),
     verify_s=20.0,
+    causes=(Cause("storage_slow", "node"),),
 )

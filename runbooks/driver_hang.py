@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.blame import UNINTERRUPTIBLE
-from opsd.runbooks.signals import latest, text
-from opsd.runbooks.xids import ECHOES, code_of, gpu_at
+from opsd.runbooks.lib.blame import UNINTERRUPTIBLE
+from opsd.runbooks.lib.signals import latest, text
+from opsd.runbooks.lib.xids import ECHOES, code_of, gpu_at
 
 STATE = "opsd_collector_state"
 REMEMBERED_S = 600.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
-from opsd.runbooks.signals import integer, number, text
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from opsd.runbooks.lib.signals import integer, number, text
 
 HISTORY_S = 7 * 86_400.0
 IN_A_ROW = 3

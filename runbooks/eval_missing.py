@@ -8,8 +8,8 @@ from statistics import median
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, ranks_of, recovered, run_events, step_seconds
-from opsd.runbooks.signals import integer, text
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from opsd.runbooks.lib.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
 LEAST_EVALUATIONS = 2

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpus import driver_restarted
-from opsd.runbooks.runs import REMEMBERED_S, recovered, unsolved
-from opsd.runbooks.signals import integer, number, text
+from opsd.runbooks.lib.gpus import driver_restarted
+from opsd.runbooks.lib.runs import REMEMBERED_S, recovered, unsolved
+from opsd.runbooks.lib.signals import integer, number, text
 
 UP = "opsd_gpu_nvlink_up"
 DOWN_S = 60.0

@@ -8,8 +8,8 @@ from statistics import median
 
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
-from opsd.runbooks.gpus import by_gpu, job_text, newest, rank_on
-from opsd.runbooks.trends import Trend, blocks, due, thirds, trend
+from opsd.runbooks.lib.gpus import by_gpu, job_text, newest, rank_on
+from opsd.runbooks.lib.trends import Trend, blocks, due, thirds, trend
 
 TEMPERATURE, POWER = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
 MARGIN = "opsd_gpu_temperature_margin_celsius"

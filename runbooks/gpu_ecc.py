@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.gpus import blamed, by_gpu, job_text, newest
-from opsd.runbooks.signals import growth, number, text
+from opsd.runbooks.lib.gpus import blamed, by_gpu, job_text, newest
+from opsd.runbooks.lib.signals import growth, number, text
 
 ERRORS = "opsd_gpu_ecc_errors_total"
 SHORT_S = 30.0

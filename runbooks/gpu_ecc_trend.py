@@ -7,9 +7,9 @@ from itertools import takewhile
 
 from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
-from opsd.runbooks.gpus import blamed, by_gpu, job_text, newest
-from opsd.runbooks.signals import growth, number, text
-from opsd.runbooks.trends import each_minute, hours_until
+from opsd.runbooks.lib.gpus import blamed, by_gpu, job_text, newest
+from opsd.runbooks.lib.signals import growth, number, text
+from opsd.runbooks.lib.trends import each_minute, hours_until
 
 WINDOW_S = 600.0
 LEAST_A_MINUTE = 5.0

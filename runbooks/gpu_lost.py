@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpus import blamed, gpu_of, job_text, xids_of
-from opsd.runbooks.signals import counted, text
-from opsd.runbooks.swap import swap_out
+from opsd.runbooks.lib.gpus import blamed, gpu_of, job_text, xids_of
+from opsd.runbooks.lib.signals import counted, text
+from opsd.runbooks.lib.swap import swap_out
 
 
 def _finding(gpu: GpuFact, view: View) -> Finding:

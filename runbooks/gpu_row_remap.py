@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.runbooks.base import Action, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpus import blamed, job_text, newest
-from opsd.runbooks.signals import text
-from opsd.runbooks.swap import swap_out
+from opsd.runbooks.lib.gpus import blamed, job_text, newest
+from opsd.runbooks.lib.signals import text
+from opsd.runbooks.lib.swap import swap_out
 
 PENDING = "opsd_gpu_row_remap_pending"
 FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"

@@ -19,9 +19,9 @@ from opsd.runbooks.base import (
     Severity,
     View,
 )
-from opsd.runbooks.gpus import loaded, rank_on
-from opsd.runbooks.signals import counted, integer, latest, number, seconds_spent, text, usual
-from opsd.runbooks.swap import swap_out
+from opsd.runbooks.lib.gpus import loaded, rank_on
+from opsd.runbooks.lib.signals import counted, integer, latest, number, seconds_spent, text, usual
+from opsd.runbooks.lib.swap import swap_out
 
 THERMAL = ("sw_thermal", "hw_thermal")
 REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")

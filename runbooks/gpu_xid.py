@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpus import by_gpu, driver_restarted, job_text
-from opsd.runbooks.runs import FRESH_S, REMEMBERED_S
-from opsd.runbooks.signals import integer, number, text
-from opsd.runbooks.swap import swap_out
-from opsd.runbooks.xids import (
+from opsd.runbooks.lib.gpus import by_gpu, driver_restarted, job_text
+from opsd.runbooks.lib.runs import FRESH_S, REMEMBERED_S
+from opsd.runbooks.lib.signals import integer, number, text
+from opsd.runbooks.lib.swap import swap_out
+from opsd.runbooks.lib.xids import (
     AMBIGUOUS,
     DAY_S,
     ECHOES,

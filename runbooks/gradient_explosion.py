@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, rank_of, recovered
-from opsd.runbooks.signals import integer, level, number, text
+from opsd.runbooks.lib.runs import leaders, rank_of, recovered
+from opsd.runbooks.lib.signals import integer, level, number, text
 
 PAST_S, BUT_LAST_S = 600.0, 20.0
 LEAST_SAMPLES = 60

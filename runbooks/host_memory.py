@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.signals import latest, seconds_spent
+from opsd.runbooks.lib.signals import latest, seconds_spent
 
 TOTAL, AVAILABLE = "opsd_host_memory_total_bytes", "opsd_host_memory_available_bytes"
 SHARED, PRESSURE = "opsd_host_memory_shared_bytes", "opsd_host_pressure_seconds_total"

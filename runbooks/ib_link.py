@@ -8,8 +8,8 @@ from statistics import median
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.ports import Port, boards, by_port, dependent, job_text, name, port_of
-from opsd.runbooks.signals import growth, number, text
+from opsd.runbooks.lib.ports import Port, boards, by_port, dependent, job_text, name, port_of
+from opsd.runbooks.lib.signals import growth, number, text
 
 STATE, PHYSICAL = "opsd_ib_port_state", "opsd_ib_port_physical_state"
 RATE, FLAPS = "opsd_ib_port_rate_bytes_per_second", "opsd_ib_link_flaps_total"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
-from opsd.runbooks.signals import counted, integer, text
+from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
+from opsd.runbooks.lib.signals import counted, integer, text
 
 BACK_STEPS = 5
 """Steps with a finite loss after which the run is well again: one skipped batch is not a cure."""

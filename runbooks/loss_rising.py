@@ -8,9 +8,9 @@ from statistics import median
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import leaders, rank_of, ranks_of, recovered
-from opsd.runbooks.signals import counted, integer, number, text
-from opsd.runbooks.trends import Trend, by_step, condensed, due, thirds, trend
+from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, recovered
+from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.lib.trends import Trend, by_step, condensed, due, thirds, trend
 
 LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"
 LOOK_EVERY_S = 10.0

@@ -19,10 +19,10 @@ from opsd.runbooks.base import (
     Severity,
     View,
 )
-from opsd.runbooks.ports import Port, dependent, job_text, name, port_of
-from opsd.runbooks.signals import growth, text
-from opsd.runbooks.swap import swap_out
-from opsd.runbooks.trends import due, each_minute, hours_until
+from opsd.runbooks.lib.ports import Port, dependent, job_text, name, port_of
+from opsd.runbooks.lib.signals import growth, text
+from opsd.runbooks.lib.swap import swap_out
+from opsd.runbooks.lib.trends import due, each_minute, hours_until
 
 ERRORS = "opsd_ib_errors_total"
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
-from opsd.runbooks.signals import counted, integer, latest, number, text
+from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
+from opsd.runbooks.lib.signals import counted, integer, latest, number, text
 
 STATE, FLAG, REASON = "opsd_slurm_node_state", "opsd_slurm_node_flag", "opsd_slurm_node_reason_info"
 
@@ -151,6 +151,7 @@ on, until Slurm gives it up after SlurmdTimeout (300 s by default).
 
 ## What opsd does by itself
 The launcher restarts a run without the lost node, or with a spare in its place, in every mode.
+
 - observe: opens the incident, resolves it once the run trains again or Slurm reaches the node.
 - recommend, act: the same, and notifies. It does not cut the power of a node that may only be silent.
 """)

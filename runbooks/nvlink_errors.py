@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.gpus import blamed, by_gpu, fresh, job_text
-from opsd.runbooks.signals import growth, text
-from opsd.runbooks.swap import swap_out
+from opsd.runbooks.lib.gpus import blamed, by_gpu, fresh, job_text
+from opsd.runbooks.lib.signals import growth, text
+from opsd.runbooks.lib.swap import swap_out
 
 ERRORS, UP = "opsd_gpu_nvlink_errors_total", "opsd_gpu_nvlink_up"
 SHORT_S = 60.0

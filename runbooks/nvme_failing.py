@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.signals import growth, latest, text
+from opsd.runbooks.lib.signals import growth, latest, text
 
 WEAR, WRITTEN = "opsd_storage_nvme_wear_ratio", "opsd_storage_nvme_written_bytes_total"
 POWER_ON, INFO = "opsd_storage_nvme_power_on_seconds_total", "opsd_storage_nvme_info"

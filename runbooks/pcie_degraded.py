@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpus import blamed, by_gpu, job_text, loaded, newest, rank_on
-from opsd.runbooks.signals import growth, text
+from opsd.runbooks.lib.gpus import blamed, by_gpu, job_text, loaded, newest, rank_on
+from opsd.runbooks.lib.signals import growth, text
 
 WIDTH, WIDTH_MAX = "opsd_gpu_pcie_link_width", "opsd_gpu_pcie_link_width_max"
 GENERATION, GENERATION_MAX = "opsd_gpu_pcie_link_generation", "opsd_gpu_pcie_link_generation_max"

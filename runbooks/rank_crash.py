@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
-from opsd.runbooks.signals import integer, text
+from opsd.runbooks.base import Cause, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
+from opsd.runbooks.lib.signals import integer, text
 
 _COMPONENTS: tuple[tuple[str, str, str], ...] = (
     (r"uncorrectable|\bECC\b|GPU is lost|fallen off the bus|hardware stack error", "gpu", "the GPU reported a fault"),
@@ -111,9 +111,16 @@ computed again.
 
 ## What opsd does by itself
 In every mode the launcher restarts the generation; it gives up when the same failure came back three times.
+
 - observe, recommend, act: the agent takes no action of its own. It resolves the incident once a later generation has
   completed a step, and escalates it if the launcher gave up or no step follows.
 """)
+
+
+def _killed_for_memory(crash: Incident, host_memory: Incident) -> bool:
+    """The kernel ends ranks with SIGKILL for want of memory; one that ends otherwise has another reason."""
+    return "SIGKILL" in crash.summary and host_memory.severity == Severity.CRITICAL
+
 
 RUNBOOK = Runbook(
     kind="rank_crash",
@@ -123,4 +130,9 @@ RUNBOOK = Runbook(
     needs=("ranks",),
     verify_s=180.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_lost", "gpu", within_s=60.0),
+        Cause("gpu_xid", "gpu", within_s=60.0),
+        Cause("host_memory", "node", fits=_killed_for_memory),
+    ),
 )

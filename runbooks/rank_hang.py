@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.blame import STOPPED, RankState, blame
-from opsd.runbooks.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, recovered, supervised, unsolved
-from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.blame import STOPPED, RankState, blame
+from opsd.runbooks.lib.runs import (
+    downtime,
+    job_of,
+    last_step,
+    quoted,
+    rank_of,
+    ranks_of,
+    recovered,
+    supervised,
+    unsolved,
+)
+from opsd.runbooks.lib.signals import counted, integer, number, text
 
 FACTOR = 5.0
 """A rank hangs after this many times the longest of its recent steps (the factor of NVIDIA's resiliency extension)."""
@@ -185,6 +195,7 @@ Every GPU of the job waits. Lost are that time and, after the restart, the steps
 
 ## What opsd does by itself
 Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
+
 - observe: the agent opens the incident, and resolves it once a step is completed.
 - recommend, act: the same. A run without a launcher has nothing that could restart it, so that people are notified.
 """)
@@ -198,4 +209,10 @@ RUNBOOK = Runbook(
     needs=("ranks",),
     verify_s=180.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_lost", "gpu", within_s=60.0),
+        Cause("gpu_xid", "gpu", within_s=60.0),
+        Cause("dataloader_stall", "rank"),
+        Cause("ib_link", "node"),
+    ),
 )

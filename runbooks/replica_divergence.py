@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpus import xids_of
-from opsd.runbooks.runs import (
+from opsd.runbooks.lib.gpus import xids_of
+from opsd.runbooks.lib.runs import (
     job_of,
     rank_of,
     ranks_of,
@@ -20,7 +20,7 @@ from opsd.runbooks.runs import (
     unsolved,
     world_size,
 )
-from opsd.runbooks.signals import counted, integer, number, text
+from opsd.runbooks.lib.signals import counted, integer, number, text
 
 NAMED = 4
 """Tensors that the evidence names."""

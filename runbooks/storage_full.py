@@ -20,7 +20,7 @@ from opsd.runbooks.base import (
     Severity,
     View,
 )
-from opsd.runbooks.signals import text
+from opsd.runbooks.lib.signals import text
 
 COUNTED = (
     ("host", "space", "opsd_host_filesystem_size_bytes", "opsd_host_filesystem_available_bytes"),

@@ -9,6 +9,7 @@ from statistics import median
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import (
     Action,
+    Cause,
     Cost,
     Culprit,
     Evidence,
@@ -20,7 +21,7 @@ from opsd.runbooks.base import (
     Severity,
     View,
 )
-from opsd.runbooks.signals import growth, latest, level, number, text
+from opsd.runbooks.lib.signals import growth, latest, level, number, text
 
 DISK, NFS = "opsd_storage_io_latency_seconds", "opsd_storage_nfs_latency_seconds"
 REFAULTS = "opsd_storage_page_refaults_total"
@@ -250,4 +251,5 @@ RUNBOOK = Runbook(
     clear_after_s=30.0,
     verify_s=1800.0,
     max_attempts=1,
+    causes=(Cause("nvme_failing", "node", lag_s=60.0),),
 )

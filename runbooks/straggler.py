@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import CLOCK, unfit_gpus
-from opsd.runbooks.gpus import newest
-from opsd.runbooks.runs import ranks_of, recovered
-from opsd.runbooks.signals import counted, excess, integer, spread, text
+from opsd.runbooks.lib.gpus import newest
+from opsd.runbooks.lib.runs import ranks_of, recovered
+from opsd.runbooks.lib.signals import counted, excess, integer, spread, text
 
 NOT_COMPUTING = ("collective", "data", "checkpoint", "evaluation", "setup")
 """Phases in which a rank waits for others or for the node; only what is left can make it a straggler."""
@@ -215,4 +215,9 @@ RUNBOOK = Runbook(
     clear_after_s=20.0,
     verify_s=600.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_throttle", "gpu", lag_s=60.0),
+        Cause("pcie_degraded", "gpu", lag_s=60.0),
+        Cause("dataloader_stall", "rank"),
+    ),
 )

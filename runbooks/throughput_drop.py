@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.blame import STOPPED
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
-from opsd.runbooks.runs import leaders, ranks_of, recovered
-from opsd.runbooks.signals import counted, integer, level, number, text
+from opsd.runbooks.lib.blame import STOPPED
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered
+from opsd.runbooks.lib.signals import counted, integer, level, number, text
 from opsd.runbooks.straggler import stragglers_of
 
 PAST_S, BUT_LAST_S = 600.0, 60.0
@@ -187,6 +187,7 @@ The share named in the incident, on every GPU of the job, for as long as it last
 
 ## Diagnosis
 In this order, as opsd does; `opsd incidents show ID` has the seconds per step of each part.
+
 1. Data: one rank's loader, or all of them. `iostat -x 1 3`, `df -h`, `findmnt -t nfs4,lustre`; was the dataset
    evicted from the cache, has a new data stage begun?
 2. Network: collectives take longer on every rank. `ibstat`, `nvidia-smi nvlink -e`, and incidents on the other nodes
@@ -217,4 +218,11 @@ RUNBOOK = Runbook(
     clear_after_s=20.0,
     verify_s=900.0,
     max_attempts=1,
+    causes=(
+        Cause("gpu_throttle", "gpu", lag_s=60.0),
+        Cause("pcie_degraded", "gpu", lag_s=60.0),
+        Cause("straggler", "run", lag_s=60.0),
+        Cause("ib_link", "node", lag_s=60.0),
+        Cause("storage_slow", "node", lag_s=60.0),
+    ),
 )

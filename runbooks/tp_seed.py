@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.runs import job_of, recovered, unsolved, world_size
-from opsd.runbooks.signals import counted, integer, text
+from opsd.runbooks.lib.runs import job_of, recovered, unsolved, world_size
+from opsd.runbooks.lib.signals import counted, integer, text
 
 NAMED = 3
 """Tensors that the evidence names; the first ones say which layers it is."""

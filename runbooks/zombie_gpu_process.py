@@ -7,9 +7,9 @@ from statistics import median
 
 from opsd.collectors.base import GpuFact, RankFact
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpus import by_gpu, newest
-from opsd.runbooks.runs import run_of
-from opsd.runbooks.signals import text
+from opsd.runbooks.lib.gpus import by_gpu, newest
+from opsd.runbooks.lib.runs import run_of
+from opsd.runbooks.lib.signals import text
 
 PROCESSES, USED = "opsd_gpu_processes", "DCGM_FI_DEV_FB_USED"
 DEAD_PROCESSES = "opsd_gpu_orphan_processes"

@@ -1,14 +1,14 @@
-"""A decoder-only language-model trainer: one story, from token shards to evaluated checkpoints.
+"""A trainer for decoder-only language models, from token shards to evaluated checkpoints.
 
-To be read in this order:
+Suggested reading order:
 
-- *What is asked for*: ``settings`` and ``config``.
-- *The loop*: ``train``, and what a step is made of: ``accumulate``, ``optimizer``, ``schedule``.
-- *The model*: ``model``, ``attention``, ``loss``; over ranks ``world``, ``parallel``, ``regions``; ``audit`` proves it.
-- *The data* (``data``): ``shards``, ``order``, ``mixture``, ``sources``; in the training ``loader`` and ``worker``;
-  before it ``texts``, ``tokenize``, ``build``.
-- *The state*: ``saving`` and ``interval`` say when, ``checkpoint`` what; ``persist``, ``locks``, ``replica`` bring it
-  to disk and to another node, ``memory`` keeps it; ``restore`` and ``exchange`` bring it back.
-- *What is told*: ``records``, ``metrics``, ``tracking`` and ``trackers``, ``evaluations``.
-- *Programs beside a run*: ``evaluate`` and ``harness``, ``huggingface``, ``copies`` and ``tensors``.
+- *Settings*: ``settings`` and ``config``.
+- *The loop*: ``train``, and the parts of a step: ``accumulate``, ``optimizer``, ``schedule``.
+- *The model*: ``model``, ``attention``, ``loss``; over ranks ``world``, ``parallel``, ``regions``; ``audit`` checks it.
+- *The data* (``data``): ``shards``, ``order``, ``mixture``, ``sources``; during training ``loader`` and ``worker``;
+  beforehand ``texts``, ``tokenize``, ``build``.
+- *The state*: ``saving`` and ``interval`` decide when, ``checkpoint`` what; ``persist``, ``parts``, ``locks`` and
+  ``replica`` write it to disk and to another node, ``memory`` keeps it; ``restore``, ``load`` and ``exchange`` read it.
+- *Reporting*: ``telemetry``, ``metrics``, ``tracking`` and ``trackers``, ``evaluations``.
+- *Other programs*: ``evaluate`` and ``harness``, ``huggingface``, ``duplicate_shards`` and ``tensors``.
 """

@@ -14,7 +14,7 @@ from opsd.checkpoints.claims import EXIT_FENCED, ClaimError, Fence, Fenced
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.data.shards import DataError
-from opsd.trainer.persist import CLAIMS_S
+from opsd.trainer.parts import STORAGE_RETRY_S
 from opsd.trainer.restore import RestoreError
 from opsd.trainer.train import TrainingError, train
 
@@ -33,7 +33,7 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
     """
     try:
         if fence := Fence.of(os.environ):
-            fence.check(CLAIMS_S)
+            fence.check(STORAGE_RETRY_S)
         saved = _train(config, overrides, fresh)
     except (ConfigError, DataError) as error:
         click.echo(f"trainer: {error}", err=True)
@@ -55,10 +55,10 @@ def _train(config: str, overrides: tuple[str, ...], fresh: bool) -> bool:
 
 
 def run() -> None:
-    """Run ``main`` and end the process without taking the interpreter apart.
+    """Run ``main`` and end the process without the interpreter's shutdown.
 
-    With torch imported that takes 0.8 to 2 s, for which every planned swap and every preemption would wait. By then all
-    files are closed, and the processes that write checkpoints have ended.
+    With torch imported that shutdown takes 0.8 to 2 s, which would delay every planned swap and every preemption. All
+    files are closed by then, and the processes that write checkpoints have ended.
     """
     try:
         main()

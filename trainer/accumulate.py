@@ -1,4 +1,4 @@
-"""The gradients of one step, from its micro-batches: one after the other, or through a pipeline of stages."""
+"""The gradients of one step, from its micro-batches: sequentially, or through a pipeline of stages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from opsd.trainer.regions import local_part
 from opsd.trainer.world import World
 
 Accumulate = Callable[[int], torch.Tensor]
-"""Accumulates the gradients of so many micro-batches; returns this rank's mean loss, a scalar in nats per token.
+"""Accumulates the gradients of that many micro-batches; returns this rank's mean loss, a scalar in nats per token.
 
 It is 0 on all but the last pipeline stage.
 """
 
 
 class Batches(Protocol):
-    """Where micro-batches come from."""
+    """A source of micro-batches."""
 
     def next(self) -> Batch: ...
 
 
 def micro_batches(config: Config, world: World, batch: int) -> int:
-    """Micro-batches that each rank runs for a global ``batch``. Raises ConfigError if it does not divide."""
+    """Micro-batches that each rank runs for a global ``batch``. Raises ConfigError if it is not divisible."""
     rows = config.data.micro_batch
     count, rest = divmod(batch, world.data_size * rows)
     if rest:
@@ -54,9 +54,9 @@ def micro_batches(config: Config, world: World, batch: int) -> int:
 
 
 def fitting_ranks(config: Config) -> list[int]:
-    """All numbers of ranks that share every global batch of the run evenly in its layout, ascending.
+    """All numbers of ranks that divide every global batch of the run evenly in its layout, ascending.
 
-    A run may go on with any of them: the samples and their order are the same, and only rounding differs.
+    A run may continue with any of them: the samples and their order are the same, and only rounding differs.
     """
     layout, batches = config.parallel, config.data.batches
     parts = range(layout.replicas, min(batches) // config.data.micro_batch + 1, layout.replicas)
@@ -69,15 +69,15 @@ def fitting_ranks(config: Config) -> list[int]:
 
 
 def accumulator(model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> Accumulate:
-    """How the gradients of a step are accumulated in this layout."""
+    """The accumulation of a step's gradients in this layout."""
     z_loss = config.optimizer.z_loss
     if config.parallel.pp == 1:
         return Sequential(model, batches, z_loss, world.whole, reporter)
     return Pipelined(model, batches, config, world, reporter)
 
 
-def share(batch: Batch, context: Context) -> Batch:
-    """This rank's part of the tokens and targets, where sequences are split over ranks; documents stay whole."""
+def shard_batch(batch: Batch, context: Context) -> Batch:
+    """This rank's part of the tokens and targets if sequences are split over ranks; documents stay whole."""
     if context is None:
         return batch
     at = positions(batch.tokens.shape[1], context, batch.tokens.device)
@@ -100,7 +100,7 @@ class Sequential:
         assert isinstance(model, FSDPModule)
         losses = []
         for number in range(1, count + 1):
-            batch = share(self._batches.next(), model.context)
+            batch = shard_batch(self._batches.next(), model.context)
             model.set_requires_gradient_sync(number == count)
             model.set_reshard_after_backward(number == count or not self._whole)
             with self._reporter.phase("forward"):
@@ -114,8 +114,8 @@ class Sequential:
 class Pipelined:
     """Micro-batches in flight in all stages at once (1F1B, arXiv 2104.04473); all of them are read beforehand.
 
-    A tied embedding is in the first and the last stage. Their gradients are added up, so that both copies are
-    updated alike.
+    A tied embedding is in the first and the last stage. Their gradients are summed, so that both copies get the same
+    update.
     """
 
     def __init__(self, model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> None:
@@ -139,7 +139,7 @@ class Pipelined:
 
     def __call__(self, count: int) -> torch.Tensor:
         """See ``Accumulate``."""
-        rows = [share(self._batches.next(), self._model.context) for _ in range(count)]
+        rows = [shard_batch(self._batches.next(), self._model.context) for _ in range(count)]
         tokens, targets, documents = (
             torch.cat([getattr(batch, name) for batch in rows]) for name in ("tokens", "targets", "documents")
         )

@@ -1,7 +1,7 @@
-"""Attention within documents: rotary positions, who sees whom, and the kernel that computes it.
+"""Attention within documents: rotary positions, masks, and the kernels.
 
-Three kernels give the same numbers. ``sdpa`` takes a mask and runs everywhere; ``varlen`` is FlashAttention over
-documents laid end to end and computes nothing that the mask would hide; ``flex`` skips hidden blocks and also knows
+Three kernels give the same numbers. ``sdpa`` takes a mask and runs everywhere. ``varlen`` is FlashAttention over
+concatenated documents and computes nothing that the mask would hide. ``flex`` skips hidden blocks and also supports
 context parallelism. The last two need a GPU.
 """
 
@@ -23,15 +23,15 @@ from torch.nn.attention.varlen import varlen_attn
 from opsd.trainer.settings import ModelSettings
 
 Context = DeviceMesh | None
-"""The mesh over which sequences are split; None where each rank has whole ones."""
+"""The mesh over which sequences are split; None if each rank has whole ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Documents laid end to end: document i is [starts[i], starts[i + 1]) of all tokens of the batch.
+    """Concatenated documents: document i is [starts[i], starts[i + 1]) of all tokens of the batch.
 
-    ``starts`` is padded with the number of tokens to a power of two and one, lest each batch be compiled anew.
-    ``window`` is how many tokens a token sees, itself included; 0 is without limit.
+    ``starts`` is padded with the number of tokens to a power of two plus one, to avoid a recompilation for each batch.
+    ``window`` is how many tokens a token sees, itself included; 0 is no limit.
     """
 
     starts: torch.Tensor
@@ -40,25 +40,25 @@ class Packed:
 
 
 Mask = torch.Tensor | Packed | BlockMask | None
-"""In the form that the kernel wants; None is plain causal attention."""
+"""In the format of the kernel; None is plain causal attention."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AttentionInputs:
     """What the layers share in a forward pass.
 
-    ``turn`` rotates this rank's tokens, ``everything`` is the mask of layers that see their whole document,
-    ``near`` that of layers with a window.
+    ``rotation`` rotates this rank's tokens, ``full_mask`` is the mask of layers that see their whole document,
+    ``window_mask`` that of layers with a window.
     """
 
-    turn: torch.Tensor
-    everything: Mask
-    near: Mask
+    rotation: torch.Tensor
+    full_mask: Mask
+    window_mask: Mask
     context: Context
 
 
-def make_view(documents: torch.Tensor, settings: ModelSettings, context: Context = None) -> View:
-    """What the layers share, given the ``documents`` [batch, sequence] of whole sequences."""
+def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: Context = None) -> AttentionInputs:
+    """What the layers share, for the ``documents`` [batch, sequence] of whole sequences."""
     length, device = documents.shape[1], documents.device
     queries, keys = positions(length, context, device), gathered_positions(length, context, device)
     kernel = kernel_for(settings, device, context)
@@ -73,13 +73,13 @@ def make_view(documents: torch.Tensor, settings: ModelSettings, context: Context
             return _block_mask(seen, queries, keys, window)
         return visible(seen, queries, keys, window)
 
-    everything = mask(0)
-    near = mask(settings.window) if settings.window else everything
-    return View(turning(rotary_angles(queries, settings)), everything, near, context)
+    full_mask = mask(0)
+    window_mask = mask(settings.window) if settings.window else full_mask
+    return AttentionInputs(rotation_factors(rotary_angles(queries, settings)), full_mask, window_mask, context)
 
 
 def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:
-    """The kernel that is wanted, or else the fastest that can: FlashAttention takes no float32."""
+    """The configured kernel, or else the fastest that is supported: FlashAttention does not take float32."""
     if settings.attention != "auto":
         return settings.attention
     if device.type != "cuda" or (context is None and settings.dtype == "float32"):
@@ -88,10 +88,10 @@ def kernel_for(settings: ModelSettings, device: torch.device, context: Context) 
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, context: Context) -> torch.Tensor:
-    """Attention of ``q`` [batch, heads, sequence, head_dim] to ``k`` and ``v``, which have fewer or as many heads.
+    """Attention of ``q`` [batch, heads, sequence, head_dim] to ``k`` and ``v``, which have at most as many heads.
 
     With a ``context`` the keys and values of all its ranks are gathered. With grouped queries they are small, and
-    any mask works, which a ring of partial results would not allow (Llama 3, arXiv 2407.21783, section 3.3.2).
+    gathering allows any mask, unlike a ring of partial results (Llama 3, arXiv 2407.21783, section 3.3.2).
     """
     if context is not None:
         k, v = (gather(x, context) for x in (k, v))
@@ -105,7 +105,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, contex
 
 
 def _flex_attention(q: torch.Tensor) -> Callable[..., Any]:
-    """Compiled on a GPU: it would hold the scores of all pairs otherwise. The CPU has no compiled backward pass."""
+    """Compiled on a GPU, as it would otherwise hold the scores of all pairs. The CPU has no compiled backward pass."""
     if q.is_cuda and not torch.compiler.is_compiling():
         return _compiled_flex_attention()
     return flex_attention
@@ -113,21 +113,21 @@ def _flex_attention(q: torch.Tensor) -> Callable[..., Any]:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Made when it is needed: to load the compiler takes most of a second, which ranks without it start sooner."""
+    """Compiled on first use: loading the compiler takes most of a second, which other ranks need not spend."""
     return torch.compile(flex_attention)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather(x: torch.Tensor, context: DeviceMesh) -> torch.Tensor:
-    """The parts ``x`` [batch, heads, sequence, channels] of all ranks of ``context``, one after the other."""
+    """The parts ``x`` [batch, heads, sequence, channels] of all ranks of ``context``, concatenated."""
     whole: torch.Tensor = _Gather.apply(x, context.get_group())  # type: ignore[no-untyped-call]
     return whole
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers along the sequence; the gradient of a part is the sum of what all ranks have for it.
+    """Gathers along the sequence; the gradient of a part is the sum of all ranks' gradients for it.
 
-    torch's functional collectives do the same, and on gloo corrupt memory about once in ten thousand calls (2.13).
+    torch's functional collectives do the same, but on gloo they corrupt memory about once in ten thousand calls (2.13).
     """
 
     @staticmethod
@@ -160,8 +160,8 @@ def _attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Pack
 def positions(length: int, context: Context, device: torch.device) -> torch.Tensor:
     """The positions of this rank's tokens in sequences of ``length``, ascending.
 
-    Split over n ranks, rank i has parts i and 2n - 1 - i of 2n, so that all have as much causal attention to compute
-    (Llama 3, section 3.3.2).
+    Split over n ranks, rank i has parts i and 2n - 1 - i of 2n, so that all ranks have equal causal attention to
+    compute (Llama 3, section 3.3.2).
     """
     if context is None:
         return torch.arange(length, device=device)
@@ -169,7 +169,7 @@ def positions(length: int, context: Context, device: torch.device) -> torch.Tens
 
 
 def gathered_positions(length: int, context: Context, device: torch.device) -> torch.Tensor:
-    """The positions of the keys as ``attend`` gathers them: those of the first rank, of the second, and so on."""
+    """The positions of the keys as ``attend`` gathers them: the first rank's, the second's, and so on."""
     if context is None:
         return torch.arange(length, device=device)
     return torch.cat([_part(length, rank, context.size(), device) for rank in range(context.size())])
@@ -183,11 +183,11 @@ def _part(length: int, rank: int, ranks: int, device: torch.device) -> torch.Ten
 def visible(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int = 0) -> torch.Tensor:
     """Which key [.., k] a query [.., q, .] may see, bool [batch, 1, q, k].
 
-    It is its own document's past, itself included, and of that the last ``window`` tokens unless 0.
+    These are the query itself and earlier tokens of its document, of them the last ``window`` unless that is 0.
     """
     distance = queries[:, None] - keys[None, :]
-    near = (distance >= 0) & (distance < window) if window else distance >= 0
-    return (documents[:, None, queries, None] == documents[:, None, None, keys]) & near
+    window_mask = (distance >= 0) & (distance < window) if window else distance >= 0
+    return (documents[:, None, queries, None] == documents[:, None, None, keys]) & window_mask
 
 
 def _block_mask(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int) -> BlockMask:
@@ -202,7 +202,7 @@ def _block_mask(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tens
 
 
 def pack(documents: torch.Tensor, window: int = 0) -> Packed:
-    """Where the ``documents`` [batch, sequence] begin when all rows are laid end to end."""
+    """The starts of the ``documents`` [batch, sequence] when all rows are concatenated."""
     rows, length = documents.shape
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -215,8 +215,8 @@ def pack(documents: torch.Tensor, window: int = 0) -> Packed:
 def rotary_angles(at: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
     """The cosines and sines [2, length, head_dim / 2] of RoPE (arXiv 2104.09864) for the positions ``at`` [length].
 
-    Positions count through the whole sequence: attention depends on their differences only, so they need not start
-    again with each document.
+    Positions count through the whole sequence: attention depends only on their differences, so they need not restart
+    with each document.
     """
     half = torch.arange(0, settings.head_dim, 2, device=at.device, dtype=torch.float32)
     frequencies = settings.rope_theta ** (-half / settings.head_dim)
@@ -228,10 +228,10 @@ def rotary_angles(at: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071, section 3): the stretched frequencies, and what queries and keys are multiplied with.
+    """YaRN (arXiv 2309.00071, section 3): the stretched frequencies, and the factor for queries and keys.
 
     Channels that turn more than 32 times within the original length keep their frequency, those that turn less than
-    once are slowed down by the factor, those between by a linear ramp over the channels (alpha 1, beta 32).
+    once are slowed down by the factor, and those between by a linear ramp over the channels (alpha 1, beta 32).
     """
 
     def channel(turns: float) -> float:
@@ -246,13 +246,13 @@ def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> tuple[torch.Ten
     return slowed * stretched + (1 - slowed) * frequencies, 0.1 * math.log(settings.yarn_factor) + 1.0
 
 
-def turning(angles: torch.Tensor) -> torch.Tensor:
-    """What ``rotate`` multiplies with, [2, length, 1, head_dim], for ``angles`` as ``rotary_angles`` has them."""
+def rotation_factors(angles: torch.Tensor) -> torch.Tensor:
+    """The factors of ``rotate``, [2, length, 1, head_dim], for ``angles`` from ``rotary_angles``."""
     cos, sin = angles
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))[:, :, None]
 
 
-def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, sequence, heads, head_dim], as Llama does."""
-    cos, sin = turn.to(x.dtype)
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, sequence, heads, head_dim], as in Llama."""
+    cos, sin = rotation.to(x.dtype)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

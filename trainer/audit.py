@@ -1,7 +1,6 @@
-"""Proof that shards that should differ differ, and that copies that should be equal are.
+"""Checks that shards that should differ do differ, and that copies that should be equal are equal.
 
-SmolLM3 was trained for a trillion tokens with tensor-parallel shards that had been drawn from one seed, and nothing
-crashed.
+SmolLM3 was trained for a trillion tokens with tensor-parallel shards drawn from the same seed; nothing crashed.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ _EVEN = 0x1E3779B97F4A7C16
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """Where in its tensor a rank's region begins, and the checksum of its bits."""
+class RegionChecksum:
+    """The offset of a rank's region in its tensor, and the checksum of its bits."""
 
     offset: tuple[int, ...]
     checksum: str
 
 
-Marks = Mapping[str, Mark]
+Checksums = Mapping[str, RegionChecksum]
 
 _COMPARED = ("tp", "replicate")
-"""Dimensions of the mesh whose ranks are compared; those of dp have different parts of everything."""
+"""Mesh dimensions whose ranks are compared; ranks along dp have different parts of everything."""
 
 
 class Audit:
     """Compares checksums of the parameters between ranks that share tensors or hold copies; all ranks call it together.
 
-    What it finds become the events ``tp_shards_equal`` and ``replicas_differ``, of the first rank of each group.
+    Differences become the events ``tp_shards_equal`` and ``replicas_differ``, sent by the first rank of each group.
     """
 
     def __init__(self, model: Decoder, world: World, reporter: Reporter) -> None:
@@ -52,23 +51,23 @@ class Audit:
         self._agreed: int | None = None
 
     def __call__(self, step: int) -> None:
-        """Compare the parameters as they are after ``step``."""
+        """Compare the parameters after ``step``."""
         if not self._groups:
             return
         marks = {
-            name: Mark(region.offset, checksum(region.local))
+            name: RegionChecksum(region.offset, checksum(region.local))
             for name, region in self._regions.items()
             if region.local.numel()
         }
         differed = False
         for group in self._groups:
             mine = {name: marks[name] for name in self._shared & marks.keys()} if group is self._ends else marks
-            gathered: list[Marks] = [{}] * group.size()
+            gathered: list[Checksums] = [{}] * group.size()
             dist.all_gather_object(gathered, mine, group)
             differed |= self._compare(gathered, dist.get_process_group_ranks(group), step, tell=group.rank() == 0)
         self._agreed = self._agreed if differed else step
 
-    def _compare(self, gathered: Sequence[Marks], ranks: Sequence[int], step: int, *, tell: bool) -> bool:
+    def _compare(self, gathered: Sequence[Checksums], ranks: Sequence[int], step: int, *, tell: bool) -> bool:
         differing = list(different_copies(gathered))
         if tell:
             for holders, tensors in equal_shards(gathered, self._drawn).items():
@@ -82,10 +81,10 @@ class Audit:
         return bool(differing)
 
 
-def equal_shards(gathered: Sequence[Marks], drawn: Collection[str]) -> dict[tuple[int, ...], list[str]]:
+def equal_shards(gathered: Sequence[Checksums], drawn: Collection[str]) -> dict[tuple[int, ...], list[str]]:
     """Tensors with the same bits in different places, by the ranks, as indices of ``gathered``, that hold them.
 
-    Only those in ``drawn``, which are initialised at random; ones are equal to ones.
+    Only tensors in ``drawn``, which are initialised at random; tensors of ones are always equal.
     """
     found: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(drawn & gathered[0].keys()):
@@ -99,8 +98,8 @@ def equal_shards(gathered: Sequence[Marks], drawn: Collection[str]) -> dict[tupl
     return found
 
 
-def different_copies(gathered: Sequence[Marks]) -> Iterator[tuple[str, list[int]]]:
-    """Tensors of which copies of the same region have different bits, with the holders, as indices of ``gathered``."""
+def different_copies(gathered: Sequence[Checksums]) -> Iterator[tuple[str, list[int]]]:
+    """Tensors whose copies of the same region differ, with the holders, as indices of ``gathered``."""
     for name in sorted(set[str]().union(*gathered)):
         by_offset: dict[tuple[int, ...], list[int]] = {}
         for place, marks in enumerate(gathered):
@@ -113,9 +112,9 @@ def different_copies(gathered: Sequence[Marks]) -> Iterator[tuple[str, list[int]
 
 @torch.no_grad()
 def checksum(values: torch.Tensor) -> str:
-    """16 hex digits of the bits of ``values`` and their order, computed where they lie; any one changed bit shows.
+    """16 hex digits over the bits of ``values`` and their order, computed on their device; detects any one changed bit.
 
-    The sum modulo 2^64 of each word times an odd number of its place: exact in integers, whatever the order.
+    The sum modulo 2^64 of each word times an odd number for its place: exact in integers, in any order of summation.
     """
     words = values.contiguous().flatten().view(torch.int32 if values.element_size() == 4 else torch.int16)
     total = torch.zeros((), dtype=torch.int64, device=values.device)

@@ -1,4 +1,4 @@
-"""What the training does not wait for when the storage of the run folder pauses."""
+"""A thread for work that must not stall the training while the run folder's storage does."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable
 
 Work = Callable[[], None]
 
-PATIENCE_S = 0.05
+WAIT_S = 0.05
 LIMIT = 10_000
 CLOSE_S = 30.0
 
 
-def at_once(work: Work) -> None:
-    """Do ``work`` here and now."""
+def run_now(work: Work) -> None:
+    """Run ``work`` in the caller's thread."""
     work()
 
 
 class Background:
-    """A thread that does what it is given, in order.
+    """A thread that runs work in order.
 
-    Usually that is soon done, and ``do`` waits for it: of a step that others have seen, everything is written, even if
-    the rank is killed now. It waits ``PATIENCE_S`` at most, and not at all while earlier work is under way. When
-    ``LIMIT`` pieces of work wait, more are dropped.
+    Work is usually done quickly, and ``run`` waits for it: everything of a step that other ranks have seen is then
+    written, even if this rank is killed now. It waits ``WAIT_S`` at most, and not at all while earlier work is running.
+    Beyond ``LIMIT`` waiting pieces, work is dropped.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Background:
         self._last.set()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def do(self, work: Work) -> None:
-        """Have ``work`` done."""
+    def run(self, work: Work) -> None:
+        """Run ``work`` in the thread."""
         done = threading.Event()
         try:
             self._waiting.put_nowait((work, done))
@@ -42,10 +42,10 @@ class Background:
             return
         is_idle, self._last = self._last.is_set(), done
         if is_idle:
-            done.wait(PATIENCE_S)
+            done.wait(WAIT_S)
 
     def finish(self, limit_s: float = CLOSE_S) -> bool:
-        """Whether everything is done, at the latest ``limit_s`` from now."""
+        """Wait up to ``limit_s`` for all work; whether it is done."""
         return self._last.wait(limit_s)
 
     def _serve(self) -> None:

@@ -1,13 +1,13 @@
 """Saving the training state without stopping the training.
 
-A rank keeps a piece of shared memory that is laid out exactly as its checkpoint file (``opsd.trainer.memory``). Saving
-is copying the state into it, which is all that the training waits for; ``opsd.trainer.persist``, a process of its own,
-writes the memory to disk, and once every rank's file is durable the first rank's process commits the manifest.
+Each rank has a region of shared memory with the exact layout of its checkpoint file (``opsd.trainer.memory``). To save
+is to copy the state into it, and the training only waits for that. A separate process, ``opsd.trainer.persist``, writes
+the memory to disk, and once every rank's file is durable the first rank's process commits the manifest.
 
 The file is in safetensors format and holds the rank's regions of the tensors ``model.NAME``, ``exp_avg.NAME``,
-``exp_avg_sq.NAME`` and ``updates``, the number of optimiser steps taken. Its metadata key ``regions`` is a JSON
-object that maps each name to ``{"shape": shape of the whole tensor, "offset": where the region begins in it}``,
-from which any other layout can pick its own regions.
+``exp_avg_sq.NAME`` and ``updates``, the number of optimiser steps taken. Its metadata key ``regions`` is a JSON object
+that maps each name to ``{"shape": shape of the whole tensor, "offset": where the region begins in it}``, from which any
+other layout can select its own regions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from opsd.trainer import memory
 from opsd.trainer.locks import hold_lock, saving
 from opsd.trainer.model import Decoder
 from opsd.trainer.optimizer import Optimizer
-from opsd.trainer.persist import Plan
+from opsd.trainer.parts import PersistPlan
 from opsd.trainer.regions import Region, region_of
 from opsd.trainer.replica import KEY, Pairing
 from opsd.trainer.world import World
@@ -43,15 +43,15 @@ _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _ALIGNMENT = 64
 UPDATES = "updates"
 STOP_S = 10
-"""How long a run that is to stop waits for an upload. ``opsd launch`` gives the whole stop 120 s, 20 s if hurried."""
+"""How long a stopping run waits for an upload. ``opsd launch`` gives the whole stop 120 s, 20 s if hurried."""
 
 State = dict[str, Region]
 
 
 def kept(state: State, model: Decoder, world: World) -> State:
-    """What this rank saves of the ``state``: what several ranks of its node hold alike, only the first of them does.
+    """What this rank saves of ``state``: of regions that several ranks of its node hold, only the first rank's copy.
 
-    So what survives in the memory of a node is all that its ranks need.
+    So the memory of a node contains everything that its ranks need.
     """
     beginning = world.rank % (world.size // world.parallel.pp)  # of this rank's pipeline
 
@@ -64,13 +64,13 @@ def kept(state: State, model: Decoder, world: World) -> State:
 
 
 def writers(state: State, world: World) -> tuple[int, ...]:
-    """The ranks that hold what no lower one does, and so write a file. All ranks call it together."""
+    """The ranks that hold regions that no lower rank holds, and so write a file. All ranks call it together."""
     alone = any(not region.earlier for name, region in state.items() if name != UPDATES)
     return tuple(rank for rank, (writes,) in enumerate(world.gather([alone])) if writes)
 
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """Everything a resumed run needs besides its place in the data, as this rank's regions of named tensors."""
+    """Everything a resumed run needs besides its position in the data, as this rank's regions of named tensors."""
     state: State = {}
     for name, parameter in model.named_parameters():
         region, moments = region_of(parameter), optimizer.moments(name)
@@ -104,7 +104,7 @@ def file_layout(state: State) -> tuple[bytes, dict[str, int], int]:
 class StateFile:
     """A rank's file, mapped: ``regions`` says where in the whole tensor each of its tensors begins.
 
-    Use it as a context manager. Raises OSError, or CheckpointError if it is no such file.
+    Use it as a context manager. Raises OSError, or CheckpointError if it is not such a file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,7 +125,7 @@ class StateFile:
             raise CheckpointError(f"{path} is not a rank's file of a checkpoint: {error!r}", path.name) from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in place, to be copied from before the file is closed."""
+        """A view of a tensor, to be copied before the file is closed."""
         dtype, shape, start = self._entries[name]
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return _view(self._mapping, start, torch.empty(shape, dtype=dtype, device="meta"))
@@ -141,7 +141,7 @@ class Saver:
     """Checkpoints of one rank. All ranks call ``save`` at the same steps, and only when none of them is busy."""
 
     def __init__(
-        self, plan: Plan, state: State, reporter: Reporter, committed: int, pairing: Pairing | None = None
+        self, plan: PersistPlan, state: State, reporter: Reporter, committed: int, pairing: Pairing | None = None
     ) -> None:
         self._reporter = reporter
         self._regions = list(state.values())
@@ -168,19 +168,19 @@ class Saver:
         self._stall_s = 0.0
         self._newly_committed: list[int] = []
         self.committed = committed
-        """Step of the newest checkpoint that is durable."""
+        """Step of the newest durable checkpoint."""
         self.failed = False
-        """Whether this rank's part could not be written; until ``abandon`` has told the others."""
+        """Whether this rank's part could not be written; reset by ``abandon`` once the other ranks know."""
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint of this rank is on its way to the disk."""
+        """Whether a checkpoint of this rank is being written."""
         return self._step is not None
 
     def save(self, step: int, sample: int, digest: str) -> None:
         """Copy the state after ``step`` into the shared memory and have it persisted.
 
-        ``sample`` and ``digest`` go into the manifest: the place in the data, and what the state belongs to.
+        ``sample`` and ``digest`` go into the manifest: the position in the data, and the identity of model and data.
         """
         assert not self.busy
         began = time.perf_counter()
@@ -193,10 +193,10 @@ class Saver:
         self._step = step
         if self._process is None:
             self._process = self._start()
-        self._order(self._process, {"save": step, "sample": sample, "digest": digest})
+        self._send_command(self._process, {"save": step, "sample": sample, "digest": digest})
 
     def poll(self) -> None:
-        """Take notice of what the persist process has done; never waits."""
+        """Process answers of the persist process; never waits."""
         if self._process is None or not self.busy:
             return
         assert self._process.stdout is not None
@@ -212,25 +212,25 @@ class Saver:
             self._reply(**json.loads(line))
 
     def abandon(self) -> None:
-        """Give up the checkpoint on its way, because another rank's part of it failed."""
+        """Give up the checkpoint being written, because another rank's part of it failed."""
         self.failed = False
         if self._process is not None and self.busy:
-            self._order(self._process, {"abandon": self._step})
+            self._send_command(self._process, {"abandon": self._step})
 
     def take_stall(self) -> float:
-        """Seconds that the training has waited for staging since the last call."""
+        """Seconds that the training waited for staging since the last call."""
         seconds, self._stall_s = self._stall_s, 0.0
         return seconds
 
     def take_committed(self) -> list[int]:
-        """Steps whose checkpoints have become durable since the last call."""
+        """Steps whose checkpoints became durable since the last call."""
         newly, self._newly_committed = self._newly_committed, []
         return newly
 
     def close(self) -> None:
-        """Let the persist process end, which it does after its upload; a run that is to stop waits ``STOP_S`` for that.
+        """Let the persist process end, which it does after its upload; a stopping run waits ``STOP_S`` for that.
 
-        Then the process is left to itself, and what it does not upload is uploaded with the next checkpoint.
+        After that the process goes on alone, and what it does not upload is uploaded with the next checkpoint.
         """
         if self._process is None:
             return
@@ -249,14 +249,14 @@ class Saver:
         self._process, self._replies = None, b""
 
     def release(self) -> None:
-        """Give the shared memory back: the run has ended in good order."""
+        """Free the shared memory, after a normal end of the run."""
         if self._shared is not None:
             memory.remove(self._shared, self._plan.rank)
             if self._plan.source >= 0:
                 memory.remove(self._shared, self._plan.source)
 
-    def _allocate(self, plan: Plan, size: int) -> int:
-        """Memory for the staged file: beside the rank page, where the next start finds it, or else of our own."""
+    def _allocate(self, plan: PersistPlan, size: int) -> int:
+        """Memory for the staged file: beside the rank page, where the next start finds it, or else private."""
         if self._shared is not None:
             try:
                 if saving(Path(plan.root), plan.rank):  # it must not see its memory change
@@ -288,10 +288,10 @@ class Saver:
         self._reporter.add_worker(process.pid, PERSIST)
         return process
 
-    def _order(self, process: subprocess.Popen[bytes], order: dict[str, int | str | None]) -> None:
+    def _send_command(self, process: subprocess.Popen[bytes], command: dict[str, int | str | None]) -> None:
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has died; poll finds out
-            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.write(json.dumps(command).encode() + b"\n")
 
     def _reply(self, state: str, why: str = "", copy: str = "") -> None:
         if copy:
@@ -310,7 +310,7 @@ class Saver:
 
 
 def renew(reporter: Reporter) -> None:
-    """Begin the phase anew on the rank page: the wait is bounded here, and the launcher need not take it for a hang."""
+    """Restart the phase's clock on the rank page: the wait is bounded here, so it is not a hang for the launcher."""
     with reporter.phase("checkpoint"):
         pass
 

@@ -1,7 +1,7 @@
-"""Settings of a training run: one TOML file becomes one frozen tree.
+"""The settings of a training run: one TOML file becomes one frozen tree.
 
-Unknown keys are refused with the nearest known one. ``--set section.key=value`` overrides single values; the value is
-read as TOML, and as a plain string where it is not TOML.
+Unknown keys are refused, with the nearest known one in the message. ``--set section.key=value`` overrides single
+values; the value is parsed as TOML, or else taken as a string.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from opsd.trainer.settings import (
 PRESETS = Path(__file__).parent / "configs"
 MIXTURES = PRESETS / "mixtures"
 CHECKPOINTS = "checkpoints"
-"""The folder of the checkpoints in that of the run."""
+"""The checkpoint folder inside the run folder."""
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be used; the message is one sentence that says which and what to do."""
+    """The settings cannot be used; the message is one sentence that says which and what to do."""
 
 
 class Config(Section):
@@ -59,7 +59,7 @@ class Config(Section):
     tracking: TrackingSettings = TrackingSettings()
 
     def problem(self) -> str | None:
-        """What is wrong between the settings, in one sentence."""
+        """What is inconsistent between the sections, in one sentence."""
         data = self.data
         problem = self.model.problem() or self.parallel.problem(self.model, data.sequence) or self.schedule.problem()
         if problem:
@@ -71,11 +71,11 @@ class Config(Section):
         return self.checkpoint.problem() or data.problem(self.run.steps)
 
     def digest(self, mixture: Mixture, shards: Mapping[str, str], position: int) -> str:
-        """Identifies what the state after ``position`` samples belongs to: the model and these samples in their order.
+        """Identifies the model and the first ``position`` samples in their order, to which a state belongs.
 
-        ``shards`` identifies the corpus of each source. Settings that may change in the middle of a run (length, batch,
-        learning rate, stages to come) are left out, and so are those at their default, lest a setting that a
-        later release adds orphan the checkpoints of this one.
+        ``shards`` identifies the corpus of each source. Settings that may change during a run (length, batch, learning
+        rate, later stages) are left out. So are settings at their default: a setting added by a later release then does
+        not invalidate existing checkpoints.
         """
         order = mixture.identity(position)
         identity = {
@@ -125,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _resolve_mixture(raw: dict[str, Any], path: Path) -> None:
-    """Put the stages of the file that ``data.mixture`` names in their place."""
+    """Insert the stages of the file that ``data.mixture`` names."""
     data = raw.get("data", {})
     if not (isinstance(data, dict) and isinstance(mixture := data.get("mixture"), str) and mixture):
         return

@@ -1,13 +1,13 @@
-"""``python -m opsd.trainer.evaluate RUN_FOLDER STEP``: how good the model of one checkpoint is, on the sets of the run.
+"""``python -m opsd.trainer.evaluate RUN_FOLDER STEP``: evaluate the model of one checkpoint on the run's sets.
 
 Appends one line to ``evaluations.jsonl`` of the run folder: ``t``, ``step``, ``tokens`` trained on, ``results`` and,
-with a reference run, what that had at equal tokens as ``reference``. Results of a set NAME are
+with a reference run, its results at equal tokens as ``reference``. Results of a set NAME are
 
 * ``NAME_loss``, nats per token, and ``NAME_bits_per_byte``, which does not depend on the tokenizer, of a set of texts;
 * ``NAME_accuracy`` of a cloze set, JSON lines with ``context``, ``choices`` and the number of the right one as
   ``answer``: the model's choice is the continuation with the highest log-likelihood per byte (as in lighteval's CF).
 
-Results of ``evaluation.harness`` are added (``opsd.trainer.harness``). An evaluation that fails has a line with empty
+Results of ``evaluation.harness`` are added (``opsd.trainer.harness``). A failed evaluation has a line with empty
 results. Exit codes: 0 evaluated; 1 failed; 2 nothing to evaluate.
 """
 
@@ -35,15 +35,15 @@ from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError
 from opsd.trainer.data.texts import read_texts
 from opsd.trainer.data.tokenize import load_tokenizer
 from opsd.trainer.evaluations import AWAITING, CONFIG, RESULTS
+from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
-from opsd.trainer.restore import load
 
 FAILED, USAGE = 1, 2
 
 
 class Model:
-    """A model of a checkpoint on one device, with its tokenizer."""
+    """The model of a checkpoint on one device, with its tokenizer."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, length: int) -> None:
         self._decoder, self._tokenizer, self._length = decoder.eval(), tokenizer, length
@@ -55,7 +55,7 @@ class Model:
     def log_likelihoods(self, text: str, start: int = 0) -> torch.Tensor:
         """Log-likelihood in nats of each token of ``text`` that ends after its first ``start`` characters, float64.
 
-        A text longer than a sequence is read in windows that do not see each other.
+        A text longer than a sequence is read in independent windows.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids = [self._begin, *encoding.ids]
@@ -71,7 +71,7 @@ class Model:
 
 
 def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float]:
-    """Loss in nats per token and bits per byte over ``texts``. Raises DataError if there is none."""
+    """Loss in nats per token and bits per byte over ``texts``. Raises DataError if there are none."""
     total, tokens, size = 0.0, 0, 0
     for text in texts:
         likelihoods = model.log_likelihoods(text)
@@ -84,7 +84,7 @@ def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float
 
 
 def cloze(model: Model, items: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
-    """Share of ``items`` of which the right choice is the likeliest per byte. Raises DataError if there is none."""
+    """Share of ``items`` whose right choice is the likeliest per byte. Raises DataError if there are none."""
     if not items:
         raise DataError(f"the evaluation set {name} has no items")
     right = 0
@@ -98,7 +98,7 @@ def cloze(model: Model, items: Sequence[Mapping[str, Any]], name: str) -> dict[s
 
 
 def read_items(path: Path) -> list[dict[str, Any]]:
-    """The items of a cloze set. Raises DataError naming the line that is none."""
+    """The items of a cloze set. Raises DataError naming an invalid line."""
     items = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -117,7 +117,7 @@ def read_items(path: Path) -> list[dict[str, Any]]:
 
 
 def at_equal_tokens(reference: Path, tokens: int) -> dict[str, float]:
-    """What the run that wrote ``reference`` had after ``tokens``, between its evaluations by straight lines.
+    """Results of the run that wrote ``reference`` after ``tokens``, linearly interpolated between its evaluations.
 
     Only results that it has on both sides. Raises DataError if the file cannot be read.
     """
@@ -148,7 +148,7 @@ def evaluate(config: Config, model: Model) -> dict[str, float]:
 
 
 def load_model(config: Config, folder: Path) -> tuple[Model, int]:
-    """The model of the checkpoint in ``folder``, and the samples it has been trained on.
+    """The model of the checkpoint in ``folder``, and the number of samples it was trained on.
 
     Raises CheckpointError or DataError.
     """

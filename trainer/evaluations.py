@@ -1,4 +1,4 @@
-"""Evaluations of a run's checkpoints: started when one is durable, told as events when they have results."""
+"""Evaluations of a run's checkpoints: started when one is durable, reported as events when results exist."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from opsd.checkpoints.manifest import folder_of, steps
 from opsd.checkpoints.remote import without_user
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
-from opsd.trainer.background import Work, at_once
+from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import CHECKPOINTS, Config
-from opsd.trainer.lines import new_lines, read_positions, write_positions
+from opsd.trainer.jsonl import new_lines, read_positions, write_positions
 
 CONFIG, RESULTS = "config.json", "evaluations.jsonl"
-"""In the run folder: the settings of the run, and a line for each evaluation."""
+"""In the run folder: the run's settings, and one line per evaluation."""
 
 LOG, POSITION = "evaluations.log", "evaluations.position.json"
 AWAITING = AWAITED[1]
@@ -35,32 +35,32 @@ _OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|OPSD_(RUN|RUN_DIR|JOB|NODE|GPU|RANK_PAGE|GENERATION)"
 )
-"""What sbatch would hand on to a job that is no rank, and would wait for the others as one."""
+"""Variables that sbatch would pass on: the evaluation would take itself for a rank and wait for the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A command that evaluates the checkpoint of ``step`` or has it evaluated."""
+class RunningEvaluation:
+    """A command that evaluates the checkpoint of ``step``, or submits its evaluation."""
 
     step: int
     process: subprocess.Popen[bytes]
 
 
 class Evaluations:
-    """On the first rank. One command runs at a time; one that only submits a job, like sbatch, is soon done.
+    """Runs on the first rank. One command runs at a time; one that only submits a job, like sbatch, ends quickly.
 
-    A checkpoint whose evaluation an earlier start of the run did not come to, or could not start, is evaluated now. For
-    that, ``awaiting-evaluation`` in its folder says ``SUBMITTED`` once a queue has taken it.
+    A checkpoint that an earlier start of the run did not evaluate, or could not start to, is evaluated now. For that,
+    ``awaiting-evaluation`` in its folder contains ``SUBMITTED`` once a queue has accepted it.
     """
 
     def __init__(
-        self, config: Config, folder: Path, reporter: Reporter, aside: Callable[[Work], None] = at_once
+        self, config: Config, folder: Path, reporter: Reporter, background: Callable[[Work], None] = run_now
     ) -> None:
-        """``aside`` does what may have to wait for the storage."""
-        self._folder, self._reporter, self._aside = folder, reporter, aside
+        """``background`` runs work that may have to wait for storage."""
+        self._folder, self._reporter, self._background = folder, reporter, background
         self._queue = shlex.split(config.evaluation.queue)
         self._waiting = deque(step for step in steps(folder / CHECKPOINTS) if self._is_left(step))
-        self._running: Started | None = None
+        self._running: RunningEvaluation | None = None
         self._polled = 0.0
         (folder / CONFIG).write_text(without_user(config.model_dump_json(indent=1)), encoding="utf-8")
         results = folder / RESULTS
@@ -69,18 +69,18 @@ class Evaluations:
         write_positions(folder / POSITION, self._positions)
 
     def add(self, committed: Iterable[int]) -> None:
-        """The checkpoints of the steps ``committed`` are durable."""
+        """The checkpoints of the steps ``committed`` have become durable."""
         self._waiting.extend(committed)
 
     def poll(self, now: float) -> None:
-        """Start what waits, and tell new results; looks every few seconds only, never waits."""
+        """Start waiting evaluations, report new results; acts every few seconds only, never waits."""
         if now - self._polled < POLL_S:
             return
         self._polled = now
-        self._aside(self._advance)
+        self._background(self._advance)
 
     def close(self) -> None:
-        """See what has been started or waits through; a run that is to stop breaks it off."""
+        """Wait for running and waiting evaluations; a stopping run aborts them."""
         while self._running is not None or self._waiting:
             if self._reporter.stop_requested:
                 self._break_off()
@@ -109,7 +109,7 @@ class Evaluations:
             self._running = self._start(self._waiting.popleft())
         self._tell()
 
-    def _start(self, step: int) -> Started | None:
+    def _start(self, step: int) -> RunningEvaluation | None:
         command = [sys.executable, "-m", "opsd.trainer.evaluate", str(self._folder.resolve()), str(step)]
         words: list[str] = []
         for word in self._queue:
@@ -121,16 +121,16 @@ class Evaluations:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=of_no_rank(os.environ),
+                    env=without_rank_variables(os.environ),
                     start_new_session=True,
                 )
         except OSError as error:
             self._failed(step, f": {error.strerror}")
             return None
-        return Started(step, process)
+        return RunningEvaluation(step, process)
 
-    def _ended(self, started: Started) -> None:
-        """Of an evaluation that has been done, well or not, the mark is gone by now."""
+    def _ended(self, started: RunningEvaluation) -> None:
+        """A finished evaluation, successful or not, has removed its mark."""
         status = started.process.returncode
         with suppress(OSError), open(self._mark(started.step), "r+", encoding="utf-8") as mark:
             if status:
@@ -159,6 +159,6 @@ class Evaluations:
             write_positions(self._folder / POSITION, self._positions)
 
 
-def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what makes a process a rank."""
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without the variables that make a process a rank."""
     return {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}

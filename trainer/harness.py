@@ -1,6 +1,6 @@
-"""lm-evaluation-harness and lighteval, where they are installed, as evaluators of a run's checkpoints.
+"""lm-evaluation-harness and lighteval, if installed, as evaluators of a run's checkpoints.
 
-Both take a Hugging Face model and write ``results_….json``, in which ``results`` maps each task to its numbers. Those
+Both take a Hugging Face model and write ``results_….json``, in which ``results`` maps each task to its numbers. They
 become results named TASK_METRIC: ``hellaswag_acc_norm`` from lm-evaluation-harness's ``acc_norm,none``, and
 ``arc_challenge_acc`` from lighteval's task ``leaderboard|arc:challenge|0``. Standard errors are left out.
 """
@@ -21,12 +21,12 @@ from opsd.trainer.data.shards import DataError
 from opsd.trainer.huggingface import export_checkpoint
 
 MODEL, OUTPUT = "{model}", "{output}"
-"""In the command, the folder of the model and that for the results."""
+"""Placeholders in the command for the folders of the model and of the results."""
 _NO_RESULT = re.compile(r"stderr|^sample_len$")
 
 
 def run(config: Config, checkpoint: Path) -> dict[str, float]:
-    """The results of the run's harness on ``checkpoint``. Raises DataError, CheckpointError or OSError."""
+    """The results of the run's harness for ``checkpoint``. Raises DataError, CheckpointError or OSError."""
     with tempfile.TemporaryDirectory(prefix="opsd-evaluation-") as name:
         model, output = Path(name, "model"), Path(name, "results")
         export_checkpoint(config, checkpoint, model)

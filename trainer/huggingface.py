@@ -29,7 +29,7 @@ from opsd.trainer.tensors import Stored, tensors_of_files
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 FILE_BYTES = 4_000_000_000
-"""Size from which the next tensor goes into another file."""
+"""File size from which the next tensor goes into another file."""
 
 _NAMES = {
     "embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
@@ -42,16 +42,16 @@ _NAMES = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def their_name(name: str) -> str:
-    """What Hugging Face calls our parameter ``name``."""
+def hf_name(name: str) -> str:
+    """Hugging Face's name of our parameter ``name``."""
     match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.weight", name)
     assert match
     layer, part = match.groups()
     return f"model.layers.{layer}.{_NAMES[part]}.weight" if layer else f"{_NAMES[part]}.weight"
 
 
-def their_config(model: ModelSettings, sequence: int) -> dict[str, Any]:
-    """``config.json`` for the model. Raises ConfigError if no architecture there has its combination of switches."""
+def hf_config(model: ModelSettings, sequence: int) -> dict[str, Any]:
+    """``config.json`` of the model. Raises ConfigError if no supported architecture has its combination of settings."""
     partial = bool(model.nope_every or model.window)
     if model.qk_norm and partial:
         raise ConfigError("Hugging Face has no architecture with model.qk_norm and model.nope_every or model.window")
@@ -83,7 +83,7 @@ def their_config(model: ModelSettings, sequence: int) -> dict[str, Any]:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``[model]`` that ``config.json`` asks for. Raises ConfigError for what this model cannot be."""
+    """The ``[model]`` settings equivalent to ``config.json``. Raises ConfigError for unsupported models."""
     kind = config.get("model_type")
     if kind not in ("llama", "smollm3", "qwen3"):
         raise ConfigError(f"config.json has model_type {kind!r}; llama, smollm3 and qwen3 can be used")
@@ -110,7 +110,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def fill(model: Decoder, folder: Path) -> None:
-    """Give this rank's part of ``model`` the weights in ``folder``. Raises ConfigError if they are of another model."""
+    """Load the weights in ``folder`` into this rank's part of ``model``. Raises ConfigError if they do not fit."""
     try:
         wanted = settings_of(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
         for key, value in wanted.items():
@@ -119,7 +119,7 @@ def fill(model: Decoder, folder: Path) -> None:
         index = folder / INDEX
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else {}
         for name, parameter in model.named_parameters():
-            region, theirs = region_of(parameter), their_name(name)
+            region, theirs = region_of(parameter), hf_name(name)
             with safe_open(folder / places.get(theirs, SINGLE), framework="pt") as file:
                 region.local.copy_(file.get_slice(theirs)[region.slices])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -129,7 +129,7 @@ def fill(model: Decoder, folder: Path) -> None:
 
 
 def write(folder: Path, tensors: Iterable[Stored], dtype: torch.dtype, config: Mapping[str, Any]) -> int:
-    """Write our parameters as a Hugging Face model into ``folder``; returns how many there were."""
+    """Write our parameters as a Hugging Face model into ``folder``; returns the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     names: dict[str, str] = {}
     size = 0
@@ -151,7 +151,7 @@ def write(folder: Path, tensors: Iterable[Stored], dtype: torch.dtype, config: M
 def _groups(tensors: Iterable[Stored], dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     group: dict[str, torch.Tensor] = {}
     for stored in tensors:
-        group[their_name(stored.name)] = stored.read().to(dtype).contiguous()
+        group[hf_name(stored.name)] = stored.read().to(dtype).contiguous()
         if sum(tensor.nbytes for tensor in group.values()) > FILE_BYTES:
             yield group
             group = {}
@@ -190,11 +190,11 @@ def export(config: str, target: Path, overrides: tuple[str, ...], step: int | No
 
 
 def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Write the checkpoint in ``folder`` as a model with its tokenizer to ``target``; returns how many tensors it has.
+    """Write the checkpoint in ``folder`` as a model with its tokenizer to ``target``; returns the number of tensors.
 
     Raises CheckpointError or OSError.
     """
-    count = write(target, parameters_in(folder), dtype, their_config(settings.model, settings.data.sequence))
+    count = write(target, parameters_in(folder), dtype, hf_config(settings.model, settings.data.sequence))
     corpora = [".", *settings.data.sources]
     paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
     if tokenizer := next((path for path in paths if path.is_file()), None):
@@ -210,14 +210,14 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def settings(folder: Path) -> None:
-    """Print the section [model] that the Hugging Face model in FOLDER asks for."""
+    """Print the section [model] for the Hugging Face model in FOLDER."""
     click.echo("[model]")
     for key, value in settings_of(json.loads((folder / CONFIG).read_text(encoding="utf-8"))).items():
         click.echo(f"{key} = {json.dumps(value)}")
 
 
 def run(command: Callable[[], object] = main) -> None:
-    """Entry point: what a user can put right is one sentence."""
+    """Entry point: errors that the user can fix are one sentence."""
     try:
         command()
     except (ConfigError, CheckpointError, OSError, KeyError) as error:

@@ -8,23 +8,23 @@ from statistics import median
 from opsd.trainer.settings import CheckpointSettings
 
 FIRST_S = 60.0
-"""The first checkpoint of a start comes after this if its interval follows from a stall that has yet to be measured."""
+"""When the first checkpoint of a start is due if the interval depends on a stall that has not been measured yet."""
 
 LEAST_S = 10.0
 REMEMBERED = 9
 
 
 def daly(stall_s: float, mttf_s: float) -> float:
-    """The interval in seconds that loses least to saving and to failures together: sqrt(2 w M) - w.
+    """The checkpoint interval in seconds with the least total loss to saving and failures: sqrt(2 w M) - w.
 
-    ``stall_s`` w is what a save holds the training up, ``mttf_s`` M the job's mean time to failure (Daly 2006, eq. 20,
-    to first order; a save that takes longer than half of M is not worth planning for, and M is returned).
+    ``stall_s`` w is how long a save stops the training, ``mttf_s`` M the job's mean time to failure (Daly 2006, eq. 20,
+    to first order). For a save longer than half of M the result is M.
     """
     return math.sqrt(2 * stall_s * mttf_s) - stall_s if stall_s < mttf_s / 2 else mttf_s
 
 
 class Interval:
-    """Says at which steps to save, from ``settings`` and from what saving has cost so far; seconds are monotonic."""
+    """Decides at which steps to save, from ``settings`` and the measured stalls; seconds are monotonic."""
 
     def __init__(self, settings: CheckpointSettings, now: float) -> None:
         self._settings = settings
@@ -33,7 +33,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """Seconds between checkpoints as things stand; not for an interval in steps."""
+        """The present interval in seconds; not for an interval in steps."""
         if self._settings.minutes:
             return self._settings.minutes * 60
         if not self._stalls:
@@ -47,6 +47,6 @@ class Interval:
         return now - self._since >= self.seconds
 
     def saved(self, began: float, stall_s: float) -> None:
-        """A save began at ``began`` and held the training up for ``stall_s``."""
+        """A save began at ``began`` and stopped the training for ``stall_s``."""
         self._since = began
         self._stalls = [*self._stalls, stall_s][-REMEMBERED:]

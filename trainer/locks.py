@@ -1,7 +1,7 @@
-"""Locks that tell whether ranks, or their persist processes, are still alive: on this node or on another one.
+"""Locks that show whether ranks, or their persist processes, are alive, on this node or another.
 
-Each rank locks its byte of the file ``.saving`` and shares the lock with its persist process, so that the byte is
-locked as long as either lives.
+Each rank locks its byte of the file ``.saving`` and shares the lock with its persist process, so the byte is locked as
+long as either lives.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of 64-bit Linux (fcntl(2)): t
 
 
 def hold_lock(root: Path, rank: int) -> int:
-    """A descriptor that locks the byte of ``rank`` for as long as any process has it open.
+    """A descriptor that locks the byte of ``rank`` as long as any process has it open.
 
-    Not to get the lock (a hung process of an earlier start has it, or the file system has no locks) only means that
-    a save is given up early if the ranks die.
+    If the lock is not available (a hung process of an earlier start holds it, or the file system has no locks), a save
+    is given up early if the ranks die; nothing else changes.
     """
     locks = _open(root)
     with suppress(OSError):
@@ -40,7 +40,7 @@ def saving(root: Path, rank: int) -> bool:
 
 
 def locked(locks: int, start: int, length: int) -> bool:
-    """Whether somebody else has a lock in the range; a ``length`` of 0 is without end."""
+    """Whether another process has a lock in the range; a ``length`` of 0 is unlimited."""
     try:
         answer = fcntl.fcntl(locks, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     except OSError:

@@ -1,9 +1,9 @@
-"""The newest staged state of each rank in the node's shared memory, where it survives the rank. Torch-free.
+"""The newest staged state of each rank in the node's shared memory, where it outlives the rank. Torch-free.
 
-Beside the rank pages of a run lie, for each rank, ``rank-0000.state``, laid out as its checkpoint file, and
-``rank-0000.state.json``, a record of what it is. The record is removed before the state is touched and written once it
-is complete, so a state with a record is whole, and its checksum proves it. The states of all ranks together are a
-checkpoint if they are of one save of one start of the run.
+For each rank there are, beside the rank pages of a run, ``rank-0000.state``, laid out as its checkpoint file, and
+``rank-0000.state.json``, its metadata. The metadata is removed before the state changes and written once the state is
+complete, so a state with metadata is whole, and its checksum verifies it. The states of all ranks form a checkpoint if
+they are of the same save of the same start of the run.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from opsd.checkpoints.manifest import FileEntry, Manifest
 from opsd.checkpoints.sealed import Damaged, parse, read_regular
 
 TIER, PARTNER = "memory", "partner"
-"""Where a state was: in the memory of the node of its rank, or of another."""
+"""Where a state was found: in the memory of its rank's node, or of another."""
 _BLOCK = 1 << 24
 _LONGEST = 1 << 16
-"""Of a record, in bytes."""
+"""Largest metadata file, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """What a staged state is. ``digest`` says what it belongs to, ``attempt`` which start of the run made it."""
+class StateInfo:
+    """The metadata of a staged state. ``digest`` identifies model and data, ``attempt`` the start of the run."""
 
     rank: int
     step: int
@@ -45,8 +45,8 @@ class Record:
     created: float
 
     @classmethod
-    def parse(cls, content: bytes) -> Record:
-        """The record that ``content``, JSON, holds. Raises Damaged if it makes no sense."""
+    def parse(cls, content: bytes) -> StateInfo:
+        """The metadata in ``content``, JSON. Raises Damaged if it is invalid."""
         raw = parse(content)
         kinds = get_type_hints(cls)
         if raw.keys() != kinds.keys():
@@ -60,25 +60,25 @@ class Record:
 
     @property
     def save(self) -> int:
-        """A positive 62-bit number that the records of one save have in common, and those of no other."""
+        """A positive 62-bit number that is the same for all states of one save, and differs between saves."""
         text = json.dumps([self.step, self.sample, self.digest, self.attempt, self.layout])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2 | 1
 
 
 def state_path(folder: Path, rank: int) -> Path:
-    """The staged state of ``rank``."""
+    """The file of the staged state of ``rank``."""
     return folder / f"rank-{rank:04d}.state"
 
 
-def record_path(folder: Path, rank: int) -> Path:
-    """Its record."""
+def info_path(folder: Path, rank: int) -> Path:
+    """The file of its metadata."""
     return folder / f"rank-{rank:04d}.state.json"
 
 
 def open_state(folder: Path, rank: int, size: int) -> int:
-    """A descriptor of the state of ``rank`` with room for ``size`` bytes; a record that is there stays true.
+    """A descriptor of the state of ``rank`` with room for ``size`` bytes; existing metadata stays valid.
 
-    A state of another size is replaced and not resized, since a process may still be reading it. Raises OSError, for
+    A state of another size is replaced, not resized, since a process may still be reading it. Raises OSError, for
     instance if shared memory is full.
     """
     path = state_path(folder, rank)
@@ -96,66 +96,66 @@ def open_state(folder: Path, rank: int, size: int) -> int:
     return descriptor
 
 
-def write_record(folder: Path, record: Record) -> None:
-    """Declare the state of ``record.rank`` whole. Raises OSError."""
-    path = record_path(folder, record.rank)
+def write_info(folder: Path, info: StateInfo) -> None:
+    """Declare the state of ``info.rank`` complete. Raises OSError."""
+    path = info_path(folder, info.rank)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    draft.write_text(json.dumps(asdict(info)), encoding="utf-8")
     draft.replace(path)
 
 
-def read_record(folder: Path, rank: int) -> Record | None:
-    """The record of ``rank``, None if there is none that makes sense."""
+def read_info(folder: Path, rank: int) -> StateInfo | None:
+    """The metadata of ``rank``, None if it is missing or invalid."""
     try:
-        record = Record.parse(read_regular(record_path(folder, rank), _LONGEST))
-        is_of_it = record.rank == rank and state_path(folder, rank).stat().st_size == record.size
+        info = StateInfo.parse(read_regular(info_path(folder, rank), _LONGEST))
+        is_of_it = info.rank == rank and state_path(folder, rank).stat().st_size == info.size
     except (OSError, Damaged):
         return None
-    return record if is_of_it else None
+    return info if is_of_it else None
 
 
 def forget(folder: Path, rank: int) -> None:
-    """The state of ``rank`` is about to change."""
-    record_path(folder, rank).unlink(missing_ok=True)
+    """Invalidate the state of ``rank`` before it changes."""
+    info_path(folder, rank).unlink(missing_ok=True)
 
 
 def remove(folder: Path, rank: int) -> None:
-    """Give the memory of ``rank`` back."""
+    """Free the memory of ``rank``."""
     forget(folder, rank)
     state_path(folder, rank).unlink(missing_ok=True)
 
 
 def keep_only(folder: Path, ranks: Collection[int]) -> None:
-    """Give back the memory of all other ranks, which this node had before the run went on with other nodes."""
+    """Free the memory of all other ranks, which this node had before the run moved to other nodes."""
     for path in folder.glob("rank-*.state"):
         number = path.name.removeprefix("rank-").removesuffix(".state")
         if number.isdigit() and int(number) not in ranks:
             remove(folder, int(number))
 
 
-def all_records(folder: Path) -> Iterator[Record]:
-    """What the memory of this node holds, by rank."""
+def all_infos(folder: Path) -> Iterator[StateInfo]:
+    """The metadata of all states on this node, by rank."""
     for path in sorted(folder.glob("rank-*.state.json")):
         number = path.name.removeprefix("rank-").partition(".")[0]
-        record = read_record(folder, int(number)) if number.isdigit() else None
-        if record is not None:
-            yield record
+        info = read_info(folder, int(number)) if number.isdigit() else None
+        if info is not None:
+            yield info
 
 
-def records(folder: Path, save: int) -> Iterator[Record]:
-    """Those that belong to one save."""
-    return (record for record in all_records(folder) if record.save == save)
+def infos_of(folder: Path, save: int) -> Iterator[StateInfo]:
+    """The metadata of the states of one save."""
+    return (info for info in all_infos(folder) if info.save == save)
 
 
-def manifest_of(found: list[Record]) -> Manifest:
-    """The checkpoint that ``found``, the records of one save, make up."""
+def manifest_of(found: list[StateInfo]) -> Manifest:
+    """The checkpoint formed by ``found``, the states of one save."""
     first = found[0]
-    files = tuple(FileEntry(f"rank-{record.rank:04d}.state", record.size, record.checksum) for record in found)
+    files = tuple(FileEntry(f"rank-{info.rank:04d}.state", info.size, info.checksum) for info in found)
     return Manifest(first.step, first.sample, first.layout, first.digest, files, TIER, first.created, first.run)
 
 
 def checksum(view: memoryview) -> str:
-    """The checksum of a state, as manifests have it."""
+    """The checksum of a state, in the format of manifests."""
     digest = xxhash.xxh3_128()
     for at in range(0, len(view), _BLOCK):
         digest.update(view[at : at + _BLOCK])

@@ -29,19 +29,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from opsd.trainer.background import Work, at_once
+from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import Config
 
 METRICS = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends lines to a file. A full disk never stops the training: the line is dropped, and said so once."""
+    """Appends lines to a file. A full disk does not stop the training: lines are dropped, with one message."""
 
     def __init__(
-        self, path: Path, config: Config, flops: float, ranks: int, aside: Callable[[Work], None] = at_once
+        self, path: Path, config: Config, flops: float, ranks: int, background: Callable[[Work], None] = run_now
     ) -> None:
-        """``flops`` is what the model costs per token, forward and backward; ``aside`` does what may have to wait."""
+        """``flops`` per token, forward and backward. ``background`` runs work that may have to wait for storage."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -51,10 +51,10 @@ class MetricsLog:
         self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
         self._step_began = time.perf_counter()
         self._told = False
-        self._aside = aside
+        self._background = background
 
     def write(self, *, step: int, **values: float | int) -> None:
-        """Append the line of the ``step`` that ends now; ``values`` are the keys that only the caller knows."""
+        """Append the line of the ``step`` that ends now; ``values`` are the keys that the caller provides."""
         tokens = self._data.batch_at(step) * self._data.sequence
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
@@ -68,10 +68,10 @@ class MetricsLog:
             "mfu": self._flops * tokens / step_s / self._peak_flops if self._peak_flops else None,
         }
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._aside(partial(self._append, json.dumps(finite).encode() + b"\n"))
+        self._background(partial(self._append, json.dumps(finite).encode() + b"\n"))
 
     def _append(self, line: bytes) -> None:
-        """Append a line, whole or not at all."""
+        """Append a whole line, or nothing."""
         try:
             end = os.lseek(self._file, 0, os.SEEK_END)
             if os.write(self._file, line) < len(line):

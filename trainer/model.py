@@ -1,7 +1,7 @@
-"""The decoder: grouped-query attention, RoPE with layers left out, tied embeddings, RMSNorm, SwiGLU.
+"""The decoder: grouped-query attention, RoPE with exempt layers, tied embeddings, RMSNorm, SwiGLU.
 
-The shape is SmolLM3's; settings make it others'. Documents are packed into sequences, and a token attends to its own
-document only.
+The default architecture is SmolLM3's; settings give others. Documents are packed into sequences, and a token attends to
+its own document only.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from opsd.trainer.attention import Context, View, attend, make_view, rotate
+from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs, rotate
 from opsd.trainer.loss import next_token_loss
 from opsd.trainer.settings import ModelSettings
 
 
 class Attention(nn.Module):
-    """Causal self-attention within documents; ``rotary`` is off in the layers that have no positions (NoPE).
+    """Causal self-attention within documents; ``rotary`` is off in layers without positions (NoPE).
 
-    Layers without positions see their whole document even where others have a window.
+    Layers without positions see their whole document even if others have a window.
     """
 
     def __init__(self, settings: ModelSettings, rotary: bool) -> None:
@@ -38,7 +38,7 @@ class Attention(nn.Module):
             self.key_norm = nn.RMSNorm(settings.head_dim, settings.norm_eps)
         self.normalised = settings.qk_norm
 
-    def forward(self, x: torch.Tensor, view: View) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """``x`` [batch, sequence, width] to the same shape."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
@@ -46,9 +46,9 @@ class Attention(nn.Module):
         if self.normalised:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary:
-            q, k = rotate(q, view.turn), rotate(k, view.turn)
+            q, k = rotate(q, inputs.rotation), rotate(k, inputs.rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = attend(q, k, v, view.near if self.rotary else view.everything, view.context)
+        y = attend(q, k, v, inputs.window_mask if self.rotary else inputs.full_mask, inputs.context)
         output: torch.Tensor = self.output(y.transpose(1, 2).flatten(2))
         return output
 
@@ -77,17 +77,17 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(settings.width, settings.norm_eps)
         self.ffn = FeedForward(settings)
 
-    def forward(self, x: torch.Tensor, view: View) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """``x`` [batch, sequence, width] to the same shape."""
-        x = x + self.attention(self.attention_norm(x), view)
+        x = x + self.attention(self.attention_norm(x), inputs)
         x = x + self.ffn(self.ffn_norm(x))
         return x  # noqa: RET504 -- one line for each half of the block
 
 
 class Decoder(nn.Module):
-    """The language model, or the ``layers`` of it that a pipeline stage has.
+    """The language model, or the ``layers`` of a pipeline stage.
 
-    The first stage embeds the tokens and the last one makes the loss. Parameters have the same names in every stage.
+    The first stage embeds the tokens and the last one computes the loss. Parameters have the same names in every stage.
     With tied embeddings the first and the last stage each have a copy of the embedding.
     """
 
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         self.context: Context = None
         self.loss = next_token_loss
         self.vocabulary: dist.ProcessGroup | None = None
-        """The ranks over which the vocabulary of the logits is split; None if they are whole."""
+        """The ranks over which the vocabulary of the logits is split; None if it is not split."""
         if self.first or (self.last and settings.tied):
             self.embedding = nn.Embedding(settings.vocab, settings.width)
         self.blocks = nn.ModuleDict({str(layer): Block(settings, has_rotary(layer, settings)) for layer in layers})
@@ -110,28 +110,28 @@ class Decoder(nn.Module):
 
     @property
     def shared(self) -> frozenset[str]:
-        """Parameters that another pipeline stage has a copy of."""
+        """Parameters of which another pipeline stage has a copy."""
         return frozenset({"embedding.weight"}) if self.settings.tied and self.first != self.last else frozenset()
 
     def tie(self) -> None:
-        """Make the output projection the embedding itself, if it is to be, after either has got new storage."""
+        """Make the output projection share the embedding, if configured, after either got new storage."""
         if self.last and self.settings.tied:
             self.head.weight = self.embedding.weight
 
     def forward(
         self, x: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor | None = None, z_loss: float = 0.0
     ) -> torch.Tensor:
-        """Logits [batch, sequence, vocab], or the mean loss per token where ``targets`` are given.
+        """Logits [batch, sequence, vocab], or the mean loss per token if ``targets`` are given.
 
-        ``x`` and ``targets`` [batch, sequence] are token ids. ``documents`` [batch, sequence] numbers the
-        document of each token within its row, of whole sequences even where they are split over ranks. Between pipeline
-        stages ``x`` and the result are activations [batch, sequence, width].
+        ``x`` and ``targets`` [batch, sequence] are token ids. ``documents`` [batch, sequence] numbers the document of
+        each token within its row, of whole sequences even if they are split over ranks. Between pipeline stages ``x``
+        and the result are activations [batch, sequence, width].
         """
-        view = make_view(documents, self.settings, self.context)
+        inputs = attention_inputs(documents, self.settings, self.context)
         if self.first:
             x = self.embedding(x)
         for block in self.blocks.values():
-            x = block(x, view)
+            x = block(x, inputs)
         if not self.last:
             return x
         logits: torch.Tensor = self.head(self.norm(x))
@@ -144,7 +144,7 @@ def has_rotary(layer: int, settings: ModelSettings) -> bool:
 
 
 def count_parameters(settings: ModelSettings) -> int:
-    """Parameters of the whole model."""
+    """Number of parameters of the whole model."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Decoder(settings).parameters())
 

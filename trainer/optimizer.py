@@ -15,8 +15,8 @@ from opsd.trainer.settings import OptimizerSettings
 class Optimizer:
     """Fused AdamW; embeddings and norms have no weight decay (OLMo 2, SmolLM3).
 
-    AdamW works element by element, so each rank updates its own shards as plain tensors. Going through DTensor instead
-    gives the same bits and costs tenths of a second at the first step, which every restart would pay.
+    AdamW is elementwise, so each rank updates its own shards as plain tensors. DTensors would give the same bits but
+    cost tenths of a second in the first step after every restart.
     """
 
     def __init__(self, model: Decoder, settings: OptimizerSettings) -> None:
@@ -46,25 +46,25 @@ class Optimizer:
             }
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
-        """The state of the parameter ``name``: exp_avg and exp_avg_sq like its shard, step as a scalar."""
+        """The state of the parameter ``name``: exp_avg and exp_avg_sq shaped like its shard, step as a scalar."""
         state: dict[str, torch.Tensor] = self._adamw.state[self.shards[name]]
         return state
 
     @property
     def updates(self) -> torch.Tensor:
-        """The number of updates taken so far, which the bias correction depends on; a scalar."""
+        """The number of updates so far, needed for the bias correction; a scalar."""
         return self.moments(next(iter(self.shards)))["step"]
 
     def set_updates(self, updates: float) -> None:
-        """Set the number of updates taken so far, of every parameter."""
+        """Set the number of updates so far, of every parameter."""
         for state in self._adamw.state.values():
             state["step"].fill_(updates)
 
     def take_gradients(self) -> torch.Tensor:
         """Take the gradients from the model.
 
-        Returns the sum of their squares on this rank, float64; summed over ranks it is the square of the global norm,
-        because what several ranks hold counts on each of them in part only.
+        Returns the sum of their squares on this rank, float64. Its sum over ranks is the square of the global norm:
+        what several ranks hold counts on each of them in part.
         """
         gradients = []
         for parameter, shard in zip(self._parameters, self.shards.values(), strict=True):
@@ -77,7 +77,7 @@ class Optimizer:
     def update(self, rate: float, norm: float) -> bool:
         """Update the parameters with the learning rate ``rate``, given the global gradient norm.
 
-        Returns False if the norm is not finite; then the gradients are dropped and nothing changes.
+        If the norm is not finite, returns False, drops the gradients and changes nothing.
         """
         if math.isfinite(norm):
             if norm > self._clip:

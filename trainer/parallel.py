@@ -1,8 +1,8 @@
-"""From a layout to a parallel model: the one place that knows how a model is spread over ranks.
+"""Builds the parallel model for a layout: the only module that knows how a model is spread over ranks.
 
-The parts are torch's own. From the inside out: a pipeline stage has some of the layers; within it tensor parallelism
-splits each layer's matrices and, between them, the sequence (DTensor); layers are recomputed and compiled as asked;
-FSDP shards what is left over data-parallel and context-parallel ranks.
+It uses torch's own components. From the inside out: a pipeline stage has some of the layers; within it tensor
+parallelism splits each layer's matrices and, between them, the sequence (DTensor); layers are recomputed and compiled
+as configured; FSDP shards the rest over data-parallel and context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _KEPT = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
 }
-"""Operations whose results selective recomputation keeps: the dear ones to compute, or to communicate, again."""
+"""Operations whose results selective recomputation keeps: those expensive to compute or communicate again."""
 
 
 def build(config: Config, world: World) -> Decoder:
-    """This rank's part of the model, with the initial values that ``run.seed`` gives."""
+    """This rank's part of the model, with initial values drawn from ``run.seed``."""
     per_stage = config.model.layers // config.parallel.pp
     with torch.device("meta"):
         model = Decoder(config.model, range(world.stage * per_stage, (world.stage + 1) * per_stage))
@@ -102,7 +102,7 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _wrap_forward(block: Block, parallel: ParallelSettings) -> None:
-    """Have the layer recomputed and compiled. Its ``forward`` is replaced so that FSDP's hooks stay outside."""
+    """Recompute and compile the layer. Only its ``forward`` is replaced, so that FSDP's hooks stay outside."""
     forward = block.forward
     if parallel.recompute != "none":
         contexts = partial(create_selective_checkpoint_contexts, _policy)
@@ -120,7 +120,7 @@ def _policy(_: object, operation: object, *args: object, **kwargs: object) -> Ch
 
 
 def _to_float8(model: Decoder) -> None:
-    """Have the layers' matrices multiplied in float8, each with a scale of its own (torchao's default recipe)."""
+    """Multiply the layers' matrices in float8, each with its own scale (torchao's default recipe)."""
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
@@ -134,10 +134,10 @@ def _to_float8(model: Decoder) -> None:
 
 
 def _shard(model: Decoder, config: Config, world: World) -> None:
-    """FSDP: parameters, gradients and optimiser state are split, and gathered layer by layer.
+    """FSDP: parameters, gradients and optimiser state are sharded, and gathered layer by layer.
 
-    In a pipeline they stay gathered until the last micro-batch, as they do where there is nobody to share them with;
-    gathering them for each would cost more than it saves.
+    In a pipeline they stay gathered until the last micro-batch, because gathering for each would cost more than it
+    saves, and so they do without other ranks to shard over.
     """
     policy = MixedPrecisionPolicy()
     if config.model.dtype == "bfloat16":

@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank holds, and initial values that do not depend on how tensors are split."""
+"""The part of a tensor that this rank holds, and initial values that do not depend on how tensors are split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opsd.trainer.model import Decoder, init_std
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The part of a tensor that this rank holds: ``local`` begins at ``offset`` of a tensor of shape ``shape``."""
+    """The part of a tensor on this rank: ``local`` begins at ``offset`` of a tensor of shape ``shape``."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
@@ -26,12 +26,12 @@ class Region:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where ``local`` lies in the whole tensor."""
+        """The position of ``local`` in the whole tensor."""
         return tuple(slice(at, at + n) for at, n in zip(self.offset, self.local.shape, strict=True))
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """The local part of a tensor and where it lies; of a plain tensor, the whole."""
+    """The local part of a tensor and its position; for a plain tensor, all of it."""
     local, shape = local_part(tensor), tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Region(local, shape, (0,) * tensor.dim())
@@ -48,7 +48,7 @@ def region_of(tensor: torch.Tensor) -> Region:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that this rank holds, sharing its memory, without autograd."""
+    """The part of ``tensor`` on this rank, sharing its memory, without autograd."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -62,7 +62,7 @@ def holders(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int) -> None:
-    """Draw every parameter, the same bits for every layout: from a generator of its own, in full, and keep our part.
+    """Draw every parameter in full from its own generator and keep our part: the same bits in every layout.
 
     Drawing only the local part would give the ranks of a tensor-parallel group equal shards.
     """

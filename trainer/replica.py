@@ -1,18 +1,18 @@
-"""A copy of each rank's staged state in the memory of another node, sent over TCP by the persist processes. Torch-free.
+"""A replica of each rank's staged state in another node's memory, sent over TCP by the persist processes. Torch-free.
 
-The rank with the same local rank on the next node keeps it beside its own (``opsd.trainer.memory``). What is sent
-proves that it is of this start of this run, and is not encrypted. The receiver answers twice, with what it has against
-the record and with what it has against the state, as one byte that gives the length of a sentence; 0 is agreement::
+The rank with the same local rank on the next node stores it beside its own state (``opsd.trainer.memory``). Data is
+authenticated as belonging to this start of this run, and is not encrypted. The receiver answers twice, with its
+objection to the metadata and to the state: one byte for the length of a sentence; 0 means none::
 
     receiver                             sender
     nonce, 16 bytes              ->
-                                 <-      length, 4 bytes; record, JSON; HMAC(nonce, record)
+                                 <-      length, 4 bytes; metadata, JSON; HMAC(nonce, metadata)
     answer                       ->
-                                 <-      state; HMAC(nonce, record, state)
+                                 <-      state; HMAC(nonce, metadata, state)
     answer                       ->
 
-Anybody can connect. Who does not prove in two seconds to be the partner is cut off, and where there are too many, the
-one that has waited longest at once; nobody waits for any of them.
+Anyone can connect. A connection that is not authenticated within two seconds is closed, and if there are too many, the
+oldest one is closed at once; they never delay the partner.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from opsd.trainer import memory
-from opsd.trainer.memory import Record
+from opsd.trainer.memory import StateInfo
 
 KEY = "OPSD_REPLICA_KEY"
-"""In the environment of a persist process, hexadecimal: what both sides know and others do not."""
+"""Environment variable of a persist process with the shared key, hexadecimal."""
 TIMEOUT_S = 10.0
-"""For a block, or an answer."""
-PROOF_S = 2.0
-"""For all of what proves that the sender is of this run."""
-STRANGERS, FROM_ONE = 16, 4
-"""Connections that have not proven it yet: of all addresses, and of one."""
-COMPLAINT_S = 60.0
+"""For one block, or one answer."""
+AUTHENTICATION_TIMEOUT_S = 2.0
+"""For the whole authentication of a sender."""
+MAX_UNAUTHENTICATED, MAX_PER_ADDRESS = 16, 4
+"""Unauthenticated connections: in total, and from one address."""
+LOG_INTERVAL_S = 60.0
 _BLOCK = 1 << 22
 _NONCE, _PROOF, _LONGEST = 16, 32, 1 << 16
 _POLL_S = 0.02
@@ -51,7 +51,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """With whom a rank exchanges copies: it sends to ``target``, "ADDRESS PORT", and keeps the state of ``source``.
+    """The partners of a rank: it sends to ``target``, "ADDRESS PORT", and stores the state of ``source``.
 
     ``listener`` is the descriptor of the socket to which ``source`` sends, ``key`` hexadecimal.
     """
@@ -63,28 +63,28 @@ class Pairing:
 
 
 class Refused(OSError):
-    """What the other side has against it."""
+    """The other side's objection."""
 
 
-class Sending(threading.Thread):
-    """A state on its way to the other node, which ``stop`` ends early."""
+class Sender(threading.Thread):
+    """Sends a state to the other node; ``stop`` ends it early."""
 
-    def __init__(self, target: str, key: bytes, record: Record, state: mmap.mmap) -> None:
+    def __init__(self, target: str, key: bytes, info: StateInfo, state: mmap.mmap) -> None:
         super().__init__(daemon=True)
-        self._key, self._record, self._state = key, record, state
+        self._key, self._info, self._state = key, info, state
         host, port = target.split()
         self._target = host, int(port)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.settimeout(TIMEOUT_S)
         self.why = ""
-        """Why the copy was not made."""
+        """Why no replica was made."""
 
     def run(self) -> None:
-        """Send."""
+        """Send the state."""
         try:
             with self._socket, memoryview(self._state) as view:
                 self._socket.connect(self._target)
-                _send(self._socket, self._key, self._record, view)
+                _send(self._socket, self._key, self._info, view)
         except OSError as error:
             self.why = f"{self._target[0]}: {error.strerror or error}"
 
@@ -95,44 +95,50 @@ class Sending(threading.Thread):
         self.join()
 
     def finish(self, hopeless: Callable[[float], bool]) -> None:
-        """Wait for the end, or until ``hopeless``, which itself waits for so many seconds at most, says to give up."""
+        """Wait for the end, or until ``hopeless``, which waits for up to the given seconds, returns True."""
         while self.is_alive():
             if hopeless(_POLL_S):
                 self.stop()
 
 
-def _send(connection: socket.socket, key: bytes, record: Record, view: memoryview) -> None:
-    header = json.dumps(asdict(record)).encode()
+def _send(connection: socket.socket, key: bytes, info: StateInfo, view: memoryview) -> None:
+    header = json.dumps(asdict(info)).encode()
     proof = hmac.new(key, _read(connection, _NONCE) + header, "sha256")
     connection.sendall(len(header).to_bytes(4, "big") + header + proof.digest())
-    _hear(connection)
+    _read_answer(connection)
     for begin in range(0, len(view), _BLOCK):
         with view[begin : begin + _BLOCK] as block:
             proof.update(block)
             connection.sendall(block)
     connection.sendall(proof.digest())
-    _hear(connection)
+    _read_answer(connection)
 
 
-class Keeper:
-    """Keeps in ``folder`` the state of ``rank`` that this ``attempt`` of the run sends, and of several the newest.
+class Receiver:
+    """Stores in ``folder`` the newest state of ``rank`` that this ``attempt`` of the run sends.
 
-    ``proof_s`` and ``timeout_s`` are PROOF_S and TIMEOUT_S.
+    ``authentication_timeout_s`` and ``timeout_s`` default to the constants.
     """
 
     def __init__(
-        self, key: bytes, folder: Path, rank: int, attempt: str, proof_s: float = PROOF_S, timeout_s: float = TIMEOUT_S
+        self,
+        key: bytes,
+        folder: Path,
+        rank: int,
+        attempt: str,
+        authentication_timeout_s: float = AUTHENTICATION_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._proof_s, self._timeout_s = proof_s, timeout_s
+        self._proof_s, self._timeout_s = authentication_timeout_s, timeout_s
         self._key, self._folder, self._rank, self._attempt = key, folder, rank, attempt
         self._lock = threading.Lock()
         self._strangers: list[tuple[str, socket.socket]] = []
         self._partner: socket.socket | None = None
         self._taking = threading.Lock()
-        self._complained = -COMPLAINT_S
+        self._complained = -LOG_INTERVAL_S
 
     def serve(self, listener: socket.socket) -> None:
-        """Take what comes to ``listener``, until that is closed."""
+        """Accept connections to ``listener`` until that is closed."""
         while True:
             try:
                 connection, (host, *_) = listener.accept()
@@ -143,56 +149,56 @@ class Keeper:
                 continue
             self._admit(host, connection)
             try:
-                threading.Thread(target=self._converse, args=(host, connection), daemon=True).start()
+                threading.Thread(target=self._handle, args=(host, connection), daemon=True).start()
             except RuntimeError:  # no thread can be had for now
-                self._leave(connection)
+                self._discard_connection(connection)
                 connection.close()
 
     def _admit(self, host: str, connection: socket.socket) -> None:
         with self._lock:
             self._strangers.append((host, connection))
             alike = [stranger for stranger in self._strangers if stranger[0] == host]
-            if len(alike) > FROM_ONE:
+            if len(alike) > MAX_PER_ADDRESS:
                 oldest = alike[0]
-            elif len(self._strangers) > STRANGERS:
+            elif len(self._strangers) > MAX_UNAUTHENTICATED:
                 oldest = self._strangers[0]
             else:
                 return
             self._strangers.remove(oldest)
             _cut_off(oldest[1])
 
-    def _leave(self, connection: socket.socket) -> None:
-        """It is a stranger no more."""
+    def _discard_connection(self, connection: socket.socket) -> None:
+        """It is not counted as unauthenticated any more."""
         with self._lock:
             self._strangers = [stranger for stranger in self._strangers if stranger[1] is not connection]
 
-    def _converse(self, host: str, connection: socket.socket) -> None:
+    def _handle(self, host: str, connection: socket.socket) -> None:
         proven = False
         with connection:
             try:
-                record, proof = _greet(connection, self._key, self._proof_s)
+                info, proof = _authenticate(connection, self._key, self._proof_s)
                 proven = True
-                self._leave(connection)
+                self._discard_connection(connection)
                 self._replace(connection)
                 with self._taking:
                     connection.settimeout(self._timeout_s)
-                    _take(connection, record, proof, self._folder, self._rank, self._attempt)
+                    _receive_state(connection, info, proof, self._folder, self._rank, self._attempt)
             except (OSError, ValueError) as error:
-                self._complain(host, error, proven=proven)
+                self._log_failure(host, error, proven=proven)
             finally:
-                self._leave(connection)
+                self._discard_connection(connection)
 
     def _replace(self, connection: socket.socket) -> None:
-        """The partner sends one state after the other: one that is still under way has been given up."""
+        """The partner sends one state after the other: an unfinished one has been given up."""
         with self._lock:
             before, self._partner = self._partner, connection
             if before is not None:
                 _cut_off(before)
 
-    def _complain(self, host: str, error: Exception, *, proven: bool) -> None:
-        """Say why nothing was taken; of strangers, who may be many, not all the time."""
+    def _log_failure(self, host: str, error: Exception, *, proven: bool) -> None:
+        """Log why nothing was stored; for unauthenticated connections at a limited rate."""
         with self._lock:
-            if not proven and time.monotonic() < self._complained + COMPLAINT_S:
+            if not proven and time.monotonic() < self._complained + LOG_INTERVAL_S:
                 return
             self._complained = self._complained if proven else time.monotonic()
         print(f"opsd: a state from {host} was not taken: {error}", file=sys.stderr)
@@ -203,11 +209,13 @@ def _cut_off(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _greet(connection: socket.socket, key: bytes, proof_s: float) -> tuple[Record, hmac.HMAC]:
-    """The record that the other side sends, and what has been proven so far. Raises OSError, ValueError."""
-    deadline = time.monotonic() + proof_s
+def _authenticate(
+    connection: socket.socket, key: bytes, authentication_timeout_s: float
+) -> tuple[StateInfo, hmac.HMAC]:
+    """The metadata that the other side sends, and the HMAC so far. Raises OSError, ValueError."""
+    deadline = time.monotonic() + authentication_timeout_s
     nonce = secrets.token_bytes(_NONCE)
-    connection.settimeout(proof_s)
+    connection.settimeout(authentication_timeout_s)
     connection.sendall(nonce)
     length = int.from_bytes(_read(connection, 4, deadline), "big")
     if length > _LONGEST:
@@ -216,39 +224,41 @@ def _greet(connection: socket.socket, key: bytes, proof_s: float) -> tuple[Recor
     proof = hmac.new(key, nonce + header, "sha256")
     if not hmac.compare_digest(proof.digest(), _read(connection, _PROOF, deadline)):
         _answer(connection, "it is not of this run")
-    return Record.parse(header), proof
+    return StateInfo.parse(header), proof
 
 
-def _take(connection: socket.socket, record: Record, proof: hmac.HMAC, folder: Path, rank: int, attempt: str) -> None:
-    if (record.rank, record.attempt) != (rank, attempt):
-        _answer(connection, f"it is of rank {record.rank}, not {rank}, or of another start")
+def _receive_state(
+    connection: socket.socket, info: StateInfo, proof: hmac.HMAC, folder: Path, rank: int, attempt: str
+) -> None:
+    if (info.rank, info.attempt) != (rank, attempt):
+        _answer(connection, f"it is of rank {info.rank}, not {rank}, or of another start")
     memory.forget(folder, rank)
     try:
-        descriptor = memory.open_state(folder, rank, record.size)
+        descriptor = memory.open_state(folder, rank, info.size)
     except OSError as error:
         _answer(connection, error.strerror or "no memory")
     _answer(connection, "")
-    with mmap.mmap(descriptor, record.size) as state, memoryview(state) as view:
+    with mmap.mmap(descriptor, info.size) as state, memoryview(state) as view:
         os.close(descriptor)
-        for begin in range(0, record.size, _BLOCK):
+        for begin in range(0, info.size, _BLOCK):
             with view[begin : begin + _BLOCK] as block:
                 _fill(connection, block)
                 proof.update(block)
     if not hmac.compare_digest(proof.digest(), _read(connection, _PROOF)):
         _answer(connection, "it was changed on the way")
-    memory.write_record(folder, record)
+    memory.write_info(folder, info)
     _answer(connection, "")
 
 
 def _answer(connection: socket.socket, objection: str) -> None:
-    """Raises Refused if there is an ``objection``, of which the other side has been told."""
+    """Send the ``objection`` and, if there is one, raise Refused."""
     sentence = objection.encode()[:255]
     connection.sendall(bytes([len(sentence)]) + sentence)
     if objection:
         raise Refused(objection)
 
 
-def _hear(connection: socket.socket) -> None:
+def _read_answer(connection: socket.socket) -> None:
     if length := _read(connection, 1)[0]:
         raise Refused(_read(connection, length).decode(errors="replace"))
 
@@ -261,7 +271,7 @@ def _read(connection: socket.socket, count: int, deadline: float | None = None) 
 
 
 def _fill(connection: socket.socket, view: memoryview, deadline: float | None = None) -> None:
-    """Receive all of ``view``, by ``deadline`` of the monotonic clock if there is one. Raises OSError."""
+    """Receive all of ``view``, by ``deadline`` of the monotonic clock if given. Raises OSError."""
     at = 0
     while at < len(view):
         if deadline is not None:

@@ -1,23 +1,18 @@
-"""Choosing the checkpoint to go on from, and reading it back, whatever layout wrote it."""
+"""Choosing the checkpoint to resume from."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
-
-import torch
-import xxhash
 
 from opsd.checkpoints.claims import ClaimError, Fence
 from opsd.checkpoints.manifest import (
@@ -37,32 +32,34 @@ from opsd.checkpoints.manifest import newest as newest_step
 from opsd.checkpoints.remote import URL, without_user
 from opsd.client import Reporter
 from opsd.trainer import memory
-from opsd.trainer.checkpoint import State, StateFile, file_layout
+from opsd.trainer.checkpoint import State
 from opsd.trainer.config import ConfigError
-from opsd.trainer.exchange import carry_out, moves, newest_whole, survey
+from opsd.trainer.exchange import gather_held, newest_whole, plan_transfers, run_transfers
+from opsd.trainer.load import load, load_memory
 from opsd.trainer.locks import wait_for_saves
-from opsd.trainer.persist import CLAIMS_S
-from opsd.trainer.regions import Region
+from opsd.trainer.parts import STORAGE_RETRY_S
 from opsd.trainer.world import World
 
 Found = TypeVar("Found")
-_BLOCK = 1 << 22
 WAIT_FOR_SAVES_S = 60.0
 LOOK_S = 1.0
 WAIT_FOR_FENCED_S = 2.0
-"""A fenced generation commits only what it was about to commit. Its locks say little: those of a dead node stay for a
-minute and more on a server (NFSv4 lease)."""
+"""A fenced generation only commits what it was about to commit. Its locks say little: a server keeps those of a dead
+node
+
+for a minute or more (NFSv4 lease).
+"""
 
 
 class RestoreError(Exception):
-    """There are or may be checkpoints, and none can be loaded; the message is one sentence with the way out."""
+    """Checkpoints exist or may exist, and none can be loaded; the message is one sentence with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Damaged:
-    """What was in memory of ``step`` turned out to be damaged when part of the state had been overwritten with it.
+    """The state of ``step`` in memory was found damaged after part of the rank's state had been overwritten with it.
 
-    It stays in ``folder`` as long as nothing better is found: each start is to meet it until told to begin afresh.
+    It stays in ``folder`` until something better is found, so that each start meets it until one has ``--fresh``.
     """
 
     step: int
@@ -77,9 +74,9 @@ def _patience_s() -> float:
     return WAIT_FOR_SAVES_S
 
 
-def patiently(look: Callable[[], Found]) -> Found:
-    """What ``look`` finds on the shared storage, which is tried again for CLAIMS_S while it fails. Raises OSError."""
-    deadline = time.monotonic() + CLAIMS_S
+def with_retries(look: Callable[[], Found]) -> Found:
+    """The result of ``look`` at the shared storage, retried for STORAGE_RETRY_S while it fails. Raises OSError."""
+    deadline = time.monotonic() + STORAGE_RETRY_S
     while True:
         try:
             return look()
@@ -99,17 +96,18 @@ def restore(
     remote: str = "",
     fresh: bool = False,
 ) -> Manifest | None:
-    """Fill ``state`` from the newest checkpoint that verifies, in memory, under ``root`` or at ``remote``.
+    """Fill ``state`` from the newest valid checkpoint, in memory, under ``root`` or at ``remote``.
 
     None if there is none. All ranks call it together and load the same step: the first rank proposes, the ranks share
-    the verification, a damaged checkpoint is set aside and the next older one is proposed. ``digest`` says what a state
-    after so many samples belongs to. Raises ConfigError if the checkpoint belongs to something else, and RestoreError,
-    unless ``fresh``, if there were checkpoints and none of them is whole, or if ``remote`` does not tell.
+    the verification, and a damaged checkpoint is set aside in favour of the next older one. ``digest`` identifies model
+    and data after a number of samples. Raises ConfigError if the checkpoint is of another model or data, and
+    RestoreError, unless ``fresh``, if there were checkpoints and none of them is valid, or if ``remote`` cannot be
+    read.
     """
     began = time.monotonic()
     if world.rank == 0:
         wait_for_saves(root, _patience_s())
-    found = patiently(lambda: newest_step(root)) if world.rank == 0 else None
+    found = with_retries(lambda: newest_step(root)) if world.rank == 0 else None
     newest = world.from_first(-1 if found is None else found)
     kept = _from_memory(state, world, digest, newest, reporter)
     if isinstance(kept, Manifest):
@@ -123,7 +121,7 @@ def restore(
     if kept is not None and (manifest is not None or fresh):
         memory.forget(kept.folder, world.rank)
     if manifest is None:
-        _demand_nothing_lost(root, kept, remote if fetched < 0 else "", fresh=fresh)
+        _refuse_data_loss(root, kept, remote if fetched < 0 else "", fresh=fresh)
         return None
     folder = folder_of(root, manifest.step)
     if manifest.config_digest != digest(manifest.sample):
@@ -135,8 +133,8 @@ def restore(
     return _loaded(manifest, manifest.step, world, reporter, began)
 
 
-def _demand_nothing_lost(root: Path, kept: _Damaged | None, unread: str, *, fresh: bool) -> None:
-    """Without a checkpoint to go on from: raises RestoreError if there was or may be one, unless ``fresh``."""
+def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, *, fresh: bool) -> None:
+    """Without a checkpoint: raises RestoreError if there was or may be one, unless ``fresh``."""
     if kept is not None:
         way_out = "it has been dropped, run again" if fresh else "pass --fresh"
         why = f"the only checkpoint, of step {kept.step} in memory, is damaged; {way_out} to begin again at step 0"
@@ -168,28 +166,28 @@ def _own(rank: int) -> str:
 def _from_memory(
     state: State, world: World, digest: Callable[[int], str], newest: int, reporter: Reporter
 ) -> Manifest | _Damaged | None:
-    """Fill ``state`` from the nodes' shared memory, if what is there is whole and no older than the ``newest`` step.
+    """Fill ``state`` from the nodes' shared memory, if a complete save there is not older than the ``newest`` step.
 
-    States that are in the memory of another node than that of their rank are brought there first.
+    States in another node's memory than their rank's are transferred first.
     """
     folder = reporter.path.parent if reporter.path else None
 
-    def usable(record: memory.Record) -> bool:
-        return record.step >= newest and record.layout == world.layout and record.digest == digest(record.sample)
+    def usable(info: memory.StateInfo) -> bool:
+        return info.step >= newest and info.layout == world.layout and info.digest == digest(info.sample)
 
-    held = survey(folder, world, usable)
+    held = gather_held(folder, world, usable)
     save = newest_whole(held, world.size)
     if save is None or world.least(folder is not None) == 0:
         return None
     assert folder is not None
-    planned = list(moves(held, world.local_size, world.size, save))
-    carry_out(planned, folder, world)
+    planned = list(plan_transfers(held, world.local_size, world.size, save))
+    run_transfers(planned, folder, world)
     why = ""
     try:
-        record = memory.read_record(folder, world.rank)
-        if record is None or record.save != save.number:
+        info = memory.read_info(folder, world.rank)
+        if info is None or info.save != save.number:
             raise CheckpointError("it could not be brought here", _own(world.rank))
-        manifest = load_memory(folder, record, state)
+        manifest = load_memory(folder, info, state)
     except (CheckpointError, OSError) as error:
         why = str(error)
     if world.least(not why) == 1:
@@ -199,63 +197,10 @@ def _from_memory(
     return _Damaged(save.step, folder)
 
 
-def load_memory(folder: Path, record: memory.Record, state: State) -> Manifest:
-    """Fill ``state`` from what this node's memory in ``folder`` holds of the save of ``record``.
-
-    The rank's own state is verified while it is copied; each other one is verified by its rank. Raises CheckpointError
-    or OSError; then ``state`` is neither what it was nor what it should be.
-    """
-    manifest = memory.manifest_of(list(memory.records(folder, record.save)))
-    own = memory.state_path(folder, record.rank)
-    names, checksum = copy_file(own, state)
-    if checksum != record.checksum:
-        raise CheckpointError(f"{own} does not match its checksum", own.name)
-    if rest := {name: region for name, region in state.items() if name not in names}:
-        load(folder, manifest, rest, [entry.name for entry in manifest.files].index(own.name))
-    return manifest
-
-
-@torch.no_grad()
-def copy_file(path: Path, state: State) -> tuple[list[str], str]:
-    """Copy a file of this rank in this layout into ``state``: the names of what it holds, and its checksum.
-
-    It is read and not mapped, because mapping the pages costs nearly as much as the copy, and hashed by another thread.
-    Raises CheckpointError if it is not such a file, OSError if it cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
-        header = file.read(8)
-        header += file.read(int.from_bytes(header, "little"))
-        names = _names(header)
-        if not state.keys() >= set(names) or file_layout({name: state[name] for name in names})[0] != header:
-            raise CheckpointError(f"{path} is not the state of this rank in this layout", path.name)
-        digest.update(header)
-        for name in names:
-            local = state[name].local
-            direct = local.device.type == "cpu" and local.is_contiguous()
-            target = local if direct else torch.empty(local.shape, dtype=local.dtype)
-            whole = target.view(-1).view(torch.uint8).numpy().data
-            for at in range(0, len(whole), _BLOCK):
-                block = whole[at : at + _BLOCK]
-                if file.readinto(block) != len(block):
-                    raise CheckpointError(f"{path} has been cut off", path.name)
-                hashing.submit(digest.update, block)
-            if not direct:
-                local.copy_(target)
-    return names, f"xxh3_128:{digest.hexdigest()}"
-
-
-def _names(header: bytes) -> list[str]:
-    try:
-        return [name for name in json.loads(header[8:]) if name != "__metadata__"]
-    except (ValueError, TypeError):
-        return []
-
-
 def _fetch(root: Path, url: str, newest: int, world: World) -> int:
-    """Bring a checkpoint that is later than the step ``newest`` from ``url``.
+    """Download a checkpoint later than the step ``newest`` from ``url``.
 
-    Positive if that was done, 0 if there is none, negative if it could not be done, whether there is one or not.
+    Positive if that was done, 0 if there is none, negative if it failed, whether there is one or not.
     """
     command = [sys.executable, "-m", "opsd.checkpoints.remote", "fetch", str(root), str(newest)]
     fetching: subprocess.Popen[bytes] | None = None
@@ -273,21 +218,21 @@ def _fetch(root: Path, url: str, newest: int, world: World) -> int:
 
 
 def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
-    """The newest checkpoint that all ranks find whole.
+    """The newest checkpoint that all ranks find valid.
 
-    What one of them finds damaged is set aside; what one of them cannot read is passed over this time: that may be due
-    to its node. Raises RestoreError if nothing is left but what was passed over.
+    One that a rank finds damaged is set aside. One that a rank cannot read is skipped this time, since that may be the
+    node's fault. Raises RestoreError if only skipped ones remain.
     """
     passed_over: set[int] = set()
     while True:
-        found = set(patiently(lambda: steps(root))) if world.rank == 0 else set()
+        found = set(with_retries(lambda: steps(root))) if world.rank == 0 else set()
         step = world.from_first(max(found - passed_over, default=-2 if found else -1))
         if step == -2:
             raise RestoreError(f"not every rank can read the checkpoints in {root}; see the events checkpoint_rejected")
         if step == -1:
             return None
         folder = folder_of(root, step)
-        _see_manifest(folder)
+        _refresh_directory(folder)
         error: CheckpointError | None = None
         try:
             manifest = verify(folder, part=world.rank, parts=world.size)
@@ -311,8 +256,8 @@ def _set_aside(folder: Path) -> None:
         print(f"trainer: {folder} could not be set aside: {error.strerror}", file=sys.stderr)
 
 
-def _see_manifest(folder: Path) -> None:
-    """An NFS client that looked too early may keep for a minute that there is none, unless it changes the folder."""
+def _refresh_directory(folder: Path) -> None:
+    """Make an NFS client see a new manifest: it may cache its absence for a minute, unless it changes the folder."""
     if not is_there(folder):
         probe = folder / f".look.{secrets.token_hex(4)}"
         with suppress(OSError):
@@ -325,45 +270,3 @@ def _report_incomplete(root: Path, newest: int, reporter: Reporter) -> None:
         if step > newest and not is_there(folder) and not is_there(folder, REJECTED):
             why = f"{folder} has no {MANIFEST}: the checkpoint was never completed"
             reporter.event("checkpoint_rejected", step=step, file=MANIFEST, why=why)
-
-
-@torch.no_grad()
-def load(folder: Path, manifest: Manifest, state: State, rank: int = 0) -> None:
-    """Fill ``state`` from the files of a checkpoint, each region from whichever files overlap it.
-
-    This rank's own file comes first, and at an unchanged layout it is the only one read.
-    Raises CheckpointError if the files do not cover the state.
-    """
-    missing = {name: region.local.numel() for name, region in state.items()}
-    missing = {name: count for name, count in missing.items() if count}
-    seen: set[tuple[str, tuple[int, ...]]] = set()
-    names = [entry.name for entry in manifest.files]
-    for name in names[rank : rank + 1] + names[:rank] + names[rank + 1 :]:
-        if not missing:
-            break
-        with StateFile(folder / name) as file:
-            for tensor in missing.keys() & file.regions.keys():
-                offset = file.regions[tensor]
-                if (tensor, offset) in seen:  # replicas of one region count once
-                    continue
-                seen.add((tensor, offset))
-                missing[tensor] -= _copy_overlap(file.tensor(tensor), offset, state[tensor])
-        missing = {tensor: count for tensor, count in missing.items() if count}
-    if missing:
-        raise CheckpointError(f"{folder} does not hold all of {min(missing)}", str(min(missing)))
-
-
-def _copy_overlap(stored: torch.Tensor, offset: Iterable[int], region: Region) -> int:
-    """Copy what the stored region at ``offset`` and ours have in common; returns the number of elements."""
-    source, target = [], []
-    for theirs, their_length, ours, our_length in zip(
-        offset, stored.shape, region.offset, region.local.shape, strict=True
-    ):
-        begin, end = max(theirs, ours), min(theirs + their_length, ours + our_length)
-        if begin >= end:
-            return 0
-        source.append(slice(begin - theirs, end - theirs))
-        target.append(slice(begin - ours, end - ours))
-    part = stored[tuple(source)]
-    region.local[tuple(target)].copy_(part)
-    return part.numel()

@@ -1,4 +1,4 @@
-"""When the state of a run is saved, which all ranks do at the same steps, and the last save of a run."""
+"""When the state of a run is saved, at the same steps on all ranks, and the last save of a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from opsd.client import Reporter
 from opsd.trainer.audit import Audit
 from opsd.trainer.checkpoint import Saver, State, kept, renew, writers
 from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
-from opsd.trainer.exchange import pair, tidy
+from opsd.trainer.exchange import discard_foreign, pair
 from opsd.trainer.interval import Interval
 from opsd.trainer.model import Decoder
-from opsd.trainer.persist import LIMIT_S, Plan
-from opsd.trainer.restore import patiently
+from opsd.trainer.parts import PersistPlan
+from opsd.trainer.persist import LIMIT_S
+from opsd.trainer.restore import with_retries
 from opsd.trainer.world import World
 
 SETTLE_POLL_S = 0.01
@@ -25,18 +26,18 @@ SEEN_WITHIN_S = 5.0
 """A network file system may show a new file on other nodes this late."""
 
 Digest = Callable[[int], str]
-"""What a state after so many samples belongs to."""
+"""Identifies model and data after a number of samples."""
 
 
 class Saving:
-    """The checkpoints of a run that goes on after ``step``. What is saved is audited first."""
+    """The checkpoints of a run that continues after ``step``. Parameters are audited before a save."""
 
     def __init__(
         self, config: Config, state: State, model: Decoder, world: World, reporter: Reporter, step: int
     ) -> None:
         self._world, self._reporter = world, reporter
         if reporter.path is not None:
-            tidy(reporter.path.parent, world)
+            discard_foreign(reporter.path.parent, world)
         self._audit = Audit(model, world, reporter)
         self._audit(step)
         paired = config.checkpoint.replicas and world.nodes > 1
@@ -44,19 +45,19 @@ class Saving:
             persist_plan(config, world, state),
             kept(state, model, world),
             reporter,
-            committed=patiently(lambda: newest(Path(config.run.folder) / CHECKPOINTS)) or 0,
+            committed=with_retries(lambda: newest(Path(config.run.folder) / CHECKPOINTS)) or 0,
             pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
         )
         self._interval = Interval(config.checkpoint, time.monotonic())
         self._due = False
 
     def votes(self, step: int) -> tuple[bool, bool, bool]:
-        """What the ranks have to agree on: whether a save is on its way, has failed, is due after ``step``."""
+        """What the ranks have to agree on: whether a save is in flight, has failed, is due after ``step``."""
         is_due = self._world.rank == 0 and self._interval.due(step, time.monotonic())
         return self._saver.busy, self._saver.failed, is_due
 
     def save_if_due(self, votes: Sequence[float], step: int, sample: int, digest: Digest) -> bool:
-        """Save the state after ``step`` if it is time to; ``votes`` are the sums over all ranks."""
+        """Save the state after ``step`` if due; ``votes`` are the sums over all ranks."""
         busy, failed, due = votes
         if failed:
             self._saver.abandon()
@@ -71,16 +72,16 @@ class Saving:
         return True
 
     def take_stall(self) -> float:
-        """Seconds that the training has waited for staging since the last call."""
+        """Seconds that the training waited for staging since the last call."""
         return self._saver.take_stall()
 
     def take_committed(self) -> list[int]:
-        """Steps whose checkpoints have become durable since the last call; never waits."""
+        """Steps whose checkpoints became durable since the last call; never waits."""
         self._saver.poll()
         return self._saver.take_committed()
 
     def finish(self, step: int, sample: int, digest: Digest) -> bool:
-        """See the checkpoint of the last ``step`` through on all ranks; False if that failed."""
+        """Complete the checkpoint of the last ``step`` on all ranks; False if that failed."""
         if not self._settle(step):
             self._saver.save(step, sample, digest(sample))
         saved = self._settle(step)
@@ -90,7 +91,7 @@ class Saving:
         return saved
 
     def _settle(self, step: int) -> bool:
-        """Wait until no rank has a checkpoint on its way; then whether that of ``step`` is committed."""
+        """Wait until no rank has a checkpoint in flight; whether that of ``step`` is committed."""
         saver, began = self._saver, time.monotonic()
         while True:
             if time.monotonic() - began < LIMIT_S:
@@ -104,10 +105,10 @@ class Saving:
             time.sleep(SETTLE_POLL_S)
 
 
-def persist_plan(config: Config, world: World, state: State) -> Plan:
-    """What the persist processes of this start of the run need to know."""
+def persist_plan(config: Config, world: World, state: State) -> PersistPlan:
+    """The parameters of the persist process in this start of the run."""
     attempt = world.from_first(secrets.randbits(32))
-    return Plan(
+    return PersistPlan(
         root=str(Path(config.run.folder) / CHECKPOINTS), rank=world.rank, world=world.size, attempt=f"{attempt:08x}",
         layout=world.layout, run=os.environ.get("OPSD_RUN", ""), keep=config.checkpoint.keep,
         every=config.checkpoint.keep_every, remote=config.checkpoint.remote, evaluated=config.evaluation.wanted,
@@ -116,15 +117,15 @@ def persist_plan(config: Config, world: World, state: State) -> Plan:
 
 
 def checkpoint_folder(config: Config, world: World) -> Path:
-    """The folder of the run's checkpoints, which all nodes see. Raises ConfigError if they do not."""
+    """The folder of the run's checkpoints, shared by all nodes. Raises ConfigError if it is not shared."""
     folder = Path(config.run.folder) / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
     if world.nodes > 1:
-        _demand_common(folder, world)
+        _require_shared(folder, world)
     return folder
 
 
-def _demand_common(folder: Path, world: World) -> None:
+def _require_shared(folder: Path, world: World) -> None:
     probe = folder / f".start.{world.from_first(secrets.randbits(62))}"
     if world.rank == 0:
         probe.touch()

@@ -10,8 +10,8 @@ from opsd.trainer.settings import ScheduleSettings
 def rate_factor(step: int, schedule: ScheduleSettings) -> float:
     """Factor of the peak learning rate at ``step``, counted from 1.
 
-    All phases are absolute steps and do not depend on the length of the run, so that a run is extended by moving its
-    decay. wsd is warm-up, stable, decay (arXiv 2404.06395), cosine that of SGDR without restarts (arXiv 1608.03983).
+    All phases are in absolute steps and independent of the run's length, so that a run is extended by moving its decay.
+    wsd is warm-up, stable, decay (arXiv 2404.06395), cosine that of SGDR without restarts (arXiv 1608.03983).
     """
     if step < schedule.warmup:
         return step / schedule.warmup

@@ -1,4 +1,4 @@
-"""The sections of a run's settings. Each knows what does not fit together in it (``problem``)."""
+"""The sections of a run's settings. Each checks its own consistency (``problem``)."""
 
 from __future__ import annotations
 
@@ -11,49 +11,62 @@ from opsd.trainer.data.mixture import Mixture, MixtureError, Stage
 
 
 class Section(BaseModel):
-    """Frozen, and strict: unknown keys and values of another type are refused."""
+    """Frozen and strict: unknown keys and values of another type are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class RunSettings(Section):
-    """What to run and where. ``folder`` defaults to $OPSD_RUN_DIR, then to ``runs/NAME`` of the configuration."""
+    """What to run and where."""
 
     steps: PositiveInt
+    """Steps of the optimiser after which the run ends."""
     seed: NonNegativeInt = 0
+    """Of the weights and of the order of the data."""
     folder: str = ""
+    """Folder of the run; empty is $OPSD_RUN_DIR, or ``runs/NAME`` with the name of the configuration."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: NonNegativeInt = 0
     """Threads of a rank on the CPU; 0 shares the node's cores among its ranks."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation (slower on a GPU, free on the CPU)."""
     initial: str = ""
-    """Folder of a Hugging Face model whose weights the run begins with; empty draws them."""
+    """Folder of a Hugging Face model with the initial weights; empty draws them at random."""
 
 
 class ModelSettings(Section):
-    """Shape of the decoder. ``nope_every`` 4 leaves every 4th layer without rotary positions; 0 leaves none."""
+    """Shape of the decoder."""
 
     layers: PositiveInt
+    """Number of transformer layers."""
     width: PositiveInt
+    """Width of the residual stream."""
     heads: PositiveInt
+    """Heads of attention; they divide ``width``."""
     kv_heads: PositiveInt
+    """Heads of keys and values; they divide ``heads`` (grouped-query attention)."""
     ffn: PositiveInt
+    """Width of the feed-forward layers."""
     vocab: PositiveInt
+    """Size of the vocabulary; at least that of the tokenizer."""
     rope_theta: float = Field(50_000.0, gt=0)
+    """Base of the rotary positions."""
     nope_every: NonNegativeInt = 4
+    """4 leaves every 4th layer without rotary positions, 0 none."""
     norm_eps: float = Field(1e-6, gt=0)
+    """Epsilon of RMSNorm."""
     init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the drawn weights."""
     document_mask: bool = True
-    """Whether a token sees its own document only, and not what stands before it in the sequence."""
+    """Whether a token sees only its own document, not earlier ones in the sequence."""
     window: NonNegativeInt = 0
-    """How many tokens, itself included, a token sees in the layers that have positions; 0 is without limit."""
+    """How many tokens, itself included, a token sees in layers with positions; 0 is no limit."""
     yarn_factor: float = Field(1.0, ge=1)
-    """How many times longer than ``yarn_positions`` the sequences are (YaRN); 1 is plain RoPE."""
+    """Sequence length as a multiple of ``yarn_positions`` (YaRN); 1 is plain RoPE."""
     yarn_positions: NonNegativeInt = 0
-    """Length of the sequences that the model was trained with before; needed with ``yarn_factor``."""
+    """Sequence length of the model's earlier training; needed with ``yarn_factor``."""
     tied: bool = True
-    """Whether the output projection is the embedding."""
+    """Whether the output projection shares the embedding."""
     qk_norm: bool = False
     """Whether queries and keys are normalised in each head (as in OLMo 2 and Qwen 3)."""
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
@@ -67,7 +80,7 @@ class ModelSettings(Section):
         return self.width // self.heads
 
     def problem(self) -> str | None:
-        """What is wrong between the settings, in one sentence."""
+        """What is inconsistent in the settings, in one sentence."""
         if self.width % self.heads or self.head_dim % 2:
             return f"model.width {self.width} does not split into {self.heads} heads of an even number of channels"
         if self.heads % self.kv_heads:
@@ -80,25 +93,25 @@ class ModelSettings(Section):
 
 
 class ParallelSettings(Section):
-    """How the model is spread over ranks. What ``replicas`` x ``tp`` x ``pp`` x ``cp`` leaves shards it (FSDP)."""
+    """How the model is spread over ranks. Ranks / (``replicas`` x ``tp`` x ``pp`` x ``cp``) is the degree of FSDP."""
 
     replicas: PositiveInt = 1
     """Groups of ranks that each have the whole sharded model (HSDP)."""
     tp: PositiveInt = 1
     """Ranks that share each layer's matrices, and the sequence between them (tensor and sequence parallel)."""
     pp: PositiveInt = 1
-    """Pipeline stages, each with as many layers."""
+    """Pipeline stages, all with the same number of layers."""
     cp: PositiveInt = 1
     """Ranks that share each sequence (context parallel)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: all of a layer, or all but its products and its attention."""
+    """Activations recomputed in the backward pass: all of a layer, or all but its products and its attention."""
     compile: bool = False
     """Whether layers and loss are compiled."""
     fp8: bool = False
-    """Whether the layers' matrices are multiplied in 8 bits; needs torchao and a GPU that can."""
+    """Whether the layers' matrices are multiplied in 8 bits; needs torchao and a supporting GPU."""
 
     def problem(self, model: ModelSettings, sequence: int) -> str | None:
-        """Why ``model`` cannot be spread so, in one sentence."""
+        """Why ``model`` cannot be spread this way, in one sentence."""
         shares = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab}
         for name, size in shares.items():
             if size % self.tp:
@@ -125,32 +138,39 @@ class StageSettings(Section):
 
 
 class DataSettings(Section):
-    """Which token shards, in which order. ``batch`` is the global batch in sequences, the same for every world size."""
+    """Which token shards, in which order."""
 
     shards: str = ""
-    """Folder of the corpus; with stages, the folder in which each source has a corpus of its name."""
+    """Folder of the corpus; with stages, the folder with one corpus per source, by name."""
     fallback: str = ""
-    """The same on slower storage, used file by file where ``shards`` (on the node, for instance) has none."""
+    """The same on slower storage, used file by file if ``shards`` (on the node, for instance) has none."""
     tokenizer: str = ""
-    """A tokenizer.json that the shards must have been made with; empty does not compare."""
+    """A tokenizer.json that the shards must have been made with; empty skips the comparison."""
     mixture: str = ""
     """A TOML file with ``[[stages]]``, or the name of a preset (smollm3); empty for the stages given here."""
     stages: Annotated[tuple[StageSettings, ...], Strict(False)] = ()
+    """Each with ``start``, its first step, counted from 1, and ``weights``, the share of each source; they sum to 1."""
     skip: Annotated[tuple[_Steps, ...], Strict(False)] = ()
-    """Pairs of steps, first and last: the batches of these steps are left out and the next ones take their place,
-    for instance after a loss spike. Each pair counts steps with the pairs before it applied."""
+    """Pairs of steps, first and last: their batches are skipped and the next ones take their place, e.g. after a loss
+    spike.
+
+    Each pair counts steps with the pairs before it applied.
+    """
     sequence: PositiveInt
+    """Tokens of a sequence."""
     batch: PositiveInt
+    """Sequences of a step over all ranks, whatever their number."""
     batch_warmup: Annotated[tuple[_Steps, ...], Strict(False)] = ()
-    """Pairs (step, batch): up to and with that step the global batch has so many sequences; afterwards ``batch``."""
+    """Pairs (step, batch): the global batch up to and including that step; afterwards ``batch``."""
     micro_batch: PositiveInt
+    """Sequences that a rank computes at once; the rest of its share is accumulated."""
     prefetch: PositiveInt = 4
     """Micro-batches that the data worker keeps ready."""
     verify: Literal["checksum", "size"] = "checksum"
-    """What is compared with the index at start; ``size`` for corpora too large to be read through."""
+    """What is compared with the index at start; ``size`` for corpora too large to read."""
 
     def problem(self, steps: int) -> str | None:
-        """What is wrong with the order of the data for a run of so many ``steps``, in one sentence."""
+        """What is inconsistent in the order of the data for a run of ``steps`` steps, in one sentence."""
         starts = [stage.start for stage in self.stages]
         if starts and (starts[0] != 1 or starts != sorted(set(starts))):
             return f"data.stages start at steps {starts}; the first starts at 1, each later one after it"
@@ -171,7 +191,7 @@ class DataSettings(Section):
 
     @property
     def sources(self) -> list[str]:
-        """The names of all sources that samples come from, "." if there is just one corpus."""
+        """The names of all sources, "." for a single corpus."""
         return sorted({name for stage in self.stages for name, weight in stage.weights.items() if weight}) or ["."]
 
     @property
@@ -184,7 +204,7 @@ class DataSettings(Section):
         return next((batch for end, batch in self.batch_warmup if step <= end), self.batch)
 
     def position(self, step: int) -> int:
-        """How many samples a run trains on before ``step``."""
+        """Number of samples trained on before ``step``."""
         samples = begin = 0
         for end, batch in self.batch_warmup:
             samples += max(0, min(end, step - 1) - begin) * batch
@@ -199,23 +219,28 @@ class DataSettings(Section):
 
 
 class OptimizerSettings(Section):
-    """AdamW. ``clip`` bounds the global gradient norm; ``z_loss`` weighs log(Z)^2 (PaLM, section 5).
-
-    Updates whose gradient norm is not finite are skipped; after more than ``max_skipped`` in a row the run ends.
-    """
+    """AdamW."""
 
     lr: float = Field(gt=0)
+    """Peak of the learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
     clip: float = Field(1.0, gt=0)
+    """Bound of the global gradient norm."""
     z_loss: NonNegativeFloat = 0.0
+    """Weight of log(Z)^2 in the loss (PaLM, section 5); 0 leaves it out."""
     max_skipped: NonNegativeInt = 10
+    """Updates whose gradient norm is not finite are skipped; after more than these in a row the run ends."""
 
 
 class ScheduleSettings(Section):
-    """The learning rate in absolute steps, lest it depend on the length of the run.
+    """The learning rate in absolute steps, so that it does not depend on the length of the run.
 
     Linear up to step ``warmup``. ``wsd``: constant, then linearly down to ``floor`` from ``decay_start`` to
     ``decay_end``. ``cosine``: half a cosine from ``warmup`` to ``decay_end``. ``multi-step``: constant, times ``gamma``
@@ -224,12 +249,17 @@ class ScheduleSettings(Section):
 
     kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
     warmup: NonNegativeInt
+    """Steps of linear growth from 0 to the peak."""
     decay_start: NonNegativeInt = 0
+    """Step at which the decay begins, of wsd."""
     decay_end: NonNegativeInt = 0
+    """Step at which it ends, of wsd and cosine."""
     floor: float = Field(0.0, ge=0, le=1)
-    """Share of the peak that remains at the end, of wsd and cosine."""
+    """Share of the peak at the end of wsd and cosine."""
     milestones: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    """Steps at which the rate is multiplied by ``gamma``, of multi-step."""
     gamma: float = Field(0.1, gt=0, le=1)
+    """See ``milestones``."""
 
     def problem(self) -> str | None:
         """What is wrong between the settings, in one sentence."""
@@ -247,9 +277,9 @@ class ScheduleSettings(Section):
 
 
 class CheckpointSettings(Section):
-    """When checkpoints are made, how many are kept, and where copies go. One is always made at the end.
+    """When checkpoints are made, how many are kept, and where copies go. The last step always makes one.
 
-    One of ``every``, ``minutes`` and ``mttf_hours`` says when.
+    Set one of ``every``, ``minutes`` and ``mttf_hours``.
     """
 
     every: NonNegativeInt = 0
@@ -259,13 +289,13 @@ class CheckpointSettings(Section):
     mttf_hours: NonNegativeFloat = 0.0
     """Mean time between failures of the job; with the measured stall of a save it gives the interval (Daly 2006)."""
     keep: PositiveInt = 3
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_every: NonNegativeInt = 0
-    """Those of every so-many-th step are kept for good; 0 keeps none so."""
+    """Checkpoints of every so-many-th step are kept permanently; 0 for none."""
     replicas: bool = True
-    """Whether, on several nodes, each keeps the newest state of another in its memory as well."""
+    """Whether, on several nodes, each also keeps the newest state of another in its memory."""
     remote: str = ""
-    """Where each checkpoint is copied, a URL that fsspec knows: s3://bucket/run, or a network folder."""
+    """Where each checkpoint is copied: a URL that fsspec supports, s3://bucket/run, or a network folder."""
 
     def problem(self) -> str | None:
         """What is wrong between the settings, in one sentence."""
@@ -277,25 +307,28 @@ class CheckpointSettings(Section):
 
 
 class MetricsSettings(Section):
-    """``peak_flops``: FLOP/s of one device in ``model.dtype``, dense; the denominator of MFU. 0 means not known."""
+    """What metrics are calculated with."""
 
     peak_flops: NonNegativeFloat = 0.0
+    """Dense FLOP/s of one device in ``model.dtype``, the denominator of MFU. 0 means unknown."""
 
 
 class EvaluationSettings(Section):
-    """What every checkpoint is evaluated on; without a set or a harness none is."""
+    """What every checkpoint is evaluated on; without a set or a harness there are no evaluations."""
 
     perplexity: dict[str, str] = {}
     """Files of text, or JSON lines or Parquet with it, by the name of the set."""
     cloze: dict[str, str] = {}
     """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set."""
     harness: str = ""
-    """A command of lm-evaluation-harness or lighteval, with ``{model}`` where the folder of the model belongs and
-    ``{output}`` where that for results does."""
+    """A command of lm-evaluation-harness or lighteval.
+
+    ``{model}`` stands for the model's folder, ``{output}`` for the folder of the results.
+    """
     reference: str = ""
-    """The evaluations.jsonl of a run to be compared with at equal tokens."""
+    """The evaluations.jsonl of a run to compare with at equal tokens."""
     queue: str = "{command}"
-    """How the evaluation is started, for instance ``sbatch --gpus=1 --wrap={command}``; by itself it runs here."""
+    """How the evaluation is started, for instance ``sbatch --gpus=1 --wrap={command}``; by default it runs here."""
 
     @property
     def wanted(self) -> bool:
@@ -304,10 +337,10 @@ class EvaluationSettings(Section):
 
 
 class TrackingSettings(Section):
-    """Where the numbers of every step and evaluation go besides the run folder's own files."""
+    """Where the numbers of every step and evaluation go in addition to the run folder's files."""
 
     tensorboard: bool = False
-    """Whether TensorBoard's files are written into RUN_FOLDER/tracking/tensorboard."""
+    """Whether to write TensorBoard files into RUN_FOLDER/tracking/tensorboard."""
     wandb: str = ""
     """A project of Weights & Biases."""
     trackio: str = ""

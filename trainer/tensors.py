@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint that anybody wrote, one at a time: DCP folders and safetensors, never executing a pickle.
+"""The tensors of any checkpoint, one at a time: DCP folders and safetensors, without executing a pickle.
 
-Known forms: torch's distributed checkpoint (``.metadata`` and ``.distcp`` files), this trainer's own (safetensors
-whose metadata says where each region lies), safetensors of whole tensors (Hugging Face), and one file for each
-tensor-parallel rank (``…tp-rank-0-of-2….safetensors``, nanotron).
+Supported: torch's distributed checkpoint (``.metadata`` and ``.distcp`` files), this trainer's own (safetensors whose
+metadata has the position of each region), safetensors of whole tensors (Hugging Face), and one file per tensor-parallel
+rank (``…tp-rank-0-of-2….safetensors``, nanotron).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DCP = ".metadata"
 
 
 class FormatError(ValueError):
-    """No checkpoint that can be read; the message is one sentence."""
+    """Not a readable checkpoint; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Chunk:
 class Stored:
     """A tensor of a checkpoint.
 
-    ``ranks`` is how many tensor-parallel files it is spread over, which its first dimension counts; 0 if it is whole.
+    ``ranks`` is the number of tensor-parallel files that contain it, counted by its first dimension; 0 if it is whole.
     """
 
     name: str
@@ -113,7 +113,7 @@ def _reader(path: Path, key: str) -> Callable[[], torch.Tensor]:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the metadata of a distributed checkpoint, which torch pickles; names of its plain classes only."""
+    """Reads the pickled metadata of torch's distributed checkpoint; only its plain classes are allowed."""
 
     _ALLOWED = frozenset({
         ("torch.distributed.checkpoint.metadata", "Metadata"),

@@ -1,7 +1,7 @@
-"""The trackers that a run's numbers can go to; the libraries are imported when they are used.
+"""The supported trackers; their libraries are imported on use.
 
-Each finds its credentials as it always does (``wandb login``, ``WANDB_API_KEY`` …); opsd neither reads nor passes them.
-A step that comes again after a restart has the same numbers and is left to the tracker to ignore.
+Each finds its credentials in its usual way (``wandb login``, ``WANDB_API_KEY`` …); opsd neither reads nor passes them.
+Steps repeated after a restart have the same numbers; ignoring them is left to the tracker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """Takes the numbers of one run. ``t`` is in wall-clock seconds. Every method may raise anything."""
+    """Takes the numbers of one run. ``t`` is in wall-clock seconds. Every method may raise any exception."""
 
     def step(self, step: int, t: float, numbers: Numbers) -> None: ...
     def evaluation(self, step: int, t: float, numbers: Numbers) -> None: ...
@@ -38,7 +38,7 @@ class TensorBoard:
         self._add(step, t, "evaluation", numbers)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush."""
         self._writer.close()
 
     def _add(self, step: int, t: float, group: str, numbers: Numbers) -> None:
@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases in ``project``, gone on with under the same name; WANDB_MODE=offline keeps it here."""
+    """A run of Weights & Biases in ``project``, resumed under the same name; WANDB_MODE=offline keeps it local."""
 
     def __init__(self, *, folder: Path, project: str, run: str, shape: Mapping[str, Any]) -> None:
         import wandb
@@ -67,16 +67,16 @@ class WandB:
         self._run.log({f"train/{name}": value for name, value in numbers.items()}, step=step)
 
     def evaluation(self, step: int, t: float, numbers: Numbers) -> None:
-        """Names evaluation/NAME over evaluation/step: W&B takes no step that is earlier than its last."""
+        """Names evaluation/NAME over evaluation/step: W&B accepts no step earlier than its last."""
         self._run.log({f"evaluation/{name}": value for name, value in numbers.items()} | {"evaluation/step": step})
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the rest."""
         self._run.finish()
 
 
 class Trackio:
-    """A run of Trackio in ``project``, gone on with under the same name."""
+    """A run of Trackio in ``project``, resumed under the same name."""
 
     def __init__(self, *, folder: Path, project: str, run: str, shape: Mapping[str, Any]) -> None:
         import trackio
@@ -96,7 +96,7 @@ class Trackio:
         self._trackio.log({f"evaluation/{name}": value for name, value in numbers.items()}, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the rest."""
         self._trackio.finish()
 
 

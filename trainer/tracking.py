@@ -1,11 +1,11 @@
 """The numbers of a run in TensorBoard, Weights & Biases and Trackio: ``python -m opsd.trainer.tracking ORDER``.
 
-A process beside the first rank reads ``metrics.jsonl`` and ``evaluations.jsonl`` as they grow and passes them on, so
-that whatever a tracker does, hangs or lacks, the training never waits for it. It ends with its standard input. What has
-been passed on is remembered in ``tracking/position.json``, from where the next start of the run goes on.
+A process beside the first rank reads ``metrics.jsonl`` and ``evaluations.jsonl`` as they grow and forwards them, so
+that the training never waits for a tracker. It ends with its standard input. The position is stored in
+``tracking/position.json``, from which the next start of the run continues.
 
-A tracker that fails gets nothing more until the next start, which is the event ``tracking_failed``. Trackers are told
-the shape of the run only: never its environment, paths or commands, in which there may be secrets.
+A tracker that fails gets nothing more until the next start; the event is ``tracking_failed``. Trackers get only the
+shape of the run, never its environment, paths or commands, which may contain secrets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from opsd.client import Reporter, append_event
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.evaluations import RESULTS
-from opsd.trainer.lines import Line, new_lines, read_positions, write_positions
+from opsd.trainer.jsonl import Line, new_lines, read_positions, write_positions
 from opsd.trainer.metrics import METRICS
 from opsd.trainer.settings import TrackingSettings
 from opsd.trainer.trackers import TRACKERS, Tracker
@@ -33,11 +33,11 @@ from opsd.trainer.trackers import TRACKERS, Tracker
 FOLDER, POSITION, LOG = "tracking", "position.json", "tracking.log"
 POLL_S = 5.0
 CLOSE_S = 30.0
-"""How long a finished run waits for its trackers to take the rest."""
+"""How long a finished run waits for its trackers."""
 
 
 class Tracking:
-    """On the first rank: the process that passes the numbers on, if any tracker is asked for."""
+    """On the first rank: the forwarding process, if a tracker is configured."""
 
     def __init__(self, config: Config, folder: Path, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -56,7 +56,7 @@ class Tracking:
         reporter.add_worker(self._process.pid, "tracking")
 
     def close(self) -> None:
-        """Have the rest passed on; what is not within ``CLOSE_S`` is when the run is started again."""
+        """Forward the rest; what does not finish within ``CLOSE_S`` is forwarded by the next start."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -70,19 +70,19 @@ class Tracking:
 
 
 def wanted(settings: TrackingSettings) -> dict[str, str]:
-    """The trackers asked for, by name, each with its project."""
+    """The configured trackers by name, each with its project."""
     return {name: str(value) for name, value in settings.model_dump().items() if value}
 
 
 def demand_installed(settings: TrackingSettings, find: Callable[[str], object] = find_spec) -> None:
-    """Raises ConfigError if a tracker that is asked for is not installed."""
+    """Raises ConfigError if a configured tracker is not installed."""
     for name in wanted(settings):
         if find(name) is None:
             raise ConfigError(f"tracking.{name} needs the package: pip install {name}, or remove the setting")
 
 
 def shape(config: Config) -> dict[str, dict[str, Any]]:
-    """The settings that trackers are told."""
+    """The settings that trackers get."""
     whole = config.model_dump(mode="json", include={"model", "parallel", "optimizer", "schedule"})
     whole["data"] = config.data.model_dump(include={"sequence", "batch", "micro_batch"})
     whole["run"] = config.run.model_dump(include={"steps", "seed"})
@@ -90,7 +90,7 @@ def shape(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def main(order: Mapping[str, Any]) -> None:
-    """Pass on what there is and what comes, until the trainer closes standard input."""
+    """Forward existing and new lines until the trainer closes standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     folder = Path(order["folder"])
@@ -110,7 +110,7 @@ def main(order: Mapping[str, Any]) -> None:
 
 
 class Sinks:
-    """The trackers that work."""
+    """The trackers that have not failed."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._page = order["page"]
@@ -135,7 +135,7 @@ class Sinks:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Have them end in good order."""
+        """Close all of them."""
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.close()
@@ -151,7 +151,7 @@ class Sinks:
 
 
 def numbers(line: Line) -> dict[str, float]:
-    """What can be drawn as a curve in ``line``."""
+    """The numeric values of ``line``."""
     left_out = ("t", "step", "generation")
     return {
         name: float(value) for name, value in line.items() if name not in left_out and isinstance(value, int | float)
@@ -159,7 +159,7 @@ def numbers(line: Line) -> dict[str, float]:
 
 
 def without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """``text`` with the values of variables that are named like secrets struck out."""
+    """``text`` without the values of variables whose names look like secrets."""
     for name, value in environ.items():
         if len(value) > 3 and any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
             text = text.replace(value, f"${name}")

@@ -1,8 +1,8 @@
 """The training loop.
 
-Every heavy import of a run stands at the top of a module that this one imports: an interpreter that has imported
-``opsd.trainer.train`` starts a rank without delay. ``torch._dynamo`` is among them because optimisers and FSDP
-import it in their first step otherwise.
+All heavy imports of a run are at the top of a module that this one imports: an interpreter that has imported
+``opsd.trainer.train`` starts a rank without delay. ``torch._dynamo`` is among them because otherwise optimisers and
+FSDP import it in their first step.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.huggingface import fill
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build
-from opsd.trainer.records import Records
 from opsd.trainer.restore import restore
 from opsd.trainer.saving import Saving, checkpoint_folder
 from opsd.trainer.schedule import rate_factor
+from opsd.trainer.telemetry import Telemetry
 from opsd.trainer.tracking import demand_installed
 from opsd.trainer.world import World, join
 
 
 class TrainingError(Exception):
-    """The training cannot go on; the message is one sentence that says why."""
+    """The training cannot go on; the message is one sentence."""
 
 
 def train(config: Config, *, fresh: bool = False) -> bool:
     """Train to ``config.run.steps``, or to the step at which a stop is requested.
 
-    Returns False if the last state could not be saved. Raises ConfigError, DataError or RestoreError for what a user
-    can put right, and TrainingError after too many gradients in a row that were not finite.
+    Returns False if the last state could not be saved. Raises ConfigError, DataError or RestoreError for errors that
+    the user can fix, and TrainingError after too many non-finite gradients in a row.
     """
     reporter = Reporter.from_env()
     demand_installed(config.tracking)
@@ -50,15 +50,15 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     root = checkpoint_folder(config, world)
     training.restore(root, fresh=fresh)
     saving = Saving(config, training.state, training.model, world, reporter, training.step)
-    records = Records(config, training.mixture, world, reporter)
-    records.tell_mixture(training.step, training.sample)
+    telemetry = Telemetry(config, training.mixture, world, reporter)
+    telemetry.report_mixture(training.step, training.sample)
     stop = False
     while training.step < config.run.steps and not stop:
-        stop = training.advance(saving, records)
+        stop = training.advance(saving, telemetry)
     training.loader.close()
     with reporter.phase("checkpoint"):
         saved = saving.finish(training.step, training.sample, training.digest)
-    records.close(saving.take_committed())
+    telemetry.close(saving.take_committed())
     reporter.close()
     dist.destroy_process_group()
     return saved
@@ -71,7 +71,7 @@ def open_corpora(config: Config) -> dict[str, Source]:
 
 
 class Training:
-    """What a rank trains with, and where it is: after ``step`` steps, and ``sample`` samples of all ranks."""
+    """What a rank trains with, and its position: after ``step`` steps, and ``sample`` samples of all ranks."""
 
     def __init__(self, config: Config, sources: Mapping[str, Source], world: World, reporter: Reporter) -> None:
         self._config, self._world, self._reporter = config, world, reporter
@@ -84,12 +84,12 @@ class Training:
         self.mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
         shards = {name: source.index.digest for name, source in sources.items()}
         self.digest = partial(config.digest, self.mixture, shards)
-        """What a state after so many samples belongs to."""
+        """Identifies model and data after a number of samples."""
         self.step = self.sample = 0
         self._skipped = 0
 
     def restore(self, root: Path, *, fresh: bool) -> None:
-        """Go on from the newest checkpoint that verifies; without one, from the weights that the run begins with."""
+        """Resume from the newest valid checkpoint; without one, start from the initial weights."""
         config = self._config
         manifest = restore(
             root, self.state, self._world, self.digest, self._reporter, remote=config.checkpoint.remote, fresh=fresh
@@ -101,7 +101,7 @@ class Training:
         self._optimizer.set_updates(self.state["updates"].local.item())
         self.loader.begin(self.sample)
 
-    def advance(self, saving: Saving, records: Records) -> bool:
+    def advance(self, saving: Saving, telemetry: Telemetry) -> bool:
         """Do one step; whether a stop has been requested. Raises TrainingError."""
         config, world, reporter = self._config, self._world, self._reporter
         self.step += 1
@@ -110,7 +110,7 @@ class Training:
         rate = config.optimizer.lr * rate_factor(self.step, config.schedule)
         local_loss = self._gradients(self._counts[batch])
         with reporter.phase("collective"):
-            records.poll(saving.take_committed())
+            telemetry.poll(saving.take_committed())
             # One all-reduce carries all that the ranks must agree on.
             loss_sum, square, stops, *votes = world.sum(
                 (local_loss, self._optimizer.take_gradients(), reporter.stop_requested, *saving.votes(self.step))
@@ -120,12 +120,12 @@ class Training:
         with reporter.phase("optimizer"):
             self._update(rate, norm)
         # The line comes first: while storage answers, no start goes on from a step that has none.
-        records.write(
+        telemetry.write(
             step=self.step, tokens=self.sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
             data_s=self.loader.take_wait(), checkpoint_s=saving.take_stall(),
         )  # fmt: skip
         if saving.save_if_due(votes, self.step, self.sample, self.digest):
-            records.tell_mixture(self.step, self.sample)
+            telemetry.report_mixture(self.step, self.sample)
         reporter.step(
             tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm,
             learning_rate=rate, step=self.step,

@@ -1,4 +1,4 @@
-"""The ranks of a run: joining them, this rank's place in the layout, and what they agree on."""
+"""The ranks of a run: joining them, this rank's position in the layout, and agreement between ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ STORE_S, STORE_POLL_S = 60.0, 0.01
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place among the ranks of the run.
+    """This rank's position among the ranks of the run.
 
-    The dimensions of ``mesh``, outermost first, are pp, replicate, dp and tp; only dp is there when its size is 1.
+    The dimensions of ``mesh``, outermost first, are pp, replicate, dp and tp; those of size 1 are missing, dp excepted.
     The ranks that share a sequence (``context``) are neighbours within dp.
     """
 
@@ -43,16 +43,16 @@ class World:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the ranks are on."""
+        """Number of nodes."""
         return -(-self.size // self.local_size)
 
     def node_of(self, rank: int) -> int:
-        """The node, from 0, that ``rank`` is on."""
+        """The node of ``rank``, from 0."""
         return rank // self.local_size
 
     @property
     def layout(self) -> dict[str, int]:
-        """The parallel layout as it is written into checkpoint manifests; what is 1 is left out, dp excepted."""
+        """The parallel layout as in checkpoint manifests; sizes of 1 are left out, dp excepted."""
         settings = self.parallel
         sizes = {"dp": self.data_size, "replicas": settings.replicas, "tp": settings.tp, "pp": settings.pp}
         return {name: size for name, size in (sizes | {"cp": settings.cp}).items() if size > 1 or name == "dp"}
@@ -81,22 +81,22 @@ class World:
 
     @property
     def whole(self) -> bool:
-        """True if FSDP has but one rank to shard over, so that each layer is whole on it."""
+        """Whether FSDP has only one rank to shard over, so that each layer is whole on it."""
         return self.sharding.size(-1) == 1
 
     @property
     def tensor(self) -> DeviceMesh | None:
-        """The ranks that share each layer's matrices; None if each has them whole."""
+        """The ranks that share each layer's matrices; None if they are not split."""
         return self.mesh["tp"] if self.parallel.tp > 1 else None
 
     def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-        """The sums of ``values`` over all ranks, the same bits on each of them; in float64."""
+        """The sums of ``values`` over all ranks in float64, bit-identical on all ranks."""
         packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values])
         dist.all_reduce(packed)
         return packed.tolist()
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The ``values``, int64 and as many on each rank, of all ranks in their order."""
+        """The ``values``, int64 and equally many on each rank, of all ranks in order."""
         mine = torch.tensor(values, dtype=torch.int64, device=self.device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(gathered, mine)
@@ -109,10 +109,9 @@ class World:
         return int(packed.item())
 
     def once_first_has(self, poll: Callable[[], int | None]) -> int:
-        """What ``poll`` gives on the first rank, an int64, as soon as it is no longer None; however long that takes.
+        """The value of ``poll`` on the first rank, an int64, once it is not None; without a limit.
 
-        The ranks meet every second meanwhile: one collective for all that time would run into its time limit, which is
-        10 minutes with NCCL.
+        The ranks synchronise every second meanwhile: a single collective would hit its timeout, 10 minutes with NCCL.
         """
         while True:
             value = poll() if self.rank == 0 else None
@@ -130,7 +129,7 @@ class World:
 def await_store(address: str, port: int, limit_s: float = STORE_S) -> None:
     """Wait until the first rank listens, or for ``limit_s``.
 
-    torch's own client, refused once, tries again half a second later: a quarter of what a swap takes.
+    torch's own client, once refused, waits half a second before its next attempt: a quarter of a swap's time.
     """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -143,9 +142,9 @@ def await_store(address: str, port: int, limit_s: float = STORE_S) -> None:
 
 
 def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str] = os.environ) -> World:
-    """Join the process group that torchrun's variables describe; without them this process is the whole world.
+    """Join the process group that torchrun's variables describe; without them this process is the only rank.
 
-    Raises ConfigError if a GPU is demanded and there is none, or if the layout does not divide the world.
+    Raises ConfigError if a required GPU is missing, or if the layout does not divide the world.
     """
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -187,7 +186,7 @@ def _join_ends(rank: int, size: int, stages: int) -> dist.ProcessGroup | None:
 
 
 def mesh_shape(size: int, parallel: ParallelSettings) -> dict[str, int]:
-    """The sizes of the mesh's dimensions for so many ranks. Raises ConfigError if the layout does not divide them."""
+    """The sizes of the mesh's dimensions for ``size`` ranks. Raises ConfigError if the layout does not divide them."""
     factors = {"replicas": parallel.replicas, "tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}
     smallest = math.prod(factors.values())
     if size % smallest:

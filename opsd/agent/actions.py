@@ -1,8 +1,8 @@
-"""The only place where the agent touches the world: every verb that a runbook may ask for.
+"""The verbs that a runbook may ask for: the only place where the agent changes anything.
 
-What an action names comes from rank pages and ``run.json``, which the job's user can write, while the agent may be
-root. Every verb therefore checks with the kernel that the process or socket belongs to the user who owns that page, so
-that nobody can have root act on somebody else's process.
+The targets of actions come from rank pages and ``run.json``, which the job's user can write, while the agent may be
+root. Every verb therefore checks with the kernel that the process or socket belongs to the user who owns that page,
+so that no user can make root act on another user's process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from opsd.agent.incidents import Outcome
+from opsd.agent.lifecycle import Outcome
 from opsd.agent.swap import SwapError, UnderWay, planned_swap
 from opsd.control import ControlError, ask_launcher
 from opsd.rank_page import PageError, RankPage, process_state, read_page
@@ -28,7 +28,7 @@ VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "
 
 ACTION_DEADLINE_S = 30.0
 SWAP_SHARE = 2 / 3
-"""Of the deadline, for a swap to be waited for; the rest is for the drain."""
+"""Share of the deadline in which to wait for a swap; the rest is for the drain."""
 
 
 class ActionError(Exception):
@@ -43,23 +43,23 @@ class PowerLimiter(Protocol):
 
 
 class Drainer(Protocol):
-    """Takes a node out of the scheduler's hands."""
+    """Drains nodes in the scheduler."""
 
     def __call__(self, node: str, reason: str) -> str:
-        """Let ``node`` finish its jobs and take no new ones; what was done. Raises SlurmError if that may not be."""
+        """Let ``node`` finish its jobs and take no new ones; returns what was done. Raises SlurmError if refused."""
 
 
 class Notifier(Protocol):
     """Tells people."""
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
-        """Tell ``text``. Raises ActionError if nobody could be told."""
+        """Send ``text``. Raises ActionError if that failed."""
 
 
 class Executor:
-    """Carries out actions, each in a thread of its own, and hands their outcomes to ``outcomes``.
+    """Executes actions, each in its own thread, and passes their outcomes to ``outcomes``.
 
-    ``before_acting`` is called first in that thread: the agent makes the intention durable there.
+    ``before_acting`` is called first in that thread and makes the intention durable.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Executor:
         }
 
     def submit(self, incident: str, number: int, action: Action) -> None:
-        """Carry out ``action``, the ``number``-th of ``incident``, in the background.
+        """Execute ``action``, the ``number``-th of ``incident``, in the background.
 
         Exactly one outcome follows, a failure after ``deadline_s`` if the action has not ended by then.
         """
@@ -111,7 +111,7 @@ class Executor:
         threading.Thread(target=work, name=f"act-{action.verb}", daemon=True).start()
 
     def perform(self, action: Action) -> tuple[bool, str]:
-        """Carry out ``action`` now: whether it worked, and what was done or why not."""
+        """Execute ``action`` now; returns whether it worked, and what was done or why not."""
         verb = self._verbs.get(action.verb)
         if verb is None:
             return False, f"no such action: {action.verb}"
@@ -120,7 +120,7 @@ class Executor:
         except (ActionError, ControlError, SlurmError) as error:
             return False, str(error)
         except Exception as error:
-            # A driver or library may raise anything; the incident has to learn of it whatever it is.
+            # A driver or library may raise anything; the incident must record the failure.
             return False, f"{type(error).__name__}: {error}"
 
     def _kill_process(self, action: Action) -> str:
@@ -148,7 +148,7 @@ class Executor:
         return "the launcher restarts the generation"
 
     def _swap_node(self, action: Action) -> str:
-        """Have a spare take the node's place, and drain it whether that worked or not: jobs on it go on."""
+        """Replace the node by a spare, and drain it whether that worked or not. Other jobs on it continue."""
         node, control = _name(action, "node"), self._control(action)
         why = " ".join(action.reason.split())
         try:
@@ -184,9 +184,9 @@ class Executor:
 
 
 def read_owned_page(folder: Path, rank: int) -> tuple[RankPage, int]:
-    """The page of ``rank`` in the run's ``folder`` and the user whose it is. Raises ActionError.
+    """The page of ``rank`` in the run's ``folder`` and the page's owner. Raises ActionError.
 
-    The folder is held open, so that it cannot be exchanged for a link to somebody else's in between.
+    The folder is held open, so that it cannot be replaced by a link to another user's folder meanwhile.
     """
     name = f"rank-{rank:04d}.page"
     try:
@@ -237,7 +237,7 @@ def ancestors(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def _process(pid: int) -> Any:
-    """A descriptor of the process: even if the pid is reused, only what was checked can get the signal."""
+    """A descriptor of the process, so that only the checked process can get the signal even if its pid is reused."""
     try:
         descriptor = os.pidfd_open(pid)
     except (OSError, OverflowError, ValueError) as error:

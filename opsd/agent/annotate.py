@@ -1,8 +1,7 @@
-"""Write incidents and what was done about them into Grafana as annotations, which every board of opsd shows.
+"""Write incidents and actions into Grafana as annotations, which every board of opsd shows.
 
-An incident is a region from when it opened to when it ended, and the beginning of an action a moment. Grafana is told
-by a thread of its own: one that is slow or down keeps nothing waiting, and beyond ``MAX_WAITING`` annotations are
-dropped, as the journal has them all.
+An incident is a region from its opening to its end, the beginning of an action a point. A thread writes to Grafana, so
+that a slow one delays nothing else. Beyond ``MAX_WAITING`` annotations are dropped; the journal has them all.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
-from opsd.agent.incidents import Transition, is_current
+from opsd.agent.incidents import Transition
+from opsd.agent.lifecycle import is_current
 from opsd.agent.logs import Log
 from opsd.runbooks.base import Incident, State
 
@@ -29,7 +29,7 @@ class AnnotationError(Exception):
 
 
 class Annotator:
-    """A listener of the responder. ``token_file`` is read each time, so that a renewed token is taken up."""
+    """A listener of the responder. ``token_file`` is read each time, so that a renewed token is used."""
 
     def __init__(self, url: str, token_file: Path, node: str, log: Log) -> None:
         self._url, self._token_file, self._node, self._log = url.rstrip("/"), token_file, node, log
@@ -38,7 +38,7 @@ class Annotator:
         threading.Thread(target=self._work, name="annotate", daemon=True).start()
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
-        """Annotate ``transition``, soon. Symptoms are not annotated: their cause is."""
+        """Queue an annotation of ``transition``. Symptoms are not annotated: their cause is."""
         opened, acting = transition.before is None, transition.after is State.ACTING
         if incident.cause is None and (opened or acting or not is_current(incident)):
             with contextlib.suppress(Full):
@@ -81,7 +81,7 @@ class Annotator:
                 self._ids.popitem(last=False)
 
     def _send(self, method: str, path: str, body: dict[str, Any]) -> Any:
-        import httpx  # 18 MiB that an agent without annotations does not pay
+        import httpx  # 18 MiB that only an agent with annotations needs
 
         try:
             token = self._token_file.read_text(encoding="ascii").strip()

@@ -1,6 +1,6 @@
-"""Why a run stands still or trains slowly, in the order in which a person would look: hang, data, network, kernels.
+"""Why a run hangs or trains slowly, checked in the usual order: hang, data, network, kernels.
 
-Made from rank pages alone, so that it needs neither an agent nor a past longer than the steps that a page holds. Pure.
+It uses rank pages only, and needs neither an agent nor more history than the steps that a page holds. Pure.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 from opsd.agent.window import Window
 from opsd.collectors.base import RankFact, Reading, StepFact
-from opsd.runbooks.blame import blame
+from opsd.runbooks.lib.blame import blame
 from opsd.runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
 from opsd.runbooks.straggler import NOT_COMPUTING, SLOW, stragglers_of
 from opsd.runbooks.throughput_drop import DROP, PAUSES
 
 LEAST_STEPS = 6
-"""Steps of a rank before its recent half can be compared with the half before it."""
+"""Steps that a rank needs before its recent half can be compared with the earlier half."""
 COSTLY = 0.1
-"""Share of a step that is worth naming although it has not grown."""
+"""A share of a step above this is reported even if it has not grown."""
 
 HANGS = "does it hang?"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer to one question. ``suspect`` is True if this is where the time goes, None if it cannot be told."""
+    """The answer to one question. ``suspect`` is True if the time is spent here, None if unknown."""
 
     question: str
     suspect: bool | None
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All answers about one run on this node, in the order of the questions, and the conclusion in one sentence."""
+    """All answers about one run on this node, in the order of the questions, and a conclusion in one sentence."""
 
     run: str
     job: str
@@ -46,7 +46,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """Seconds a step that one rank spends on something, before and now (medians), and its whole steps likewise."""
+    """Seconds per step that one rank spends in a phase, before and now (medians), and the same for its whole steps."""
 
     rank: int
     before: float
@@ -93,7 +93,7 @@ def _diagnose(run: str, ranks: Sequence[RankFact], node: str, now: float) -> Dia
 
 
 def _moving(ranks: Sequence[RankFact], now: float) -> tuple[Finding, str]:
-    """Whether any rank gets on, and who holds the others up if none does."""
+    """Whether any rank makes progress, and which rank blocks the others if none does."""
     states = [state_of(rank, now) for rank in ranks if rank.live or rank.state == "running"]
     facts = tuple(
         f"rank {s.rank}: {s.phase} for {s.stuck_s:.1f} s, process {s.process or 'gone'}, step {s.step}" for s in states
@@ -107,7 +107,7 @@ def _moving(ranks: Sequence[RankFact], now: float) -> tuple[Finding, str]:
 
 
 def _patience(rank: RankFact) -> float:
-    """Seconds that a rank may stay in one phase without hanging, as the runbook of hangs has it."""
+    """Seconds that a rank may stay in one phase without hanging, by the runbook's rule."""
     if rank.phase in SLOW_PHASES or not rank.steps:
         return SLOW_PHASE_LIMIT_S
     return max(FLOOR_S, FACTOR * max(step.duration_s for step in rank.steps))
@@ -149,10 +149,10 @@ def _phase(
     total: float,
     slower: bool,
 ) -> Finding:
-    """Whether a phase is where the time goes.
+    """Whether the time is spent in a phase.
 
-    One rank that waits for data is enough (``among`` is max); the network is suspect only if every rank spends longer
-    in collectives (min), since all but the late one wait there for the late one.
+    One rank that waits for data is enough (``among`` is max). The network is suspect only if all ranks spend longer in
+    collectives (min), as all ranks but the slowest wait there for the slowest.
     """
     grown, share = among([s.growth for s in spent]), among([s.share for s in spent])
     suspect = grown >= 0.5 * total if slower else share >= COSTLY

@@ -1,8 +1,8 @@
-"""Run collectors so that none of them can hold up another one or the loop.
+"""Run collectors so that none of them can block another one or the loop.
 
-Each collector has a daemon thread of its own. One that does not return in time is left alone until it does: a driver
-call that hangs for ever costs one sleeping thread and nothing else. One with an attribute ``interval_s`` is asked no
-more often than that, and what it delivered last holds meanwhile.
+Each collector has its own daemon thread. One that does not return in time is not called again until it does: a driver
+call that hangs forever costs only one sleeping thread. One with an attribute ``interval_s`` is not called more often
+than that; its last reading stays valid meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opsd.collectors.base import Collector, NoData, Reading
 
 
 class Health(StrEnum):
-    """What came of a collector's latest collection; ``starting`` until the first one has ended."""
+    """The result of a collector's latest collection; ``starting`` until the first one has ended."""
 
     OK = "ok"
     NO_DATA = "no_data"
@@ -30,7 +30,7 @@ class Health(StrEnum):
 class Source:
     """What the agent knows of one collector.
 
-    ``fresh``: it delivered in this tick, or what it delivered last still holds. Times are monotonic seconds.
+    ``fresh``: it delivered in this tick, or its last reading is still valid. Times are monotonic seconds.
     """
 
     collector: Collector
@@ -48,7 +48,7 @@ class Source:
         return self.collector.name
 
     def hold(self) -> None:
-        """Let what was delivered last stand for another tick. Events happen once."""
+        """Keep the last reading for another tick, without its events."""
         if self.health is Health.OK and not self.fresh:
             self.reading, self.fresh = replace(self.reading, events=()), True
 
@@ -94,7 +94,7 @@ class _Worker:
             try:
                 result: Reading | NoData | BaseException = self._collector.collect()
             except BaseException as error:
-                # Even SystemExit from a plug-in may end neither this thread nor the agent.
+                # Even SystemExit from a plug-in must not end this thread or the agent.
                 result = error
             with self._ended:
                 self.outcome = _Outcome(result, started, self._clock())
@@ -103,7 +103,7 @@ class _Worker:
 
 
 class Gatherer:
-    """All collectors of the agent. Used from the loop's thread."""
+    """All collectors of the agent. Used only in the loop's thread."""
 
     def __init__(self, collectors: Sequence[Collector], *, deadline_s: float, clock: Callable[[], float]) -> None:
         self.sources = tuple(Source(collector) for collector in collectors)
@@ -113,10 +113,10 @@ class Gatherer:
         self._workers = tuple(_Worker(collector, clock, self._ended) for collector in collectors)
 
     def gather(self, patience_s: float) -> tuple[Source, ...]:
-        """Collect once from everything that is due, wait ``patience_s`` at most, and say how all stand.
+        """Collect once from everything that is due, wait at most ``patience_s``, and return the state of all.
 
-        A collector that is still busy is not asked again. What it delivers later is taken in by the next call. One
-        that is busy for longer than the deadline counts as hung, and its last reading is forgotten.
+        A collector that is still busy is not called again. What it delivers later is used by the next call. One that is
+        busy for longer than the deadline counts as hung, and its last reading is dropped.
         """
         until = self._clock() + patience_s
         with self._ended:
@@ -152,7 +152,7 @@ def _record(source: Source, outcome: _Outcome) -> None:
     if isinstance(result, Reading):
         source.health, source.reason, source.fresh = Health.OK, "", True
         source.succeeded_at = outcome.ended
-        # A late reading and this one both belong to this tick; events happen once and must not be lost.
+        # A late reading and this one both belong to this tick; no event may be lost.
         source.reading = result if late is None else replace(result, events=(*late.events, *result.events))
         return
     if isinstance(result, NoData):

@@ -1,8 +1,8 @@
-"""The journal: incidents, actions and transitions, written behind the loop's back.
+"""The journal: incidents, actions and transitions, written asynchronously.
 
 The loop only puts records into memory; a thread writes them. A disk that is full, read-only or hung therefore never
-stops the agent: what is not written yet stays in a bounded backlog and is written when the disk is back. Nothing that
-is recorded contains secrets: it is what the API shows.
+stops the agent: unwritten records stay in a bounded backlog and are written when the disk is back. Records contain no
+secrets, only what the API shows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Journal:
     """Records of one agent. Methods may be called from any thread; only ``open``, ``flush`` and ``close`` wait.
 
     ``problem`` says in one sentence why records are not being written, "" if they are; ``on_problem`` is called with
-    it, from the writing thread, whenever it changes. ``lost`` counts records that the backlog had no room for.
+    it, from the writing thread, whenever it changes. ``lost`` counts records dropped because the backlog was full.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Journal:
         return len(self._incidents) + len(self._rows)
 
     def open(self, patience_s: float = 2.0) -> Memory:
-        """Start writing and return what the journal holds; nothing if it cannot be read within ``patience_s``."""
+        """Start writing and return the journal's content, which is empty if it cannot be read within ``patience_s``."""
         self._thread.start()
         with self._state:
             self._state.wait_for(lambda: self._memory is not None, patience_s)
@@ -86,7 +86,7 @@ class Journal:
             return self._state.wait_for(lambda: not self.backlog and not self._writing, patience_s)
 
     def close(self, patience_s: float = 1.0) -> None:
-        """Write what is left, as far as that is possible in ``patience_s``."""
+        """Write the remaining records, for at most ``patience_s``."""
         if not self.problem:
             self.flush(patience_s)
         with self._state:
@@ -115,9 +115,9 @@ class Journal:
                     self._state.wait_for(lambda: self._closing, self._retry_s)
 
     def _serve(self, store: Store) -> None:
-        """Write to ``store`` whatever comes, until the journal is closed. Raises StoreError."""
+        """Write records to ``store`` until the journal is closed. Raises StoreError."""
         if store.aside is not None:
-            self._on_problem(f"{self.path} is damaged; it was set aside as {store.aside.name} and begun anew")
+            self._on_problem(f"{self.path} is damaged; it was set aside as {store.aside.name} and a new one created")
         memory = self._memory or store.load(self._wall())
         while True:
             self._write(store)

@@ -1,4 +1,4 @@
-"""Ask the runbooks. Their functions are plug-ins: one that raises is counted and logged, and the others go on."""
+"""Call the runbooks. Their functions are plug-ins: an exception is counted and logged, and the others continue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from opsd.agent.incidents import Rules
+from opsd.agent.lifecycle import Rules
 from opsd.agent.logs import Log
 from opsd.runbooks.base import Action, Finding, Incident, Runbook, View
 
@@ -45,7 +45,7 @@ class Judge:
         self._looked: dict[str, tuple[float, tuple[Finding, ...]]] = {}
 
     def findings(self, view: View) -> list[Finding]:
-        """What all runbooks that are not blind find in this tick, diagnosed."""
+        """The diagnosed findings of all runbooks that are not blind in this tick."""
 
         def ask(runbook: Runbook) -> tuple[Finding, ...]:
             return tuple(runbook.diagnose(finding, view) for finding in runbook.detect(view))
@@ -63,11 +63,11 @@ class Judge:
         return found
 
     def healed(self, incidents: Iterable[Incident], view: View) -> dict[str, bool | None]:
-        """Incident id -> whether the trouble is over; None, or nothing, where that cannot be known now."""
+        """Incident id -> whether the fault is over; None or missing if that is not known now."""
         return {i.id: self._try(r, partial(r.healed, i, view), None) for i, r in self._seen(incidents, view)}
 
     def remedies(self, incidents: Iterable[Incident], view: View) -> Mapping[str, Sequence[Action]]:
-        """Incident id -> what its runbook wants done; an incident whose runbook is blind now is left out."""
+        """Incident id -> the actions that its runbook wants; incidents whose runbook is blind now are left out."""
         return {i.id: tuple(self._try(r, partial(r.remedy, i, view), ())) for i, r in self._seen(incidents, view)}
 
     def _seen(self, incidents: Iterable[Incident], view: View) -> Iterator[tuple[Incident, Runbook]]:

@@ -1,6 +1,6 @@
-"""What past incidents teach: which were like this one, what was done then, whether it helped; and how it went by kind.
+"""Statistics of past incidents by kind, and which are similar to a given one, with their actions and results.
 
-Everything is worked out from the incidents that the journal remembers, each time it is asked for. Pure.
+Everything is computed on demand from the incidents in the journal. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from opsd.runbooks.base import Incident, State
 
 LIKE = 0.3
-"""Least similarity of an incident that is worth showing: the kind alone is not enough."""
+"""Minimum similarity of an incident that is shown; the same kind alone is not enough."""
 
 Signature = Mapping[str, float]
 """Feature -> weight."""
@@ -29,7 +29,7 @@ _WORD = re.compile(r"[a-z][a-z_]{3,}")
 
 @dataclass(frozen=True, slots=True)
 class Similar:
-    """A past incident: how like it is (0 to 1), the verbs carried out, and whether they helped (None: none were)."""
+    """A past incident: similarity (0 to 1), executed verbs, and whether they helped (None: no verb was executed)."""
 
     incident: Incident
     similarity: float
@@ -39,9 +39,9 @@ class Similar:
 
 @dataclass(frozen=True, slots=True)
 class KindStatistics:
-    """How incidents of one kind went. Seconds are medians; shares are of those that are over.
+    """Statistics of incidents of one kind. Seconds are medians; shares are of those that are over.
 
-    ``detect_s`` is from the oldest evidence to the opening, ``resolve_s`` from there to the end, None without any.
+    ``detect_s`` is from the oldest evidence to the opening, ``resolve_s`` from there to the end; None without data.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class KindStatistics:
 def signature(incident: Incident) -> Signature:
     """What makes ``incident`` comparable: kind, component, GPU, and reasons (Xid, exception, signal, culprit's words).
 
-    Numbers that differ from one time to the next (steps, ranks, seconds) are not part of it.
+    Numbers that differ between occurrences (steps, ranks, seconds) are not part of it.
     """
     said = " ".join([incident.summary, incident.culprit.detail, *(evidence.text for evidence in incident.evidence)])
     features = {f"kind {incident.kind}": _KIND, f"component {incident.culprit.component}": _COMPONENT}
@@ -69,7 +69,7 @@ def signature(incident: Incident) -> Signature:
 
 
 def similarity(one: Signature, other: Signature) -> float:
-    """Weighted Jaccard index: the weight of what they share by the weight of what either has. From 0 to 1."""
+    """Weighted Jaccard index, from 0 to 1: the shared weight divided by the combined weight."""
     union = one.keys() | other.keys()
     whole = math.fsum(max(one.get(name, 0.0), other.get(name, 0.0)) for name in union)
     shared = math.fsum(min(one.get(name, 0.0), other.get(name, 0.0)) for name in union)
@@ -77,7 +77,7 @@ def similarity(one: Signature, other: Signature) -> float:
 
 
 def nearest(incident: Incident, past: Iterable[Incident], limit: int = 3) -> list[Similar]:
-    """The past incidents most like ``incident``, best first, newest first among equals."""
+    """The past incidents most similar to ``incident``, best first, newest first among equals."""
     own = signature(incident)
     over = (other for other in past if other.resolved_at is not None and other.id != incident.id)
     rated = [(similarity(own, signature(other)), other) for other in over]
@@ -86,7 +86,7 @@ def nearest(incident: Incident, past: Iterable[Incident], limit: int = 3) -> lis
 
 
 def statistics(incidents: Iterable[Incident]) -> list[KindStatistics]:
-    """One for each kind, the most frequent first. Symptoms are left out: they end when their cause does."""
+    """One for each kind, most frequent first. Symptoms are left out, because they end when their cause does."""
     kinds: defaultdict[str, list[Incident]] = defaultdict(list)
     for incident in incidents:
         if incident.cause is None:
@@ -124,5 +124,5 @@ def _done(incident: Incident) -> tuple[str, ...]:
 
 
 def _helped(incident: Incident) -> bool | None:
-    """True if it was over after an attempt, False if an attempt was made and it escalated all the same."""
+    """True if it ended after an attempt, False if it escalated after an attempt, None without an attempt."""
     return incident.state is State.RESOLVED if incident.attempts else None

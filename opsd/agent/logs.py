@@ -1,4 +1,4 @@
-"""The agent's log: fields in systemd's journal, lines for people on a terminal, JSON everywhere else on stderr."""
+"""The agent's log: fields in systemd's journal, lines of text on a terminal, JSON on any other stderr."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 _COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m"}
 
 Write = Callable[[Mapping[str, object]], None]
-"""Takes an event: what happened under ``event``, its ``level``, and its fields."""
+"""Takes an event: its name in ``event``, its ``level``, and its fields."""
 
 
 class Log:
-    """Events with fields. (structlog does as much and more, and brings asyncio: a tenth of the agent's memory.)"""
+    """Events with fields. (Not structlog, as it imports asyncio: a tenth of the agent's memory.)"""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -31,11 +31,11 @@ class Log:
         self._write({**fields, "event": event, "level": "info"})
 
     def warning(self, event: str, **fields: object) -> None:
-        """Something is wrong, and somebody may have to act."""
+        """A problem that may need a person."""
         self._write({**fields, "event": event, "level": "warning"})
 
     def error(self, event: str, **fields: object) -> None:
-        """The agent cannot do what it is for."""
+        """The agent cannot do its work."""
         self._write({**fields, "event": event, "level": "error"})
 
     def exception(self, event: str, **fields: object) -> None:
@@ -62,7 +62,7 @@ def _tell(event: Mapping[str, object]) -> None:
 
 
 def _line(text: str) -> None:
-    """Write a line at once, lest those of two threads mix; a log that nobody takes any more stops nothing."""
+    """Write a line in one call, so that lines of threads do not mix. A closed log is ignored."""
     with suppress(OSError, ValueError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

@@ -18,11 +18,11 @@ from opsd.collectors.base import Collector, GpuFact, RankFact, Reading, RunFact,
 from opsd.runbooks.base import Incident
 
 PATIENCE = 0.5
-"""Share of a tick that the loop waits for collectors; what comes later is taken in by the next tick."""
+"""Share of a tick that the loop waits for collectors; later readings are used in the next tick."""
 SECOND_LOOK_S = 0.1
-"""The second tick follows the first this soon, so that what takes two looks (a rate, a share) is there at once."""
+"""Seconds from the first tick to the second, so that values that need two readings (rates, shares) come early."""
 CLOCK_STEP_S = 1.0
-"""A jump of the wall clock against the monotonic one that is a step and not drift."""
+"""A difference of wall clock and monotonic clock above this is a step and not drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the agent knew at the end of a tick; everything outside the loop reads this and nothing else.
+    """The agent's state at the end of a tick; everything outside the loop reads only this.
 
-    ``at`` is monotonic, ``wall`` epoch seconds. ``ended`` has the incident that ended last first.
+    ``at`` is in monotonic, ``wall`` in epoch seconds. ``ended`` has the most recently ended incident first.
     """
 
     tick: int
@@ -79,7 +79,7 @@ class Loop:
         self.snapshot = Snapshot(-1, clock.monotonic(), clock.wall())
 
     def run(self, stop: threading.Event, after_tick: Callable[[], None] = lambda: None) -> None:
-        """Tick until ``stop`` is set, on a fixed grid; ticks that could not be kept are left out and counted."""
+        """Tick until ``stop`` is set, on a fixed grid; missed ticks are skipped and counted."""
         self.tick()
         after_tick()
         stop.wait(min(SECOND_LOOK_S, self._interval_s))

@@ -1,4 +1,4 @@
-"""The agent's metrics about itself: collectors, loop, journal, incidents, actions. All exist from the start."""
+"""The agent's metrics about itself: collectors, loop, journal, incidents, actions. All exist from the start on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from opsd import __version__
 from opsd.agent.actions import VERBS
@@ -62,13 +62,23 @@ METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
 )  # fmt: skip
+LABELS: Final = {
+    "version": "one",
+    "python": "one",
+    "collector": "the collectors of the agent",
+    "state": "states of a collector and of an incident",
+    "kind": "kinds of runbooks",
+    "severity": "severities of incidents",
+    "verb": "actions of the agent",
+    "outcome": "ok, failed, recommended, refused",
+}
 
 CURRENT_STATES = (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)
 OUTCOMES = ("ok", "failed", "recommended", "refused")
 
 
 def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterator[Sample]:
-    """How the collectors stand. ``wall_of_zero`` is the epoch second of monotonic second 0."""
+    """The states of the collectors. ``wall_of_zero`` is the epoch second of monotonic second 0."""
     for source in sources:
         name = (source.name,)
         for state in Health:
@@ -83,7 +93,7 @@ def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterato
 def runbook_samples(
     kinds: Iterable[str], incidents: Iterable[Incident], opened: Mapping[str, int], errors: Mapping[str, int]
 ) -> tuple[Sample, ...]:
-    """Incidents that are not over, those opened, and failures of runbooks, zeros included."""
+    """Incidents that are not over, incidents opened, and failures of runbooks, zeros included."""
     current = Counter((incident.kind, incident.severity, incident.state) for incident in incidents)
     return _runbook_samples(tuple(kinds), _frozen(current), _frozen(opened), _frozen(errors))
 
@@ -95,7 +105,7 @@ def _runbook_samples(
     opened: frozenset[tuple[str, int]],
     errors: frozenset[tuple[str, int]],
 ) -> tuple[Sample, ...]:
-    """Made anew only when something has changed, which in most ticks is not so."""
+    """The samples, rebuilt only after a change."""
     number, begun, failed = dict(incidents), dict(opened), dict(errors)
     samples = [
         Sample(INCIDENTS, float(number.get((kind, severity, state), 0)), (kind, severity.value, state.value))
@@ -136,7 +146,7 @@ def loop_samples(ticks: int, missed: int, tick_s: float, series: int, refused: i
 
 
 def journal_samples(problem: str, backlog: int, lost: int) -> Iterator[Sample]:
-    """The journal; ``problem`` is "" if it can be written."""
+    """The state of the journal; ``problem`` is "" if it can be written."""
     yield Sample(JOURNAL_UP, float(not problem))
     yield Sample(JOURNAL_BACKLOG, float(backlog))
     yield Sample(JOURNAL_LOST, float(lost))

@@ -1,4 +1,4 @@
-"""Tell people: a line in the log, and a webhook if there is one."""
+"""Notifications: a line in the log, and a webhook if configured."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class LogNotifier:
 
 
 class WebhookNotifier:
-    """Posts ``{"text": ..., **fields}`` to a URL, and writes to the log as well.
+    """Posts ``{"text": ..., **fields}`` to a URL, and also writes to the log.
 
-    The URL is a secret: neither it nor the server's answer appears in an error. In place of it there may be the file
-    that has it, which is read each time, so that a renewed one is taken up.
+    The URL is a secret: neither it nor the server's answer appears in an error. Instead of the URL a file may be given,
+    which is read each time, so that a renewed URL is used.
     """
 
     def __init__(self, log: Log, receiver: str | Path) -> None:
@@ -40,14 +40,14 @@ class WebhookNotifier:
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
         self._to_log(text, fields)
-        import httpx  # 18 MiB and a tenth of a second that an agent without a webhook does not pay
+        import httpx  # 18 MiB and 0.1 s that only an agent with a webhook needs
 
         url = self._url()
         try:
             answer = httpx.post(url, json={"text": text, **fields}, timeout=WEBHOOK_TIMEOUT_S)
         except Exception as error:  # also of proxies and certificates, which the environment names
             raise ActionError(f"the webhook could not be reached: {type(error).__name__}") from error
-        if not answer.is_success:  # one that has moved has told nobody
+        if not answer.is_success:  # redirects are failures, too
             raise ActionError(f"the webhook answered with status {answer.status_code}")
 
     def _url(self) -> str:
@@ -60,10 +60,10 @@ class WebhookNotifier:
 
 
 class Announcer:
-    """Tells people about incidents that open, escalate or end, without ever keeping the loop waiting.
+    """Notifies about incidents that open, escalate or end, without blocking the loop.
 
-    A notifier that is slow or down delays later announcements; beyond ``MAX_WAITING`` they are dropped, as the journal
-    and the metrics have them all. ``muted`` says why nobody is to be told of a kind at an epoch second, "" if they are.
+    A slow notifier delays later ones; beyond ``MAX_WAITING`` they are dropped, as journal and metrics have them all.
+    ``muted`` returns why a kind is silenced at an epoch second, "" if it is not.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Announcer:
         threading.Thread(target=self._work, name="announce", daemon=True).start()
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
-        """Announce ``transition`` of ``incident`` if it is one that people want to hear of.
+        """Queue a notification about ``transition`` of ``incident`` if it is relevant.
 
-        Nobody is told of symptoms, nor each time that an incident which comes and goes is over once more.
+        There are none about symptoms, nor about each end of an incident that comes back repeatedly.
         """
         over = is_over(incident, transition)
         if incident.cause is not None or (incident.relapses and over):

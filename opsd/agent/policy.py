@@ -1,4 +1,4 @@
-"""Whether opsd may do what a runbook wants done: a pure function of mode, history and time."""
+"""Whether opsd may execute the actions of a runbook: a pure function of mode, history and time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from opsd.settings.silences import Silence, active_silence
 
 HOUR_S = 3600.0
 HARMLESS = frozenset({"notify"})
-"""Verbs that change nothing on the node: no cool-down, no rate limit, and also carried out when only recommending."""
+"""Verbs that change nothing on the node: no cool-down, no rate limit, and also executed in mode recommend."""
 
 
 class Verdict(StrEnum):
-    """What becomes of a proposed action."""
+    """The decision about a proposed action."""
 
     RUN = "run"
     RECOMMEND = "recommended"
@@ -25,7 +25,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What limits actions. ``cooldowns`` has the kinds of incident whose cool-down differs from ``cooldown_s``."""
+    """The limits of actions. ``cooldowns`` has the kinds of incident whose cool-down differs from ``cooldown_s``."""
 
     cooldown_s: float = 60.0
     max_actions_per_hour: int = 12
@@ -45,7 +45,7 @@ class Limits:
         return cls(policy.cooldown_s, policy.max_actions_per_hour, cooldowns, maintenance, mute)
 
     def muted(self, kind: str, wall: float) -> str:
-        """Why nobody is to be told of incidents of ``kind`` at the epoch second ``wall``, "" if people are."""
+        """Why notifications about ``kind`` are silenced at the epoch second ``wall``, "" if they are not."""
         for name, spans in (("maintenance", self.maintenance), ("muted", self.mute)):
             if span := active_silence(spans, kind, wall):
                 return f"{name}: {span.reason}" if span.reason else name
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """An action carried out at the epoch second ``at`` for an incident of ``kind``."""
+    """An action executed at the epoch second ``at`` for an incident of ``kind``."""
 
     kind: str
     verb: str
@@ -64,7 +64,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The answer for one action, with the reason where it is not "run"."""
+    """The decision about one action, with the reason if it is not "run"."""
 
     action: Action
     verdict: Verdict
@@ -82,8 +82,8 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Decide about ``actions``, which form one attempt. Times are epoch seconds, ``started_at`` that of the agent.
 
-    In mode observe nothing is decided on at all. An attempt is all or nothing: if one of its actions is refused the
-    others are as well, so that no half of a remedy is carried out; a notification that is muted is no such part.
+    In mode observe there are no decisions. An attempt is all or nothing: if one of its actions is refused, all are, so
+    that no remedy is executed halfway. A muted notification does not refuse the others.
     """
     if mode == "observe":
         return ()

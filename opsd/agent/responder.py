@@ -1,6 +1,6 @@
-"""Between what is seen and what is done: findings become incidents, incidents actions, and all of it is recorded.
+"""Turns findings into incidents and incidents into actions, and records everything.
 
-This is where the pure parts (``incidents``, ``policy``) meet the ones with effects (``journal``, ``actions``).
+It connects the pure parts (``incidents``, ``policy``) with those that have effects (``journal``, ``actions``).
 """
 
 from __future__ import annotations
@@ -9,26 +9,27 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from opsd.agent import correlate, incidents
+from opsd.agent import correlate, incidents, lifecycle
 from opsd.agent.actions import Executor
-from opsd.agent.incidents import Outcome, Transition
+from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import Decision, Limits, Past, Verdict, decide
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
 from opsd.runbooks.base import Action, Incident, State, View
 
 REWRITE_S = 30.0
-"""An incident that only goes on is written to the journal this often."""
+"""An incident without changes is written to the journal this often, in seconds."""
 
 Listener = Callable[[Incident, Transition], None]
 
 
 class Responder:
-    """Keeps the incidents of the node. Used from one thread.
+    """Holds the incidents of the node. Used in one thread.
 
-    ``opened`` counts by kind, ``actions`` by (verb, outcome). ``ended`` has the incident that ended last first.
+    ``opened`` counts by kind, ``actions`` by (verb, outcome). ``ended`` has the most recently ended incident first.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Responder:
         self.opened: Counter[str] = Counter()
         self.actions: Counter[tuple[str, str]] = Counter()
         memory = journal.open()
-        loaded = {(i.kind, i.key): incidents.resumed(i, started_at) for i in memory.current}
+        loaded = {(i.kind, i.key): lifecycle.resumed(i, started_at) for i in memory.current}
         recent = {(i.kind, i.key): i for i in reversed(memory.ended)}
         self._book = incidents.Book(loaded, recent=recent, watching_since=started_at)
         self.ended: deque[Incident] = deque(memory.ended, maxlen=MAX_ENDED)
@@ -63,14 +64,14 @@ class Responder:
         return tuple(self._book.incidents.values())
 
     def clock_stepped(self, seconds: float) -> None:
-        """Allow for a step of the wall clock."""
+        """Shift all times by a step of the wall clock."""
         self._book = incidents.shifted(self._book, seconds)
         self._started_at += seconds
         self._history = [replace(past, at=past.at + seconds) for past in self._history]
 
     def respond(self, view: View) -> None:
-        """One tick: take in what ``view`` shows and do what is to be done about it."""
-        observed = incidents.Observed(
+        """One tick: update incidents from ``view`` and start actions."""
+        observed = lifecycle.Observed(
             findings=self._judge.findings(view),
             healed=self._judge.healed(self.current, view),
             idle=self._idle,
@@ -92,13 +93,13 @@ class Responder:
             self._record(incident, view.wall)
 
     def _forget_returned(self) -> None:
-        """Take what has come back out of the ended ones."""
+        """Remove incidents that have come back from the ended ones."""
         current = {incident.id for incident in self.current if incident.relapses}
         if any(incident.id in current for incident in self.ended):
             self.ended = deque((i for i in self.ended if i.id not in current), maxlen=MAX_ENDED)
 
     def _correlate(self, view: View, ended: Sequence[Incident]) -> None:
-        """Find out which incidents are symptoms of which."""
+        """Update which incidents are symptoms of which."""
         if not self._book.incidents:
             return
         causes = correlate.correlate(self.current, (*ended, *self.ended), view.ranks, view.wall)
@@ -122,7 +123,7 @@ class Responder:
         return outcomes
 
     def _act(self, view: View) -> None:
-        """Decide about every open incident and set in motion what the policy admits."""
+        """Decide about every open incident and start the actions that the policy admits."""
         waiting = [i for i in self.current if i.state is State.OPEN and i.cause is None]
         remedies = self._judge.remedies(waiting, view)
         self._idle = frozenset(name for name, actions in remedies.items() if not actions)
@@ -137,8 +138,8 @@ class Responder:
         self._book = replace(self._book, incidents={**self._book.incidents, **changed})
 
     def _note(self, decisions: Sequence[Decision], incident: Incident, wall: float) -> Incident:
-        """Write down what is recommended or refused, once."""
-        after = incidents.noted(incident, [_recorded(d.action, d.verdict, d.reason, wall) for d in decisions])
+        """Record what is recommended or refused, once."""
+        after = lifecycle.noted(incident, [_recorded(d.action, d.verdict, d.reason, wall) for d in decisions])
         for note in after.actions[len(incident.actions) :]:
             verb, outcome = str(note["verb"]), str(note["outcome"])
             self.actions[verb, outcome] += 1
@@ -146,9 +147,9 @@ class Responder:
         return after
 
     def _start(self, actions: Sequence[Action], incident: Incident, wall: float) -> Incident:
-        """Set one attempt in motion. The journal knows of it first: the executor waits for that."""
+        """Start one attempt. It is in the journal first: the executor waits for that."""
         records = [_recorded(action, "running", "", wall) for action in actions]
-        after = incidents.started(incident, records, wall)
+        after = lifecycle.started(incident, records, wall)
         self._record(after, wall)
         text = f"attempt {after.attempts}"
         self._journal.transition(Transition(after.id, after.kind, incident.state, after.state, wall, text))
@@ -172,7 +173,7 @@ class Responder:
             listener(incident, transition)
 
     def _record(self, incident: Incident, wall: float) -> None:
-        """Write the incident to the journal if something besides its times has changed, and from time to time."""
+        """Write the incident to the journal if anything but its times has changed, and periodically."""
         before, at = self._written.get(incident.id, (None, 0.0))
         if before is None or _essence(before) != _essence(incident) or abs(wall - at) >= REWRITE_S:
             self._written[incident.id] = (incident, wall)

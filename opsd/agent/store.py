@@ -1,4 +1,4 @@
-"""The journal's file: SQLite in WAL mode, one writer at a time. Everything here may wait for the disk."""
+"""The journal's file: SQLite in WAL mode, one writer at a time. Every call may wait for the disk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from opsd.runbooks.base import Cost, Culprit, Evidence, Incident, Severity, Stat
 SCHEMA_VERSION = 1
 KEEP_S = 90 * 86_400.0
 KEEP_ACTIONS_S = 86_400.0
-"""How far back the policy's history of actions reaches."""
+"""Length of the policy's history of actions in seconds."""
 MAX_ENDED = 500
-"""Ended incidents that are loaded."""
+"""Number of ended incidents that are loaded."""
 
 Row = tuple[str, tuple[object, ...]]
 """An SQL statement and its values."""
@@ -51,12 +51,12 @@ class StoreError(Exception):
 
 
 class _DamagedError(Exception):
-    """The file is no database, or no longer a whole one."""
+    """The file is no database, or is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What an earlier agent left behind: current incidents, the newest ended ones (newest first), recent actions."""
+    """The records of an earlier agent: current incidents, recently ended ones (newest first), recent actions."""
 
     current: Sequence[Incident] = ()
     ended: Sequence[Incident] = ()
@@ -64,7 +64,7 @@ class Memory:
 
 
 class Store:
-    """An open journal file, made if need be; a damaged one is set aside under the name in ``aside`` and begun anew.
+    """An open journal file, created if missing; a damaged one is renamed to ``aside`` and replaced by a new one.
 
     ``now`` is the epoch second that old records are measured against. Raises StoreError.
     """
@@ -96,7 +96,7 @@ class Store:
             )
 
     def write(self, incidents: Iterable[Incident], rows: Iterable[Row]) -> None:
-        """Write all of it or nothing. Raises StoreError."""
+        """Write all or nothing. Raises StoreError."""
         with self._reporting():
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -109,7 +109,7 @@ class Store:
                 raise
 
     def close(self) -> None:
-        """Close the file and let another agent have it."""
+        """Close the file, so that another agent may open it."""
         with contextlib.suppress(sqlite3.Error):
             self._database.close()
         os.close(self._lock)
@@ -155,7 +155,7 @@ def from_document(document: Mapping[str, Any]) -> Incident:
 
 
 def _lock(path: Path) -> int:
-    """The right to write the journal, while the file descriptor returned is open: two agents would undo each other."""
+    """Lock the journal for this agent while the returned file descriptor is open."""
     lock = os.open(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,6 +205,6 @@ def _row(i: Incident) -> Row:
 
 def _documents(rows: Iterable[tuple[str]]) -> Iterator[Incident]:
     for (text,) in rows:
-        # A record of another release that does not fit is left where it is: the journal must never stop the agent.
+        # A record of another release that cannot be read is skipped: the journal must never stop the agent.
         with contextlib.suppress(KeyError, TypeError, ValueError):
             yield from_document(json.loads(text))

@@ -1,4 +1,4 @@
-"""A planned swap: a node leaves a run at a step boundary and a spare takes its place; no step is lost."""
+"""A planned swap: a spare replaces a node of a run at a step boundary, and no step is lost."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass
 from typing import Any
 
 Ask = Callable[[Mapping[str, object]], Mapping[str, Any]]
-"""Sends a request to a launcher of the run and returns its answer. Raises an exception with one sentence."""
+"""Sends a request to a launcher of the run and returns its answer. Raises an exception whose text is one sentence."""
 
 POLL_S = 0.25
 NO_SPARE = "the run has no spare; start it with more nodes than it needs"
 
 
 class SwapError(Exception):
-    """A swap that cannot be or was not done; the message says why in one sentence."""
+    """A swap that is impossible or failed; the message says why in one sentence."""
 
 
 class UnderWay(SwapError):
-    """The launcher agreed, and the step or the checkpoint takes longer than there was patience."""
+    """The launcher agreed, but the step or the checkpoint takes longer than the limit of the wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who takes part in a run: nodes with ranks by node rank, its spares, and the node that leads.
+    """The nodes of a run: those with ranks by node rank, its spares, and its leader.
 
-    A run that ``waits`` for nodes may be brought a spare. ``generation`` is the one of the launcher that was asked.
+    A run that ``waits`` for nodes may get a spare. ``generation`` is that of the launcher that was asked.
     """
 
     nodes: tuple[str, ...]
     spares: tuple[str, ...]
-    head: str
+    leader: str
     waits: bool
     generation: int = 0
 
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> Members:
-        """The members in a launcher's answer to ``status``. A launcher of one node tells only its own name."""
+        """The members in a launcher's answer to ``status``. A launcher of one node reports only its own name."""
         nodes = _names(status.get("nodes")) or _names([status.get("node", "")])
         generation = status.get("generation")
         return cls(
@@ -64,12 +64,11 @@ def planned_swap(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Have ``node`` swapped out, wait until it has no ranks any more, and say who took over.
+    """Ask for ``node`` to be swapped out, wait until it has no ranks, and return which node replaced it.
 
-    A run without a spare may be brought one, from a pool; that is waited for. Another head, or a later generation with
-    ``node`` in it, is asked again. Raises SwapError if that cannot be or the
-    launcher refuses, UnderWay if it agreed and ``node`` is still there after ``patience_s`` seconds, and whatever
-    ``ask`` raises.
+    A run without a spare may get one from a pool, for which this waits. A new leader, or a later generation that still
+    has ``node``, is asked again. Raises SwapError if the swap is impossible or the launcher refuses, UnderWay if it
+    agreed and ``node`` still has ranks after ``patience_s`` seconds, and whatever ``ask`` raises.
     """
     deadline = clock() + patience_s
     before = Members.of(ask({"cmd": "status"}))
@@ -86,12 +85,12 @@ def planned_swap(
         raise SwapError(NO_SPARE)
     if answer.get("ok") is not True:
         raise SwapError(f"the launcher refused: {answer.get('error') or 'no reason given'}")
-    told = before.head, before.generation
+    told = before.leader, before.generation
     while node in (now := Members.of(ask({"cmd": "status"}))).nodes:
-        if now.head and told != (now.head, now.generation):
-            # Who was to see to it is head no more, or all ranks were restarted before it came to that.
+        if now.leader and told != (now.leader, now.generation):
+            # The leader that had agreed was replaced, or all ranks were restarted before the swap.
             again = ask({"cmd": "swap", "node": node, "reason": reason})
-            told = (now.head, now.generation) if again.get("ok") is True else told
+            told = (now.leader, now.generation) if again.get("ok") is True else told
         if clock() > deadline:
             raise UnderWay(f"{node} leaves at the next step boundary; the launcher agreed {patience_s:.0f} s ago")
         sleep(POLL_S)

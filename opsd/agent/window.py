@@ -1,9 +1,9 @@
-"""The last minutes of every series, in memory, and what the runbooks may ask of them.
+"""The last minutes of every series in memory, and the queries of the runbooks.
 
-Each series is a ring of 32-bit offsets from its own 64-bit base, on a time axis that all series share: 10,000 series of
-600 ticks fit into 30 MiB. The base follows the series, so that differences between samples of the window keep a
-relative precision of 2**-23 however large a counter has grown; the newest value is kept exactly. A missing sample is a
-NaN in the ring, and gaps are filled in only when the series comes back.
+Each series is a ring of 32-bit offsets from its own 64-bit base, with a common time axis: 10,000 series of 600 ticks
+fit into 30 MiB. The base follows the series, so that differences between samples of the window have a relative
+precision of 2**-23 even for large counters; the newest value is kept exactly. A missing sample is a NaN in the ring,
+and gaps are filled in only when the series comes back.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading
 F = TypeVar("F", GpuFact, RankFact, RunFact)
 
 MAX_EVENTS = 2_000
-"""Events of one kind remembered; a flood pushes out the oldest, and none of another kind."""
+"""Limit of stored events per kind; the oldest are dropped."""
 MAX_SERIES = 50_000
-"""Series remembered; beyond that new ones are left out and counted in ``Window.refused``."""
+"""Limit of stored series; further ones are dropped and counted in ``Window.refused``."""
 
 MAX_REBASES = 64
-"""Series of one collector that are given a new base in one tick, at a tenth of a millisecond each; others wait."""
+"""Limit of series per collector and tick that get a new base, at 0.1 ms each; the others wait."""
 
 _NAN = math.nan
 _FIRST_LIMIT = 2.0**20
 
 
 class Window:
-    """Implements ``runbooks.base.View``. Written to and read by one thread.
+    """Implements ``runbooks.base.View``. Used in one thread.
 
     Each tick: ``begin``, then ``add`` for every collector that delivered.
     """
@@ -77,7 +77,7 @@ class Window:
             self._drop_unseen()
 
     def add(self, collector: str, reading: Reading) -> None:
-        """Take in what ``collector`` delivered in this tick."""
+        """Add the reading of ``collector`` in this tick."""
         self._fresh.add(collector)
         self._readings[collector] = reading
         self._kinds.clear()
@@ -108,7 +108,7 @@ class Window:
         return self._count
 
     def _facts(self, kind: type[F]) -> Sequence[F]:
-        """The facts of a kind; runbooks ask for them dozens of times in a tick."""
+        """The facts of one type, cached as runbooks ask for them dozens of times in a tick."""
         known = self._kinds.get(kind)
         if known is None:
             known = self._kinds[kind] = tuple(
@@ -117,7 +117,7 @@ class Window:
         return cast("Sequence[F]", known)
 
     def _store(self, samples: Iterable[Sample]) -> None:
-        """The hot loop: about half a microsecond a sample."""
+        """The hot loop: about 0.5 microseconds per sample."""
         tick, slot = self.tick, self.tick % self.ticks
         before, rebases = tick - 1, 0
         metric: Metric | None = None
@@ -187,7 +187,7 @@ class Ring:
         return self.labels.items() >= labels.items()
 
     def values(self, seconds: float) -> Sequence[tuple[float, float]]:
-        """(monotonic second, value) of the last ``seconds``, oldest first, missing samples left out."""
+        """(monotonic second, value) of the last ``seconds``, oldest first, without missing samples."""
         base, ring, times, size = self.base, self.offsets, self.window.times, self.window.ticks
         ticks = range(max(0, self.window.tick - size + 1), self.tick + 1)
         oldest = self.window.now - seconds
@@ -202,7 +202,7 @@ class Ring:
         return [(at, base + offset) for at, offset in pairs if offset == offset]
 
     def increase(self, seconds: float) -> float | None:
-        """Growth of a counter over the last ``seconds``, resets allowed for; None with fewer than two values."""
+        """Growth of a counter over the last ``seconds``, corrected for resets; None with fewer than two values."""
         points = self.values(seconds)
         if len(points) < 2:
             return None
@@ -219,7 +219,7 @@ class Ring:
             self.offsets[missed % ticks] = _NAN
 
     def rebase(self, slot: int, value: float) -> None:
-        """Store ``value``, which is far from the base, and make it the new base if it is a number at all."""
+        """Store ``value``, which is far from the base, and make it the new base unless it is NaN."""
         if not math.isfinite(value):
             self.offsets[slot] = value
             return

@@ -1,4 +1,4 @@
-"""Build the agent from its settings: the one place that knows every real part."""
+"""Build the agent from its settings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
-from opsd.collectors.nvml import PowerControl
+from opsd.collectors.nvml import NvmlSettings, PowerControl
+from opsd.collectors.ranks import RanksSettings
 from opsd.config import Settings
 from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
+from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.drainer import SlurmDrainer
-from opsd.slurm.orders import Orders
 from opsd.slurm.ownership import Rules
 
 
 def build_journal(settings: Settings, log: Log) -> Journal:
-    """The journal in the state folder; it says in the log when it stops and starts being written."""
+    """The journal in the state folder; the log says when writing fails and when it works again."""
 
     def say(problem: str) -> None:
         if problem:
@@ -38,14 +39,14 @@ def build_journal(settings: Settings, log: Log) -> Journal:
 
 
 def _drainer(settings: Settings) -> SlurmDrainer:
-    """Drains this node through the Slurm of this machine, which is looked for when it is needed."""
+    """Drains this node through this machine's Slurm, which is looked up on use."""
     slurm = cache(lambda: choose().slurm)
-    orders = Orders(settings.agent.state_dir)
-    return SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), orders)
+    updates = DeferredUpdates(settings.agent.state_dir)
+    return SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), updates)
 
 
 def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:
-    """Who is told of every change of an incident: people, and Grafana."""
+    """The listeners of every change of an incident: notifications and Grafana."""
     told: list[Listener] = []
     notify, node = settings.notify, settings.agent.node
     if notify.receiver:
@@ -56,13 +57,14 @@ def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listene
 
 
 def build_loop(settings: Settings, journal: Journal, log: Log) -> Loop:
-    """The loop with everything connected to it; nothing has been collected yet."""
+    """The loop with everything connected, before the first collection."""
     agent, policy, receiver = settings.agent, settings.policy, settings.notify.receiver
+    nvml = settings.section(NvmlSettings)
     notifier: Notifier = WebhookNotifier(log, receiver) if receiver else LogNotifier(log)
     executor = Executor(
-        shm=settings.ranks.root,
+        shm=settings.section(RanksSettings).root,
         notify=notifier,
-        set_power_limit=PowerControl(settings.nvml.library).set_power_limit if settings.nvml.enabled else None,
+        set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
         drain_node=_drainer(settings) if policy.drain else None,
         before_acting=lambda: journal.flush(1.0),
     )

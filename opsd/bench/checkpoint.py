@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from opsd.checkpoints.manifest import folder_of, read, verify
 from opsd.client import Reporter
 from opsd.trainer.checkpoint import Saver, State
-from opsd.trainer.memory import read_record, record_path
-from opsd.trainer.persist import Plan
+from opsd.trainer.load import load, load_memory
+from opsd.trainer.memory import info_path, read_info
+from opsd.trainer.parts import PersistPlan
 from opsd.trainer.regions import Region
-from opsd.trainer.restore import load, load_memory
 
 STATE_BYTES = 2_000_000_000
 TENSORS = 240
@@ -136,7 +136,7 @@ def _ours(tensors: list[torch.Tensor], step: Callable[[], float], disk: Path, sh
     }
     root = disk / "ours"
     root.mkdir()
-    plan = Plan(str(root), 0, 1, "00000001", {"dp": 1}, "bench", keep=1)
+    plan = PersistPlan(str(root), 0, 1, "00000001", {"dp": 1}, "bench", keep=1)
     saver = Saver(plan, state, Reporter(shared / "rank-0000.page"), committed=0)
     costs, persists = [], []
     for number in range(1, ROUNDS + 2):
@@ -146,7 +146,7 @@ def _ours(tensors: list[torch.Tensor], step: Callable[[], float], disk: Path, sh
             return not saver.busy
 
         costs.append(_measure(partial(saver.save, number, 0, ""), done, step))
-        record = record_path(shared, 0).stat().st_mtime
+        record = info_path(shared, 0).stat().st_mtime
         persists.append(read(folder_of(root, number)).created - record)
     cost = _median(costs[1:])  # the first starts the process
     restores = _restores(state, folder_of(root, ROUNDS + 1), shared)
@@ -161,7 +161,7 @@ def _ours(tensors: list[torch.Tensor], step: Callable[[], float], disk: Path, sh
 
 def _restores(state: State, folder: Path, shared: Path) -> Results:
     """Seconds to verify and copy into ``state``, from memory and from disk, as at the start of a run."""
-    record = read_record(shared, 0)
+    record = read_info(shared, 0)
     assert record is not None
     times: dict[str, list[float]] = {"memory": [], "disk": []}
     for _ in range(ROUNDS):

@@ -22,7 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from opsd.bench.namespaces import Namespaces, NoNamespacesError
-from opsd.preflight.fabric import PLANTS, score
+from opsd.preflight.simulated_cluster import PLANTS, score
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue

@@ -10,8 +10,8 @@ import os
 import sys
 
 from opsd.preflight.network import plan
+from opsd.preflight.network.participant import Participant, leading
 from opsd.preflight.network.rendezvous import place, use_interface
-from opsd.preflight.network.team import Team, leading
 
 
 def main(address: str, nodes: int) -> None:
@@ -19,11 +19,11 @@ def main(address: str, nodes: int) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     use_interface(address)
     how = plan.effort("quick", gpus=False)
-    team = Team(place(f"n[0-{nodes - 1}]", 0, address, {}))
-    with leading(team, how.deadline_s) as leader:
-        names = {node: member.name for node, member in leader.gather(team.join_s).items()}
+    participant = Participant(place(f"n[0-{nodes - 1}]", 0, address, {}))
+    with leading(participant, how.deadline_s) as coordinator:
+        names = {node: member.name for node, member in coordinator.gather(participant.join_s).items()}
         for _ in sys.stdin:
-            diagnosis = plan.search(leader, names, {}, how, lambda _what: None)
+            diagnosis = plan.search(coordinator, names, {}, how, lambda _what: None)
             print(json.dumps([str(culprit) for culprit in diagnosis.culprits]), flush=True)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
+from opsd.collectors.slurm import SlurmSettings
 from opsd.commands.settings import load
 from opsd.config import Settings
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from opsd.agent.logs import Log
 
 STOP_WITHIN_S = 1.5
-"""After a signal to stop the process ends by force after this long, whatever a driver or a disk is doing."""
+"""Seconds after a signal to stop when the process ends by force, even if a driver or a disk hangs."""
 
 
 @click.command()
@@ -77,7 +78,7 @@ def serve(settings: Settings) -> int:
     history = History()
     stale_s = max(5.0, 3 * settings.agent.interval_s)
     server.start(App(lambda: loop.snapshot, facts, stale_s=stale_s, history=history, job_nodes=others))
-    if settings.slurm.enabled:
+    if settings.section(SlurmSettings).enabled:
         carry_out_orders(settings, log, stop)
     log.info("agent started", listen=server.address, **facts)
     systemd.notify("READY=1")
@@ -95,28 +96,28 @@ def serve(settings: Settings) -> int:
 
 
 def carry_out_orders(settings: Settings, log: Log, stop: threading.Event) -> None:
-    """Tell Slurm, once it answers again, what it could not be told before.
+    """Execute pending drain orders once Slurm answers again.
 
-    People may leave their orders with an agent that is root or is meant to drain: Slurm refuses those of any other.
+    Only an agent that is root or may drain accepts orders, as Slurm would refuse those of any other.
     """
     from opsd.slurm.connect import choose
-    from opsd.slurm.orders import Orders, keep_carrying_out
+    from opsd.slurm.deferred import DeferredUpdates, keep_applying
     from opsd.slurm.ownership import Rules
 
     def say(sentence: str) -> None:
         log.warning("order to Slurm", outcome=sentence)
 
-    orders = Orders(settings.agent.state_dir)
+    updates = DeferredUpdates(settings.agent.state_dir)
     if os.geteuid() == 0 or settings.policy.drain:
-        orders.invite()
+        updates.enable()
     else:
-        orders.decline()
-    parts = (orders, cache(lambda: choose().slurm), Rules.of(settings.policy), say, stop)
-    threading.Thread(target=keep_carrying_out, args=parts, name="slurm-orders", daemon=True).start()
+        updates.disable()
+    parts = (updates, cache(lambda: choose().slurm), Rules.of(settings.policy), say, stop)
+    threading.Thread(target=keep_applying, args=parts, name="slurm-orders", daemon=True).start()
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set. The process ends by itself if it is still there ``STOP_WITHIN_S`` later."""
+    """An event that SIGTERM and SIGINT set. The process ends by force if it still runs ``STOP_WITHIN_S`` later."""
     stop = threading.Event()
 
     def on_signal(_number: int, _frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Asking the agent of a node: what its commands have in common."""
+"""The client of the agent's API, and the options that its commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 from opsd.agent.web.access import has_tls
 from opsd.commands.output import fail
 from opsd.commands.settings import load
-from opsd.config import AgentSettings
+from opsd.settings.agent import AgentSettings
 
 
 def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +32,7 @@ def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:
             "--credentials-file",
             envvar="OPSD_AGENT_CREDENTIALS_FILE",
             type=click.Path(path_type=Path),
-            help="File with USER:PASSWORD for the agent; or OPSD_AGENT_CREDENTIALS holds them itself.",
+            help="File with USER:PASSWORD for the agent; or set OPSD_AGENT_CREDENTIALS to USER:PASSWORD.",
         ),
         click.option(
             "--ca-file",
@@ -50,7 +50,7 @@ def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:
 def agent_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """``with_agent``, and --json."""
     return with_agent(
-        click.option("--json", "as_json", is_flag=True, help="Print the agent's answer as it is.")(command)
+        click.option("--json", "as_json", is_flag=True, help="Print the agent's answer as JSON.")(command)
     )
 
 
@@ -59,15 +59,15 @@ class NoAgent(Exception):
 
 
 class Refused(Exception):
-    """The agent answers that this cannot be had; the message is its sentence."""
+    """The agent refused the request; the message is the agent's sentence."""
 
 
 class Agent:
-    """The API of one agent, at ``url`` or where the configuration in ``file`` lets it listen.
+    """The API of one agent, at ``url`` or at the listen address in the configuration ``file``.
 
     ``ca_file`` has the certificates to trust instead of the system's, ``credentials`` are user and password; without
-    ``url`` they are by default those with which this node's agent asks others. Raises click.UsageError if these would
-    go over a network in the clear, and if ``url`` is none.
+    ``url`` both default to those with which this node's agent asks others. Raises click.UsageError if credentials would
+    be sent over a network unencrypted, and if ``url`` is invalid.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Agent:
             raise click.UsageError(f"the password would go to {self.base} in the clear: use https")
 
     def get(self, path: str, **query: str | int | Sequence[str]) -> Any:
-        """What the agent answers. Raises NoAgent and Refused."""
+        """The agent's answer. Raises NoAgent and Refused."""
         import httpx
 
         try:
@@ -116,7 +116,7 @@ class Agent:
         return body
 
     def ask(self, path: str, **query: str | int | Sequence[str]) -> Any:
-        """What the agent answers; ends the command with one sentence if it does not."""
+        """The agent's answer; ends the command with one sentence if there is none."""
         try:
             return self.get(path, **query)
         except (NoAgent, Refused) as error:
@@ -124,7 +124,7 @@ class Agent:
 
 
 def _base(settings: AgentSettings) -> str:
-    """Where an agent with these settings is asked from its own node: with TLS by the name in its certificate."""
+    """The URL of an agent with these settings, from its own node; with TLS it has the name in the certificate."""
     host, _, port = settings.listen.rpartition(":")
     if settings.web_config is None or not has_tls(settings.web_config):
         return f"http://{settings.listen}"
@@ -132,7 +132,7 @@ def _base(settings: AgentSettings) -> str:
 
 
 def _advice(base: str, error: Exception) -> str:
-    """What to do about an agent at ``base`` that could not be asked."""
+    """What to do about an agent at ``base`` that cannot be reached."""
     import httpx
 
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -143,7 +143,7 @@ def _advice(base: str, error: Exception) -> str:
 
 
 def _peer_credentials(file: Path | None) -> tuple[str, str] | None:
-    """What the agent's own file says, if this user may read it."""
+    """The content of the agent's own file, if this user may read it."""
     try:
         user, colon, password = file.read_text(encoding="utf-8").strip().partition(":") if file else ("", "", "")
     except (OSError, UnicodeDecodeError):
@@ -173,7 +173,7 @@ def _credentials(file: Path | None) -> tuple[str, str] | None:
 
 
 def _private(base: str) -> bool:
-    """True if nobody on a network can read what is sent to ``base``."""
+    """True if what is sent to ``base`` is encrypted or stays on this machine."""
     url = urlsplit(base)
     return url.scheme == "https" or _is_loopback(url.hostname or "")
 

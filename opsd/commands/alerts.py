@@ -25,7 +25,7 @@ _SCHEME = click.option(
     type=click.Choice(["http", "https"]),
     default="http",
     show_default=True,
-    help="What agents speak, for the links to their pages: https with agent.web_config.",
+    help="Scheme of links to agents: https with agent.web_config.",
 )
 
 

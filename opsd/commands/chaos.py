@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -18,9 +18,8 @@ from opsd.chaos.faults import Fault
 from opsd.chaos.perform import Teller, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
+from opsd.commands.options import options
 from opsd.rundir import memory_root
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_S = 600.0
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
@@ -51,22 +50,13 @@ def _like(pattern: re.Pattern[str], example: str) -> Callable[[click.Context, cl
     return check
 
 
-def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    def apply(function: F) -> F:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return apply
-
-
 _of_run = click.option("--run", "run_name", metavar="RUN", help="The run; not needed if only one is active.")
 _of_rank = click.option("--rank", type=click.IntRange(0), help="The rank; by default the lowest on this node.")
-_always = _options(
+_always = options(
     click.option("--yes", is_flag=True, help="Do not ask."),
     click.option("--json", "as_json", is_flag=True, help="Report events as JSON lines."),
 )
-_lasting = _options(
+_lasting = options(
     click.option("--for", "for_s", callback=_seconds, default="30s", show_default=True, help="How long; at most 10m."),
     _always,
 )
@@ -270,7 +260,7 @@ def _do(fault: Fault, for_s: float, *, yes: bool, as_json: bool) -> int:
 
 
 def _confirm(fault: Fault, for_s: float, *, yes: bool) -> None:
-    """Have the fault confirmed. Raises click.UsageError without a terminal, and if the answer is no."""
+    """Ask for confirmation. Raises click.UsageError without a terminal, and if the answer is no."""
     lasts = "" if fault.undo is None else f" for {for_s:g} s"
     click.echo(f"opsd chaos {fault.name} {fault.text}{lasts}.", err=True)
     for note in fault.notes:
@@ -285,7 +275,7 @@ def _confirm(fault: Fault, for_s: float, *, yes: bool) -> None:
 def _need_terminal() -> None:
     """Raise click.UsageError if nobody can be asked."""
     if not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to confirm this at: say --yes")
+        raise click.UsageError("there is no terminal to confirm this at: use --yes")
 
 
 def _owned_run(name: str | None) -> target.Run:

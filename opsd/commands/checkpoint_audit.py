@@ -1,6 +1,6 @@
 """``opsd checkpoint audit``: does a checkpoint, whoever wrote it, hold shards that are copies of each other?
 
-The tensors are read by a process of its own, ``opsd.trainer.copies``, because this command must not load torch.
+A separate process, ``opsd.trainer.duplicate_shards``, reads the tensors, because this command must not load torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def audit(path: Path, *, as_json: bool) -> int:
 
 
 def _examine(path: Path) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, "-m", "opsd.trainer.copies", str(path)]
+    command = [sys.executable, "-m", "opsd.trainer.duplicate_shards", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

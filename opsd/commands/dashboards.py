@@ -15,7 +15,7 @@ from opsd.commands.settings import BadConfig
 
 @click.group()
 def dashboards() -> None:
-    """Build the Grafana boards, check that the JSON is current, or bring them into a Grafana."""
+    """Build the Grafana boards, check that the JSON is current, or write them into a Grafana."""
 
 
 @dashboards.command()
@@ -59,7 +59,7 @@ def push(url: str, token_file: Path | None, dry_run: bool) -> None:
 
 
 def _token(file: Path | None) -> str:
-    """The token without what surrounds it; it never appears in a message."""
+    """The token without surrounding whitespace; it never appears in a message."""
     try:
         token = (os.environ.get("GRAFANA_TOKEN", "") if file is None else file.read_text(encoding="utf-8")).strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -20,10 +20,9 @@ from rich.live import Live
 
 from opsd import exitcodes
 from opsd.commands.ledger import ledger_table
-from opsd.demo import gpus as demo_gpus
 from opsd.demo import report
 from opsd.demo.faults import FAULTS, Director, Stage
-from opsd.demo.scene import TEXT_BYTES, DemoError, Scene, open_scene
+from opsd.demo.scene import TEXT_BYTES, DemoError, Gpus, Scene, open_scene, prepare_gpus
 from opsd.demo.text import copy_text
 from opsd.demo.view import View
 from opsd.demo.world import Eyes, Snapshot
@@ -106,10 +105,10 @@ class Demo:
         self.recorder.print(view.render(last, last.wall - self.began))
         return self._report(director, steps, gpus, false_alarms, target)
 
-    def _prepare(self) -> demo_gpus.Gpus:
+    def _prepare(self) -> Gpus:
         scene = self.scene
         self.console.print(f"workspace {scene.folder}")
-        gpus = demo_gpus.prepare(scene)
+        gpus = prepare_gpus(scene)
         label = "8 simulated GPUs (no real ones here)" if gpus.simulated else gpus.why
         self.console.print(f"GPUs      {label}")
         size = copy_text(scene.folder / "text", TEXT_BYTES)
@@ -144,7 +143,7 @@ class Demo:
         self.console.print(f"run       {steps} steps of {step_s * 1e3:.0f} ms on 2 ranks")
         return steps
 
-    def _run(self, name: str, steps: int, gpus: demo_gpus.Gpus, view: View, director: Director | None) -> Snapshot:
+    def _run(self, name: str, steps: int, gpus: Gpus, view: View, director: Director | None) -> Snapshot:
         """One supervised run from start to end; returns its last snapshot."""
         process = self.scene.start_run(name, self._program(steps))
         eyes = Eyes(self.scene.shm / name, self.scene.folder / name / "events.jsonl", self.scene.agent_url)
@@ -156,7 +155,7 @@ class Demo:
         return now
 
     def _watch(
-        self, process: subprocess.Popen[bytes], eyes: Eyes, gpus: demo_gpus.Gpus, view: View,
+        self, process: subprocess.Popen[bytes], eyes: Eyes, gpus: Gpus, view: View,
         director: Director | None, live: Live | None,
     ) -> Snapshot:  # fmt: skip
         ended: float | None = None
@@ -181,7 +180,7 @@ class Demo:
             time.sleep(TICK_S)
 
     def _report(
-        self, director: Director, steps: int, gpus: demo_gpus.Gpus, false_alarms: list[str], target: TextIO | None
+        self, director: Director, steps: int, gpus: Gpus, false_alarms: list[str], target: TextIO | None
     ) -> bool:
         scene, console = self.scene, self.console
         undisturbed = report.losses(scene.folder / "undisturbed" / "metrics.jsonl")

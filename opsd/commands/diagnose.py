@@ -1,4 +1,4 @@
-"""``opsd diagnose``: why a run on this node stands still or trains slowly, with the numbers."""
+"""``opsd diagnose``: why a run on this node hangs or trains slowly, with the numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opsd import exitcodes, rank_page
 from opsd.agent.diagnosis import Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
-from opsd.collectors.ranks import RanksCollector
+from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.commands.agent_client import Agent, NoAgent, Refused, agent_options
 from opsd.commands.output import fail, printable
 from opsd.commands.settings import load
@@ -28,9 +28,9 @@ _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknow
 @click.option("--job", default="", help="Only the job with this id, or the run with this name.")
 @agent_options
 def diagnose(job: str, agent: Agent, as_json: bool) -> int:
-    """Diagnose the runs on this node now: do they hang, and is it data, network or kernels that slow them down.
+    """Diagnose the runs on this node now: do they hang, or do data, network or kernels slow them down?
 
-    Asks the agent, or reads the rank pages of this machine where none runs. Ends with 1 if there is no such run.
+    Asks the agent, or reads the rank pages of this machine if no agent runs. Ends with 1 if there is no such run.
     """
     incidents: Sequence[dict[str, Any]] = ()
     try:
@@ -44,7 +44,7 @@ def diagnose(job: str, agent: Agent, as_json: bool) -> int:
         if agent.named:
             fail(str(error))
         settings = load(agent.file)
-        ranks, now, node = _local(settings.ranks.root, job), time.monotonic(), settings.agent.node
+        ranks, now, node = _local(settings.section(RanksSettings).root, job), time.monotonic(), settings.agent.node
     diagnoses = diagnoses_of(ranks, node, now)
     if not diagnoses:
         fail(f"no run{f' or job {job}' if job else ''} trains on {node}; `opsd status` shows what does")

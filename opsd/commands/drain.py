@@ -9,7 +9,7 @@ import click
 from opsd.commands.node_service import node_options, open_desk, write_evidence
 from opsd.commands.settings import load
 from opsd.slurm import ownership
-from opsd.slurm.orders import Order
+from opsd.slurm.deferred import DeferredUpdate
 
 
 @click.command()
@@ -39,4 +39,4 @@ def drain(
     desk = open_desk(settings)
     evidence = "" if dry_run else write_evidence(settings, file, nodes, text, incident, desk)
     told = ownership.reason(kind, text, incident=incident or ownership.MANUAL, evidence=evidence)
-    return desk.carry_out(Order("drain", nodes, desk.now, told, force), dry_run, evidence)
+    return desk.apply(DeferredUpdate("drain", nodes, desk.now, told, force), dry_run, evidence)

@@ -1,4 +1,4 @@
-"""``opsd incidents``: what has happened on a node, for people and for scripts."""
+"""``opsd incidents``: the incidents of a node, as text or JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _ListByDefault(click.Group):
 
 @click.group(cls=_ListByDefault)
 def incidents() -> None:
-    """List the incidents of this node (the default), show one, or sum them up."""
+    """List the incidents of this node (the default), show one, or show statistics."""
 
 
 @incidents.command("list")
@@ -72,10 +72,10 @@ def show_incident(id: str, agent: Agent, as_json: bool) -> None:
 @incidents.command()
 @agent_options
 def stats(agent: Agent, as_json: bool) -> None:
-    """Sum up the incidents by kind.
+    """Statistics of incidents by kind.
 
-    Detection is from the oldest evidence to the opening, resolution from there to the end; both are medians. What
-    healed was over by itself, what was repaired after an action of opsd.
+    Detection is from the oldest evidence to the opening, resolution from there to the end; both are medians. Healed
+    incidents ended by themselves, repaired ones after an action of opsd.
     """
     answer = agent.ask("/api/v1/statistics")
     if as_json:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from opsd.agent import collectors
 from opsd.agent import metrics as own
-from opsd.agent.labels import LABELS
+from opsd.collectors import plugins
 from opsd.collectors.base import Metric
 from opsd.config import Settings
 
@@ -22,6 +22,15 @@ def catalogue() -> list[tuple[str, Metric]]:
         for metric in collector.metrics:
             sources.setdefault(metric, []).append(collector.name)
     return [(", ".join(names), metric) for metric, names in sources.items()]
+
+
+def label_values() -> dict[str, str]:
+    """What the values of each label are, by all that use it."""
+    found: dict[str, list[str]] = {}
+    for labels in (own.LABELS, *(plugin.labels for plugin in plugins())):
+        for label, values in labels.items():
+            found.setdefault(label, []).append(values)
+    return {label: "; ".join(dict.fromkeys(found[label])) for label in sorted(found)}
 
 
 @click.command()
@@ -40,9 +49,9 @@ def metrics(_list: bool, as_json: bool) -> None:
     for source, metric in catalogue():
         table.add_row(metric.name, metric.kind, ", ".join(metric.labels), metric.unit, metric.help, source)
     labels = _table("label", "values")
-    for label, values in LABELS.items():
+    for label, values in label_values().items():
         labels.add_row(label, values)
-    # A list that goes into a pipe is for grep: one line a metric, however long.
+    # In a pipe: one line per metric, however long, for grep.
     console = Console(width=None if Console().is_terminal else 400, highlight=False)
     console.print(table, "", labels, sep="\n")
 

@@ -1,4 +1,4 @@
-"""What `opsd drain` and `opsd return` have in common: nodes, rules, orders and evidence."""
+"""What `opsd drain` and `opsd return` share: nodes, rules, orders and evidence."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused
 from opsd.config import Settings
 from opsd.files import write_text
-from opsd.slurm import ownership, record
+from opsd.slurm import node_comment, ownership
 from opsd.slurm.check import may_update_nodes
 from opsd.slurm.connect import choose
+from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates
 from opsd.slurm.hostlist import HostlistError, expand
-from opsd.slurm.orders import Order, Orders
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
 
@@ -52,28 +52,28 @@ class Desk:
 
     slurm: Slurm
     rules: Rules
-    orders: Orders
+    updates: DeferredUpdates
     say: Callable[[str], None]
     now: float
 
-    def carry_out(self, order: Order, dry_run: bool, evidence: str = "") -> int:
-        """Carry out ``order``, or say what it would do; the exit code. Unanswered, it is kept for an agent that may.
+    def apply(self, update: DeferredUpdate, dry_run: bool, evidence: str = "") -> int:
+        """Carry out ``update``, or say what it would do; the exit code. Unanswered, it is kept for an agent that may.
 
         The file ``evidence`` is removed if nothing comes of the order.
         """
         kept = False
         try:
-            if against := self._against(order):
+            if against := self._against(update):
                 self.say("; ".join(against))
             elif dry_run:
-                return self._say_what_would_be_done(order)
+                return self._say_what_would_be_done(update)
             else:
-                self._do(order)
+                self._do(update)
                 kept = True
                 return exitcodes.OK
         except SlurmUnavailable as error:
             self.say(f"Slurm does not answer: {error}")
-            kept = not dry_run and self._keep(order)
+            kept = not dry_run and self._keep(update)
         except (SlurmError, ValueError) as error:
             self.say(str(error))
         finally:
@@ -81,50 +81,50 @@ class Desk:
                 Path(evidence).unlink(missing_ok=True)
         return exitcodes.FAILED
 
-    def _say_what_would_be_done(self, order: Order) -> int:
-        told = f" with the reason {order.told}" if order.told else ""
-        would = f"would {order.verb} {', '.join(order.names)}{told}"
+    def _say_what_would_be_done(self, update: DeferredUpdate) -> int:
+        told = f" with the reason {update.told}" if update.told else ""
+        would = f"would {update.verb} {', '.join(update.names)}{told}"
         if may_update_nodes(self.slurm):
             self.say(would)
             return exitcodes.OK
         self.say(f"{would}, but this user may not: that needs root, SlurmUser or an operator (sacctmgr)")
         return exitcodes.FAILED
 
-    def _against(self, order: Order) -> list[str]:
-        if order.force:
+    def _against(self, update: DeferredUpdate) -> list[str]:
+        if update.force:
             return []
-        comments = self.slurm.comments(order.names)
-        records = {name: record.read(comment) for name, comment in comments.items()}
-        if order.verb == "drain":
-            return ownership.against_drain(self.slurm.nodes(), records, order.names, self.rules, self.now)
-        found = {node.name: node for node in self.slurm.nodes(order.names)}
-        unknown = [f"Slurm has no node {name}" for name in order.names if name not in found]
+        comments = self.slurm.comments(update.names)
+        records = {name: node_comment.read(comment) for name, comment in comments.items()}
+        if update.verb == "drain":
+            return ownership.drain_objections(self.slurm.nodes(), records, update.names, self.rules, self.now)
+        found = {node.name: node for node in self.slurm.nodes(update.names)}
+        unknown = [f"Slurm has no node {name}" for name in update.names if name not in found]
         refusals = (
-            ownership.against_return(node, records[name], order.checked.get(name), self.rules, self.now)
+            ownership.return_objection(node, records[name], update.checked.get(name), self.rules, self.now)
             for name, node in found.items()
         )
         return [*unknown, *filter(None, refusals)]
 
-    def _do(self, order: Order) -> None:
-        if order.verb == "drain":
-            done = ownership.drain(self.slurm, order.names, order.told, self.rules, force=order.force, now=self.now)
+    def _do(self, update: DeferredUpdate) -> None:
+        if update.verb == "drain":
+            done = ownership.drain(self.slurm, update.names, update.told, self.rules, force=update.force, now=self.now)
         else:
             done = ownership.give_back(
-                self.slurm, order.names, order.checked, self.rules, force=order.force, now=self.now
+                self.slurm, update.names, update.checked, self.rules, force=update.force, now=self.now
             )
-        verb = "drained" if order.verb == "drain" else "gave back"
+        verb = "drained" if update.verb == "drain" else "gave back"
         if done:
             self.say(f"{verb} {', '.join(done)}")
-        if rest := [name for name in order.names if name not in done]:
-            already = "drained by opsd already" if order.verb == "drain" else "in service already"
+        if rest := [name for name in update.names if name not in done]:
+            already = "drained by opsd already" if update.verb == "drain" else "in service already"
             self.say(f"{', '.join(rest)}: {already}")
 
-    def _keep(self, order: Order) -> bool:
-        if not self.orders.invited:
+    def _keep(self, update: DeferredUpdate) -> bool:
+        if not self.updates.enabled:
             self.say("no agent here may carry the order out later; give it again once Slurm answers")
             return False
         try:
-            path = self.orders.put(order)
+            path = self.updates.put(update)
         except OSError as error:
             self.say(f"the order was not kept either ({error.strerror}); give it again once Slurm answers")
             return False
@@ -134,7 +134,9 @@ class Desk:
 
 def open_desk(settings: Settings) -> Desk:
     """The desk of this machine."""
-    return Desk(choose().slurm, Rules.of(settings.policy), Orders(settings.agent.state_dir), click.echo, time.time())
+    return Desk(
+        choose().slurm, Rules.of(settings.policy), DeferredUpdates(settings.agent.state_dir), click.echo, time.time()
+    )
 
 
 def write_evidence(

@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.collectors.nvml import NvmlSettings
+from opsd.commands.options import Finite
 from opsd.commands.output import clock_time, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
@@ -114,7 +115,7 @@ def preflight(
         sbatch=str(sbatch.absolute()) if sbatch else "",
         fire_alerts=fire_alerts,
         hours=hours,
-        nvml_library=settings.nvml.library,
+        nvml_library=settings.section(NvmlSettings).library,
     )
     to_stdout = any(str(path) == "-" for path in targets.values())
     console = Console(stderr=to_stdout, quiet=quiet)
@@ -133,8 +134,8 @@ def _as_spare(report: Report, settings: Settings, console: Console) -> None:
     """Mark this node as a spare that is ready, or with what it lacks, and say so; that changes no verdict."""
     known = state.read(settings.agent.state_dir) or state.SpareState()
     try:
-        found = verdict.judge(settings, known, "", time.time(), [report])
-        verdict.tell(settings, found, lambda: choose().slurm)
+        found = verdict.assess(settings, known, "", time.time(), [report])
+        verdict.publish(settings, found, lambda: choose().slurm)
     except (HistoryError, ReportError) as error:
         say(console, f"whether it is a ready spare is not known: {error}")
         return

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from opsd import __version__, exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.preflight_network import exit_code
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings

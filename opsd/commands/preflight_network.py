@@ -11,16 +11,16 @@ import click
 from rich.console import Console
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.preflight import view
 from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks
 from opsd.preflight.history import History
-from opsd.preflight.network.lead import Interrupted, Order, label_of, lead
+from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check
+from opsd.preflight.network.participant import Participant, leading, take_part
 from opsd.preflight.network.plan import effort
 from opsd.preflight.network.rendezvous import RendezvousError, place, read_switches, use_interface
-from opsd.preflight.network.team import Team, leading, take_part
 from opsd.preflight.report import Report
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -74,13 +74,13 @@ def network(
     except RendezvousError as error:
         raise BadConfig(str(error)) from error
     use_interface(here.host)
-    team = Team(here, max(1, gpus), "nccl" if gpus else "gloo", join_timeout)
-    order = Order(profile, effort(profile, gpus=gpus > 0), switch_of, only_search)
+    participant = Participant(here, max(1, gpus), "nccl" if gpus else "gloo", join_timeout)
+    scope = Scope(profile, effort(profile, gpus=gpus > 0), switch_of, only_search)
     try:
         if here.node != 0:
-            take_part(team)
+            take_part(participant)
             return exitcodes.OK
-        return _lead(team, order, settings, {form: path for form in FORMATS if (path := files[f"{form}_file"])})
+        return _lead(participant, scope, settings, {form: path for form in FORMATS if (path := files[f"{form}_file"])})
     except RuntimeError as error:
         click.echo(f"opsd: {here.host}:{here.port}: {str(error).partition(chr(10))[0]}", err=True)
         return exitcodes.FAILED
@@ -97,23 +97,27 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _lead(team: Team, order: Order, settings: Settings, targets: dict[str, Path]) -> int:
+def _lead(participant: Participant, scope: Scope, settings: Settings, targets: dict[str, Path]) -> int:
     console = Console(stderr=any(str(path) == "-" for path in targets.values()))
     history = History(settings.agent.state_dir / HISTORY)
-    label = label_of(team)
+    label = label_of(participant)
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _frame: stop.append(received))
 
-    with leading(team, order.effort.deadline_s) as head, console.status("") as status:
+    with leading(participant, scope.effort.deadline_s) as coordinator, console.status("") as status:
 
         def say(what: str) -> None:
             if stop:
                 raise Interrupted
             status.update(what)
 
-        report = lead(
-            team, head, order, lambda c: yardsticks(c, label, settings.preflight, history, None, console), say
+        report = run_check(
+            participant,
+            coordinator,
+            scope,
+            lambda c: yardsticks(c, label, settings.preflight, history, None, console),
+            say,
         )
     view.show(report, console)
     keep(report, targets, history, console)

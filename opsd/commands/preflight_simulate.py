@@ -14,7 +14,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.commands.output import written
-from opsd.preflight.fabric import PLANTS, Score, cluster, score, trial
+from opsd.preflight.simulated_cluster import PLANTS, Score, cluster, score, trial
 
 
 @click.command()

@@ -1,22 +1,29 @@
-"""The reference pages under docs/, made from the code: metrics, settings, exit codes, messages, alerts, runbooks."""
+"""The reference pages under docs/, made from the code: commands, settings, metrics, alerts, runbooks and others."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from opsd import config, exitcodes
-from opsd.agent.labels import LABELS
-from opsd.commands.metrics import catalogue
+from opsd.commands import main
+from opsd.commands.metrics import catalogue, label_values
 from opsd.commands.runbook import all_guides, to_markdown
 from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
 from opsd.launch.io.handshake import OLDEST, VERSION
+from opsd.trainer.config import Config as TrainerConfig
 
 FOLDER = Path(__file__).parents[2] / "docs"
-NOTE = "<!-- Made by `opsd docs build`; a change made here is lost. -->\n"
+NOTE = "<!-- Made by `make generate`; a change made here is lost. -->\n"
 
 
 def rendered(folder: Path = FOLDER) -> dict[Path, str]:
@@ -24,6 +31,8 @@ def rendered(folder: Path = FOLDER) -> dict[Path, str]:
     pages = {
         "metrics.md": _metrics(),
         "settings.md": _settings(),
+        "trainer-settings.md": _trainer_settings(),
+        "commands.md": _commands(),
         "exit-codes.md": _exit_codes(),
         "messages.md": _messages(),
         "alerts.md": _alerts(),
@@ -52,7 +61,7 @@ def _metrics() -> str:
         (f"`{metric.name}`", metric.kind, metric.unit, ", ".join(metric.labels), metric.help, source)
         for source, metric in sorted(catalogue(), key=lambda entry: entry[1].name)
     ]
-    labels = _table(("label", "values"), [(f"`{name}`", values) for name, values in LABELS.items()])
+    labels = _table(("label", "values"), [(f"`{name}`", values) for name, values in label_values().items()])
     return (
         "# Metrics\n\nWhat the agent exports at `/metrics`; `opsd metrics --list` prints the same.\n\n"
         + _table(("name", "type", "unit", "labels", "meaning", "source"), rows)
@@ -72,22 +81,78 @@ def _settings() -> str:
             fixed = field.default is not None and field.default_factory is None
             default = f"`{config.literal(field.default)}`" if fixed else ""
             rows.append((f"`{key}`", default, field.description or ""))
-        said = inspect.cleandoc(model.__doc__ or "").partition("\n")[0]
-        parts.append(f"\n## [{section}]\n\n{said}\n\n" + _table(("key", "default", "meaning"), rows))
+        parts.append(f"\n## [{section}]\n\n{config.summary(model)}\n\n" + _table(("key", "default", "meaning"), rows))
     return "".join(parts)
 
 
-def _exit_codes() -> str:
-    body = ast.parse(inspect.getsource(exitcodes)).body
-    rows = []
-    for index, statement in enumerate(body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Constant):
-            after = body[index + 1] if index + 1 < len(body) else None
-            said = (
-                after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else "Done."
+def _trainer_settings() -> str:
+    parts = [
+        "# Settings of the trainer\n\nOf the file that `opsd train` gets, and of `--set section.key=value`. Settings "
+        "without a default have to be given.\n"
+    ]
+    for section, field in TrainerConfig.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type) and issubclass(model, BaseModel)
+        (body,) = (node.body for node in ast.parse(inspect.getsource(model)).body if isinstance(node, ast.ClassDef))
+        said = _attribute_docs(body)
+        rows = [
+            (
+                f"`{key}`",
+                "" if field.is_required() else f"`{config.literal(field.default)}`",
+                _choices(field) + said[key],
             )
-            rows.append((str(statement.value.value), " ".join(str(said).split())))
+            for key, field in model.model_fields.items()
+        ]
+        about = inspect.cleandoc(model.__doc__ or "").replace("``", "`")
+        parts.append(f"\n## [{section}]\n\n{about}\n\n" + _table(("key", "default", "meaning"), rows))
+    return "".join(parts)
+
+
+def _choices(field: FieldInfo) -> str:
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return f"One of {', '.join(f'`{choice}`' for choice in choices)}. " if choices else ""
+
+
+def _attribute_docs(body: Sequence[ast.stmt]) -> dict[str, str]:
+    """What the strings below assignments say, by name; "" where there is none."""
+    found = {}
+    for statement, after in zip_longest(body, body[1:]):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            found[statement.target.id] = " ".join(str(said).split()).replace("``", "`")
+    return found
+
+
+def _exit_codes() -> str:
+    said = _attribute_docs(ast.parse(inspect.getsource(exitcodes)).body)
+    rows = [(str(getattr(exitcodes, name)), text or "Done.") for name, text in said.items()]
     return "# Exit codes\n\nOf every command.\n\n" + _table(("code", "meaning"), rows)
+
+
+def _commands() -> str:
+    parts = ["# Commands\n\nEach says the same with `--help`. [Exit codes](exit-codes.md) are the same for all.\n"]
+    with click.Context(main.cli, info_name="opsd") as root:
+        for name in main.cli.list_commands(root):
+            command = main.cli.get_command(root, name)
+            assert command is not None
+            note = "For the development of opsd, in a checkout.\n\n" if name in main.CHECKOUT_ONLY else ""
+            parts += _command(command, click.Context(command, root, name), 2, note)
+    return "".join(parts)
+
+
+def _command(command: click.Command, context: click.Context, level: int, note: str = "") -> Iterator[str]:
+    """The sections of a command and of those below it."""
+    about = inspect.cleandoc(command.help or "").replace("\b\n", "").replace("<", "\\<")
+    usage = f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}"
+    yield f"\n{'#' * level} {context.command_path}\n\n{note}{about}\n\n```\n{usage}\n```\n"
+    options = [record for each in command.params if (record := each.get_help_record(context))]
+    if options:
+        yield "\n" + _table(("option", "meaning"), [(f"`{names}`", said) for names, said in options])
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from _command(below, click.Context(below, context, name), level + 1)
 
 
 def _messages() -> str:

@@ -8,14 +8,14 @@ import os
 import click
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.slurm.allocation import AllocationError, allocation
-from opsd.slurm.attendant import requeue_from_inside
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
-from opsd.slurm.foresight import foresee
+from opsd.slurm.dry_run import preview
 from opsd.slurm.port import SlurmError
-from opsd.slurm.requeue import LIMIT_S, REASON, Requeued, Without, requeue_now
+from opsd.slurm.requeue import LIMIT_S, REASON, ExcludedNodes, Requeued, requeue_now
+from opsd.slurm.requeue_helper import requeue_from_inside
 
 
 def _reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -68,10 +68,10 @@ def requeue(
     back in the queue, or will be, 1 if it is held, cannot be requeued, or Slurm refuses, 2 if the command line is
     wrong.
     """
-    slurm, without = choose().slurm, Without(lost, unfit, reason)
+    slurm, without = choose().slurm, ExcludedNodes(lost, unfit, reason)
     try:
         if dry_run:
-            would = foresee(slurm, job, without, getpass.getuser())
+            would = preview(slurm, job, without, getpass.getuser())
             click.echo(would.text)
             return exitcodes.OK if would.possible else exitcodes.FAILED
         if os.environ.get("SLURM_JOB_ID") == str(job):
@@ -79,7 +79,7 @@ def requeue(
                 slurm, allocation(os.environ), without, restarts=restarts, limit_s=limit, say=click.echo
             )
         else:
-            done = requeue_now(slurm, job, without, restarts=restarts, lead_s=lead, limit_s=limit, say=click.echo)
+            done = requeue_now(slurm, job, without, restarts=restarts, defer_s=lead, limit_s=limit, say=click.echo)
     except (SlurmError, AllocationError) as error:
         click.echo(f"opsd requeue: {error}", err=True)
         return exitcodes.FAILED
@@ -95,7 +95,7 @@ def requeue(
 
 
 def _told(done: Requeued) -> str:
-    if done.left:
+    if done.handed_over:
         return f"job {done.job} is being stopped and will start again at once"
     if done.state != "pending":
         return f"job {done.job} runs again; it has been restarted {done.restarts} times"

@@ -14,10 +14,10 @@ from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import HISTORY
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import History, HistoryError
-from opsd.preflight.proof import newest
+from opsd.preflight.latest import newest
 from opsd.preflight.report import Report, ReportError
-from opsd.slurm.orders import Order
-from opsd.slurm.ownership import Proof
+from opsd.slurm.deferred import DeferredUpdate
+from opsd.slurm.ownership import PreflightResult
 
 
 @click.command("return")
@@ -49,10 +49,10 @@ def return_(
     proved = proofs(settings, nodes, [_read_report(path) for path in reports])
     by_force = force and not dry_run
     evidence = write_evidence(settings, file, nodes, f"given back by force: {text}", None, desk) if by_force else ""
-    return desk.carry_out(Order("return", nodes, desk.now, "", force, proved), dry_run, evidence)
+    return desk.apply(DeferredUpdate("return", nodes, desk.now, "", force, proved), dry_run, evidence)
 
 
-def proofs(settings: Settings, nodes: Sequence[str], reports: Sequence[Report]) -> dict[str, Proof]:
+def proofs(settings: Settings, nodes: Sequence[str], reports: Sequence[Report]) -> dict[str, PreflightResult]:
     """The newest preflight of the required profile of each node, from ``reports`` and from this node's history."""
     profile, history = settings.policy.return_profile, History(settings.agent.state_dir / HISTORY)
     try:

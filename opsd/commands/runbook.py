@@ -11,8 +11,8 @@ from rich.table import Table
 
 from opsd.commands.settings import BadConfig
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_guides import GUIDES
 from opsd.runbooks.base import SECTIONS, Guide
+from opsd.runbooks.lib.alert_guides import GUIDES
 
 
 @click.group()

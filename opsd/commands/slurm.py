@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.slurm_attend import attend
 from opsd.commands.slurm_run import run
 from opsd.slurm.check import Report

@@ -16,7 +16,7 @@ from opsd.launch.run.launchers import BATCH
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import STOPPING
 from opsd.slurm.connect import choose
-from opsd.slurm.fetch import Fetcher, Guest
+from opsd.slurm.spare_jobs import SpareJob, SpareRequester
 
 LOOK_S = 0.2
 _HANDED_ON = ("SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT", BATCH, "LC_ALL")
@@ -46,8 +46,8 @@ def attend(context: click.Context, pool: str, folder: Path, of_opsd: int, of_gue
     except AllocationError as error:
         raise click.UsageError(str(error)) from error
     handed = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-    guest = Guest((*pool_options(pool, job),), tuple(opsd), tuple(told), handed)
-    fetcher = Fetcher(folder, job.node, job, guest, lambda: choose().slurm, say=_say)
+    spare = SpareJob((*pool_options(pool, job),), tuple(opsd), tuple(told), handed)
+    fetcher = SpareRequester(folder, job.node, job, spare, lambda: choose().slurm, say=_say)
     part_off(fetcher)
     try:
         os.execvp(launcher[0], launcher)  # noqa: S606
@@ -65,7 +65,7 @@ def pool_options(pool: str, job: Allocation) -> tuple[str, ...]:
     return (f"--partition={job.partition if pool == 'same' else pool}", *account)
 
 
-def part_off(fetcher: Fetcher) -> None:
+def part_off(fetcher: SpareRequester) -> None:
     """Have ``fetcher`` work beside this process until it ends, in one that is no child of it.
 
     The launcher that this process becomes takes what descends from it for its ranks', and Slurm signals it directly.
@@ -85,7 +85,7 @@ def part_off(fetcher: Fetcher) -> None:
         os._exit(0)
 
 
-def _fetch(fetcher: Fetcher, launcher: int) -> None:
+def _fetch(fetcher: SpareRequester, launcher: int) -> None:
     ended = os.pidfd_open(launcher)
     while not select.select([ended], [], [], LOOK_S)[0]:
         fetcher.look()

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from opsd import exitcodes
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.output import clock_time, fail
 from opsd.commands.settings import load
 from opsd.config import Settings
@@ -27,12 +27,12 @@ from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
 from opsd.spares import pool, state, verdict
 from opsd.spares.corpus import Corpus, digest_of, read_corpora
-from opsd.spares.pace import Pace
-from opsd.spares.stage import Progress, StageError, Work, remove
+from opsd.spares.stage import remove
 from opsd.spares.stage import stage as copy
 from opsd.spares.stage import verify as compare
 from opsd.spares.state import SpareState
 from opsd.spares.storage import Folder, Storage, StorageError, open_storage
+from opsd.spares.transfer import Progress, RateLimit, StageError, Work
 
 PLAIN_S = 5.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -216,11 +216,11 @@ class Here:
         """Judge, keep and tell the verdict; the exit code."""
         settings = self.settings
         try:
-            found = verdict.judge(settings, found, source_digest, time.time())
+            found = verdict.assess(settings, found, source_digest, time.time())
         except (HistoryError, ReportError, SelectionError) as error:
             fail(str(error))
         try:
-            verdict.tell(settings, found, lambda: choose().slurm)
+            verdict.publish(settings, found, lambda: choose().slurm)
         except OSError as error:
             fail(f"the verdict was not kept in {settings.agent.state_dir}: {error.strerror}")
         except SlurmError as error:
@@ -244,7 +244,7 @@ def _or_fail(do: Callable[[], T]) -> T:
 
 def _work(settings: Settings, rate: float | None) -> Work:
     wanted = rate or settings.spare.rate_mb_s
-    return Work(Pace(wanted * 1e6 if wanted else None), settings.spare.parallel)
+    return Work(RateLimit(wanted * 1e6 if wanted else None), settings.spare.parallel)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``opsd status``: what the agent of a node sees, for people and for scripts."""
+"""``opsd status``: the state of a node's agent, as text or JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATES = {"ok": "green", "no_data": "dim", "error": "red", "hung": "red", "star
 @click.command()
 @agent_options
 def status(agent: Agent, as_json: bool) -> None:
-    """What the agent of this node sees right now."""
+    """Show what the agent of this node currently sees."""
     answer = agent.ask("/api/v1/status")
     if as_json:
         click.echo(json.dumps(answer, indent=1))

@@ -9,7 +9,8 @@ import click
 
 from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, planned_swap
-from opsd.commands.numbers import Finite
+from opsd.collectors.ranks import RanksSettings
+from opsd.commands.options import Finite
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 
@@ -47,7 +48,7 @@ def swap(
     with 0 once NODE has no ranks any more, 1 if the run has no spare, its launcher refuses, or it takes longer than
     --timeout, 2 if the command line is wrong.
     """
-    root = load(file, overrides).ranks.root
+    root = load(file, overrides).section(RanksSettings).root
     try:
         control, status = _launcher(root, run_name, node)
         if dry_run:
@@ -92,7 +93,7 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
         raise SwapError(why_not)
     first = "" if members.spares else f"ask for a spare, which has to come within {timeout_s:g} s, "
     spare, *others = members.spares or ("it",)
-    lead = f"; it leads the run, {spare} or another node takes that over" if node == members.head else ""
+    lead = f"; it leads the run, {spare} or another node takes that over" if node == members.leader else ""
     then = f" (then {', '.join(others)})" if others else ""
     return (
         f"run {run} would {first}checkpoint at a step boundary and go on with {spare}{then} in the place of "

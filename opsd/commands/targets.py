@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.output import fail
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Node, Slurm, SlurmError

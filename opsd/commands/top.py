@@ -1,4 +1,4 @@
-"""``opsd top``: the node live, GPUs, ranks and incidents, until q or Ctrl-C."""
+"""``opsd top``: a live view of a node's GPUs, ranks and incidents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.text import Text
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
-from opsd.commands.numbers import Finite
+from opsd.commands.options import Finite
 from opsd.commands.output import fail, plain_table, printable
 
 _PHASES = {
@@ -41,11 +41,11 @@ MAX_INCIDENTS = 8
 @click.command()
 @with_agent
 @click.option("--interval", type=Finite(0.2, 60), default=1.0, show_default=True, help="Seconds between looks.")
-@click.option("--once", is_flag=True, help="Print one look and end.")
+@click.option("--once", is_flag=True, help="Print once and exit.")
 def top(agent: Agent, interval: float, once: bool) -> int:
     """Watch the GPUs, ranks and incidents of a node live; q or Ctrl-C ends it.
 
-    Ends with 1 if no agent answers at the start; one that is away for a while later is waited for.
+    Ends with 1 if no agent answers at the start; waits if the agent stops answering later.
     """
     console = Console(highlight=False)
     try:
@@ -69,14 +69,14 @@ def top(agent: Agent, interval: float, once: bool) -> int:
 
 
 def look(agent: Agent) -> RenderableType:
-    """What the node looks like now. Raises NoAgent and Refused."""
+    """The current state of the node. Raises NoAgent and Refused."""
     status = agent.get("/api/v1/status")
     incidents = agent.get("/api/v1/incidents", state="current", limit=MAX_INCIDENTS)["incidents"]
     return screen(printable(status), [printable(incident) for incident in incidents], time.time())
 
 
 def screen(status: Mapping[str, Any], incidents: list[Mapping[str, Any]], wall: float) -> RenderableType:
-    """The whole picture; all texts in ``status`` and ``incidents`` are fit for the terminal already."""
+    """The complete screen. All texts in ``status`` and ``incidents`` must be safe for the terminal."""
     title = f"[bold]{status['node']}[/bold]  opsd {status['version']}, mode {status['mode']}"
     age = status["tick_age_s"]
     late = f"  [red]the agent has not ticked for {age:.0f} s[/red]" if age > 5 else ""
@@ -137,7 +137,7 @@ def _incidents(incidents: list[Mapping[str, Any]], wall: float) -> RenderableTyp
 
 
 class _Bar:
-    """A share of 100 as a bar, which gives way where the terminal is narrow."""
+    """A percentage as a bar, which shrinks on narrow terminals."""
 
     def __init__(self, percent: float | None) -> None:
         self._share = min(max(percent or 0.0, 0.0), 100.0) / 100
@@ -156,10 +156,10 @@ def _value(value: float | None, unit: str) -> str:
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits for some seconds and says whether q or Ctrl-C was pressed meanwhile.
+    """A function that waits for some seconds and returns whether q or Ctrl-C was pressed meanwhile.
 
-    Ctrl-C interrupts nothing else inside the block: what it takes to give the screen back is always done. The terminal
-    gives keys at once and unseen, and is as it was before afterwards.
+    Ctrl-C interrupts nothing else inside the block, so that the screen is always restored. The terminal delivers keys
+    immediately and without echo; its settings are restored afterwards.
     """
     interrupted, tell = os.pipe()
     handler = signal.signal(signal.SIGINT, lambda *_: os.write(tell, b"q"))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
 from opsd.commands.launch_options import local_size, node_count, rank_list, rdzv_settings, streams
-from opsd.commands.numbers import Finite
-
-F = TypeVar("F", bound=Callable[..., Any])
+from opsd.commands.options import Finite, options
 
 OPTIONS = frozenset(
     {
@@ -68,7 +65,7 @@ def _signals(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 _NO_FILTER = "all that a rank prints is in RUN_DIR/logs: leave the option out and search there"
 
-_TORCHRUN: tuple[Callable[[F], F], ...] = (
+torchrun_options = options(
     click.option(
         "--nproc-per-node",
         "local_size",
@@ -242,10 +239,3 @@ _TORCHRUN: tuple[Callable[[F], F], ...] = (
         help="Let each rank see its own GPU only, as device 0, with LOCAL_RANK=0.",
     ),
 )
-
-
-def torchrun_options(command: F) -> F:
-    """Give ``command`` the options of torchrun."""
-    for option in reversed(_TORCHRUN):
-        command = option(command)
-    return command

@@ -1,1 +1,1 @@
-"""Preflight: no run starts on a bad node. Checks measure, the judge compares, the engine runs and reports."""
+"""Preflight: tests of a node before a run. Checks measure, ``judge`` compares, ``engine`` runs and reports."""

@@ -1,6 +1,6 @@
-"""What a check asks of the site's Prometheus and Alertmanager: which alerts there are, to take some, who was told.
+"""Requests to the site's Prometheus and Alertmanager: list alerts, post alerts, count notifications.
 
-Alertmanager's API is version 2 (api/v2/openapi.yaml there), Prometheus' is version 1.
+Uses version 2 of Alertmanager's API (its api/v2/openapi.yaml) and version 1 of Prometheus'.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FAILED: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alert with its ``labels`` and what people read; it ends by itself at the epoch second ``until``."""
+    """An alert with its ``labels`` and annotations; it resolves by itself at the epoch second ``until``."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
@@ -35,14 +35,14 @@ class Alert:
     until: float
 
     def to_json(self) -> dict[str, object]:
-        """The alert as Alertmanager takes it."""
+        """The alert in Alertmanager's format."""
         times = {"startsAt": _written(self.since), "endsAt": _written(self.until)}
         return {"labels": dict(self.labels), "annotations": dict(self.annotations), **times}
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An alert as Alertmanager has it; ``held_by`` are the silences and alerts that keep it from being told."""
+    """An alert in Alertmanager; ``held_by`` are the silences and alerts that suppress its notifications."""
 
     labels: Mapping[str, str]
     receivers: tuple[str, ...]
@@ -52,30 +52,30 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Notified:
-    """Messages sent and failed since Alertmanager was started, by integration (webhook, slack, pagerduty, …)."""
+    """Notifications sent and failed since Alertmanager started, by integration (webhook, slack, pagerduty, …)."""
 
     sent: Mapping[str, float]
     failed: Mapping[str, float]
 
     def since(self, before: Notified) -> Notified:
-        """What came on top of ``before``; integrations to which nothing was sent are left out."""
+        """The difference to ``before``; integrations without new notifications are left out."""
         sent = {name: count - before.sent.get(name, 0.0) for name, count in self.sent.items()}
         failed = {name: count - before.failed.get(name, 0.0) for name, count in self.failed.items()}
         return Notified(_positive(sent), _positive(failed))
 
 
 class Alertmanager:
-    """The Alertmanager at ``url``. Every call raises CouldNotRunError if it does not answer as it should."""
+    """The Alertmanager at ``url``. Every call raises CouldNotRunError if it gets no valid answer."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
 
     def post(self, alerts: Sequence[Alert]) -> None:
-        """Hand over ``alerts``, as Prometheus does: one that is there already is updated, one that is over resolved."""
+        """Post ``alerts`` as Prometheus does: an existing one is updated, one that is over is resolved."""
         _ask("POST", f"{self._url}/api/v2/alerts", json=[alert.to_json() for alert in alerts])
 
     def listed(self, label: str, value: str) -> list[Listed]:
-        """The alerts whose ``label`` is ``value``, held back or not."""
+        """The alerts whose ``label`` is ``value``, suppressed or not."""
         answer = _ask("GET", f"{self._url}/api/v2/alerts", params={"filter": f'{label}="{value}"'})
         with _understood(self._url, "Alertmanager"):
             return [
@@ -89,13 +89,13 @@ class Alertmanager:
             ]
 
     def notified(self) -> Notified:
-        """How many messages it has sent so far."""
+        """Notifications sent so far."""
         text = _ask("GET", f"{self._url}/metrics").text
         return Notified(_summed(_SENT.findall(text)), _summed(_FAILED.findall(text)))
 
 
 def alerts_of(prometheus: str) -> list[dict[str, str]]:
-    """The labels, "alertname" among them, of every alert that opsd's groups have in Prometheus.
+    """The labels, "alertname" included, of every alert in opsd's rule groups in Prometheus.
 
     Raises CouldNotRunError.
     """
@@ -130,7 +130,7 @@ def _written(at: float) -> str:
 
 
 def _summed(rows: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Newer releases have a series per receiver or reason as well."""
+    """Newer releases have one series per receiver or reason."""
     sums: dict[str, float] = {}
     for name, count in rows:
         sums[name] = sums.get(name, 0.0) + float(count)

@@ -1,11 +1,11 @@
-"""What a preflight check is, and the values it yields.
+"""What a preflight check is, and the values it returns.
 
-A check is one file with one ``Check``: what it is called, what it needs, what it measures, and a function that
-measures. The function does no judging by numbers: it returns measurements, and ``judge`` compares every one of them
-with its limits, with its peers on the node, with the fleet and with the node's own past. What is no number (a setting
-that is wrong, an Xid in the kernel log) comes back as a finding.
+A check is one file with one ``Check``: its name, its needs, its measures, and a function that measures. The function
+does not judge numbers: it returns measurements, and ``judge`` compares each with its limits, with its peers on the
+node, with the fleet and with the node's history. What is not a number (a wrong setting, an Xid in the kernel log) is
+returned as a finding.
 
-The function runs in a process of its own, so it may block, crash or be killed without harm to the others.
+The function runs in its own process, so it may block, crash or be killed without affecting other checks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Final, Literal
 
 PROFILES: Final = ("quick", "standard", "burn-in", "spare")
 Need = Literal["gpu", "root", "network", "exclusive", "torch", "run"]
-"""``exclusive``: measures a speed, so nothing else of the preflight may run beside it. ``torch``: runs in the Python of
-the training (preflight.python). ``run``: looks at the run that is about to start."""
+"""``exclusive``: measures a speed, so no other check may run at the same time. ``torch``: runs in the training's Python
+
+(preflight.python). ``run``: examines the run that is about to start.
+"""
 
 
 class Verdict(StrEnum):
-    """How a check ended, from best to worst. ``COULD_NOT_RUN`` counts as a failure unless the check is optional."""
+    """The verdict on a check, from best to worst. ``COULD_NOT_RUN`` is a failure unless the check is optional."""
 
     NOT_APPLICABLE = "not_applicable"
     PASS = "pass"  # noqa: S105
@@ -37,16 +39,16 @@ class Verdict(StrEnum):
 
 
 class NotApplicableError(Exception):
-    """There is nothing here that the check could look at; the message says what is absent."""
+    """The node has nothing that the check could examine; the message says what is absent."""
 
 
 class CouldNotRunError(Exception):
-    """The check should have run and could not; the message says why and what to do."""
+    """The check applies but could not run; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Absolute bounds of a measure. A value beyond a bound, in the direction that is worse, gets that verdict."""
+    """Absolute bounds of a measure. A value that is worse than a bound gets that verdict."""
 
     warn: float | None = None
     fail: float | None = None
@@ -62,12 +64,12 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Something a check measures, once for every subject (a core, a GPU, a port) or once for the node.
+    """A quantity that a check measures, once for every subject (a core, a GPU, a port) or once for the node.
 
-    ``unit`` is a base unit ("bytes_per_second", "seconds", "celsius", "ratio") or "" for plain counts. ``better``
-    says which direction is good; without it the value is only recorded. ``growth`` bounds how much a counter may
-    have grown since the last run, per day. ``noise`` is the relative scatter from run to run that means nothing. A
-    ``required`` measure without a value makes the check one that could not run.
+    ``unit`` is a base unit ("bytes_per_second", "seconds", "celsius", "ratio") or "" for counts. ``better`` is the good
+    direction; without it the value is only recorded. ``growth`` bounds the growth of a counter since the last run, per
+    day. ``noise`` is the relative scatter between runs that is normal. If a ``required`` measure has no value, the
+    check could not run.
     """
 
     name: str
@@ -83,7 +85,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One value of the measure called ``measure``; ``subject`` is what was measured, "" for the node as a whole."""
+    """One value of ``measure``; ``subject`` is what was measured, "" for the whole node."""
 
     measure: str
     value: float
@@ -92,7 +94,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence about something that is not as it should be, and what to do about it."""
+    """A problem in one sentence, and what to do about it."""
 
     verdict: Verdict
     summary: str
@@ -102,7 +104,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check returns. ``facts`` are texts worth keeping, such as versions."""
+    """The result of a check. ``facts`` are texts to keep, such as versions."""
 
     measurements: tuple[Measurement, ...] = ()
     findings: tuple[Finding, ...] = ()
@@ -111,7 +113,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the coming run asks of one node, in base units; None where that is not known."""
+    """What the coming run requires of one node, in base units; None if unknown."""
 
     tokens_per_s: float | None = None
     bytes_per_token: float = 4.0
@@ -121,14 +123,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """All that a check may know. ``seconds`` is how long it shall measure; the roots let tests use fixture trees."""
+    """Everything a check may know. ``seconds`` is its measuring time; the roots let tests use fixture trees."""
 
     node: str
     profile: str
     seconds: float
     device: str = "cuda"
     gpus: int | None = None
-    """How many GPUs the node must have; None if nobody said."""
+    """How many GPUs the node must have; None if not given."""
     demand: Demand = Demand()
     local_dir: str = ""
     shared_dir: str = ""
@@ -142,7 +144,7 @@ class Context:
     alertmanager: str = ""
     prometheus: str = ""
     alert_inbox: str = ""
-    """Whether every alert is to be fired once, the addresses to ask, and where Alertmanager posts what it tells."""
+    """Whether to fire every alert once, the addresses to use, and where Alertmanager posts its notifications."""
     nvml_library: str | None = None
     proc: str = "/proc"
     sys: str = "/sys"
@@ -150,19 +152,19 @@ class Context:
 
 
 Progress = Callable[[float, str], None]
-"""Called with the share that is done, 0 to 1, and the subject it is about."""
+"""Called with the completed share, 0 to 1, and the subject that it refers to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. ``run`` must be a function at the top level of its module.
+    """One check. ``run`` must be a top-level function of its module.
 
-    Without ``run`` it is no check of the engine's: whoever measures, such as the head of a network check, hands an
+    A check without ``run`` is not run by the engine: its caller, such as the coordinator of a network check, passes an
     outcome to ``engine.judged``.
 
-    ``seconds`` maps each profile that the check is part of to how long it measures there. ``advice`` is what to do
-    when it fails and ``runbook`` the page with more (`opsd runbook show NAME`). With ``stable``, facts that differ from
-    the node's last run are a warning.
+    ``seconds`` maps each profile that includes the check to its measuring time. ``advice`` is what to do when it fails,
+    ``runbook`` the page with details (`opsd runbook show NAME`). With ``stable``, facts that differ from the node's
+    last run are a warning.
     """
 
     name: str

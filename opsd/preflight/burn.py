@@ -1,7 +1,7 @@
 """Burns one device with matrix products over nearly all of its memory, and compares every product with the first.
 
-The same product goes into a ring of outputs: every multiplier works, every byte of the ring is written again and again,
-and as a product of the same operands in the same shape is the same bit for bit, any difference is a fault.
+The same product is written into a ring of outputs: every multiplier works and every byte of the ring is rewritten. A
+product of the same operands in the same shape is bit-identical, so any difference is a hardware fault.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CPU_RING: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Burned:
-    """``flops`` is the median rate over slices of a quarter second, ``mismatches`` counts differing elements."""
+    """``flops`` is the median rate over slices of a quarter second; ``mismatches`` counts differing elements."""
 
     flops: float
     slowest: float
@@ -116,7 +116,7 @@ def _ring(device: torch.device, size: int) -> list[torch.Tensor]:
 
 
 def _calibrate(device: torch.device, multiply: Multiply, ring: list[torch.Tensor]) -> int:
-    """How many products fill a slice, so that waiting for the device costs nothing."""
+    """How many products fill a slice, so that synchronisation takes no noticeable time."""
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < _SLICE_S:
         for _ in range(4):
@@ -127,7 +127,7 @@ def _calibrate(device: torch.device, multiply: Multiply, ring: list[torch.Tensor
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished its queued work."""
     import torch
 
     if device.type == "cuda":

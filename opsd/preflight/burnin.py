@@ -1,9 +1,8 @@
-"""The burn-in: all checks of the profile again and again, for hours or days, resumed where it was cut off.
+"""The burn-in: all checks of the profile repeatedly, for hours or days, resumed after an interruption.
 
-Each burn-in has a folder named after its start, with what was asked for (``plan.json``), a report per round, the time
-series (``series.jsonl``) and, once it has ended, the report of all rounds together. One without that report is
-unfinished, and goes on when the same is asked for again: at most the round that was cut off is lost. The first round
-that fails ends it.
+Each burn-in has a folder named after its start, with its parameters (``plan.json``), one report per round, the time
+series (``series.jsonl``) and, at the end, the report of all rounds. Without that report it is unfinished, and a new
+burn-in with the same parameters resumes it; only the interrupted round is lost. The first failed round ends it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from opsd.preflight.units import duration, quantity
 PROFILE: Final = "burn-in"
 LONGEST_H: Final = 72.0
 RESUMED_WITHIN_S: Final = 14 * 86_400.0
-"""An older one is begun anew: the node is not the same any more."""
+"""An older one is not resumed: the node has changed since."""
 _MIN_ROUNDS: Final = 6
 
 CHECK: Final = Check(
@@ -47,7 +46,7 @@ CHECK: Final = Check(
 
 @dataclass(frozen=True, slots=True)
 class BurnIn:
-    """A burn-in of ``seconds`` by ``checks`` in ``folder``, of which the rounds in ``done`` are over."""
+    """A burn-in of ``seconds`` by ``checks`` in ``folder``; the rounds in ``done`` are complete."""
 
     folder: Path
     checks: Sequence[Check]
@@ -61,7 +60,7 @@ class BurnIn:
 
     @property
     def over(self) -> bool:
-        """True if it went on long enough or has failed."""
+        """Whether it has run long enough or has failed."""
         return self.burned >= self.seconds or not all(report.passed for report in self.done)
 
     @property
@@ -71,12 +70,12 @@ class BurnIn:
 
     @property
     def report_file(self) -> Path:
-        """The report of all rounds; once it is there, the burn-in is not resumed any more."""
+        """The report of all rounds; once it exists, the burn-in is not resumed."""
         return self.folder / "report.json"
 
     @property
     def series_file(self) -> Path:
-        """Where the time series is appended."""
+        """The file to which the time series is appended."""
         return self.folder / "series.jsonl"
 
 
@@ -102,22 +101,22 @@ def _read(path: Path) -> object:
 
 
 def _rounds(folder: Path) -> Iterator[Report]:
-    """The rounds that are over; one that cannot be read counts as not made."""
+    """The complete rounds; an unreadable one is treated as missing."""
     for path in sorted(folder.glob("round-*.json")):
         with suppress(OSError, ReportError):
             yield Report.from_json(path.read_bytes())
 
 
 def _next_round(folder: Path) -> Path:
-    """The file after the last one that is there, which may be one that cannot be read."""
+    """The file after the last one present, which may be unreadable."""
     numbers = [path.stem.removeprefix("round-") for path in folder.glob("round-*.json")]
     return folder / f"round-{max((int(number) for number in numbers if number.isdecimal()), default=0) + 1:04}.json"
 
 
 async def go_on(burn: BurnIn, one_round: Callable[[], Awaitable[Report]], say: Callable[[str], None]) -> Report:
-    """Run rounds until it is over or interrupted; the report of all rounds.
+    """Run rounds until it is over or interrupted; returns the report of all rounds.
 
-    A round that cannot be kept is said, and lost should this be resumed.
+    If a round's report cannot be stored, ``say`` is told; the round is then lost for a later resumption.
     """
     if burn.done:
         say(f"goes on with the burn-in in {burn.folder}, of which {burn.progress} are done")
@@ -137,7 +136,7 @@ async def go_on(burn: BurnIn, one_round: Callable[[], Awaitable[Report]], say: C
 
 
 def merged(rounds: Sequence[Report], burn: BurnIn) -> Report:
-    """One report of all rounds: of each check the round that was worst, of each value the worst, and what declined."""
+    """One report of all rounds: for each check the worst round, for each value the worst one, and what declined."""
     last = rounds[-1]
     whole = [report for report in rounds if not report.interrupted] or [last]
     results = [_worst([report.results[index] for report in whole]) for index in range(len(last.results))]

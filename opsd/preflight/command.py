@@ -1,6 +1,6 @@
-"""Puts a preflight together: settings, history and fleet in, report out, files and history written.
+"""Runs a preflight: collects settings, history and fleet, writes the report, its files and the history.
 
-What goes wrong while results are written is said and never changes the verdict.
+Errors while results are written are reported and never change the verdict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.console import Console
 from opsd.files import write_text
 from opsd.preflight import burnin, formats, interpreter, series, view
 from opsd.preflight.base import Check, Context, Demand, Limits
-from opsd.preflight.engine import Job, SelectionError, find, run, select
+from opsd.preflight.engine import CheckRun, SelectionError, find, run, select
 from opsd.preflight.fleet import Fleet
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.judge import Yardsticks
@@ -53,7 +53,7 @@ FORMATS: Final[Mapping[str, Callable[[Report], str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for on the command line."""
+    """The command line's options."""
 
     node: str
     profile: str
@@ -78,7 +78,7 @@ def preflight(
     checks: Sequence[Check],
     console: Console,
 ) -> Report:
-    """Run the checks, show and write the results. Raises SelectionError or FleetError before anything is started."""
+    """Run the checks, show and write the results. Raises SelectionError or FleetError before any check starts."""
     validate(settings, checks)
     skip = {*request.skip, *(set(settings.skip) - {*request.only})}
     selected = select(checks, request.profile, request.only, skip)
@@ -88,7 +88,7 @@ def preflight(
     interpreter.ensure(python, selected, known, settings.optional)
     known = replace(known, demand=demand_by(python, known))
     with _logs(request.state_dir) as logs, view.watching(console) as watcher:
-        job = Job(
+        check_run = CheckRun(
             selected,
             known,
             logs,
@@ -97,24 +97,24 @@ def preflight(
             lambda check: yardsticks(check, request.node, settings, history, fleet, console),
         )
         if request.profile == burnin.PROFILE:
-            report = _burn_in(request, job, watcher, console)
+            report = _burn_in(request, check_run, watcher, console)
         else:
-            report = asyncio.run(_until_interrupted(run(job, watcher)))
+            report = asyncio.run(_until_interrupted(run(check_run, watcher)))
     view.show(report, console)
     keep(report, request.targets, history, console)
     return report
 
 
-def _burn_in(request: Request, job: Job, watcher: view.View, console: Console) -> Report:
-    """Rounds for as long as was asked for. Raises SelectionError if nothing can be kept of them."""
+def _burn_in(request: Request, check_run: CheckRun, watcher: view.View, console: Console) -> Report:
+    """Run rounds for the requested time. Raises SelectionError if nothing can be stored."""
     root, hours = request.state_dir / burnin.PROFILE, request.hours or BURN_IN_H
     try:
-        burn = burnin.begin(root, request.node, job.checks, hours * 3600, time.time())
+        burn = burnin.begin(root, request.node, check_run.checks, hours * 3600, time.time())
     except OSError as error:
         raise SelectionError(f"a burn-in is kept in {root}, which cannot be written: {error.strerror}") from error
 
     async def one_round() -> Report:
-        report = await run(job, watcher)
+        report = await run(check_run, watcher)
         watcher.brief = True
         return report
 
@@ -146,7 +146,7 @@ def validate(settings: PreflightSettings, checks: Sequence[Check]) -> None:
 
 
 def context(request: Request, settings: PreflightSettings) -> Context:
-    """What the checks are told, with what the settings say of the demand."""
+    """The context of the checks, with the demand from the settings."""
     configured = Demand(
         settings.tokens_per_s,
         checkpoint_bytes=settings.checkpoint_bytes,
@@ -177,7 +177,7 @@ def context(request: Request, settings: PreflightSettings) -> Context:
 def yardsticks(
     check: Check, node: str, settings: PreflightSettings, history: History, fleet: Fleet | None, console: Console
 ) -> Yardsticks:
-    """What to compare the check's values with; a history that cannot be read is said and left out."""
+    """What to compare the check's values with; an unreadable history is reported and left out."""
     limits = {measure: Limits(fail=value) for measure, value in settings.limits.get(check.name, {}).items()}
     medians = fleet.medians(check.name) if fleet else {}
     try:
@@ -188,7 +188,7 @@ def yardsticks(
 
 
 def keep(report: Report, targets: Mapping[str, Path], history: History | None, console: Console) -> None:
-    """Write the report to ``targets``, by format, and to the history. What cannot be written is said."""
+    """Write the report to ``targets``, by format, and to the history. Errors are reported."""
     for form, path in targets.items():
         try:
             write_text(path, FORMATS[form](report))
@@ -203,9 +203,9 @@ def keep(report: Report, targets: Mapping[str, Path], history: History | None, c
 
 
 def quarantine(report: Report, settings: Settings, written: Path | None, console: Console) -> None:
-    """Let Slurm know of the verdict, within the limits of the policy, and say what came of it.
+    """Tell Slurm the verdict, within the limits of the policy, and print what was done.
 
-    ``written`` is the report as JSON where it was asked for; otherwise one is kept in the state folder as evidence.
+    ``written`` is the report as JSON if that was requested; otherwise a copy is stored in the state folder as evidence.
     """
     evidence = written
     if evidence is None or str(evidence) == "-":
@@ -224,15 +224,15 @@ def quarantine(report: Report, settings: Settings, written: Path | None, console
 
 
 def say(console: Console, sentence: str) -> None:
-    """One line about trouble that does not change the verdict."""
+    """Print a problem that does not change the verdict."""
     console.print(f"opsd: {sentence}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 async def _until_interrupted(work: Coroutine[Any, Any, Report]) -> Report:
-    """Do ``work``; SIGINT and SIGTERM cancel it, which ends every child and leaves a partial report.
+    """Run ``work``; SIGINT and SIGTERM cancel it, which ends every child and leaves a partial report.
 
-    After the first, both are ignored for the rest of the process: an impatient second Ctrl-C must cut off neither the
-    end of the children nor the writing of the results.
+    After the first signal both are ignored for the rest of the process: a second Ctrl-C must not interrupt the end of
+    the children or the writing of the results.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(work)
@@ -250,7 +250,7 @@ async def _until_interrupted(work: Coroutine[Any, Any, Report]) -> Report:
 
 @contextlib.contextmanager
 def _logs(state_dir: Path) -> Iterator[Path]:
-    """The folder for what checks print: in the state folder, or a temporary one where that cannot be written."""
+    """The folder for the output of checks: in the state folder, or a temporary one if that is not writable."""
     folder = state_dir / "preflight-logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Runs the same work on every device at once, one thread each; a device that fails does not stop the others."""
+"""Runs the same work on every device in parallel, one thread each; a failing device does not stop the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search for bad nodes finds, and the tests that led to it."""
+"""The result of a search for bad nodes, and the tests that led to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["node", "link", "path", "uplink", "switch", "group", "passing", "
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One test of the search: what it ``found``, None if it did not finish, and what a healthy group reaches."""
+    """One test of the search: what it ``found``, None if it did not finish, and the value of a healthy group."""
 
     round: int
     purpose: str
@@ -24,9 +24,9 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """What is bad. ``parts`` are the node, the two nodes of a link, the switch or switches, or the nodes of a group.
+    """A faulty part. ``parts`` are the node, the two nodes of a link, the switch or switches, or the nodes of a group.
 
-    ``passing`` is a fault somewhere in a group that did not show again.
+    ``passing`` is a fault somewhere in a group that did not recur.
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``suspected`` failed once and passed when tested again. ``tests`` in ``rounds`` were used."""
+    """``suspected`` failed once and passed when tested again. The search used ``tests`` in ``rounds``."""
 
     culprits: tuple[Culprit, ...]
     suspected: tuple[str, ...]
@@ -63,5 +63,5 @@ class Diagnosis:
 
     @property
     def clean(self) -> bool:
-        """True if nothing is to blame and no test failed, not even once."""
+        """Whether there is no culprit and no test failed, not even once."""
         return not self.culprits and not self.suspected and all(entry.passed for entry in self.evidence)

@@ -1,4 +1,4 @@
-"""A few real steps of the run under the launcher, in a folder of their own and unseen by the node's agent."""
+"""A few real steps of the run under the launcher, in a separate folder and invisible to the node's agent."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def start(
     context: Context, config: Config, ranks: int, folder: Path, steps: int, settings: Sequence[str]
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    """The launcher with the trainer, and the file with all that they print.
+    """Start the launcher with the trainer; returns it with the file of their output.
 
-    The global batch is cut down to one micro-batch a rank, or one for each pipeline stage.
+    The global batch is reduced to one micro-batch per rank, or one per pipeline stage.
     """
     readers = max(1, ranks // (config.parallel.tp * config.parallel.pp * config.parallel.cp))
     batch = readers * config.data.micro_batch * config.parallel.pp
@@ -39,7 +39,7 @@ def start(
 def program(
     context: Context, config: Config, folder: Path, steps: int, batch: int, settings: Sequence[str]
 ) -> list[str]:
-    """The trainer with the run's own configuration, but for ``steps`` of a ``batch`` of samples, in ``folder``."""
+    """The trainer with the run's configuration, except for ``steps`` of a ``batch`` of samples, in ``folder``."""
     all_settings = [
         *context.overrides, f"run.steps={steps}", f"run.folder={folder}", f"data.batch={batch}", "data.batch_warmup=[]",
         f"schedule.decay_end={max(config.schedule.decay_end, steps)}", "checkpoint.remote=", *settings,
@@ -48,7 +48,7 @@ def program(
 
 
 def storage_of(context: Context, config: Config) -> Path | None:
-    """Where the run's checkpoints will go, or the node's own storage if nothing can be written there."""
+    """Where the run's checkpoints will be written, or the node's own storage if that is not writable."""
     folder = Path(config.run.folder).absolute()
     there = next((path for path in (folder, *folder.parents) if path.is_dir()), None)
     if there is not None and os.access(there, os.W_OK):
@@ -57,12 +57,12 @@ def storage_of(context: Context, config: Config) -> Path | None:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """What the launcher and the ranks have told so far."""
+    """The events of the launcher and the ranks so far."""
     return lines(folder / "drill.jsonl")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that may be growing."""
+    """The complete lines of a file that may still be growing."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
@@ -70,6 +70,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def last_line(path: Path) -> str:
-    """The last words of a program that failed."""
+    """The last line of a failed program's output."""
     printed = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip()[:300] for line in reversed(printed) if line.strip()), "it printed nothing")

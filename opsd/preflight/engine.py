@@ -1,6 +1,6 @@
-"""Runs the checks of a plan and turns their answers into a report.
+"""Runs checks and collects their answers in a report.
 
-Checks that only look run side by side; those that measure a speed run afterwards, one at a time, on a quiet node.
+Checks that only read state run in parallel; those that measure a speed run afterwards, one at a time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NO_RUN: Final = "no run was named; --train CONFIG checks one"
 
 
 class SelectionError(Exception):
-    """Checks that cannot be selected; the message is one sentence for the user."""
+    """The checks cannot be selected; the message is one sentence for the user."""
 
 
 class Listener(Protocol):
-    """Somebody who watches."""
+    """Receives the progress of the checks."""
 
     def started(self, check: Check) -> None: ...
 
@@ -43,10 +43,10 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """All that a run of the engine needs. ``context.seconds`` is set anew for every check.
+class CheckRun:
+    """The parameters of one run of the engine. ``context.seconds`` is set for each check.
 
-    A check may take ``patience`` times its measuring time plus ``grace_s`` before it is killed. ``yardsticks`` says
+    A check may take ``patience`` times its measuring time plus ``grace_s`` before it is killed. ``yardsticks`` gives
     what to compare a check with.
     """
 
@@ -55,12 +55,12 @@ class Job:
     logs: Path
     optional: frozenset[str] = frozenset()
     python: str = sys.executable
-    """Runs the checks that need torch."""
+    """The interpreter for checks that need torch."""
     yardsticks: Callable[[Check], Yardsticks] = lambda _: Yardsticks()
     grace_s: float = 60.0
     patience: float = 3.0
     seconds: Mapping[str, float] | None = None
-    """Measuring time of single checks, by name, where it is not the profile's."""
+    """Measuring time of single checks, by name, if it differs from the profile's."""
 
 
 def select(
@@ -86,8 +86,8 @@ def find(checks: Sequence[Check], name: str) -> Check:
     return known[name]
 
 
-async def run(job: Job, listener: Listener) -> Report:
-    """Run the checks of ``job``. When cancelled, every child is ended and the report is marked as interrupted."""
+async def run(check_run: CheckRun, listener: Listener) -> Report:
+    """Run all checks. When cancelled, every child is ended and the report is marked as interrupted."""
     started = time.time()
     results: dict[str, Result] = {}
     gate = asyncio.Semaphore(_SIDE_BY_SIDE)
@@ -95,50 +95,54 @@ async def run(job: Job, listener: Listener) -> Report:
     async def one(check: Check) -> None:
         async with gate:
             listener.started(check)
-            result = results[check.name] = await _run_check(job, check, listener)
+            result = results[check.name] = await _run_check(check_run, check, listener)
             listener.finished(result)
 
     interrupted = False
     try:
         async with asyncio.TaskGroup() as group:
-            for check in job.checks:
+            for check in check_run.checks:
                 if "exclusive" not in check.needs:
                     group.create_task(one(check))
-        for check in job.checks:
+        for check in check_run.checks:
             if "exclusive" in check.needs:
                 await one(check)
     except asyncio.CancelledError:
         interrupted = True
-    ordered = tuple(results.get(check.name) or _unfinished(job, check) for check in job.checks)
-    return Report(job.context.node, job.context.profile, __version__, started, time.time(), ordered, interrupted)
+    ordered = tuple(results.get(check.name) or _unfinished(check_run, check) for check in check_run.checks)
+    return Report(
+        check_run.context.node, check_run.context.profile, __version__, started, time.time(), ordered, interrupted
+    )
 
 
-async def _run_check(job: Job, check: Check, listener: Listener) -> Result:
-    seconds = (job.seconds or {}).get(check.name, check.seconds.get(job.context.profile, max(check.seconds.values())))
-    log = job.logs / f"{check.name}.log"
+async def _run_check(check_run: CheckRun, check: Check, listener: Listener) -> Result:
+    seconds = (check_run.seconds or {}).get(
+        check.name, check.seconds.get(check_run.context.profile, max(check.seconds.values()))
+    )
+    log = check_run.logs / f"{check.name}.log"
     started, clock = time.time(), time.monotonic()
-    answer = unmet_need(check, job.context, root=os.geteuid() == 0)
+    answer = unmet_need(check, check_run.context, root=os.geteuid() == 0)
     if answer is None:
         answer = await supervise(
             check,
-            replace(job.context, seconds=seconds),
-            deadline_s=seconds * job.patience + job.grace_s,
+            replace(check_run.context, seconds=seconds),
+            deadline_s=seconds * check_run.patience + check_run.grace_s,
             log=log,
             progress=lambda share, subject: listener.progress(check, share, subject),
-            python=job.python if "torch" in check.needs else sys.executable,
+            python=check_run.python if "torch" in check.needs else sys.executable,
         )
     result = Result(
         check.name,
         check.title,
         answer.verdict,
-        check.name in job.optional,
+        check.name in check_run.optional,
         answer.reason,
         started=started,
         seconds=time.monotonic() - clock,
         runbook=check.runbook,
         log=str(log) if log.exists() and log.stat().st_size else "",
     )
-    return result if answer.outcome is None else judged(result, check, answer.outcome, job.yardsticks(check))
+    return result if answer.outcome is None else judged(result, check, answer.outcome, check_run.yardsticks(check))
 
 
 def judged(result: Result, check: Check, outcome: Outcome, yardsticks: Yardsticks) -> Result:
@@ -153,14 +157,18 @@ def judged(result: Result, check: Check, outcome: Outcome, yardsticks: Yardstick
     )
 
 
-def _unfinished(job: Job, check: Check) -> Result:
+def _unfinished(check_run: CheckRun, check: Check) -> Result:
     return Result(
-        check.name, check.title, Verdict.COULD_NOT_RUN, check.name in job.optional, "interrupted before it was done"
+        check.name,
+        check.title,
+        Verdict.COULD_NOT_RUN,
+        check.name in check_run.optional,
+        "interrupted before it was done",
     )
 
 
 def unmet_need(check: Check, context: Context, *, root: bool) -> Answer | None:
-    """Why ``check`` cannot even be started here, or None if it can. ``root``: this process has root's rights."""
+    """Why ``check`` cannot be started here, None if it can. ``root``: this process has root's rights."""
     if "root" in check.needs and not root:
         return Answer(None, Verdict.COULD_NOT_RUN, "it needs root; run it with sudo or from the prolog")
     if "run" in check.needs and not context.train:
@@ -171,7 +179,7 @@ def unmet_need(check: Check, context: Context, *, root: bool) -> Answer | None:
 
 
 def _unfit_gpus(check: Check, context: Context) -> Answer | None:
-    """GPUs on the PCI bus are enough, whether the driver sees them or not; simulated ones can be asked, not used."""
+    """GPUs on the PCI bus suffice, whether the driver sees them or not; simulated ones can be queried but not used."""
     if os.environ.get(_SIMULATED):
         computes = "torch" in check.needs
         return Answer(None, Verdict.NOT_APPLICABLE, "simulated GPUs cannot compute") if computes else None

@@ -39,7 +39,7 @@ _SAMPLES: Final = 4
 _MAX_LINKS: Final = 4
 _CONTROLS: Final = 2
 _SHARED: Final = 3
-"""A switch is blamed for its bad nodes if it has at least this many and all are bad."""
+"""A switch is named instead of its bad nodes if it has at least this many and all are bad."""
 
 
 def find(
@@ -74,7 +74,7 @@ def find(
 
 @dataclass(slots=True)
 class _Finder:
-    """The search. ``good`` are the nodes of groups that passed, who take turns as partners; ``bad`` are suspects."""
+    """The search. ``good`` are nodes of groups that passed, used in turn as partners; ``bad`` are suspects."""
 
     nodes: Sequence[str]
     switch_of: Mapping[str, str]
@@ -84,7 +84,7 @@ class _Finder:
     turn: int = 0
 
     def diagnose(self) -> Search[tuple[tuple[Culprit, ...], tuple[str, ...]]]:
-        """The whole search: culprits, and nodes that were suspected and not confirmed."""
+        """The whole search: culprits, and nodes that were suspected but not confirmed."""
         failing = yield from self.screen()
         if not self.good:
             return (Culprit("everything", ()),), ()
@@ -118,7 +118,7 @@ class _Finder:
         return [group for group, ok in zip(groups, passed, strict=True) if not ok]
 
     def calibrate_pairs(self) -> Search[None]:
-        """Measure what a healthy pair reaches: pairs have fewer chances to be unlucky than large groups."""
+        """Measure what a healthy pair reaches: the slowest of few pairs is faster than the slowest of many."""
         spread = self.good[:: max(1, len(self.good) // (2 * _CONTROLS))]
         pairs = [*zip(spread[0::2], spread[1::2], strict=False)][:_CONTROLS]
         answers = yield [GroupTest(pair, "control") for pair in pairs]
@@ -147,7 +147,7 @@ class _Finder:
         return [culprit for some in found for culprit in some]
 
     def all_bad(self, group: Sequence[str]) -> Search[bool]:
-        """Whether everybody in ``group`` seems bad, judged by one node out of every quarter."""
+        """Whether all nodes of ``group`` seem bad, judged by one node from each quarter."""
         samples = [group[index * len(group) // _SAMPLES] for index in range(_SAMPLES)]
         answers = yield [self._with_partner((node,), "sample") for node in samples]
         return not any(self.baseline.passes(2, answer) for answer in answers)
@@ -174,7 +174,7 @@ class _Finder:
         return failing
 
     def confirm(self, culprit: Culprit) -> Search[tuple[Culprit, bool]]:
-        """Whether the suspicion holds; for a link, what exactly is bad."""
+        """Whether the suspicion is confirmed; for a link, also what exactly is bad."""
         if culprit.kind == "link":
             return (yield from self.explain(*culprit.parts))
         if culprit.kind == "node":
@@ -182,7 +182,7 @@ class _Finder:
         return culprit, culprit.kind != "passing"
 
     def confirm_node(self, node: str) -> Search[tuple[Culprit, bool]]:
-        """Test ``node`` with two different good partners, one of its own switch if possible; a third one decides."""
+        """Test ``node`` with two different good partners, if possible one on its own switch; a third one decides."""
         outsiders = self._partners(node)
         sibling = self._sibling(node, {node, *outsiders})
         partners = [*([sibling] if sibling else []), *outsiders][:3]
@@ -196,7 +196,7 @@ class _Finder:
         return Culprit("node", (node,)), bool(partners) and sum(failed) >= min(2, len(partners))
 
     def explain(self, one: str, two: str) -> Search[tuple[Culprit, bool]]:
-        """What is bad between two nodes: one of them, their link, or the path, uplink or switch that they share."""
+        """What is bad between two nodes: one of them, their link, or a path, uplink or switch that they share."""
         here, there = self.switch_of.get(one, ""), self.switch_of.get(two, "")
         outsiders = self._outsiders(one, two)
         siblings = (self._sibling(one, {one, two, *outsiders}), self._sibling(two, {one, two, *outsiders}))
@@ -226,7 +226,7 @@ class _Finder:
         return Culprit("node", (node,)), not self.baseline.passes(2, answer)
 
     def between(self, removed: set[str]) -> Search[list[Culprit]]:
-        """Faults that show only between groups: test all that are left together, until that passes."""
+        """Faults that only show between groups: test all remaining nodes together, until that passes."""
         found: list[Culprit] = []
         for _ in range(_MAX_LINKS):
             rest = [node for node in self.nodes if node not in removed]
@@ -245,13 +245,13 @@ class _Finder:
         return found
 
     def evidence(self, number: int, test: GroupTest, answer: Answer) -> Evidence:
-        """The record of one test, judged by all that is known at the end."""
+        """The record of one test, judged by everything known at the end."""
         size = len(test.members)
         passed, found, expected = self.baseline.passes(size, answer), level(answer), self.baseline.expected(size)
         return Evidence(number, test.purpose, test.members, passed, found, expected)
 
     def rotated(self, pool: Sequence[str]) -> list[str]:
-        """``pool`` from another place each time, so that no known-good node has to serve in every test."""
+        """``pool`` from a different start each time, so that no known-good node takes part in every test."""
         if not pool:
             return []
         self.turn += 1 + len(pool) // 7
@@ -263,7 +263,7 @@ class _Finder:
         return GroupTest(members, purpose)
 
     def _outsiders(self, *nodes: str) -> list[str]:
-        """Two known-good nodes of other switches than those of ``nodes``, if there are so many."""
+        """Two known-good nodes on other switches than ``nodes``, if there are that many."""
         theirs = {self.switch_of.get(node, "") for node in nodes} - {""}
         pool = [n for n in self.good if n not in nodes and self.switch_of.get(n, "") not in theirs]
         return self.rotated(pool)[:2]
@@ -273,7 +273,7 @@ class _Finder:
         return self._outsiders(node) or [other for other in self.rotated(self.good) if other != node]
 
     def _sibling(self, node: str, without: set[str]) -> str | None:
-        """A node of the same switch that nobody suspects, a known-good one if there is any."""
+        """A node of the same switch that is not suspected, a known-good one if there is any."""
         switch = self.switch_of.get(node)
         mine = [n for n in self.nodes if switch and self.switch_of.get(n) == switch and n not in without | self.bad]
         return next((n for n in mine if n in self.good), next(iter(mine), None))
@@ -293,7 +293,7 @@ class _Finder:
 
 
 def _merged(culprits: Sequence[Culprit], switch_of: Mapping[str, str]) -> list[Culprit]:
-    """Each culprit once. A switch all of whose nodes are bad is blamed itself, and its nodes are not named again."""
+    """Each culprit once. If all nodes of a switch are bad, the switch is named instead of its nodes."""
     bad = {part for culprit in culprits if culprit.kind in ("node", "group") for part in culprit.parts}
     below: dict[str, set[str]] = {}
     for node, switch in switch_of.items():

@@ -1,4 +1,4 @@
-"""fio: measures a folder's storage with direct I/O and says what it did in base units."""
+"""fio: measures a folder's storage with direct I/O; results in base units."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Speed:
 def workspace(folder: str, size: int) -> Iterator[Path]:
     """A private folder below ``folder`` that is removed afterwards. Raises CouldNotRunError if there is no room.
 
-    fio itself lays out at most ``size`` bytes in it.
+    fio allocates at most ``size`` bytes in it.
     """
     if shutil.which("fio") is None:
         raise CouldNotRunError("fio is not installed; apt-get install fio (or dnf install fio)")
@@ -68,7 +68,7 @@ def measure(folder: Path, pattern: Pattern, *, block: str, jobs: int, depth: int
 
 
 def parse(text: str, direction: Literal["read", "write"]) -> Speed:
-    """The speed from fio's JSON. Raises CouldNotRunError if it says that nothing was moved or makes no sense."""
+    """The speed from fio's JSON. Raises CouldNotRunError if no data was moved or the output is invalid."""
     try:
         # Warnings may stand before the JSON object.
         job: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]

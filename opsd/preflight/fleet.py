@@ -1,4 +1,4 @@
-"""Many nodes side by side: who differs from the majority, and the medians that one node can be compared with."""
+"""Comparing nodes: which differ from the majority, and the medians to compare one node with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_ONE_GPU: Final = re.compile(r"GPU \d+")
 
 
 class FleetError(Exception):
-    """A fleet file that cannot be used; the message is one sentence."""
+    """The fleet file cannot be used; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ def newest_by_node(reports: Sequence[Report]) -> dict[str, Report]:
 
 
 def deviations(facts: Mapping[str, Mapping[str, str]]) -> list[Deviation]:
-    """Facts (by node, then by name) in which nodes differ from the majority; a fact that a node lacks is "absent".
+    """Facts (by node, then by name) in which nodes differ from the majority; a missing fact is "absent".
 
-    On a tie the value that sorts first counts as the majority, so that the answer does not depend on the order.
+    On a tie the value that sorts first counts as the majority, so that the result does not depend on the order.
     """
     found = []
     for fact in sorted({name for of_node in facts.values() for name in of_node}):
@@ -103,7 +103,7 @@ def deviations(facts: Mapping[str, Mapping[str, str]]) -> list[Deviation]:
 
 
 def facts_of(reports: Sequence[Report]) -> dict[str, Mapping[str, str]]:
-    """Versions and the layout of the GPUs of every node, by node; what is one GPU's own, like its UUID, is left out."""
+    """Versions and GPU layout of every node, by node; what belongs to one GPU, like its UUID, is left out."""
     found = {
         node: {
             name: value

@@ -1,4 +1,4 @@
-"""The report in the formats of others: JUnit for CI systems, Markdown for tickets, OpenMetrics for node_exporter."""
+"""The report in other formats: JUnit for CI systems, Markdown for tickets, OpenMetrics for node_exporter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_XML: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010f
 
 
 def junit(report: Report) -> str:
-    """JUnit XML, one test case per check: failed and could-not-run checks fail it, those that do not apply skip it."""
+    """JUnit XML, one test case per check: failed and could-not-run checks fail it, inapplicable ones skip it."""
     counts = report.counts
     failed = sum(r.failed for r in report.results if r.verdict is Verdict.FAIL)
     errors = sum(r.failed for r in report.results if r.verdict is Verdict.COULD_NOT_RUN)
@@ -70,7 +70,7 @@ def value_line(value: Value) -> str:
 
 
 def markdown(report: Report) -> str:
-    """A page for tickets and chats: the verdict, a table, a sentence per problem."""
+    """A page for tickets and chats: the verdict, a table, one sentence per problem."""
     lines = [
         f"## {_cell(report.summary)}",
         "",
@@ -110,7 +110,7 @@ def headlines(result: Result) -> list[str]:
 
 
 def openmetrics(report: Report) -> str:
-    """Gauges for node_exporter's textfile collector, which reads this subset of OpenMetrics as well as Prometheus."""
+    """Gauges for node_exporter's textfile collector; this subset of OpenMetrics is valid Prometheus text format too."""
     registry = CollectorRegistry()
     labels = ("node", "profile")
     passed = Gauge("opsd_preflight_passed", "1 if the node passed its last preflight.", labels, registry=registry)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at all GPUs through NVML."""
+    """One reading of all GPUs through NVML."""
 
     gpus: Sequence[GpuFact]
     samples: Sequence[Sample]
 
     def value(self, gpu: GpuFact, metric: Metric, *extra: str) -> float | None:
-        """The value of ``metric`` for ``gpu``; ``extra`` are its last labels. None if the driver does not tell."""
+        """The value of ``metric`` for ``gpu``; ``extra`` are its last labels. None if the driver does not report it."""
         for sample in self.samples:
             mine = sample.metric is metric and sample.labels[0] == str(gpu.index)
             if mine and (not extra or sample.labels[-len(extra) :] == extra):
@@ -54,12 +54,12 @@ def look(context: Context) -> Snapshot:
 
 
 def name(gpu: GpuFact) -> str:
-    """How a GPU is called in reports."""
+    """The name of a GPU in reports."""
     return f"GPU {gpu.index}"
 
 
 def torch_devices(context: Context) -> list[torch.device]:
-    """The devices that a check computes on: all CUDA devices, or the processor if the context asks for that.
+    """The devices that a check computes on: all CUDA devices, or the processor if the context says so.
 
     Raises CouldNotRunError if torch is missing, has no CUDA or sees fewer GPUs than the node must have.
     """
@@ -80,5 +80,5 @@ def torch_devices(context: Context) -> list[torch.device]:
 
 
 def device_name(device: torch.device) -> str:
-    """How a torch device is called in reports."""
+    """The name of a torch device in reports."""
     return "processor" if device.type == "cpu" else f"GPU {device.index}"

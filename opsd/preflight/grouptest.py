@@ -1,4 +1,4 @@
-"""Group tests: what they are, running searches side by side, and what a healthy group reaches."""
+"""Group tests: definitions, running searches in parallel, and the baseline of healthy groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GroupTest:
-    """A group of nodes to be tested together, and why."""
+    """A group of nodes to test together, and the purpose."""
 
     members: tuple[str, ...]
     purpose: str
@@ -30,14 +30,14 @@ class Answer:
 
 
 Search = Generator[Sequence[GroupTest], Sequence[Answer], T]
-"""Yields tests that may run side by side where they share no node, receives their answers."""
+"""Yields tests that may run in parallel if they share no node, receives their answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """A test fails below these shares of what healthy groups reach, in its median or in its tail (flaky nodes).
+    """A test fails below these shares of the healthy level, in its median or in its tail (flaky nodes).
 
-    ``floor`` is an absolute bound in bytes per second on top.
+    ``floor`` is an additional absolute bound in bytes per second.
     """
 
     median: float = 0.85
@@ -46,14 +46,14 @@ class Tolerance:
 
 
 class Level(NamedTuple):
-    """A test in two numbers, in bytes per second: the median of its iterations, and what all but a tenth exceed."""
+    """The result of a test in bytes per second: the median of its iterations, and what all but a tenth exceed."""
 
     median: float
     tail: float
 
 
 def level(answer: Answer) -> Level | None:
-    """The level that a test reached, None if it did not finish. A single hiccup in ten iterations does not show."""
+    """The level that a test reached, None if it did not finish. A single outlier in ten iterations has no effect."""
     if not answer.samples:
         return None
     return Level(median(answer.samples), sorted(answer.samples)[len(answer.samples) // 10])
@@ -61,20 +61,20 @@ def level(answer: Answer) -> Level | None:
 
 @dataclass(slots=True)
 class Baseline:
-    """What healthy groups reach, by group size, and how far a test may stay below it."""
+    """What healthy groups reach, by group size, and how far a test may be below it."""
 
     tolerance: Tolerance
     healthy: dict[int, Level] = field(default_factory=dict)
 
     def learn(self, size: int, answers: Sequence[Answer], share: float = 0.75) -> None:
-        """Take the upper quartile (or another ``share``) of ``answers``: healthy if a quarter of the groups is."""
+        """Use the upper quartile (or another ``share``) of ``answers``: right if a quarter of the groups is healthy."""
         levels = [found for answer in answers if (found := level(answer)) is not None]
         if levels:
             medians, tails = zip(*levels, strict=True)
             self.healthy[size] = Level(nearest_rank(medians, share), nearest_rank(tails, share))
 
     def passes(self, size: int, answer: Answer) -> bool:
-        """Whether a test of ``size`` nodes finished and none of its pairs was slow, nor slow now and then."""
+        """Whether a test of ``size`` nodes finished and no pair was slow, neither always nor sometimes."""
         found = level(answer)
         if found is None:
             return False
@@ -84,7 +84,7 @@ class Baseline:
         return found.median >= max(bound, self.tolerance.floor) and found.tail >= self.tolerance.tail * expected.tail
 
     def expected(self, size: int) -> Level | None:
-        """What a healthy group of ``size`` reaches: interpolated in log(size) between the sizes that were measured."""
+        """What a healthy group of ``size`` reaches: interpolated in log(size) between the measured sizes."""
         known = sorted(self.healthy.items())
         for (small, fast), (large, slow) in pairwise(known):
             if small <= size <= large:
@@ -96,7 +96,7 @@ class Baseline:
 
 
 def disjoint(tests: Sequence[GroupTest]) -> list[list[int]]:
-    """Indexes of ``tests`` packed into rounds in which no node has to be in two places."""
+    """Indexes of ``tests`` packed into rounds in which each node is used once at most."""
     rounds: list[tuple[set[str], list[int]]] = []
     for index, test in enumerate(tests):
         for busy, indexes in rounds:
@@ -110,7 +110,7 @@ def disjoint(tests: Sequence[GroupTest]) -> list[list[int]]:
 
 
 def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
-    """Run several searches at once: what they ask for is asked for together. Their results, in order."""
+    """Run several searches at once, merging their requests; their results, in order."""
     results: dict[int, T] = {}
     wanted: dict[int, Sequence[GroupTest]] = {}
 
@@ -133,7 +133,7 @@ def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
 
 
 def partition(nodes: Sequence[str], switch_of: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """About sqrt(N) groups of two and more that hold every node once; a group spans switches only if those are small.
+    """About sqrt(N) groups of two or more that contain every node once; a group spans only small switches.
 
     Without a topology the groups follow the order of ``nodes``, as neighbours in a host list mostly share a switch.
     """
@@ -149,19 +149,19 @@ def partition(nodes: Sequence[str], switch_of: Mapping[str, str]) -> list[tuple[
             groups[-1] += chunk
         else:
             groups.append(chunk)
-    # One group has no other to be compared with.
+    # A single group has nothing to be compared with.
     return groups if len(groups) > 1 or len(nodes) < 4 or not switch_of else partition(nodes, {})
 
 
 def _even_chunks(members: Sequence[str], size: int) -> list[tuple[str, ...]]:
-    """``members`` in order, in chunks whose sizes differ by one at most: ``size`` or up to half as many more."""
+    """``members`` in order, in chunks whose sizes differ by one at most: ``size`` to one and a half times that."""
     count = max(1, round(len(members) / size))
     cuts = [round(index * len(members) / count) for index in range(count + 1)]
     return [tuple(members[low:high]) for low, high in pairwise(cuts)]
 
 
 def halves(group: Sequence[str], switch_of: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """``group`` in two parts, cut between two switches, as near to the middle as that allows, if it spans several."""
+    """``group`` in two parts, split between two switches as near to the middle as possible if it spans several."""
     borders = [i for i in range(1, len(group)) if switch_of.get(group[i]) != switch_of.get(group[i - 1])]
     middle = min(borders or [(len(group) + 1) // 2], key=lambda cut: abs(2 * cut - len(group)))
     return tuple(group[:middle]), tuple(group[middle:])

@@ -1,6 +1,6 @@
-"""What the node measured in earlier preflights: one SQLite file in the state folder.
+"""The node's earlier preflights: one SQLite file in the state folder.
 
-Each run is kept whole as JSON, and its values once more as rows, so that trends need no parsing.
+Each run is stored whole as JSON, and its values also as rows, so that trends need no parsing.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Trend:
 
 
 class History:
-    """The history in the file ``path``, which is made with the first record."""
+    """The history in the file ``path``, which is created with the first record."""
 
     def __init__(self, path: Path, *, kept_runs: int = 500) -> None:
         self.path = path
         self._kept_runs = kept_runs
 
     def record(self, report: Report) -> int:
-        """Keep ``report`` and forget the node's oldest; returns the number of the run. Raises HistoryError."""
+        """Store ``report`` and delete the node's oldest; returns the number of the run. Raises HistoryError."""
         with self._open(create=True) as db:
             row = (report.node, report.profile, report.started, report.passed, report.to_json())
             run = db.execute(
@@ -109,7 +109,7 @@ class History:
     def past(self, node: str, check: str, runs: int = RECENT_RUNS) -> Mapping[SeriesKey, tuple[Past, ...]]:
         """The values of the last ``runs`` runs in which ``check`` measured something, by series, oldest first.
 
-        Values that failed are left out: a sick node must not become its own yardstick. Raises HistoryError.
+        Failed values are left out, so that a faulty node does not become its own yardstick. Raises HistoryError.
         """
         query = """SELECT measure, subject, at, value FROM measured
             WHERE run IN (SELECT id FROM runs WHERE node = ? ORDER BY started DESC, id DESC LIMIT ?)
@@ -122,7 +122,7 @@ class History:
         return {key: tuple(values) for key, values in series.items()}
 
     def facts(self, node: str, check: str) -> Mapping[str, str]:
-        """The facts of the newest run in which ``check`` told any. Raises HistoryError."""
+        """The facts of the newest run in which ``check`` reported any. Raises HistoryError."""
         for run in self.runs(node):
             for result in self.report(run.id).results:
                 if result.check == check and result.facts:

@@ -1,7 +1,6 @@
-"""The Python in which checks that need torch run: opsd's own, or that of the training.
+"""The Python for checks that need torch: opsd's own, or that of the training.
 
-Whether it has torch is a property of the installation and says nothing about the node, so it is found out before
-anything is measured.
+Whether it has torch depends on the installation, not on the node, so it is checked before anything is measured.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _PATIENCE_S: Final = 60.0
 
 
 def ensure(python: str, checks: Iterable[Check], context: Context, optional: Collection[str] = ()) -> None:
-    """See that ``python`` can run those of ``checks`` that need torch and apply here; ``optional`` ones may miss it.
+    """Check that ``python`` can run those of ``checks`` that need torch and apply here; ``optional`` ones may lack it.
 
-    Raises SelectionError with what mends it.
+    Raises SelectionError with the remedy.
     """
     root = os.geteuid() == 0
     wanting = [c.name for c in checks if "torch" in c.needs and unmet_need(c, context, root=root) is None]
@@ -43,7 +42,7 @@ def ensure(python: str, checks: Iterable[Check], context: Context, optional: Col
 
 
 def _ask(python: str) -> bool:
-    """Whether ``python`` has torch. Raises SelectionError if it cannot be started or has not this opsd."""
+    """Whether ``python`` has torch. Raises SelectionError if it cannot be started or lacks this opsd."""
     command = [python, "-P", "-c", _QUESTION]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)

@@ -1,12 +1,12 @@
-"""The verdict on what a check measured: pure functions of measurements, limits, peers, fleet and past.
+"""The verdict on what a check measured: pure functions of measurements, limits, peers, fleet and history.
 
-Every value is compared with up to five yardsticks, and the worst answer counts:
+Every value is compared with up to five yardsticks, and the worst verdict counts:
 
 - an absolute limit, from the check or from the configuration;
 - its peers on the node (the other GPUs, cores, ports): median and best;
 - the fleet's median of the same measure;
 - the node's own last runs, by median and median absolute deviation, reported even above every floor;
-- for counters, how much they grew since the last run.
+- for counters, the growth since the last run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SeriesKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Yardsticks:
-    """What a check's values are compared with, beside the check's own limits.
+    """What a check's values are compared with, in addition to the check's own limits.
 
     ``limits`` override the check's by measure name, ``past`` holds the node's last runs, oldest first, ``facts`` those
     of the last run, ``fleet`` the fleet's medians by measure name.
@@ -54,7 +54,7 @@ class Yardsticks:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A judged measurement. ``normal`` is what it was found wanting against, or else the best known yardstick."""
+    """A judged measurement. ``normal`` is the yardstick that it missed, or else the best known one."""
 
     measure: str
     subject: str
@@ -76,7 +76,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """``normal`` may be missed by the share ``tolerance`` before it is worth ``verdict``."""
+    """Missing ``normal`` by more than the share ``tolerance`` gives ``verdict``."""
 
     label: str
     normal: float
@@ -91,7 +91,7 @@ class _Bound:
 def judge(check: Check, outcome: Outcome, now: float, yardsticks: Yardsticks = Yardsticks()) -> Judgement:
     """The verdict on ``outcome``, measured at wall second ``now``.
 
-    A value that is no number, and a speed of zero, are failures whatever the yardsticks say.
+    A value that is not a number, and a speed of zero, always fail.
     """
     measures = {measure.name: measure for measure in check.measures}
     values: list[Value] = []
@@ -162,7 +162,7 @@ def _bounds(measure: Measure, peers: Sequence[float], past: Sequence[Past], yard
 
 
 def _growth(measure: Measure, number: float, past: Sequence[Past], now: float) -> tuple[Verdict, str] | None:
-    """Verdict and sentence if a counter grew more than it may; a counter below its last value was reset."""
+    """Verdict and sentence if a counter grew too much; a counter below its last value was reset."""
     if measure.growth is None or not past:
         return None
     last = past[-1]
@@ -199,7 +199,7 @@ def _name(measure: Measure, subject: str) -> str:
 
 def _distance(number: float, bound: _Bound, measure: Measure) -> str:
     side = "below" if measure.better == "higher" else "above"
-    # A share of a share ("81% above 50%") is read as something else than it is.
+    # A share of a share ("81% above 50%") would be misread.
     relative = bound.normal and measure.unit != "ratio"
     share = f"{abs(number - bound.normal) / abs(bound.normal):.0%} {side}" if relative else side
     return f"{share} {bound.label} {quantity(bound.normal, measure.unit)}"

@@ -1,7 +1,7 @@
-"""What is wrong with a run before it has begun: its configuration, its batch script, the room for its checkpoints.
+"""Problems of a run before it starts: its configuration, its batch script, the space for its checkpoints. Pure.
 
-Pure. What the trainer itself refuses (weights that do not sum to 1, a layout that does not fit the heads) is not
-looked at here again.
+What the trainer itself refuses (weights that do not sum to 1, a layout that does not fit the heads) is not repeated
+here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DALY_FACTOR: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the rules look at.
+    """The input of the rules.
 
-    ``free`` bytes are where checkpoints go, None if that is not known; ``script`` is the text of the batch script.
+    ``free`` bytes are available for checkpoints, None if unknown; ``script`` is the text of the batch script.
     """
 
     config: Config
@@ -39,7 +39,7 @@ class Setting:
 
 
 def findings(setting: Setting) -> list[Finding]:
-    """Everything that the rules find."""
+    """The findings of all rules."""
     rules = (_schedule, _interval, _retention, _evaluation, _denominator, _script)
     return [finding for rule in rules for finding in rule(setting)]
 
@@ -81,7 +81,7 @@ def _interval(setting: Setting) -> Iterator[Finding]:
 def _retention(setting: Setting) -> Iterator[Finding]:
     if setting.free is None:
         return
-    # One more than are kept: the oldest goes only once the newest is durable.
+    # One more than ``keep``: the oldest is removed once the newest is durable.
     wanted = (setting.config.checkpoint.keep + 1) * setting.plan.checkpoint
     if wanted > setting.free:
         sizes = quantity(wanted, "bytes"), quantity(setting.free, "bytes")
@@ -137,13 +137,13 @@ def _time_limit(text: str, plan: RunPlan) -> Iterator[Finding]:
 
 
 def sbatch_options(script: str) -> dict[str, str]:
-    """The options in the ``#SBATCH`` lines of a batch script, "" as the value of those without one; the last counts."""
+    """The options in the ``#SBATCH`` lines of a batch script, "" for those without a value; the last one counts."""
     lines = (line.removeprefix("#SBATCH") for line in script.splitlines() if line.startswith("#SBATCH"))
     return {match["option"]: match["value"] or "" for line in lines for match in _OPTION.finditer(line)}
 
 
 def seconds_of(text: str) -> float | None:
-    """A time limit as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:...]."""
+    """A time limit in Slurm's format: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:...]."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None

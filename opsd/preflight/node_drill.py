@@ -1,7 +1,7 @@
-"""A run on several nodes that loses one on the way: training has to go on by itself, on a spare or on those left.
+"""A drill: a run on several nodes loses one, and has to go on by itself, on a spare or on the remaining nodes.
 
-The same command runs on every node at once. Each starts its launcher; the first node watches, names the victim once a
-checkpoint is durable, and judges. The victim kills all that the run has on it, as `opsd chaos kill-node` does.
+The same command runs on every node at once, and each starts its launcher. The first node watches, chooses the victim
+once a checkpoint is durable, and judges. The victim kills everything of the run there, as `opsd chaos kill-node` does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RUN: Final = "preflight-drill"
 STEPS: Final = 1_000_000
 """More than there is time for: the drill ends the run once it has seen enough."""
 AFTER: Final = 5
-"""Steps that have to be made after the loss."""
+"""Steps required after the loss."""
 VICTIM: Final = "victim"
 METRICS: Final = "metrics.jsonl"
 _POLL_S: Final = 0.2
@@ -55,9 +55,9 @@ CHECK: Final = Check(
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """The run ``config`` over the nodes ``names``, ``spares`` of which stand by, seen from number ``node`` of them.
+    """The run ``config`` over the nodes ``names``, with ``spares`` spares, seen from node number ``node``.
 
-    ``folder`` is one that all see, ``memory`` this node's own; ``ranks`` run on each node.
+    ``folder`` is shared by all nodes, ``memory`` is this node's; ``ranks`` run on each node.
     """
 
     context: Context
@@ -77,11 +77,11 @@ class Drill:
 
     @property
     def active(self) -> int:
-        """Nodes that train."""
+        """Number of nodes that train."""
         return len(self.names) - self.spares
 
     def batch(self) -> int:
-        """The smallest global batch that divides among all nodes, and among one fewer if there is no spare."""
+        """The smallest global batch that divides among all nodes, and among one fewer without a spare."""
         parallel, data = self.config.parallel, self.config.data
         split = parallel.tp * parallel.pp * parallel.cp
         counts = [self.active] if self.spares else [self.active, self.active - 1]
@@ -100,12 +100,12 @@ class Drill:
 
 
 class Interrupted(Exception):
-    """The user wants it to end."""
+    """The user interrupted the drill."""
 
 
 @contextmanager
 def launched(this: Drill) -> Iterator[subprocess.Popen[bytes]]:
-    """This node's launcher. It knows of no Slurm job, so that it can neither requeue nor end the one it runs in."""
+    """This node's launcher. It is not told of a Slurm job, so that it neither requeues nor ends the enclosing one."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     with (this.folder / f"launcher-{this.own}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -119,9 +119,9 @@ def launched(this: Drill) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def take_part(this: Drill, within_s: float, stopped: Callable[[], bool]) -> None:
-    """Train until the launcher ends; kill everything of the run on this node if it is the victim.
+    """Train until the launcher ends; as the victim, kill everything of the run on this node.
 
-    The first node ends the run after ``within_s`` at the latest. If it does not, for it may be gone, this node does.
+    The first node ends the run within ``within_s``. If it does not, because it may be gone, this node does.
     """
     deadline = time.monotonic() + within_s + _STOP_S
     with launched(this) as process:
@@ -196,7 +196,7 @@ def _kill(this: Drill) -> None:
 
 @contextmanager
 def _ending(this: Drill, process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """However it comes out: without this node the others would train on."""
+    """End the launcher in any case: without this node the others would keep training."""
     try:
         yield
     finally:
@@ -204,7 +204,7 @@ def _ending(this: Drill, process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _stop(this: Drill, process: subprocess.Popen[bytes]) -> None:
-    """End the run in good order on all nodes."""
+    """Stop the run on all nodes."""
     with suppress(ControlError, subprocess.TimeoutExpired):
         ask_launcher(this.memory / RUN / "control.sock", {"cmd": "stop"})
         process.wait(timeout=_STOP_S)

@@ -1,4 +1,4 @@
-"""What a run will take, from its configuration alone: memory, speed, time, checkpoints, interruptions. Pure."""
+"""Predictions for a run from its configuration alone: memory, speed, time, checkpoints, interruptions. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from opsd.trainer.settings import ModelSettings
 
 EXPECTED_MFU: Final = 0.30
-"""What SmolLM3's run had on 384 H100s (its training notes); a single node does better."""
+"""That of SmolLM3's run on 384 H100s (its training notes); a single node is better."""
 
 OVERHEAD: Final = (1.2, 1.3)
-"""Wall clock over pure training time in real runs: restarts, checkpoints, evaluations, slow days."""
+"""Wall-clock time over pure training time in real runs: restarts, checkpoints, evaluations, slow days."""
 
 INTERRUPTIONS_PER_GPU_DAY: Final = 419 / 54 / 16_384
 """Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100s (Dubey et al. 2024, section 3.3.4)."""
 
 STALL_S: Final = 1.0
-"""What a checkpoint costs the training: the copy to memory; the rest is written in the background."""
+"""How long a checkpoint stops the training: the copy to memory; the rest is written in the background."""
 
 STATE_BYTES: Final = 16
 """Per parameter in memory: float32 weight, gradient, and AdamW's two moments."""
@@ -33,10 +33,10 @@ ACTIVATION_BYTES: Final = {"none": 34, "selective": 16, "full": 2}
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Predictions for a run on ``ranks`` devices. Times in seconds, sizes in bytes; None where the peak is not known.
+    """Predictions for a run on ``ranks`` devices. Times in seconds, sizes in bytes; None if the peak is unknown.
 
-    ``memory`` is that of one device. ``stops`` are the interruptions to expect, ``daly_s`` the checkpoint interval that
-    loses least (Daly 2006).
+    ``memory`` is per device. ``stops`` are the expected interruptions, ``daly_s`` the optimal checkpoint interval (Daly
+    2006).
     """
 
     ranks: int
@@ -54,12 +54,12 @@ class RunPlan:
 
     @property
     def wall_s(self) -> tuple[float, float] | None:
-        """Wall-clock time of the whole run, at best and at worst of what real runs need besides."""
+        """Wall-clock time of the whole run, with the least and the greatest overhead of real runs."""
         return None if self.train_s is None else (self.train_s * OVERHEAD[0], self.train_s * OVERHEAD[1])
 
 
 def parameters(model: ModelSettings) -> int:
-    """How many parameters the decoder has."""
+    """Number of parameters of the decoder."""
     attention = model.width * model.head_dim * 2 * (model.heads + model.kv_heads)
     norms = 2 * model.width + (2 * model.head_dim if model.qk_norm else 0)
     layer = attention + 3 * model.width * model.ffn + norms
@@ -73,7 +73,7 @@ def flops_per_token(config: Config) -> float:
 
 
 def memory_per_device(config: Config, ranks: int) -> float:
-    """Bytes that training needs on one device, without what the allocator wastes."""
+    """Bytes that training needs on one device, without allocator overhead."""
     model, parallel, data = config.model, config.parallel, config.data
     shards = max(1, ranks // parallel.replicas)
     tokens = data.micro_batch * data.sequence / (parallel.tp * parallel.cp)
@@ -111,7 +111,7 @@ def predict(config: Config, ranks: int) -> RunPlan:
 
 
 def _interval_s(config: Config, step_s: float | None) -> float | None:
-    """Seconds between checkpoints, however the configuration says it."""
+    """Seconds between checkpoints, in whatever unit the configuration gives them."""
     settings = config.checkpoint
     if settings.minutes:
         return settings.minutes * 60
@@ -121,5 +121,5 @@ def _interval_s(config: Config, step_s: float | None) -> float | None:
 
 
 def _daly_s(mean_time_s: float) -> float:
-    """The interval that loses least with a failure every ``mean_time_s`` (Daly 2006, equation 20, first order)."""
+    """The optimal interval with one failure every ``mean_time_s`` (Daly 2006, equation 20, first order)."""
     return math.sqrt(2 * STALL_S * mean_time_s) - STALL_S

@@ -1,4 +1,4 @@
-"""What ``--act`` does with a verdict: a node that failed is drained with its evidence, one that passed given back."""
+"""What ``--act`` does: drain a node that failed, with its evidence, and return one that passed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Final
 
 from opsd.preflight.report import Report
 from opsd.slurm.drain import OWN_PREFIX
-from opsd.slurm.ownership import Proof, Rules, give_back
+from opsd.slurm.ownership import PreflightResult, Rules, give_back
 from opsd.slurm.port import Slurm, SlurmError
 
 DEFAULT: Final = Rules()
 MARK: Final = "preflight"
-"""The reasons of these drains begin with it, after opsd's prefix: only such nodes are given back here."""
+"""Follows opsd's prefix in the reasons of these drains; only such nodes are returned here."""
 
 
 def reason_for(report: Report, evidence: Path) -> str:
-    """Why the node is out of service, in one line: the checks that failed, and where to read more."""
+    """The reason of the drain on one line: the failed checks, and where the evidence is."""
     failed = [result.check for result in report.results if result.failed]
     names = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
     return f"{MARK} {report.profile} failed: {names or 'no check ran'}; see {evidence}"
@@ -31,10 +31,10 @@ def act(
     slurm: Callable[[], Slurm],
     rules: Rules = DEFAULT,
 ) -> str:
-    """Drain or give back the node of ``report`` and say what was done, "" if nothing. Raises SlurmError.
+    """Drain or return the node of ``report``; returns what was done, "" for nothing. Raises SlurmError.
 
-    An interrupted preflight knows nothing and does nothing. A node is given back only if it was an earlier preflight of
-    the same profile that took it out, and never if somebody else or an incident did, or if it comes back too often.
+    An interrupted preflight does nothing. A node is returned only if an earlier preflight of the same profile drained
+    it, so never if someone else or an incident did, and not if it relapses too often.
     """
     if report.interrupted:
         return ""
@@ -45,7 +45,7 @@ def act(
         if not found or not found[0].reason.startswith(f"{OWN_PREFIX} {MARK} {report.profile} "):
             return ""
         rules = replace(rules, profile=report.profile)
-        passed = {report.node: Proof(report.ended, passed=True)}
+        passed = {report.node: PreflightResult(report.ended, passed=True)}
         back = give_back(slurm(), [report.node], passed, rules, now=report.ended)
         return f"gave {report.node} back to Slurm" if back else ""
     except SlurmError as error:

@@ -1,4 +1,4 @@
-"""The report: what a preflight found on one node, as one value that every output format is made from."""
+"""The report: what a preflight found on one node, the input of every output format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT: Final = 1
 
 
 class ReportError(Exception):
-    """A file that is no preflight report; the message is one sentence."""
+    """The file is not a preflight report; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """True if the node must not be used because of it. Not knowing is failing, unless the check is optional."""
+        """Whether the node must not be used because of it. COULD_NOT_RUN fails unless the check is optional."""
         return self.verdict is Verdict.FAIL or (self.verdict is Verdict.COULD_NOT_RUN and not self.optional)
 
     @property
     def sentences(self) -> list[str]:
-        """What is not as it should be, worst first: what, how far from normal, what to do."""
+        """The problems, worst first: what, how far from normal, what to do."""
         return [sentence for _, sentence in self.problems]
 
     @property
@@ -70,7 +70,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if at least one check ran and none failed. A preflight that looked at nothing has not passed."""
+        """Whether at least one check ran and none failed. A preflight without a check has not passed."""
         ran = any(r.verdict not in (Verdict.NOT_APPLICABLE, Verdict.COULD_NOT_RUN) for r in self.results)
         return ran and not self.interrupted and not any(result.failed for result in self.results)
 
@@ -88,12 +88,12 @@ class Report:
         return f"{self.node} {verdict} preflight ({self.profile}): {', '.join(parts) or 'no check ran'}"
 
     def to_json(self) -> str:
-        """The report as JSON text; ``from_json`` reads it again."""
+        """The report as JSON text, for ``from_json``."""
         return _ADAPTER.dump_json(self, indent=1).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Report:
-        """Raises ReportError if ``text`` is no report or one of another format."""
+        """Raises ReportError if ``text`` is not a report, or has another format."""
         try:
             report = _ADAPTER.validate_json(text)
         except ValidationError as error:

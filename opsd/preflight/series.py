@@ -1,7 +1,7 @@
-"""Clocks, temperature, power and errors of the whole node over the hours of a burn-in, as JSON lines.
+"""Clocks, temperature, power and errors of the whole node during a burn-in, as JSON lines.
 
-``python -m opsd.preflight.series FILE SECONDS PARENT`` appends a line every so many seconds until it is killed or its
-parent is gone; in a process of its own, because a driver that hangs must hold up nothing else.
+``python -m opsd.preflight.series FILE SECONDS PARENT`` appends a line every SECONDS seconds until it is killed or its
+parent has ended. It is a separate process, because a driver that hangs must not block anything else.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import psutil
 
-from opsd.collectors import nvml_series as nvml
 from opsd.collectors.base import Metric, NoData
+from opsd.collectors.lib.nvml import series as nvml
 from opsd.collectors.nvml import NvmlCollector, NvmlError
 from opsd.preflight.base import Finding, Measurement, Outcome, Verdict
 from opsd.preflight.history import Trend
@@ -46,7 +46,7 @@ _COUNTERS: Final[Mapping[str, tuple[Metric, tuple[str, ...]]]] = {
     "pcie_replays": (nvml.PCIE_REPLAYS, ()),
 }
 _TOLERATED: Final[Mapping[str, float]] = {"corrected_errors": 100.0, "pcie_replays": 100.0}
-"""More than these are a warning; any of the others is a failure."""
+"""More than these are a warning; any of the other counters is a failure."""
 _COUNTED: Final = (*_COUNTERS, "lost")
 UNITS: Final[Mapping[str, str]] = {
     "clock": "hertz", "temperature": "celsius", "memory_temperature": "celsius", "power": "watts",
@@ -54,15 +54,15 @@ UNITS: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """One line: the wall second, and by subject the value of each measure in base units. Counters count up."""
+class Sample:
+    """One line: the wall second, and by subject the value of each measure in base units."""
 
     t: float
     values: Mapping[str, Mapping[str, float]]
 
 
-def look(collector: NvmlCollector, sys_root: Path = Path("/sys")) -> dict[str, dict[str, float]]:
-    """What there is to see right now; what cannot be read is left out, and a lost GPU counts as such."""
+def take_sample(collector: NvmlCollector, sys_root: Path = Path("/sys")) -> dict[str, dict[str, float]]:
+    """The present values; unreadable ones are left out, and a lost GPU is counted."""
     found: dict[str, dict[str, float]] = {}
     with suppress(NvmlError):
         reading = collector.collect()
@@ -96,7 +96,7 @@ def _host(sys_root: Path) -> dict[str, float]:
 
 @contextmanager
 def recording(file: Path, library: str | None = None) -> Iterator[None]:
-    """Append to ``file`` meanwhile."""
+    """Append to ``file`` in the background."""
     options = [str(file), str(INTERVAL_S), str(os.getpid()), library or ""]
     command = [sys.executable, "-P", "-m", "opsd.preflight.series", *options]
     process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -107,21 +107,21 @@ def recording(file: Path, library: str | None = None) -> Iterator[None]:
         process.wait()
 
 
-def read(file: Path) -> list[Look]:
-    """All whole lines of ``file``, none if there is no file; one that was cut off by a crash is left out."""
+def read(file: Path) -> list[Sample]:
+    """All complete lines of ``file``, none without a file; a line cut off by a crash is skipped."""
     found = []
     with suppress(FileNotFoundError):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 entry: dict[str, Any] = json.loads(line)
-                found.append(Look(float(entry["t"]), entry["values"]))
+                found.append(Sample(float(entry["t"]), entry["values"]))
     return found
 
 
-def trends(looks: Sequence[Look]) -> list[Trend]:
-    """A curve per subject and gauge."""
+def trends(samples: Sequence[Sample]) -> list[Trend]:
+    """One curve per subject and gauge."""
     series: dict[tuple[str, str], list[Past]] = {}
-    for at in looks:
+    for at in samples:
         for subject, values in at.values.items():
             for name in values.keys() & UNITS.keys():
                 series.setdefault((subject, name), []).append(Past(at.t, values[name]))
@@ -137,18 +137,18 @@ def thinned(trend: Trend, points: int) -> Trend:
     return replace(trend, past=tuple(Past(part[0].at, median(entry.value for entry in part)) for part in parts))
 
 
-def outcome(looks: Sequence[Look]) -> Outcome:
-    """The extremes of each gauge, and findings for counters that went up; one that went down began anew."""
+def outcome(samples: Sequence[Sample]) -> Outcome:
+    """The extremes of each gauge, and findings for counters that grew; one that shrank was reset."""
     measured, findings = [], []
-    for trend in trends(looks):
+    for trend in trends(samples):
         values = [entry.value for entry in trend.past]
         if trend.measure in ("temperature", "memory_temperature"):
             measured.append(Measurement(f"highest_{trend.measure}", max(values), trend.subject))
         elif trend.measure == "clock":
             measured.append(Measurement("lowest_clock", min(values), trend.subject))
-    for subject in sorted({subject for at in looks for subject in at.values}):
+    for subject in sorted({subject for at in samples for subject in at.values}):
         for name in _COUNTED:
-            counts = [at.values[subject][name] for at in looks if name in at.values.get(subject, {})]
+            counts = [at.values[subject][name] for at in samples if name in at.values.get(subject, {})]
             grown = sum(max(0.0, after - before) for before, after in pairwise(counts))
             if grown > _TOLERATED.get(name, 0.0):
                 verdict = Verdict.WARN if name in _TOLERATED else Verdict.FAIL
@@ -167,7 +167,7 @@ def main(file: str, interval: str, parent: str, library: str = "") -> None:
         while True:
             # A full disk costs a line, not the burn-in.
             with suppress(OSError):
-                out.write(json.dumps({"t": round(time.time(), 3), "values": look(collector)}) + "\n")
+                out.write(json.dumps({"t": round(time.time(), 3), "values": take_sample(collector)}) + "\n")
                 out.flush()
             time.sleep(float(interval))
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's data sheets promise for the GPUs that large runs use."""
+"""Data sheet values of the GPUs that large runs use."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ _BY_NAME: Final = (
 
 
 def spec_of(model: str) -> Spec | None:
-    """The data sheet of the GPU that calls itself ``model``, None if it is not in the table. The first match counts."""
+    """The data sheet of the GPU model ``model``, None if unknown. The first match counts."""
     return next((spec for name, spec in _BY_NAME if name in model), None)

@@ -1,4 +1,4 @@
-"""Robust statistics: the median and what scatters around it."""
+"""Robust statistics: median and scatter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 from typing import Final
 
 MAD_TO_SIGMA: Final = 1.4826
-"""Makes the median absolute deviation of normally distributed values estimate their standard deviation."""
+"""Factor from the median absolute deviation to the standard deviation of a normal distribution."""
 
 
 def mad(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Storage judged by what the run needs: tokens per second times bytes per token, checkpoint size per interval."""
+"""Storage compared with what the run needs: tokens per second times bytes per token, checkpoint size per interval."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from opsd.preflight.units import duration, quantity
 
 _SIZE: Final = 1 << 30
 READ_MARGIN: Final = 3.0
-"""The dataloader must be able to catch up after a stall: three times the rate that the run consumes."""
+"""The data loader must be able to catch up after a stall: three times the rate that the run consumes."""
 CHECKPOINT_SHARE: Final = 0.25
-"""A checkpoint that takes longer than this share of its interval will sooner or later meet the next one."""
+"""A checkpoint that takes longer than this share of its interval will at times overlap the next one."""
 
 
 def measures() -> tuple[Measure, ...]:
@@ -48,7 +48,7 @@ def run(context: Context, progress: Progress, folder: str) -> Outcome:
 
 
 def needs(demand: Demand, folder: str, *, read: float, write: float) -> Iterator[Finding]:
-    """Where ``folder`` falls short of the run. ``read`` and ``write`` are bytes per second; no demand, no finding."""
+    """Where ``folder`` is too slow for the run. ``read`` and ``write`` are bytes per second; no demand, no finding."""
     if demand.tokens_per_s:
         consumed = demand.tokens_per_s * demand.bytes_per_token
         verdict = Verdict.FAIL if read < consumed else Verdict.WARN

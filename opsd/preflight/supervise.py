@@ -1,4 +1,4 @@
-"""Runs one check in its own process: reads its answers, enforces its deadline, leaves nothing of it behind."""
+"""Runs one check in its own process: reads its answers, enforces its deadline, ends all its processes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Answer:
 async def supervise(
     check: Check, context: Context, *, deadline_s: float, log: Path, progress: Progress, python: str
 ) -> Answer:
-    """Run ``check`` with the interpreter ``python`` and return its answer; what it prints goes to ``log``.
+    """Run ``check`` with the interpreter ``python`` and return its answer; its output goes to ``log``.
 
-    Its process is in a session of its own, so a cancelled call ends it together with everything it has started. It
-    imports nothing from the current folder (-P), which may be a user's while this is root.
+    Its process has its own session, so cancelling this call ends it and everything it started. It imports nothing from
+    the current folder (-P), which may be a user's while this is root.
     """
     assert check.run is not None
     ooms = _oom_kills(context.proc)
@@ -62,7 +62,7 @@ async def supervise(
 
 
 async def _converse(process: asyncio.subprocess.Process, context: Context, progress: Progress) -> Answer | None:
-    """Hand over the context and read answers until the final one; None if the process ended without any."""
+    """Send the context and read answers until the final one; None if the process ended without one."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(ConnectionError):
         process.stdin.write(TypeAdapter(Context).dump_json(context))
@@ -82,7 +82,7 @@ async def _converse(process: asyncio.subprocess.Process, context: Context, progr
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ask the process to end, which removes its temporary files; then kill it and every process of its session."""
+    """Ask the process to end, so that it removes its temporary files; then kill every process of its session."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             os.kill(process.pid, signal.SIGTERM)  # process.terminate() would reap it behind asyncio's back
@@ -102,7 +102,7 @@ def _killer(process: psutil.Process) -> Callable[[], None]:
 
 
 def _session(leader: int) -> Iterator[psutil.Process]:
-    """The processes of the session that ``leader`` started, whatever process group they moved to."""
+    """The processes of the session that ``leader`` started, in any process group."""
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if process.pid != leader and os.getsid(process.pid) == leader:
@@ -119,7 +119,7 @@ def _death(exit_code: int, out_of_memory: bool, log: Path) -> str:
 
 
 def _oom_kills(proc: str) -> int:
-    """Processes that the kernel's out-of-memory killer has ended since boot; 0 where the kernel does not count."""
+    """Processes killed by the kernel's out-of-memory killer since boot; 0 if the kernel does not count them."""
     with contextlib.suppress(OSError):
         for line in Path(proc, "vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -128,7 +128,7 @@ def _oom_kills(proc: str) -> int:
 
 
 def _last_line(log: Path) -> str:
-    """What the check said last on stderr, as the end of a sentence."""
+    """The check's last line on stderr, as the end of a sentence."""
     with open(log, "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - _LOG_TAIL))

@@ -1,4 +1,4 @@
-"""Reads the output of nccl-tests and nvbandwidth."""
+"""Parsers for the output of nccl-tests and nvbandwidth."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class NcclRow(NamedTuple):
 
 
 def nccl_tests(text: str) -> list[NcclRow]:
-    """The rows of an nccl-tests table, lines of NCCL itself between them notwithstanding.
+    """The rows of an nccl-tests table; lines of NCCL itself between them are skipped.
 
-    Raises CouldNotRunError if there are none or the run did not reach its end.
+    Raises CouldNotRunError if there are none or the output is incomplete.
     """
     rows = []
     for size, *halves in _ROW.findall(text):
@@ -64,7 +64,7 @@ def nvbandwidth(text: str) -> Mapping[str, list[tuple[str, float]]]:
 
 
 def _cells(matrix: list[list[Any]]) -> Iterator[tuple[str, float]]:
-    """The measured cells of a matrix whose numbers are texts, "N/A" where nothing was measured."""
+    """The measured cells of a matrix of texts, "N/A" where nothing was measured."""
     for row, values in enumerate(matrix):
         for column, value in enumerate(values):
             if value != "N/A":

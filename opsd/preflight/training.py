@@ -1,4 +1,4 @@
-"""The run that is about to start, as checks see it: its configuration, its layout, what it is expected to take."""
+"""The run that is about to start, as checks see it: its configuration, its layout, its predicted needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def config_of(context: Context) -> Config:
-    """The run's configuration. Raises NotApplicableError if there is none, CouldNotRunError if it cannot be used."""
+    """The run's configuration. Raises NotApplicableError if there is none, CouldNotRunError if it is invalid."""
     if not context.train:
         raise NotApplicableError(NO_RUN)
     try:
@@ -39,12 +39,12 @@ def config_of(context: Context) -> Config:
 
 
 def devices_of(context: Context) -> int:
-    """Devices of one node: the GPUs that it must have or has, or two processes on a machine without."""
+    """Devices of one node: its required or present GPUs, or two processes on a machine without GPUs."""
     return context.gpus or count_gpus(context) or CPU_RANKS
 
 
 def demand_of(context: Context) -> Demand:
-    """What the run asks of one node; what ``context`` says of that where there is no run, or none that can be read."""
+    """What the run requires of one node; the demand of ``context`` if there is no run, or none that can be read."""
     try:
         plan = plan_of(context, config_of(context))
     except (NotApplicableError, CouldNotRunError):
@@ -58,7 +58,7 @@ def demand_of(context: Context) -> Demand:
 
 
 def demand_by(python: str, context: Context) -> Demand:
-    """``demand_of`` as the interpreter ``python`` finds it: that of the training has the trainer, this one may not."""
+    """``demand_of`` in the interpreter ``python``: the training's has the trainer, this one may not."""
     if not context.train or python == sys.executable:
         return demand_of(context)
     command, known = [python, "-P", "-m", "opsd.preflight.training"], TypeAdapter(Context).dump_json(context)
@@ -70,7 +70,7 @@ def demand_by(python: str, context: Context) -> Demand:
 
 
 def plan_of(context: Context, config: Config) -> RunPlan:
-    """What the run will take on all its nodes."""
+    """The predictions for the run on all its nodes."""
     return predict(config, context.nodes * devices_of(context))
 
 

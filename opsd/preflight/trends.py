@@ -1,4 +1,4 @@
-"""Trends as people see them: a row per series with a small curve, its median, scatter and newest value."""
+"""Trends as a table: a row per series with a small curve, its median, scatter and newest value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH: Final = 20
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A bar per value; the lowest is the smallest bar. Equal values give a line in the middle."""
+    """One bar per value; the lowest bar is the smallest value. Equal values give a line in the middle."""
     low, high = min(values), max(values)
     if low == high:
         return _BARS[3] * len(values)

@@ -1,4 +1,4 @@
-"""What a person sees: a line per check that fills up while it runs, then one table and a sentence per problem."""
+"""Terminal output: a line per check that fills up while it runs, then one table and a sentence per problem."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class LiveView:
 
 
 class PlainView:
-    """One line per finished check, for logs and pipes; with ``brief``, only for those that fail."""
+    """One line per finished check, for logs and pipes; with ``brief``, only for failed ones."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self.brief = False
 
     def started(self, check: Check) -> None:
-        """Nothing: a log needs no line for that."""
+        """Prints nothing."""
 
     def progress(self, check: Check, share: float, subject: str) -> None:
-        """Nothing: a log needs no line for that."""
+        """Prints nothing."""
 
     def finished(self, result: Result) -> None:
         if _worth_a_line(result, self.brief):
@@ -75,13 +75,13 @@ View = LiveView | PlainView
 
 
 def _worth_a_line(result: Result, brief: bool) -> bool:
-    """What does not apply is summed up at the end."""
+    """Whether the result gets a line; inapplicable checks are summarised at the end."""
     return result.failed or not (brief or result.verdict is Verdict.NOT_APPLICABLE)
 
 
 @contextmanager
 def watching(console: Console) -> Iterator[View]:
-    """The view that suits ``console``: bars on a terminal, lines elsewhere."""
+    """The view for ``console``: bars on a terminal, lines elsewhere."""
     if not console.is_terminal:
         yield PlainView(console)
         return
@@ -120,7 +120,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def _say(console: Console, sentence: str) -> None:
-    """A sentence in rich's markup: wrapped between words on a terminal, one line in a log, where it is searched for."""
+    """A sentence in rich's markup: wrapped on a terminal, one line in a log, so that it can be searched."""
     console.print(sentence, highlight=False, soft_wrap=not console.is_terminal)
 
 

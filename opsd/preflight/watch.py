@@ -1,4 +1,4 @@
-"""Watches the GPUs through NVML while something else makes them work."""
+"""Watches the GPUs through NVML during another check's load."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Final, Self
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import GpuFact, Metric, NoData, Sample
+from opsd.collectors.lib.nvml import series
 from opsd.collectors.nvml import NvmlCollector, NvmlError
 from opsd.preflight.base import Finding, Measure, Measurement, Verdict
 
@@ -19,7 +19,7 @@ _BAD_REASONS: Final = {
     "sw_thermal": "the driver's thermal limit",
     "hw_power_brake": "the power brake",
 }
-"""The power cap (sw_power_cap) is none of them: near 700 W it is how an H100 at full load should run."""
+"""The power cap (sw_power_cap) is not among them: at full load an H100 normally runs near 700 W."""
 _WARN_SHARE: Final = 0.01
 _FAIL_SHARE: Final = 0.10
 
@@ -32,7 +32,7 @@ MEASURES: Final = (
 
 
 class Watch:
-    """Samples every GPU once a second between ``__enter__`` and ``__exit__``; without a driver it sees nothing."""
+    """Samples every GPU once a second between ``__enter__`` and ``__exit__``; without a driver there are no samples."""
 
     def __init__(self, library: str | None = None) -> None:
         self._collector = NvmlCollector(library)
@@ -84,7 +84,7 @@ class Watch:
             yield Measurement("throttled", max(self.throttled(index).values(), default=0.0), name)
 
     def throttled(self, index: int) -> Mapping[str, float]:
-        """Share of the watched time that each bad reason held the clocks of a GPU back."""
+        """Share of the watched time for which each bad reason throttled a GPU."""
         shares = {}
         for reason in _BAD_REASONS:
             values = self._series.get((str(index), series.THROTTLE, reason), [])
@@ -93,7 +93,7 @@ class Watch:
         return shares
 
     def findings(self) -> Iterator[Finding]:
-        """Throttling that a healthy GPU under full load does not show, and GPUs that were lost meanwhile."""
+        """Throttling that a healthy GPU under full load does not show, and GPUs that were lost."""
         for index, gpu in self._gpus.items():
             name = f"GPU {index}"
             if gpu.lost is not None:

@@ -1,6 +1,6 @@
 """The process that runs one check: ``python -m opsd.preflight.worker MODULE:FUNCTION``, context as JSON on stdin.
 
-It answers with JSON lines on what was its stdout: ``{"progress": [share, subject]}`` any number of times, and one
+It answers with JSON lines on its original stdout: ``{"progress": [share, subject]}`` any number of times, and one
 ``{"outcome": …}``, ``{"not_applicable": why}`` or ``{"could_not_run": why}``. Everything else that the check or its
 libraries print goes to stderr.
 """
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(reference: str) -> None:
-    """Run the check function ``reference``, tell its outcome and end the process."""
+    """Run the check function ``reference``, report its outcome and end the process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's to handle
     signal.signal(signal.SIGTERM, _leave)
@@ -44,13 +44,13 @@ def main(reference: str) -> None:
         tell(could_not_run=str(error))
     else:
         tell(outcome=TypeAdapter(Outcome).dump_python(outcome, mode="json"))
-    # Threads stuck in a driver call must not keep a finished check alive.
+    # A thread stuck in a driver call must not keep the process alive.
     sys.stderr.flush()
     os._exit(0)
 
 
 def _leave(_number: int, _frame: object) -> NoReturn:
-    """Unwind, so that the check removes what it has made: gigabytes of test files, processes of a drill."""
+    """Exit through Python, so that the check removes what it created: gigabytes of test files, processes of a drill."""
     raise SystemExit(128 + signal.SIGTERM)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opsd.collectors import host as host_collector
-from opsd.collectors import infiniband, nvme, storage_series
-from opsd.collectors import nvml_series as nvml
+from opsd.collectors import infiniband, nvme
 from opsd.collectors import slurm as slurm_collector
 from opsd.collectors.base import Metric
-from opsd.collectors.throttle import REASONS
+from opsd.collectors.lib.nvml import series as nvml
+from opsd.collectors.lib.nvml.throttle import REASONS
+from opsd.collectors.lib.storage import series as storage_series
 from opsd.scenarios.signals import Signal
 
 LINKS = 18

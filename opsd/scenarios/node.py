@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 
 from opsd.agent.gather import Health
 from opsd.agent.metrics import COLLECTOR_STATE
-from opsd.collectors import host, infiniband, kmsg, nvme, storage
-from opsd.collectors import nvml_series as nvml
+from opsd.collectors import host, infiniband, kmsg, nvme, storage, storage_net
 from opsd.collectors import ranks as ranks_collector
 from opsd.collectors import slurm as slurm_collector
-from opsd.collectors.base import GpuFact, Metric, NoData, Reading, Sample
+from opsd.collectors.base import Event, GpuFact, Metric, NoData, Reading, Sample
+from opsd.collectors.infiniband import ERRORS, FLAPS, RATE, STATE
+from opsd.collectors.kmsg import KmsgCollector
+from opsd.collectors.lib.ib_link import LinkHistory, PortReading
+from opsd.collectors.lib.nvml import series as nvml
 from opsd.scenarios import healthy
 from opsd.scenarios.job import SimulatedJob
-from opsd.scenarios.kernel import SimulatedKernel
 from opsd.scenarios.model import Change, Scenario, ScenarioError, Value
-from opsd.scenarios.ports import SimulatedPorts
 from opsd.scenarios.signals import Signal
 
 NODE = "n01"
@@ -32,7 +34,7 @@ COLLECTORS = {
     "host": host.METRICS,
     "infiniband": infiniband.METRICS,
     "storage": storage.StorageCollector.metrics,
-    "storage_net": storage.StorageNetCollector.metrics,
+    "storage_net": storage_net.StorageNetCollector.metrics,
     "nvme": nvme.METRICS,
     "slurm": slurm_collector.METRICS,
     "ranks": ranks_collector.METRICS,
@@ -41,6 +43,53 @@ _RANK_USES = {nvml.PROCESSES.name: 1.0, nvml.FB_USED.name: 70_000.0}
 """Processes, and MiB of memory."""
 _ALIVE_WHEN_LOST = (nvml.UP, nvml.XID_ERRORS)
 _SELECTOR = re.compile(r"(\w+)(?:\{(.*)\})?")
+
+
+class SimulatedKernel:
+    """A kernel log in memory. ``clock`` is in seconds since boot, ``wall`` since the epoch."""
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._clock = clock
+        self._records: deque[bytes] = deque()
+        self._written = 0
+        self._collector = KmsgCollector(open_device=lambda _path: self, clock=clock, wall=wall)
+
+    def say(self, line: str) -> None:
+        """Log ``line`` now."""
+        self._records.append(f"6,{self._written},{int(self._clock() * 1e6)},-;{line}\n".encode())
+        self._written += 1
+
+    def read(self) -> bytes:
+        """The next record, as reading /dev/kmsg gives it. Raises BlockingIOError if there is none yet."""
+        if not self._records:
+            raise BlockingIOError("nothing more to read")
+        return self._records.popleft()
+
+    def collect(self) -> Reading | NoData:
+        """What the collector reads from the new records."""
+        return self._collector.collect()
+
+
+class SimulatedPorts:
+    """Turns the values of port series into the events and flap counts that the collector would deliver with them."""
+
+    def __init__(self) -> None:
+        self._links: defaultdict[tuple[str, ...], LinkHistory] = defaultdict(LinkHistory)
+
+    def read(self, samples: Sequence[Sample], now: float, wall: float) -> Reading:
+        """The reading of ``samples`` at monotonic second ``now`` and epoch second ``wall``."""
+        rates = {sample.labels: sample.value for sample in samples if sample.metric is RATE}
+        downed = {s.labels[:2]: int(s.value) for s in samples if s.metric is ERRORS and s.labels[2] == "link_downed"}
+        flaps, events = list[Sample](), list[Event]()
+        for port, state in ((sample.labels, int(sample.value)) for sample in samples if sample.metric is STATE):
+            link = self._links[port]
+            looked = PortReading(state, None, rates.get(port), {})
+            happened = link.update(looked, downed.get(port), now) if state else link.gone(now)
+            flaps.append(Sample(FLAPS, link.flaps, port))
+            about = {"device": port[0], "port": port[1], "link_layer": "InfiniBand"}
+            events += [Event(kind, wall, f"port {port[1]} of {port[0]} {what}", {**about, **data})
+                       for kind, what, data in happened]  # fmt: skip
+        return Reading((*samples, *flaps), tuple(events))
 
 
 class SimulatedNode:

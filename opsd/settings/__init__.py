@@ -1,1 +1,1 @@
-"""The sections of the configuration that several packages know; pure data, below all of them."""
+"""The sections of the configuration that are no collector's, and what sections are made of. Below all packages."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AwareDatetime, Field, model_validator
 
+from opsd.settings.section import Section
 from opsd.settings.silences import Silence, parse_weekly
 
 Mode = Literal["observe", "recommend", "act"]
@@ -17,11 +18,7 @@ def _is_weekly(text: str) -> str:
     return text
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class SilenceSettings(_Part):
+class SilenceSettings(Section):
     """One span: ``start`` and ``end``, or ``weekly``."""
 
     start: AwareDatetime | None = None
@@ -47,14 +44,14 @@ class SilenceSettings(_Part):
         return Silence(self.kinds, self.reason, self.start.timestamp(), self.end.timestamp())
 
 
-class Override(_Part):
+class Override(Section):
     """What differs for one runbook."""
 
     mode: Mode | None = None
     cooldown_s: float | None = Field(default=None, ge=0)
 
 
-class PolicySettings(_Part):
+class PolicySettings(Section):
     """What opsd may do by itself."""
 
     mode: Mode = Field(

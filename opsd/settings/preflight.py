@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from opsd.settings.section import Section
 
 _URL = r"^$|^https?://[^\s/@?#]+(/[^\s?#]*)?$"
 
 
-class PreflightSettings(BaseModel):
+class PreflightSettings(Section):
     """Checks of a node before a run. `opsd preflight --train CONFIG` knows better what the run needs of a node."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     optional: tuple[str, ...] = Field(
         default=(),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from opsd.settings.section import CollectorSettings
 
 
-class SpareSettings(BaseModel):
-    """Nodes kept ready to take the place of another one."""
+class SpareSettings(CollectorSettings):
+    """Nodes kept ready to take the place of another one, and whether this one is."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    enabled: bool = Field(default=True, description="Tell whether this node is ready, where it is a spare.")
     source: str = Field(
         default="",
         examples=["s3://datasets/smollm3"],

@@ -1,3 +1,3 @@
-"""Slurm as opsd sees it: one narrow port (``opsd.slurm.port.Slurm``) and two implementations of it."""
+"""Slurm: one port (``opsd.slurm.port.Slurm``) and its two implementations."""
 
 from __future__ import annotations

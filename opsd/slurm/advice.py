@@ -1,6 +1,6 @@
-"""Slurm settings that make recovery slow, with what to write instead and what it brings.
+"""Slurm settings that slow recovery down, with the recommended value and its effect.
 
-The numbers are seconds from the power loss of a node to the job running again, measured on Slurm 22.05.8 and 25.11.
+The numbers are seconds from the power loss of a node until the job runs again, measured on Slurm 22.05.8 and 25.11.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REQUEUE_DELAY_SINCE = Version(25, 11)
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A setting of slurm.conf: its value now, what to do about it, and what that brings."""
+    """A setting of slurm.conf: its value, the recommended one, and why."""
 
     setting: str
     now: str
@@ -26,7 +26,7 @@ class Advice:
 
 
 def advise(config: Mapping[str, str], version: Version, partitions: Sequence[Partition]) -> tuple[Advice, ...]:
-    """What to change in ``config`` (as ``Slurm.configuration`` gives it), the most expensive setting first."""
+    """Recommended changes to ``config`` (from ``Slurm.configuration``), the one with the largest effect first."""
     waiting = (*_detection(config), *_requeue(config, version), *_scheduling(config), *_stopping(config))
     return (*waiting, *_spares(config, partitions))
 
@@ -87,7 +87,7 @@ def _stopping(config: Mapping[str, str]) -> Iterator[Advice]:
 
 
 def _spares(config: Mapping[str, str], partitions: Sequence[Partition]) -> Iterator[Advice]:
-    """Whether evaluations on idle spares would give way; by quality of service (preempt/qos) opsd cannot see it."""
+    """Whether evaluations on idle spares are preempted. Preemption by QOS (preempt/qos) is not visible to opsd."""
     kind, mode = config.get("PreemptType", ""), config.get("PreemptMode", "OFF")
     if kind == "preempt/qos" and _ends_jobs(mode):
         return
@@ -128,6 +128,6 @@ def _option(config: Mapping[str, str], setting: str, option: str, default: str) 
 
 
 def seconds(text: str) -> int | None:
-    """The number at the beginning of "300 sec", None if there is none."""
+    """The number at the start of "300 sec", None if there is none."""
     match = re.match(r"\d+", text)
     return int(match[0]) if match else None

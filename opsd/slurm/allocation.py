@@ -1,4 +1,4 @@
-"""What the environment of a task or of a batch script says of the Slurm job that it belongs to. Pure."""
+"""The Slurm job that a process belongs to, from its environment variables. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from opsd.slurm.hostlist import HostlistError, expand
 
 
 class AllocationError(ValueError):
-    """The environment is not that of a Slurm job, or not a whole one; the message says what is missing."""
+    """The environment is not that of a Slurm job, or is incomplete; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A job as it was when the task began; environments of running tasks never change.
+    """A job as it was when the task started; the environment of a running task does not change.
 
-    ``nodes`` are in Slurm's order, ``node`` is the own one ("" outside of the cluster's nodes).
+    ``nodes`` are in Slurm's order. ``node`` is this process's node, "" outside the cluster.
     """
 
     job: int
@@ -28,18 +28,18 @@ class Allocation:
 
     @property
     def same_queue(self) -> tuple[str, ...]:
-        """The options of sbatch with which another job has the partition and the account of this one."""
+        """The sbatch options that give another job the same partition and account."""
         told = {"partition": self.partition, "account": self.account}
         return tuple(f"--{name}={value}" for name, value in told.items() if value)
 
 
 def in_job(environ: Mapping[str, str]) -> bool:
-    """True inside of a Slurm job."""
+    """Whether this is inside a Slurm job."""
     return "SLURM_JOB_ID" in environ
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """The job that ``environ`` tells of. Raises AllocationError."""
+    """The job described by ``environ``. Raises AllocationError."""
     job = environ.get("SLURM_JOB_ID", "")
     if not job.isdecimal():
         raise AllocationError("this is not inside a Slurm job: there is no SLURM_JOB_ID; use sbatch or srun")
@@ -61,9 +61,9 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def cloud_addresses(environ: Mapping[str, str]) -> dict[str, str]:
-    """The addresses of the nodes whose names nobody resolves, from SLURM_NODE_ALIASES (until Slurm 23.02).
+    """The addresses of nodes whose names do not resolve, from SLURM_NODE_ALIASES (until Slurm 23.02).
 
-    It reads ``name:address:host name,…``; IPv6 addresses are in brackets (sbatch(1)).
+    Its form is ``name:address:host name,…``, with IPv6 addresses in brackets (sbatch(1)).
     """
     found = {}
     for alias in filter(None, environ.get("SLURM_NODE_ALIASES", "").split(",")):
@@ -75,7 +75,7 @@ def cloud_addresses(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """The number in a variable, 0 where it is missing. Raises AllocationError."""
+    """The number in a variable, 0 if it is unset. Raises AllocationError."""
     text = environ.get(name, "0")
     if not text.isdecimal():
         raise AllocationError(f"{name} is {text!r} where a number should be")

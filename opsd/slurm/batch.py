@@ -1,4 +1,4 @@
-"""The batch script of a run: starts a launcher on each node of the job, passes signals on, and sees to the end."""
+"""The batch script of a run: starts a launcher on each node of the job, forwards signals, and handles the end."""
 
 from __future__ import annotations
 
@@ -16,67 +16,68 @@ from opsd import exitcodes
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import ClaimError
 from opsd.slurm.allocation import Allocation
-from opsd.slurm.attendant import requeue_from_inside
-from opsd.slurm.ending import (
-    HURRIED_S,
-    STOPPED_MOST,
-    STOPPED_MOST_USUALLY,
-    WORDLESS_MOST,
-    Ending,
-    Look,
-    Wordless,
-    ending,
+from opsd.slurm.job_state import is_stopping
+from opsd.slurm.port import Slurm, SlurmError
+from opsd.slurm.requeue import ExcludedNodes
+from opsd.slurm.requeue_helper import requeue_from_inside
+from opsd.slurm.run_events import RunEvents
+from opsd.slurm.run_outcome import (
+    DEFAULT_MAX_STOPPED_STARTS,
+    MAX_SILENT_STARTS,
+    MAX_STOPPED_STARTS,
+    SHORT_START_S,
+    BadStarts,
+    Observation,
+    RunOutcome,
     missing,
+    outcome_of,
     stopped_by,
 )
-from opsd.slurm.fetch import dismiss
-from opsd.slurm.port import Slurm, SlurmError
-from opsd.slurm.requeue import Without, is_stopping
-from opsd.slurm.run_events import RunEvents
+from opsd.slurm.spare_jobs import cancel_spares
 
 POLL_S = 0.2
 CLAIM_S = 1.0
-"""How often the newest claim is read while all steps go on."""
-FAREWELL_S = {exitcodes.REQUEUE: 3.0}
-USUAL_FAREWELL_S = 20.0
-"""How long launchers may take to leave once the run is over; the step of a dead node is not waited for."""
+"""How often the newest claim is read while all steps run."""
+SHUTDOWN_S = {exitcodes.REQUEUE: 3.0}
+DEFAULT_SHUTDOWN_S = 20.0
+"""How long launchers may take to exit once the run is over; the step of a dead node is not waited for."""
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 class RunningSteps(Protocol):
-    """The launchers' steps, see ``opsd.slurm.steps.Steps``."""
+    """The launchers' steps; see ``opsd.slurm.steps.Steps``."""
 
     @property
     def codes(self) -> Mapping[str, int]:
-        """What the steps that are over ended with."""
+        """Exit codes of the steps that have ended, by node."""
         ...
 
     @property
     def left(self) -> frozenset[str]:
-        """The nodes whose step goes on."""
+        """The nodes whose step has not ended."""
         ...
 
     def signal(self, number: signal.Signals) -> None:
-        """Pass a signal on."""
+        """Forward a signal."""
         ...
 
     def abandon(self) -> None:
-        """Wait no longer for the steps that are left."""
+        """Stop waiting for the remaining steps."""
         ...
 
 
 @dataclass
 class Batch:
-    """One start of the run in ``folder``. ``start`` is its name in claims, ``signals`` are those that have come."""
+    """One start of the run in ``folder``. ``start`` is its name in claims; ``signals`` are those received."""
 
     folder: Path
     start: str
     job: Allocation
     slurm: Callable[[], Slurm]
     needs: int = 1
-    """So many nodes run ranks at least."""
+    """Least number of nodes that run ranks."""
     log: int = 1
-    """The descriptor to which the story of the run is copied."""
+    """The file descriptor to which the run's log is copied."""
     signals: deque[signal.Signals] = field(default_factory=deque)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
@@ -85,63 +86,63 @@ class Batch:
     def __post_init__(self) -> None:
         self._began = self.clock()
         self._looked = -CLAIM_S
-        self._beat: tuple[int, int] | None = None
-        self._beat_at = float("-inf")
+        self._lease: tuple[int, int] | None = None
+        self._lease_renewed_at = float("-inf")
         self._gone_at: float | None = None
         self._missing_at: float | None = None
         self._asked = 0
         self._interrupted = False
         self._told = ""
         self._events = RunEvents(self.folder)
-        self._wordless = Wordless(self.folder / "wordless.json")
-        self._stopped = Wordless(self.folder / "hurried.json")
+        self._silent_starts = BadStarts(self.folder / "wordless.json")
+        self._stopped_starts = BadStarts(self.folder / "hurried.json")
 
     def listen(self) -> None:
-        """Take the signals that ask for a stop. Children do not inherit this."""
+        """Handle the signals that ask for a stop. Child processes do not inherit the handlers."""
         for number in STOPPING:
             signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
 
     def run(self, steps: RunningSteps) -> int:
-        """Return once the run is over and Slurm knows what to do; the exit code of the batch script."""
+        """Return the exit code of the batch script once the run is over and Slurm has been told what to do."""
         self.steps = steps
         while (end := self._look()) is None:
-            self._pass_on()
+            self._forward_signals()
             self.sleep(POLL_S)
-        self._wait_for_farewell(end)
-        self._follow()
+        self._wait_for_shutdown(end)
+        self._copy_log()
         self.steps.abandon()
         return self._finish(end)
 
     # -- while it runs -------------------------------------------------------------------------------------------
 
-    def _look(self) -> Ending | None:
+    def _look(self) -> RunOutcome | None:
         now, left = self.clock(), self.steps.left
-        self._follow()
+        self._copy_log()
         if left and now - self._looked < CLAIM_S:
             return None
         if not left and self._gone_at is None:
             self._gone_at = now
         self._looked = now
         try:
-            claim, beat = claims.newest(self.folder), claims.lease(self.folder)
+            claim, lease = claims.newest(self.folder), claims.lease(self.folder)
         except ClaimError as error:
             self._tell(f"the run's folder cannot be read and will be looked into again: {error.strerror}")
             return None
         if self._gone_at is not None:
-            if self._beat is not None and beat != self._beat:
-                self._beat_at = now
+            if self._lease is not None and lease != self._lease:
+                self._lease_renewed_at = now
                 self._tell("no launcher is left on the job's nodes; the run goes on elsewhere, and this job waits")
-            self._beat = beat
+            self._lease = lease
         gone_s = now - self._gone_at if self._gone_at is not None else 0.0
         codes = self.steps.codes
         if self._missing_at is None and missing(codes):
             self._missing_at = now
         missing_s = now - self._missing_at if self._missing_at is not None else 0.0
-        look = Look(claim, left, codes, gone_s, now - self._beat_at, missing_s, self.needs)
-        return ending(look, self.start)
+        look = Observation(claim, left, codes, gone_s, now - self._lease_renewed_at, missing_s, self.needs)
+        return outcome_of(look, self.start)
 
-    def _follow(self) -> None:
-        """Copy what has been added to the story of the run."""
+    def _copy_log(self) -> None:
+        """Copy new lines of the run's log."""
         with suppress(OSError):
             os.write(self.log, self._events.story())
 
@@ -152,8 +153,8 @@ class Batch:
 
     # -- signals -------------------------------------------------------------------------------------------------
 
-    def _pass_on(self) -> None:
-        """Have the launchers stop, unless Slurm has told them itself: asked twice they wait less long."""
+    def _forward_signals(self) -> None:
+        """Stop the launchers, unless Slurm has signalled them itself: after a second request they wait less long."""
         if not self.signals:
             return
         came = set(self.signals)
@@ -180,45 +181,45 @@ class Batch:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _wait_for_farewell(self, end: Ending) -> None:
-        limit = self.clock() + FAREWELL_S.get(end.code, USUAL_FAREWELL_S)
+    def _wait_for_shutdown(self, end: RunOutcome) -> None:
+        limit = self.clock() + SHUTDOWN_S.get(end.code, DEFAULT_SHUTDOWN_S)
         lost = frozenset(end.lost) | self._events.lost
         while self.steps.left - lost and self.clock() < limit:
-            self._follow()
+            self._copy_log()
             self.sleep(POLL_S)
 
-    def _finish(self, end: Ending) -> int:
-        if end.told:
-            self._wordless.forget()
+    def _finish(self, end: RunOutcome) -> int:
+        if end.reported:
+            self._silent_starts.forget()
         self._tell(f"the run is over ({end.code}): {end.reason}")
         if end.code != exitcodes.REQUEUE:
-            self._dismiss()
+            self._cancel_spares()
             return end.code
         if self._interrupted:
-            self._dismiss()
+            self._cancel_spares()
             return exitcodes.INTERRUPTED
         lasted_s = self.clock() - self._began
         if self._stopped_too_often(end, lasted_s):
-            self._dismiss()
+            self._cancel_spares()
             return exitcodes.FAILED
-        count = 0 if end.told or end.lost else self._wordless.note(self._events.step, lasted_s)
-        if count >= WORDLESS_MOST:
+        count = 0 if end.reported or end.lost else self._silent_starts.note(self._events.step, lasted_s)
+        if count >= MAX_SILENT_STARTS:
             self._tell(f"that was start {count} in a row without a word and without progress; it is the last")
-            self._dismiss()
+            self._cancel_spares()
             return exitcodes.FAILED
         return self._requeue(end)
 
-    def _stopped_too_often(self, end: Ending, lasted_s: float) -> bool:
-        """Whether starts are told to stop, again and again, before they come any further.
+    def _stopped_too_often(self, end: RunOutcome, lasted_s: float) -> bool:
+        """Whether several starts in a row were told to stop before they made progress.
 
-        After a while that can be said of runs only that tell how far they are.
+        A run that reports no progress only counts starts that were short.
         """
-        signal_name, tells = stopped_by(end), self._events.step or self._stopped.step
-        if not signal_name or (lasted_s >= HURRIED_S and not tells) or self._ending_by_slurm():
-            self._stopped.forget()
+        signal_name, tells = stopped_by(end), self._events.step or self._stopped_starts.step
+        if not signal_name or (lasted_s >= SHORT_START_S and not tells) or self._ending_by_slurm():
+            self._stopped_starts.forget()
             return False
-        count = self._stopped.note(self._events.step, lasted_s)
-        if count < STOPPED_MOST.get(signal_name, STOPPED_MOST_USUALLY):
+        count = self._stopped_starts.note(self._events.step, lasted_s)
+        if count < MAX_STOPPED_STARTS.get(signal_name, DEFAULT_MAX_STOPPED_STARTS):
             return False
         self._tell(
             f"that was start {count} in a row that was told to stop by {signal_name} before it came any further; it is "
@@ -226,21 +227,21 @@ class Batch:
         )
         return True
 
-    def _requeue(self, end: Ending) -> int:
+    def _requeue(self, end: RunOutcome) -> int:
         lost = tuple(sorted((set(end.lost) | self._events.lost) & set(self.job.nodes)))
         try:
             slurm = self.slurm()
-            dismiss(slurm, self.folder, self.job, self.say)
+            cancel_spares(slurm, self.folder, self.job, self.say)
             requeue_from_inside(
-                slurm, self.job, Without(lost, end.unfit), log=str(self.folder / "requeue.log"), say=self._tell
+                slurm, self.job, ExcludedNodes(lost, end.unfit), log=str(self.folder / "requeue.log"), say=self._tell
             )
         except SlurmError as error:
             self._tell(f"the job is not put back into the queue: {error}")
             return end.code
         return exitcodes.OK
 
-    def _dismiss(self) -> None:
+    def _cancel_spares(self) -> None:
         try:
-            dismiss(self.slurm(), self.folder, self.job, self.say)
+            cancel_spares(self.slurm(), self.folder, self.job, self.say)
         except SlurmError as error:
             self._tell(f"spares that were asked for may still wait in the queue: {error}")

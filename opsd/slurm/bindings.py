@@ -1,4 +1,4 @@
-"""The Slurm port on top of pyslurm, which runs in a process of its own (see ``opsd.slurm.pyslurm_worker`` for why)."""
+"""The Slurm port on top of pyslurm, which runs in a separate process (``opsd.slurm.pyslurm_worker`` says why)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORKER = (sys.executable, "-m", "opsd.slurm.pyslurm_worker")
 
 
 class Asker(Protocol):
-    """Puts one request to pyslurm. Tests hand in a function here."""
+    """Sends one request to pyslurm."""
 
     def __call__(self, name: str, *arguments: object) -> Any:
         """The answer to the request. Raises SlurmError."""
@@ -41,7 +41,7 @@ class Asker(Protocol):
 
 
 class Worker:
-    """A process that answers requests, started at the first one and again after it was given up at a deadline."""
+    """A process that answers requests. It starts with the first one, and again after it missed a deadline."""
 
     def __init__(self, argv: Sequence[str] = WORKER, *, deadline_s: float = DEADLINE_S) -> None:
         self._argv = argv
@@ -49,7 +49,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, name: str, *arguments: object) -> Any:
-        """See ``Asker``. The answer comes within the deadline."""
+        """See ``Asker``. Answers or raises within the deadline."""
         process = self._process if self._process is not None and self._process.poll() is None else self._start()
         try:
             assert process.stdin is not None
@@ -116,9 +116,9 @@ class Worker:
 
 
 class PyslurmSlurm:
-    """Slurm through pyslurm. ``commands`` does what takes the options of sbatch or scontrol.
+    """Slurm through pyslurm. ``commands`` handles what takes options of sbatch or scontrol.
 
-    Reservations are read with commands as well: pyslurm 25.11.2 raises on the flag REPLACE_DOWN of a spare pool.
+    Reservations are also read with commands: pyslurm 25.11.2 raises on the flag REPLACE_DOWN of a spare pool.
     """
 
     def __init__(self, ask: Asker, commands: Slurm) -> None:
@@ -205,8 +205,8 @@ class PyslurmSlurm:
 def why_not_pyslurm(ask: Asker, commands: Slurm) -> str:
     """Why pyslurm cannot be used through ``ask``, in one sentence; "" if it can.
 
-    It has to be of the same release as ``commands``: a newer library is not understood by the controller, which would
-    show at the first question only.
+    Its release has to equal that of ``commands``: the controller does not understand a newer library, which would only
+    show at the first request.
     """
     try:
         bound, here = str(ask("hello")), commands.version

@@ -1,4 +1,4 @@
-"""What opsd may do with the Slurm of this machine: found out by asking, without changing anything."""
+"""What opsd may do with this machine's Slurm, found out without changing anything."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from opsd.slurm.advice import Advice, advise, seconds
 from opsd.slurm.port import Slurm, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 
 PROBE = "opsd-permission-probe"
-"""A node that does not exist: Slurm checks the permission first, so its answer tells without touching a node."""
+"""A node that does not exist. Slurm checks permission first, so its answer tells without touching a node."""
 
 
 LONG_S = 60.0
-"""A requeue that waits longer than this is worth a word to an administrator."""
+"""A requeue that waits longer than this is reported to the administrator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of the answer. ``ok`` is None where the fact is neither good nor bad."""
+    """One line of the report. ``ok`` is None for neutral facts."""
 
     ok: bool | None
     text: str
@@ -27,7 +27,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome: ``usable`` is False where opsd can do nothing at all with Slurm here."""
+    """The result; ``usable`` is False if opsd can do nothing with Slurm here."""
 
     usable: bool
     facts: tuple[Fact, ...]
@@ -85,13 +85,13 @@ def _permissions(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Fact]:
 
 
 def longest_until_noticed(config: Mapping[str, str]) -> float | None:
-    """Seconds until Slurm takes a dead node down by itself: its timeout and up to a third; None if it never does."""
+    """Seconds until Slurm itself sets a dead node down: its timeout plus up to a third. None if it never does."""
     timeout_s = seconds(config.get("SlurmdTimeout", ""))
     return timeout_s * 4 / 3 if timeout_s else None
 
 
 def may_update_nodes(slurm: Slurm) -> bool:
-    """True if this user may change the state of nodes. Raises SlurmError if Slurm does not answer."""
+    """Whether this user may change the state of nodes. Raises SlurmError if Slurm does not answer."""
     try:
         slurm.update_nodes([PROBE], "resume")
     except SlurmDenied:

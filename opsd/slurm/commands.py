@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 
-from opsd.slurm import avoided
+from opsd.slurm import job_comment
 from opsd.slurm.hostlist import compress
 from opsd.slurm.output import (
     COMMENT_FIELDS,
@@ -33,16 +33,16 @@ from opsd.slurm.port import Job, Node, NodeUpdate, Partition, Reservation, Slurm
 from opsd.slurm.runner import Output, Runner, run_command
 
 DEADLINE_S = 12.0
-"""A little more than Slurm's commands take to find out by themselves that no controller listens (9 to 10 s)."""
+"""A little more than the 9 to 10 s that Slurm's commands need to notice that no controller answers."""
 
 
 def random_separator() -> str:
-    """A string that no job name contains by chance or by intent."""
+    """A string that does not occur in job names, by chance or on purpose."""
     return f"\x1f{secrets.token_hex(8)}\x1f"
 
 
 class CommandSlurm:
-    """Slurm through its commands. ``run`` runs one of them, each call within ``deadline_s`` seconds."""
+    """Slurm through its commands. ``run`` runs one command; each call takes at most ``deadline_s`` seconds."""
 
     def __init__(
         self,
@@ -121,18 +121,18 @@ class CommandSlurm:
 
     def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         comment, before = self._comment(job), self._avoided(job)
-        own = avoided.read(comment)
+        own = job_comment.read(comment)
         fresh = dict.fromkeys(set(names) - (before - own.keys()), at)
-        self._avoid(job, before | set(names), avoided.write(comment, own | fresh))
+        self._avoid(job, before | set(names), job_comment.write(comment, own | fresh))
 
     def excluded(self, job: int) -> Mapping[str, float]:
-        return avoided.read(self._comment(job))
+        return job_comment.read(self._comment(job))
 
     def include(self, job: int, names: Sequence[str]) -> None:
         comment = self._comment(job)
-        own = avoided.read(comment)
+        own = job_comment.read(comment)
         left = {name: at for name, at in own.items() if name not in names}
-        self._avoid(job, self._avoided(job) - (own.keys() - left.keys()), avoided.write(comment, left))
+        self._avoid(job, self._avoided(job) - (own.keys() - left.keys()), job_comment.write(comment, left))
 
     def _comment(self, job: int) -> str:
         separator = self._separator()

@@ -18,10 +18,10 @@ class Choice(NamedTuple):
 
 
 def choose(deadline_s: float = DEADLINE_S) -> Choice:
-    """The Slurm of this machine, each call to it within ``deadline_s`` seconds.
+    """This machine's Slurm; each call takes at most ``deadline_s`` seconds.
 
-    Through pyslurm where that can be used (3 ms a call and a process of about 25 MiB beside ours), through Slurm's
-    commands otherwise (5 to 30 ms a call). Nothing is asked of the controller yet.
+    Uses pyslurm where possible (3 ms a call, and a separate process of about 25 MiB), otherwise Slurm's commands (5 to
+    30 ms a call). Does not contact the controller yet.
     """
     commands = CommandSlurm(deadline_s=deadline_s)
     if find_spec("pyslurm") is None:

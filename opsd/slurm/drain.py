@@ -1,7 +1,7 @@
-"""Draining nodes and giving them back, without touching what other people have drained.
+"""Draining nodes and returning them, without touching nodes that others have drained.
 
-A node belongs to whoever set its reason. opsd's reasons begin with ``opsd:``; a node that is drained or down for
-another reason, or for none, is somebody else's and is left as it is.
+The owner of a drain is given by its reason. opsd's reasons begin with ``opsd:``; a node that is drained or down for
+another reason, or for none, is left as it is.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ OWN_PREFIX: Final = "opsd:"
 
 
 class NotOurs(SlurmRejected):
-    """A node that somebody else has drained or taken down."""
+    """The node was drained or set down by someone else."""
 
 
 def owned(node: Node) -> bool:
-    """True if the node's reason was set by opsd."""
+    """Whether opsd set the node's reason."""
     return node.reason.startswith(OWN_PREFIX)
 
 
 def drain(slurm: Slurm, names: Sequence[str], reason: str) -> tuple[str, ...]:
-    """Let the nodes finish their jobs and take no new ones; return those that were not drained by opsd already.
+    """Let the nodes finish their jobs and accept no new ones; return those that opsd had not drained before.
 
-    The first reason of a node is kept, for its evidence. Raises ValueError for a reason that does not begin with
-    ``opsd:``, NotOurs (and drains none of them) if a node is somebody else's, SlurmError otherwise.
+    A node keeps its first reason, as evidence. Raises ValueError for a reason that does not begin with ``opsd:``,
+    NotOurs (and drains none) if a node is held by someone else, otherwise SlurmError.
     """
     _check_reason(reason)
     fresh = tuple(node.name for node in _ours(slurm, names) if "drain" not in node.flags)
@@ -37,10 +37,10 @@ def drain(slurm: Slurm, names: Sequence[str], reason: str) -> tuple[str, ...]:
 
 
 def take_down(slurm: Slurm, name: str, reason: str) -> None:
-    """Drain the node and set it down, which ends its jobs' share in it at once: for a node that is dead or must be.
+    """Drain the node and set it down, which ends its jobs there at once: for a node that is dead or has to be.
 
-    A living node that is only set down comes back by itself within seconds where ReturnToService is 2, hence the drain.
-    Raises as ``drain`` does.
+    A living node that is only set down resumes by itself within seconds if ReturnToService is 2, so it is drained as
+    well. Raises as ``drain`` does.
     """
     drain(slurm, [name], reason)
     if slurm.nodes([name])[0].state != "down":
@@ -48,9 +48,9 @@ def take_down(slurm: Slurm, name: str, reason: str) -> None:
 
 
 def give_back(slurm: Slurm, names: Sequence[str]) -> tuple[str, ...]:
-    """Resume the nodes that opsd holds and return their names; nodes that nobody holds are left out.
+    """Resume the nodes that opsd holds and return their names; nodes in service are skipped.
 
-    Raises NotOurs (and resumes none of them) if a node is somebody else's, SlurmError otherwise.
+    Raises NotOurs (and resumes none) if a node is held by someone else, otherwise SlurmError.
     """
     held = tuple(node.name for node in _ours(slurm, names) if _out_of_service(node))
     if held:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from opsd.slurm import ownership
+from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates
 from opsd.slurm.drain import OWN_PREFIX
-from opsd.slurm.orders import Order, Orders
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
 
@@ -16,11 +16,13 @@ from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
 class SlurmDrainer:
     """Drains ``node`` within ``rules``. ``slurm`` is called at each use.
 
-    What Slurm did not answer to waits in ``orders``, if there are any, and is done once it answers.
+    What Slurm did not answer to waits in ``updates``, if there are any, and is done once it answers.
     """
 
-    def __init__(self, slurm: Callable[[], Slurm], node: str, rules: Rules, orders: Orders | None = None) -> None:
-        self._connect, self._node, self._rules, self._orders = slurm, node, rules, orders
+    def __init__(
+        self, slurm: Callable[[], Slurm], node: str, rules: Rules, updates: DeferredUpdates | None = None
+    ) -> None:
+        self._connect, self._node, self._rules, self._updates = slurm, node, rules, updates
 
     def __call__(self, node: str, reason: str) -> str:
         """Drain ``node`` and say what was done; ``reason`` gets opsd's prefix if it lacks it. Raises SlurmError.
@@ -40,8 +42,8 @@ class SlurmDrainer:
         return f"drained {node}" if fresh else f"{node} was drained by opsd already"
 
     def _later(self, node: str, told: str) -> str:
-        if self._orders is not None:
+        if self._updates is not None:
             with suppress(OSError):
-                self._orders.put(Order("drain", (node,), time.time(), told))
+                self._updates.put(DeferredUpdate("drain", (node,), time.time(), told))
                 return f"; {node} is drained once Slurm answers"
         return ""

@@ -1,7 +1,7 @@
-"""Slurm's hostlists: ``n[1-3,007],login`` and the names it stands for.
+"""Slurm's hostlists: ``n[1-3,007],login`` and the names they stand for.
 
 Names keep their zero padding: ``n[008-011]`` is n008, n009, n010, n011. Several brackets in one name multiply, as in
-Slurm (``r[1-2]n[1-2]`` is r1n1, r1n2, r2n1, r2n2).
+Slurm: ``r[1-2]n[1-2]`` is r1n1, r1n2, r2n1, r2n2.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby, product
 
 MAX_HOSTS = 65_536
-"""Slurm's own limit (MAX_SLURM_NODES in slurm.h): a typing error must not fill the memory."""
+"""Slurm's own limit (MAX_SLURM_NODES in slurm.h); keeps a typing error from filling the memory."""
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _NUMBERED = re.compile(r"(.*?)(\d{1,18})")
 
 
 class HostlistError(ValueError):
-    """A hostlist that cannot be read; the message says what is wrong with it."""
+    """The hostlist cannot be parsed; the message says why."""
 
 
 def expand(hostlist: str) -> tuple[str, ...]:
-    """The names in ``hostlist``, in its order, duplicates kept. Raises HostlistError."""
+    """The names in ``hostlist``, in its order, with duplicates. Raises HostlistError."""
     names: list[str] = []
     for item in _split(hostlist):
         for name in _expand_item(item, hostlist):
@@ -33,7 +33,7 @@ def expand(hostlist: str) -> tuple[str, ...]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """A short sorted hostlist of ``names``, each once: names that differ in their last number share a bracket."""
+    """A short sorted hostlist of ``names`` without duplicates; names that differ in their last number are merged."""
     numbered: dict[tuple[str, int], set[int]] = {}
     plain: set[str] = set()
     for name in names:
@@ -53,7 +53,7 @@ def compress(names: Iterable[str]) -> str:
 
 
 def _split(hostlist: str) -> Iterator[str]:
-    """The parts between the commas that are outside brackets."""
+    """The parts between commas outside brackets."""
     depth, item = 0, ""
     for character in hostlist.strip():
         if character == "," and depth == 0:
@@ -96,7 +96,7 @@ def _numbers(ranges: str, hostlist: str) -> Iterator[str]:
 
 
 def _join_widths(numbered: dict[tuple[str, int], set[int]]) -> dict[tuple[str, int], set[int]]:
-    """Put numbers that fill their width (n100) beside the padded ones of that width (n099)."""
+    """Merge numbers that fill their width (n100) with the padded ones of the same width (n099)."""
     joined = {key: set(numbers) for key, numbers in numbered.items() if key[1]}
     for (prefix, width), numbers in numbered.items():
         if width:

@@ -1,12 +1,12 @@
-"""Pure parsers of what Slurm's commands print, and the formats they are asked for.
+"""Pure parsers of the output of Slurm's commands, and the formats that are requested.
 
-Nodes and jobs are read through formats given to sinfo and squeue, in every version alike, and not as JSON: the
-releases 22.05 to 25.11 have five different JSON shapes, 22.05 ignores filters when it prints JSON, and for 10,000 nodes
-``scontrol show nodes --json`` of 25.11 took 2.9 s and 25 MB where the format below took 0.06 s and a few hundred bytes,
-because sinfo merges nodes that agree in all fields (measured on this project's test cluster).
+Nodes and jobs are read through explicit sinfo and squeue formats, the same in every version, not as JSON. The releases
+22.05 to 25.11 have five different JSON shapes, and 22.05 ignores filters when it prints JSON. For 10,000 nodes
+``scontrol show nodes --json`` of 25.11 took 2.9 s and 25 MB, the format below 0.06 s and a few hundred bytes, because
+sinfo merges nodes that agree in all fields (measured on this project's test cluster).
 
-Job names and reasons may hold any character, line ends included. So fields end with a separator that the caller draws
-anew for every call, and a user who names a job cleverly cannot invent another one.
+Job names and reasons may hold any character, newlines included. So fields end with a separator that the caller draws at
+random for each call: a crafted job name cannot forge another job.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ CONFIGURED_NOT = ("(null)", "none", "")
 
 
 def format_option(fields: Sequence[str], separator: str) -> str:
-    """The argument of ``-O`` for ``fields``, each followed by ``separator``, none of them cut."""
+    """The argument of ``-O`` for ``fields``, each followed by ``separator`` and none truncated."""
     return ",".join(f"{field}:{separator}" for field in fields)
 
 
 def records(text: str, separator: str, width: int) -> Iterator[list[str]]:
-    """The fields of each line of an output that was asked for with ``format_option``. Raises SlurmRejected."""
+    """The fields of each line of output requested with ``format_option``. Raises SlurmRejected."""
     fields = text.split(separator)
     if len(fields) % width != 1 or fields[-1].strip():
         raise SlurmRejected(f"Slurm's answer was cut short or is of another form: {text[-80:]!r}")
@@ -57,7 +57,7 @@ def records(text: str, separator: str, width: int) -> Iterator[list[str]]:
 
 
 def parse_nodes(text: str, separator: str) -> tuple[Node, ...]:
-    """The nodes in the output of sinfo with ``NODE_FIELDS``, by name. Raises SlurmRejected."""
+    """The nodes in sinfo's output with ``NODE_FIELDS``, by name. Raises SlurmRejected."""
     found: dict[str, Node] = {}
     for names, state, at, by, reason in records(text, separator, len(NODE_FIELDS)):
         base, *flags = state.strip().lower().rstrip("*$~#!%@^-").split("+")
@@ -70,7 +70,7 @@ def parse_nodes(text: str, separator: str) -> tuple[Node, ...]:
 
 
 def parse_comments(text: str, separator: str) -> dict[str, str]:
-    """The comments in the output of sinfo with ``COMMENT_FIELDS``, by name of the node. Raises SlurmRejected."""
+    """The comments in sinfo's output with ``COMMENT_FIELDS``, by name of the node. Raises SlurmRejected."""
     return {
         name: "" if comment.strip() in CONFIGURED_NOT else comment.strip()
         for names, comment in records(text, separator, len(COMMENT_FIELDS))
@@ -79,7 +79,7 @@ def parse_comments(text: str, separator: str) -> dict[str, str]:
 
 
 def parse_jobs(text: str, separator: str) -> tuple[Job, ...]:
-    """The jobs in the output of squeue with ``JOB_FIELDS``, oldest id first. Raises SlurmRejected."""
+    """The jobs in squeue's output with ``JOB_FIELDS``, oldest id first. Raises SlurmRejected."""
     jobs = []
     for job, state, reason, user, partition, nodes, batch, submit, start, end, restarts, name in records(
         text, separator, len(JOB_FIELDS)
@@ -104,13 +104,13 @@ def parse_jobs(text: str, separator: str) -> tuple[Job, ...]:
 
 
 def parse_step_nodes(text: str, separator: str) -> frozenset[str]:
-    """The nodes with steps in the output of squeue with ``STEP_FIELDS``. Raises SlurmRejected."""
+    """The nodes with steps in squeue's output with ``STEP_FIELDS``. Raises SlurmRejected."""
     steps = records(text, separator, len(STEP_FIELDS))
     return frozenset(node for id, nodes in steps if not id.endswith((".batch", ".extern")) for node in _hosts(nodes))
 
 
 def parse_comment(text: str, separator: str) -> str:
-    """The comment of a job in the output of squeue with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
+    """The comment of a job in squeue's output with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
     comments = [comment.strip() for _, comment in records(text, separator, len(JOB_COMMENT_FIELDS))]
     return "" if not comments or comments[0] in CONFIGURED_NOT else comments[0]
 
@@ -157,7 +157,7 @@ def parse_partitions(text: str) -> tuple[Partition, ...]:
 
 
 def parse_configuration(text: str) -> dict[str, str]:
-    """The settings in the output of ``scontrol show config``; what is not set is left out."""
+    """The settings in the output of ``scontrol show config``; unset ones are left out."""
     settings: dict[str, str] = {}
     for line in text.splitlines():
         name, separator, value = line.partition("=")
@@ -167,7 +167,7 @@ def parse_configuration(text: str) -> dict[str, str]:
 
 
 def parse_version(text: str) -> Version:
-    """The release in the output of ``scontrol --version``. Raises SlurmMissing if it is none or too old."""
+    """The release in the output of ``scontrol --version``. Raises SlurmMissing if it cannot be read or is too old."""
     match = re.search(r"slurm(?:-wlm)? (\d+)\.(\d+)\.(\d+)", text)
     if match is None:
         raise SlurmMissing(f"scontrol --version said {text.strip()[:80]!r}, which is not a Slurm release")
@@ -178,13 +178,13 @@ def parse_version(text: str) -> Version:
 
 
 def parse_excluded(text: str) -> tuple[str, ...]:
-    """The nodes that a job avoids in the output of ``scontrol show job --oneliner``. Raises SlurmRejected."""
+    """A job's excluded nodes in the output of ``scontrol show job --oneliner``. Raises SlurmRejected."""
     match = re.search(r" ExcNodeList=(\S*)", text)
     return () if match is None or match[1] in CONFIGURED_NOT else _hosts(match[1])
 
 
 def parse_job_id(text: str) -> int:
-    """The id that ``sbatch --parsable`` printed. Raises SlurmRejected."""
+    """The job id printed by ``sbatch --parsable``. Raises SlurmRejected."""
     return _integer(text.strip().partition(";")[0])
 
 
@@ -204,7 +204,7 @@ _DENIED = re.compile(
 
 
 def failure(argv: Sequence[str], output: Output) -> SlurmError:
-    """What the failure of a command means, with the last line it wrote as the reason."""
+    """The error that a failed command stands for, with the last line of its output as the reason."""
     said = output.stderr.strip() or output.stdout.strip()
     reason = said.splitlines()[-1].strip() if said else f"exit code {output.code}"
     command = " ".join(argv[:2]) if argv[0] == "scontrol" else argv[0]
@@ -218,7 +218,7 @@ def failure(argv: Sequence[str], output: Output) -> SlurmError:
 
 
 def epoch(text: str) -> float | None:
-    """A time printed with SLURM_TIME_FORMAT=%s, None for Unknown, N/A and the like."""
+    """A time printed with SLURM_TIME_FORMAT=%s; None for Unknown, N/A and the like."""
     text = text.strip()
     return float(text) if text.isdecimal() else None
 

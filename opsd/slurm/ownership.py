@@ -1,8 +1,8 @@
-"""Taking nodes out of service and giving them back, by the rules: whose they are, how many, how often, how proved.
+"""Rules for draining nodes and returning them: who holds a node, how many, how often, after which preflight.
 
-Cluster-wide state is in Slurm alone: the reason says who holds a node, the comment (``opsd.slurm.record``) how often
-it was out. So it does not matter on which node a command is given. The rules are pure; ``drain`` and ``give_back``
-carry out what they admit.
+The cluster-wide state is in Slurm alone. A node's reason says who holds it, its comment (``opsd.slurm.node_comment``)
+how often it was out of service. So it does not matter on which node a command is given. The rules are pure; ``drain``
+and ``give_back`` apply them.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.settings.policy import PolicySettings
-from opsd.slurm import budget, record
+from opsd.slurm import budget, node_comment
 from opsd.slurm import drain as effects
+from opsd.slurm.node_comment import NodeHistory
 from opsd.slurm.port import Node, Slurm, SlurmRejected
-from opsd.slurm.record import Record
 
 DAY_S = 86_400.0
 MANUAL = "manual"
-"""Stands in a reason where an incident would, for a drain that a person asked for."""
+"""Replaces the incident in the reason of a drain that a person asked for."""
 
 
 class Refused(SlurmRejected):
-    """The rules do not allow it; the message has a sentence for each node that stands against it."""
+    """The rules forbid it; the message has one sentence for each node concerned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``share`` of the cluster's nodes may be held at once; a node rests ``cooldown_s`` between two drains.
+    """``share`` of the cluster's nodes may be held at once; ``cooldown_s`` passes between two drains of a node.
 
-    A node is given back once it passed the preflight ``profile`` less than ``check_age_s`` seconds ago, unless it was
-    drained again within ``relapse_days`` of ``max_returns`` earlier returns.
+    A node is returned if it passed the preflight ``profile`` less than ``check_age_s`` seconds ago, unless it was
+    drained again within ``relapse_days`` after each of ``max_returns`` earlier returns.
     """
 
     share: float = 0.05
@@ -54,7 +54,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class PreflightResult:
     """When a preflight began (epoch seconds), and whether the node passed it."""
 
     at: float
@@ -62,14 +62,14 @@ class Proof:
 
 
 def reason(kind: str, text: str = "", *, incident: str = MANUAL, evidence: str = "") -> str:
-    """The reason of a drain: ``opsd:<incident> <kind>: <text>; see <evidence>``, in one line."""
+    """The reason of a drain: ``opsd:<incident> <kind>: <text>; see <evidence>``, on one line."""
     about = f"{effects.OWN_PREFIX}{incident} {kind}"
     said = f"{about}: {text}" if text else about
     return " ".join((f"{said}; see {evidence}" if evidence else said).split())
 
 
 def kind_of(told: str) -> str:
-    """The kind in a reason that ``reason`` made; the first word of another one of opsd, for instance preflight."""
+    """The kind in a reason made by ``reason``; the first word of any other reason of opsd, for instance preflight."""
     if not told.startswith(effects.OWN_PREFIX):
         return "unknown"
     about = told.removeprefix(effects.OWN_PREFIX)
@@ -77,15 +77,17 @@ def kind_of(told: str) -> str:
     return (incident if about.startswith(" ") or not words else words[0]).rstrip(":;")
 
 
-def against_drain(
-    nodes: Sequence[Node], records: Mapping[str, Record], names: Sequence[str], rules: Rules, now: float
+def drain_objections(
+    nodes: Sequence[Node], records: Mapping[str, NodeHistory], names: Sequence[str], rules: Rules, now: float
 ) -> list[str]:
-    """Why ``names`` may not be drained, a sentence each; empty if they may be. ``nodes`` are all of the cluster."""
+    """Why ``names`` may not be drained, one sentence each; empty if they may be. ``nodes`` are all of the cluster."""
     known = {node.name: node for node in nodes}
     against = [f"Slurm has no node {name}" for name in names if name not in known]
     fresh = [name for name in dict.fromkeys(names) if name in known and not _held(known[name])]
     against += [sentence for name in fresh if (sentence := _foreign(known[name]))]
-    against += [sentence for name in fresh if (sentence := _resting(name, records.get(name, Record()), rules, now))]
+    against += [
+        sentence for name in fresh if (sentence := _resting(name, records.get(name, NodeHistory()), rules, now))
+    ]
     ours, limit = budget.held(nodes), budget.allowance(nodes, rules.share)
     if fresh and len(ours) + len(fresh) > limit:
         listed = f" ({', '.join(node.name for node in ours[:5])}{' …' if len(ours) > 5 else ''})" if ours else ""
@@ -96,11 +98,13 @@ def against_drain(
     return against
 
 
-def against_return(node: Node, history: Record, checked: Proof | None, rules: Rules, now: float) -> str:
-    """Why ``node`` may not be given back, "" if it may be. A node that nobody holds needs no return and may be."""
+def return_objection(
+    node: Node, history: NodeHistory, checked: PreflightResult | None, rules: Rules, now: float
+) -> str:
+    """Why ``node`` may not be returned to service, "" if it may be, or if it is in service."""
     if not _out(node):
         return ""
-    return _foreign(node) or _relapsing(node.name, history, rules) or _unproved(node, checked, rules, now)
+    return _foreign(node) or _relapsing(node.name, history, rules) or _not_checked(node, checked, rules, now)
 
 
 def drain(
@@ -108,15 +112,14 @@ def drain(
 ) -> tuple[str, ...]:
     """Drain the nodes with the reason ``told`` and return those that opsd did not hold before.
 
-    ``force`` lifts the budget and the cool-down, never the right of others to their nodes. Nodes that were drained by
-    somebody else at the same time, beyond the budget, are given back. A repetition of a drain that was cut off after
-    Slurm had drained the nodes records what is missing in their history. Raises Refused (and drains none), NotOurs and
-    SlurmError.
+    ``force`` overrides the budget and the cool-down, but never someone else's drain. Nodes beyond the budget because
+    others drained at the same time are returned. A repeated drain, after one that was interrupted once Slurm had
+    drained the nodes, adds what is missing in their history. Raises Refused (and drains none), NotOurs and SlurmError.
     """
     at = time.time() if now is None else now
     nodes, comments = slurm.nodes(), slurm.comments(names)
-    records = {name: record.read(comment) for name, comment in comments.items()}
-    against = against_drain(nodes, records, names, rules, at)
+    records = {name: node_comment.read(comment) for name, comment in comments.items()}
+    against = drain_objections(nodes, records, names, rules, at)
     if against and not force:
         raise Refused("; ".join(against))
     fresh = effects.drain(slurm, names, told)
@@ -126,44 +129,44 @@ def drain(
         raise Refused(f"other nodes were drained at the same time; {', '.join(late)} went back into service")
     since = {**_unrecorded(nodes, records, told, at), **dict.fromkeys(fresh, at)}
     for name, out in since.items():
-        slurm.set_comment(name, record.write(comments[name], records[name].drained(kind_of(told), out)))
+        slurm.set_comment(name, node_comment.write(comments[name], records[name].drained(kind_of(told), out)))
     return fresh
 
 
 def give_back(
     slurm: Slurm,
     names: Sequence[str],
-    checked: Mapping[str, Proof],
+    checked: Mapping[str, PreflightResult],
     rules: Rules,
     *,
     force: bool = False,
     now: float | None = None,
 ) -> tuple[str, ...]:
-    """Resume the nodes and return those that opsd had held; ``checked`` is what is known of their preflights.
+    """Resume the nodes and return those that opsd had held; ``checked`` holds what is known of their preflights.
 
-    ``force`` lifts the checks and the rule about relapses, never the right of others to their nodes. Raises Refused
-    (and resumes none), NotOurs and SlurmError.
+    ``force`` overrides the checks and the rule about relapses, but never someone else's drain. Raises Refused (and
+    resumes none), NotOurs and SlurmError.
     """
     at = time.time() if now is None else now
     comments = slurm.comments(names)
-    records = {name: record.read(comment) for name, comment in comments.items()}
+    records = {name: node_comment.read(comment) for name, comment in comments.items()}
     nodes = slurm.nodes(names)
-    against = [against_return(node, records[node.name], checked.get(node.name), rules, at) for node in nodes]
+    against = [return_objection(node, records[node.name], checked.get(node.name), rules, at) for node in nodes]
     if any(against) and not force:
         raise Refused("; ".join(filter(None, against)))
     back = effects.give_back(slurm, names)
     for name in back:
-        slurm.set_comment(name, record.write(comments[name], records[name].returned(at)))
+        slurm.set_comment(name, node_comment.write(comments[name], records[name].returned(at)))
     return back
 
 
 def why_relapsing(slurm: Slurm, name: str, rules: Rules) -> str:
-    """Why the node's own history keeps it out of service, "" if it does not. Raises SlurmError."""
-    return _relapsing(name, record.read(slurm.comments([name]).get(name, "")), rules)
+    """Why the node's history keeps it out of service, "" if it does not. Raises SlurmError."""
+    return _relapsing(name, node_comment.read(slurm.comments([name]).get(name, "")), rules)
 
 
 def day(at: float) -> str:
-    """The epoch second ``at`` in local time, to the minute."""
+    """The epoch second ``at`` as local time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
@@ -175,8 +178,8 @@ def _held(node: Node) -> bool:
     return _out(node) and effects.owned(node)
 
 
-def _unrecorded(nodes: Sequence[Node], records: Mapping[str, Record], told: str, now: float) -> dict[str, float]:
-    """Since when those nodes in ``records`` have been out for the reason ``told`` of which no stay says so."""
+def _unrecorded(nodes: Sequence[Node], records: Mapping[str, NodeHistory], told: str, now: float) -> dict[str, float]:
+    """The nodes held for the reason ``told`` whose history lacks that stay, with the time since when they are out."""
     return {
         node.name: node.reason_at or now
         for node in nodes
@@ -191,7 +194,7 @@ def _foreign(node: Node) -> str:
     return f"{node.name} was taken out of service {whose}; opsd leaves it alone"
 
 
-def _resting(name: str, history: Record, rules: Rules, now: float) -> str:
+def _resting(name: str, history: NodeHistory, rules: Rules, now: float) -> str:
     last = max((stay.back or stay.out for stay in history.stays), default=None)
     if last is None or now - last >= rules.cooldown_s:
         return ""
@@ -201,7 +204,7 @@ def _resting(name: str, history: Record, rules: Rules, now: float) -> str:
     )
 
 
-def _relapsing(name: str, history: Record, rules: Rules) -> str:
+def _relapsing(name: str, history: NodeHistory, rules: Rules) -> str:
     relapses = history.relapses(rules.relapse_days * DAY_S)
     if len(relapses) < rules.max_returns:
         return ""
@@ -215,7 +218,7 @@ def _relapsing(name: str, history: Record, rules: Rules) -> str:
     )
 
 
-def _unproved(node: Node, checked: Proof | None, rules: Rules, now: float) -> str:
+def _not_checked(node: Node, checked: PreflightResult | None, rules: Rules, now: float) -> str:
     needed = f"run `opsd preflight --profile {rules.profile}` on it"
     if checked is None:
         return f"{node.name} has no result of preflight {rules.profile}; {needed}"

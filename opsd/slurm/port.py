@@ -1,8 +1,8 @@
-"""The Slurm port: the values it yields, what can go wrong, and the one Protocol that everything else in opsd sees.
+"""The Slurm port: its values, its errors, and the one Protocol that the rest of opsd uses.
 
-Two implementations exist: ``CommandSlurm`` in opsd.slurm.commands runs Slurm's own commands, ``PyslurmSlurm`` in
-opsd.slurm.bindings uses pyslurm. Every method returns or raises within the deadline of its implementation. What it
-raises is always a ``SlurmError`` with one sentence; which kind it is says whether trying again makes sense.
+There are two implementations: ``CommandSlurm`` in opsd.slurm.commands runs Slurm's commands, ``PyslurmSlurm`` in
+opsd.slurm.bindings uses pyslurm. Every method returns or raises within the deadline of its implementation. Errors are
+always a ``SlurmError`` with a one-sentence message; the subclass tells whether a retry makes sense.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Literal, NamedTuple, Protocol
 
 
 class SlurmError(Exception):
-    """Slurm could not do what it was asked for; the message says why in one sentence."""
+    """Slurm could not do what was requested; the message says why in one sentence."""
 
 
 class SlurmUnavailable(SlurmError):
-    """The controller (or munge) is down or slow. The request may be repeated later; it may have been carried out."""
+    """The controller (or munge) is down or slow. The request may be repeated; it may have been carried out already."""
 
 
 class SlurmMissing(SlurmError):
-    """This machine has no Slurm commands, no configuration for them, or a version that opsd does not know."""
+    """This machine has no Slurm commands, no configuration for them, or an unsupported version."""
 
 
 class SlurmDenied(SlurmError):
-    """This user may not do that."""
+    """This user is not permitted to do that."""
 
 
 class SlurmRejected(SlurmError):
-    """Slurm understood and said no: no such job, an impossible state, an unknown partition."""
+    """Slurm refused the request: no such job, an impossible state, an unknown partition."""
 
 
 class Version(NamedTuple):
@@ -51,9 +51,9 @@ OLDEST = Version(22, 5)
 class Node:
     """A node as the controller knows it.
 
-    ``state`` is Slurm's base state in lower case (idle, allocated, mixed, down, error, future, unknown), ``flags`` what
-    ``scontrol show node`` appends to it with plus signs (drain, not_responding, completing, maintenance, reserved …).
-    ``reason`` is "" where none is set; ``reason_by`` is a user name and ``reason_at`` epoch seconds.
+    ``state`` is Slurm's base state in lower case (idle, allocated, mixed, down, error, future, unknown), ``flags`` are
+    what ``scontrol show node`` appends to it with plus signs (drain, not_responding, completing, maintenance, reserved
+    …). ``reason`` is "" if none is set; ``reason_by`` is a user name and ``reason_at`` epoch seconds.
     """
 
     name: str
@@ -65,27 +65,27 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """True while jobs hold the node."""
+        """Whether jobs hold the node."""
         return self.state in ("allocated", "mixed") or "completing" in self.flags
 
     @property
     def draining(self) -> bool:
-        """True while the node takes no new jobs but still has some."""
+        """Whether the node takes no new jobs but still has some."""
         return "drain" in self.flags and self.busy
 
     @property
     def usable(self) -> bool:
-        """True if the node could get a job now or once its present ones end."""
+        """Whether the node could get a job now, or once its present jobs end."""
         blocking = {"drain", "fail", "not_responding", "maintenance", "powered_down", "powering_down", "invalid_reg"}
         return self.state in ("idle", "allocated", "mixed") and not self.flags & blocking
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job that the controller still knows. Times are epoch seconds, None where Slurm has none.
+    """A Slurm job that the controller still knows. Times are epoch seconds, None if Slurm has none.
 
     ``id`` is the raw job id (unique also for array tasks), ``state`` Slurm's in lower case (pending, running,
-    completing …), ``reason`` why it is pending or failed. ``nodes`` are expanded and empty unless nodes are allocated.
+    completing …), ``reason`` why it is pending or failed. ``nodes`` is empty unless nodes are allocated.
     """
 
     id: int
@@ -119,9 +119,9 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partition. Where Slurm preempts by partition, jobs of a lower ``tier`` give way to those of a higher one.
+    """A partition. If Slurm preempts by partition, jobs of a higher ``tier`` preempt those of a lower one.
 
-    ``preempt_mode`` is what becomes of its own jobs then, in Slurm's spelling (REQUEUE, CANCEL, OFF …), after
+    ``preempt_mode`` is what happens to its own jobs then, in Slurm's spelling (REQUEUE, CANCEL, OFF …), after
     ``grace_s`` seconds.
     """
 
@@ -138,17 +138,17 @@ NodeUpdate = Literal["drain", "resume", "down"]
 class Slurm(Protocol):
     """What opsd asks of Slurm. All methods raise SlurmError within the deadline of the implementation.
 
-    ``update_nodes`` does what it is told; use the functions of ``opsd.slurm.drain``, which keep off the nodes that
-    other people have drained.
+    ``update_nodes`` has no safeguards: use the functions of ``opsd.slurm.drain``, which leave alone nodes that others
+    have drained.
     """
 
     @property
     def version(self) -> Version:
-        """The release of the Slurm installation on this machine."""
+        """The release of this machine's Slurm."""
         ...
 
     def responds(self) -> bool:
-        """True if a controller answers. Says so sooner than the other methods notice that none does."""
+        """Whether a controller answers. Notices sooner than the other methods if none does."""
         ...
 
     def configuration(self) -> Mapping[str, str]:
@@ -156,7 +156,7 @@ class Slurm(Protocol):
         ...
 
     def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
-        """The nodes with these names, or all. Left out are unknown names and, as in sinfo, nodes in no partition."""
+        """The nodes with these names, or all. Unknown names and nodes in no partition are left out, as in sinfo."""
         ...
 
     def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
@@ -164,11 +164,11 @@ class Slurm(Protocol):
         ...
 
     def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
-        """The comment of each of these nodes, or of all; "" where there is none. Unknown names are left out."""
+        """The comment of each of these nodes, or of all; "" if there is none. Unknown names are left out."""
         ...
 
     def set_comment(self, name: str, text: str) -> None:
-        """Replace the comment of a node. It outlives drains, a restart of the controller and its configuration."""
+        """Replace a node's comment. It survives drains and restarts of the controller."""
         ...
 
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
@@ -176,50 +176,49 @@ class Slurm(Protocol):
         ...
 
     def step_nodes(self, job: int) -> frozenset[str]:
-        """The nodes on which the job has steps, the batch script left out; none for a job that does not run."""
+        """The nodes on which the job has steps, the batch script excepted; none for a job that is not running."""
         ...
 
     def requeue(self, job: int) -> None:
-        """Stop the job and put it back into the queue. Slurm then waits two minutes unless told otherwise."""
+        """Stop the job and requeue it. Slurm delays its start by two minutes unless ``set_start_time`` is called."""
         ...
 
     def set_start_time(self, job: int, at: float | None = None) -> None:
         """Let a pending job start from the epoch second ``at`` on; None is now.
 
-        Wait until a requeued job is pending: Slurm sets its two minutes when it gets there and overwrites what was set
-        before.
+        Call it once a requeued job is pending: Slurm then sets its own delay and overwrites any earlier value.
         """
         ...
 
     def exclude(self, job: int, names: Sequence[str], at: float) -> None:
-        """Keep a pending job off these nodes too, besides those it was told to avoid before; ``at`` is noted for them.
+        """Exclude these nodes from a pending job, in addition to those excluded before; ``at`` is stored with them.
 
         Slurm holds a job that cannot run without them (its reason is then BadConstraints).
         """
         ...
 
     def excluded(self, job: int) -> Mapping[str, float]:
-        """The nodes of ``exclude``, also of other processes, each with its ``at``; none of the user's own."""
+        """The nodes excluded with ``exclude``, also by other processes, each with its ``at``; not the user's own."""
         ...
 
     def include(self, job: int, names: Sequence[str]) -> None:
-        """Undo ``exclude``; nodes that the user excluded stay so."""
+        """Undo ``exclude``; nodes that the user excluded stay excluded."""
         ...
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
-        """Give back the nodes of a running job but ``names``, its batch host among them. Its owner may do that."""
+        """Reduce a running job to the nodes ``names``, which include its batch host. The job's owner may do that."""
         ...
 
     def release(self, job: int) -> None:
-        """Take the hold off a job."""
+        """Release a held job."""
         ...
 
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
-        """Submit a batch script with the options of sbatch and return the job's id."""
+        """Submit a batch script with sbatch options; returns the job id."""
         ...
 
     def cancel(self, job: int) -> None:
-        """Cancel a job. A job that has ended already is not an error."""
+        """Cancel a job. A job that has already ended is not an error."""
         ...
 
     def partitions(self) -> Sequence[Partition]:

@@ -1,8 +1,8 @@
-"""The process in which pyslurm lives: JSON requests come in on standard input, answers go out, one a line.
+"""The process in which pyslurm runs: JSON requests on standard input, answers on standard output, one per line.
 
-pyslurm is kept out of opsd's own processes for two reasons. Importing it where Slurm is not configured exits the
-process. And its calls hold Python's global lock: with the controller down, ``Nodes.load()`` stops every thread for ten
-seconds (measured with pyslurm 25.11.2). A process can be given up at a deadline.
+pyslurm runs outside opsd's own processes for two reasons. Importing it where Slurm is not configured exits the process.
+And its calls hold the GIL: with the controller down, ``Nodes.load()`` stops every thread for ten seconds (measured with
+pyslurm 25.11.2). A separate process can be abandoned at a deadline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opsd.slurm.hostlist import expand
 
 
 def operations(pyslurm: Any) -> Mapping[str, Callable[..., object]]:
-    """What can be asked for, by name, on top of the module ``pyslurm``."""
+    """The supported requests, by name, on top of the module ``pyslurm``."""
 
     def nodes(names: Sequence[str]) -> list[dict[str, object]]:
         loaded = pyslurm.Nodes.load().values()

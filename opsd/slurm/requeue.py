@@ -1,59 +1,48 @@
-"""Putting a job back into the queue without the nodes that it lost, and having it start at once.
+"""Requeue a job without the nodes that it lost, and have it start at once.
 
-Slurm by itself takes minutes: it notices a dead node after SlurmdTimeout, waits for that node before the job is back in
-the queue, and then lets it wait two minutes more. So whoever may update nodes takes the dead ones down; an ordinary
-user shrinks the job to the living ones, which its owner may do as long as the batch host lives, and keeps it off the
-dead ones. Then the start time is set as soon as the job is pending, because Slurm overwrites what was set before.
+Slurm alone takes minutes: it notices a dead node after SlurmdTimeout, waits for that node before the job is back in the
+queue, and then delays the job by two more minutes. So a user who may update nodes sets the dead ones down. An ordinary
+user shrinks the job to its living nodes, which its owner may do while the batch host lives, and excludes the dead ones.
+The start time is set once the job is pending, because Slurm overwrites any earlier value.
 
-All that is done is seen in Slurm itself, so any number of processes may attend to the same requeue, also after a
-restart of slurmctld, and it happens once: the number of restarts tells.
+All state is in Slurm, so any number of processes may work on the same requeue, also after a restart of slurmctld, and
+it happens once: the restart count tells.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from opsd.slurm.check import longest_until_noticed, may_update_nodes
 from opsd.slurm.drain import take_down
 from opsd.slurm.hostlist import compress
+from opsd.slurm.job_state import next_step
 from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmRejected, SlurmUnavailable
 
 LIMIT_S = 900.0
 """Longer than Slurm itself takes with its default settings (about 9 minutes)."""
 POLL_S = 0.1
 RETRY_S = 2.0
-"""How long a controller that does not answer is left alone."""
+"""Pause after a request that the controller did not answer."""
 SETTLE_S = 5.0
-"""How long the scheduler has to say what it makes of the job."""
-APART_S = 2.1
-"""So long lies between the stop of a job and its next start at least.
+"""How long the scheduler has to start the job or to give a reason why not."""
+RESTART_GAP_S = 2.1
+"""Least time between the stop of a job and its next start.
 
-A slurmd takes a start for one of the old job if it comes within the second, by its own clock, in which that was stopped
-("already killed, do not launch batch job"), and Slurm then gives the job up.
+A slurmd takes a start that comes within the same second, by its own clock, as the stop for one of the old job ("already
+killed, do not launch batch job"), and Slurm then gives the job up.
 """
 REASON = "opsd:requeue node_lost"
-_ALIVE = ("running", "configuring", "suspended", "stopped", "resizing", "signaling", "stage_out")
-_STOPPING = ("completing", "requeued", "requeue_fed")
-_HELD_STATES = ("requeue_hold", "special_exit")
-_HOLD = re.compile(r"h[eo]ld", re.IGNORECASE)
-"""In the reasons of pending jobs: JobHeldUser, JobHoldMaxRequeue, "job requeued in held state" …
-
-Not in BadConstraints: that hold is Slurm's own, for the nodes that the job is to avoid.
-"""
-
-Move = Literal["requeue", "wait", "held", "start", "done"]
 
 
 @dataclass(frozen=True, slots=True)
-class Without:
-    """The nodes that the job is not to come back on.
+class ExcludedNodes:
+    """The nodes that the job must not return to.
 
-    ``lost`` ones do not answer: they are also taken down, with ``reason``, where that is allowed. ``unfit`` ones are
-    only avoided; draining them is for the agent to decide.
+    ``lost`` nodes do not answer; they are also set down, with ``reason``, where that is allowed. ``unfit`` nodes are
+    only excluded; draining them is up to the agent.
     """
 
     lost: tuple[str, ...] = ()
@@ -68,75 +57,51 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """How the job stands: pending and free to start, running again, or stopping while another process attends to it.
+    """The state of the job: pending and free to start, running again, or stopping while another process goes on.
 
-    ``avoided`` are nodes it was told to avoid. ``left`` if all that is still to be done is up to another process.
-    ``held`` is why the job is on hold, as somebody else wants it: nothing was done then but to stop it if it ran.
+    ``avoided`` are nodes that the job was told to avoid. ``handed_over``: the rest is up to another process. ``held``
+    is why someone else has put the job on hold; then the job was only stopped if it ran.
     """
 
     job: int
     state: str
     restarts: int
     avoided: tuple[str, ...] = ()
-    left: bool = False
+    handed_over: bool = False
     held: str = ""
-
-
-def next_move(job: Job, restarts: int) -> Move:
-    """What is to be done with a job that had been restarted ``restarts`` times when the requeue was decided. Pure.
-
-    Raises SlurmRejected if the job has ended.
-    """
-    if job.state in _STOPPING:
-        return "wait"
-    if job.state in _HELD_STATES or (job.state == "pending" and _HOLD.search(job.reason)):
-        return "held"
-    if job.state == "pending":
-        return "start"
-    if job.state in _ALIVE:
-        return "requeue" if job.restarts <= restarts else "done"
-    raise SlurmRejected(f"job {job.id} has ended ({job.state}) and cannot be put back into the queue; submit it again")
-
-
-def is_alive(job: Job) -> bool:
-    """Whether the job runs, or is about to, and nobody ends it."""
-    return job.state in _ALIVE
-
-
-def is_stopping(job: Job) -> bool:
-    """Whether Slurm is ending the job, for good or to run it again."""
-    return job.state in _STOPPING
 
 
 def requeue_now(
     slurm: Slurm,
     job: int,
-    without: Without = Without(),
+    excluded: ExcludedNodes = ExcludedNodes(),
     *,
     restarts: int | None = None,
-    lead_s: float = 0.0,
-    brief: bool = False,
+    defer_s: float = 0.0,
+    only_stop: bool = False,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
     say: Callable[[str], object] = print,
 ) -> Requeued:
-    """Put ``job`` back into the queue and have it start as soon as it can; returns when nothing is left to do for it.
+    """Requeue ``job`` and have it start as soon as it can; returns when nothing is left to do for it.
 
-    ``restarts`` is how often it had been restarted when that was decided (SLURM_RESTART_COUNT), so that a job which
-    somebody has requeued meanwhile is left alone; None is as often as now. For ``lead_s`` seconds the requeue itself is
-    left to another process, unless the job has no steps any more; ``brief`` leaves to it what comes after the job has
-    been stopped. A hold that somebody has set is never taken off. While the controller is down it is asked again.
-    Raises SlurmError: the job is not ours, not known or has ended, a node is not the job's, or ``limit_s`` seconds have
-    passed and it does not just wait for word of its nodes.
+    ``restarts`` is the job's restart count when the requeue was decided (SLURM_RESTART_COUNT): a job that was requeued
+    since then is left alone. None is the present count. For ``defer_s`` seconds the requeue itself is left to another
+    process, unless the job has no steps any more. With ``only_stop``, that process also does what comes after the job
+    has stopped. A hold that someone else has set is never released. While the controller is down, requests are
+    repeated.
+
+    Raises SlurmError: the job belongs to another user, is unknown or has ended, a node is not one of the job's, or
+    ``limit_s`` seconds have passed and the job does not just wait for its nodes.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, without, restarts, brief, clock, now, say)
+    attempt = _Attempt(slurm, job, excluded, restarts, only_stop, clock, now, say)
     while True:
         pause = POLL_S
         try:
-            requeued = attempt.step(may_requeue=clock() - began >= lead_s)
+            requeued = attempt.step(may_requeue=clock() - began >= defer_s)
             if requeued is not None:
                 return requeued
         except SlurmUnavailable as error:
@@ -149,156 +114,145 @@ def requeue_now(
         sleep(pause)
 
 
+@dataclass(slots=True)
 class _Attempt:
-    """One process's part in a requeue. What it remembers saves questions; nothing is wrong if it is forgotten."""
+    """One process's part in a requeue. Its state only saves requests to Slurm; losing it does no harm."""
 
-    def __init__(
-        self,
-        slurm: Slurm,
-        job: int,
-        without: Without,
-        restarts: int | None,
-        brief: bool,
-        clock: Callable[[], float],
-        now: Callable[[], float],
-        say: Callable[[str], object],
-    ) -> None:
-        self._slurm = slurm
-        self._job = job
-        self._without = without
-        self._restarts = restarts
-        self._brief = brief
-        self._clock = clock
-        self._now = now
-        self._say = say
-        self._told = ""
-        self.waits = False
-        """Whether the job came back into the queue and could not run before Slurm had noticed how its nodes are."""
-        self._may: bool | None = None
-        self._down = not without.lost
-        self._avoided: tuple[str, ...] = ()
-        self._settling: float | None = None
-        self._look_at = float("-inf")
-        self._stopped: float | None = None
+    slurm: Slurm
+    job: int
+    excluded: ExcludedNodes
+    restarts: int | None
+    only_stop: bool
+    clock: Callable[[], float]
+    now: Callable[[], float]
+    say: Callable[[str], object]
+    waits: bool = False
+    """The job is back in the queue and cannot start before Slurm knows the state of its excluded nodes."""
+    _told: str = ""
+    _may: bool | None = None
+    _is_down: bool = False
+    _avoided: tuple[str, ...] = ()
+    _released_at: float | None = None
+    _look_at: float = float("-inf")
+    _stopped_at: float | None = None
 
     def tell(self, sentence: str) -> None:
         if sentence != self._told:
             self._told = sentence
-            self._say(sentence)
+            self.say(sentence)
 
     def step(self, *, may_requeue: bool) -> Requeued | None:
-        """Look, and do the next thing; the outcome once there is nothing more to do."""
-        found = self._slurm.jobs([self._job])
+        """Do the next step; returns the result once there is nothing more to do."""
+        found = self.slurm.jobs([self.job])
         if not found:
-            raise SlurmRejected(f"there is no job {self._job} that waits or runs and that this user may see")
+            raise SlurmRejected(f"there is no job {self.job} that waits or runs and that this user may see")
         job = found[0]
-        if self._restarts is None:
-            self._restarts = job.restarts
-        move = next_move(job, self._restarts)
-        if move in ("wait", "start") and self._stopped is None:
-            self._stopped = self._clock()
-        if move == "done":
+        if self.restarts is None:
+            self.restarts = job.restarts
+        step = next_step(job, self.restarts)
+        if step in ("wait", "start") and self._stopped_at is None:
+            self._stopped_at = self.clock()
+        if step == "done":
             return Requeued(job.id, job.state, job.restarts, self._avoided)
-        if move == "start":
+        if step == "start":
             return self._start(job)
-        if move == "held":
+        if step == "held":
             return Requeued(job.id, job.state, job.restarts, held=job.reason or job.state)
-        if move == "requeue":
-            if may_requeue or self._deserted(job):
+        if step == "requeue":
+            if may_requeue or self._has_no_living_steps(job):
                 self._requeue(job)
-        elif move == "wait":
+        elif step == "wait":
             self._take_down()
-            if self._brief:
-                return Requeued(job.id, job.state, job.restarts, left=True)
+            if self.only_stop:
+                return Requeued(job.id, job.state, job.restarts, handed_over=True)
         return None
 
-    def _deserted(self, job: Job) -> bool:
-        """True if no step of the job is on a living node any more: it is then back in the queue at once."""
-        return bool(self._without.lost) and self._slurm.step_nodes(job.id) <= set(self._without.lost)
+    def _has_no_living_steps(self, job: Job) -> bool:
+        """Whether the job has no step on a living node any more: it then returns to the queue at once."""
+        return bool(self.excluded.lost) and self.slurm.step_nodes(job.id) <= set(self.excluded.lost)
 
     def _requeue(self, job: Job) -> None:
-        """Take the lost nodes from the job first.
+        """Take the lost nodes from the job, then requeue it.
 
-        A node on which nothing runs any more has its word reach Slurm together with those of all others, and for a dead
-        one that takes 12 s.
+        Slurm hears of a node without steps only together with all others, and for a dead one that takes 12 s.
         """
         if self._may_update():
-            if strangers := sorted(set(self._in_service(self._without.lost)) - set(job.nodes)):
+            if strangers := sorted(set(self._in_service(self.excluded.lost)) - set(job.nodes)):
                 raise SlurmRejected(f"job {job.id} does not run on {compress(strangers)}; nothing was done")
             self._take_down()
-        elif living := [name for name in job.nodes if name not in self._without.lost]:
+        elif living := [name for name in job.nodes if name not in self.excluded.lost]:
             self._shrink(job, living)
         self.tell(f"requeueing job {job.id}")
         try:
-            self._slurm.requeue(job.id)
+            self.slurm.requeue(job.id)
         except SlurmRejected:
-            if next_move(self._slurm.jobs([job.id])[0], job.restarts) == "requeue":
+            if next_step(self.slurm.jobs([job.id])[0], job.restarts) == "requeue":
                 raise
 
     def _in_service(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of ``names`` on which Slurm would still start jobs."""
-        return tuple(node.name for node in self._slurm.nodes(names) if node.usable) if names else ()
+        return tuple(node.name for node in self.slurm.nodes(names) if node.usable) if names else ()
 
     def _may_update(self) -> bool:
         if self._may is None:
-            self._may = may_update_nodes(self._slurm)
+            self._may = may_update_nodes(self.slurm)
         return self._may
 
     def _shrink(self, job: Job, living: Sequence[str]) -> None:
         if len(living) == len(job.nodes) or job.batch_host not in living:
             return
         try:
-            self._slurm.shrink(job.id, living)
+            self.slurm.shrink(job.id, living)
         except SlurmRejected as error:
             self.tell(f"the lost nodes stay with job {job.id} until Slurm notices their death: {error}")
 
     def _take_down(self) -> None:
-        if self._down or not self._may_update():
+        if self._is_down or not self.excluded.lost or not self._may_update():
             return
-        for name in self._without.lost:
+        for name in self.excluded.lost:
             try:
-                take_down(self._slurm, name, self._without.reason)
+                take_down(self.slurm, name, self.excluded.reason)
             except (SlurmRejected, SlurmDenied) as error:
                 self.tell(str(error))
-        self._down = True
+        self._is_down = True
 
     def _start(self, job: Job) -> Requeued | None:
-        """Let the pending job start, then look whether the scheduler can do it."""
-        assert self._stopped is not None
-        if self._clock() - self._stopped < APART_S:
+        """Let the pending job start, then check whether the scheduler can start it."""
+        assert self._stopped_at is not None
+        if self.clock() - self._stopped_at < RESTART_GAP_S:
             return None
-        if self._settling is None:
+        if self._released_at is None:
             self._take_down()
             self._avoid(job)
             if job.reason == "BadConstraints":
-                self._slurm.release(job.id)
-            self._slurm.set_start_time(job.id)
-            self._settling = self._clock()
-        elif job.reason == "BadConstraints" and self._may_look():
-            if not (own := self._slurm.excluded(job.id)):
+                self.slurm.release(job.id)
+            self.slurm.set_start_time(job.id)
+            self._released_at = self.clock()
+        elif job.reason == "BadConstraints" and self._poll_due():
+            if not (own := self.slurm.excluded(job.id)):
                 return Requeued(job.id, job.state, job.restarts)
-            self._lend_back(job, own)
+            self._allow_again(job, own)
         elif job.reason == "BadConstraints":
             return None
-        elif job.reason not in ("", "BeginTime") or self._clock() - self._settling > SETTLE_S:
+        elif job.reason not in ("", "BeginTime") or self.clock() - self._released_at > SETTLE_S:
             return Requeued(job.id, job.state, job.restarts, self._avoided)
         return None
 
-    def _may_look(self) -> bool:
-        """Not more often than every few seconds while the job is held: it may be for minutes."""
-        assert self._settling is not None
-        if self._clock() < self._look_at:
+    def _poll_due(self) -> bool:
+        """Whether a held job is to be looked at again; it may be held for minutes."""
+        assert self._released_at is not None
+        if self.clock() < self._look_at:
             return False
-        self._look_at = self._clock() + RETRY_S
+        self._look_at = self.clock() + RETRY_S
         return True
 
-    def _lend_back(self, job: Job, own: Mapping[str, float]) -> None:
-        """Slurm holds the job, which cannot run without the nodes of ``own``: it may have those that are not dead.
+    def _allow_again(self, job: Job, own: Mapping[str, float]) -> None:
+        """Slurm holds the job because it cannot run without the nodes of ``own``: include those that are not dead.
 
-        Of one that was lost just now Slurm has to say first how it is. If it has taken that out the job waits in the
-        queue for it, or for any other one; before that it would start on the dead node at once.
+        The state of a node that was just lost is not known until Slurm has noticed. If Slurm then sets it down, the job
+        waits in the queue for it or for another node; included earlier, the job would start on the dead node at once.
         """
-        back = tuple(sorted({*self._known(own), *(name for name in own if name in self._without.unfit)}))
+        back = tuple(sorted({*self._state_known(own), *(name for name in own if name in self.excluded.unfit)}))
         if not back:
             self.waits = True
             self.tell(
@@ -307,36 +261,37 @@ class _Attempt:
             )
             return
         self.tell(f"job {job.id} cannot run without {compress(back)}: it may come back there")
-        self._slurm.include(job.id, back)
-        self._slurm.release(job.id)
-        self._slurm.set_start_time(job.id)
+        self.slurm.include(job.id, back)
+        self.slurm.release(job.id)
+        self.slurm.set_start_time(job.id)
         self._avoided = tuple(name for name in self._avoided if name not in back)
 
     def _avoid(self, job: Job) -> None:
-        if back := self._given_back(job.id):
+        if back := self._no_longer_lost(job.id):
             self.tell(f"job {job.id} may come back on {compress(back)}, which an earlier requeue kept it off")
-            self._slurm.include(job.id, back)
-        avoided = self._in_service(self._without.names)
+            self.slurm.include(job.id, back)
+        avoided = self._in_service(self.excluded.names)
         if not avoided:
             return
         try:
-            self._slurm.exclude(job.id, avoided, self._now())
+            self.slurm.exclude(job.id, avoided, self.now())
             self._avoided = avoided
         except SlurmRejected as error:
             self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
 
-    def _given_back(self, job: int) -> tuple[str, ...]:
-        """Nodes that an earlier requeue kept the job off and that are not lost now."""
-        own = self._slurm.excluded(job)
-        return self._known({name: at for name, at in own.items() if name not in self._without.names})
+    def _no_longer_lost(self, job: int) -> tuple[str, ...]:
+        """Nodes that an earlier requeue excluded and that are not lost now."""
+        own = self.slurm.excluded(job)
+        return self._state_known({name: at for name, at in own.items() if name not in self.excluded.names})
 
-    def _known(self, excluded: Mapping[str, float]) -> tuple[str, ...]:
-        """Those of the nodes, with the time of their exclusion, of which Slurm knows by now how they are.
+    def _state_known(self, excluded: Mapping[str, float]) -> tuple[str, ...]:
+        """Those of ``excluded`` (nodes with the time of their exclusion) whose present state Slurm knows.
 
-        One that it took for dead is not offered to the job, and one that it has in service so long after has answered.
+        A dead node that it has noticed is not offered to the job, and a node that is in service after so long has
+        answered.
         """
         if not excluded:
             return ()
-        usable, asleep_s = self._in_service(list(excluded)), longest_until_noticed(self._slurm.configuration())
-        known = self._now() - (LIMIT_S if asleep_s is None else asleep_s)
+        usable, asleep_s = self._in_service(list(excluded)), longest_until_noticed(self.slurm.configuration())
+        known = self.now() - (LIMIT_S if asleep_s is None else asleep_s)
         return tuple(sorted(name for name, at in excluded.items() if name not in usable or at < known))

@@ -1,4 +1,4 @@
-"""What the batch script needs of the run's files: its story, which nodes were lost, and how far it came."""
+"""What the batch script reads from the run's folder: its log, lost nodes, and the newest durable step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 EVENTS, STORY = "events.jsonl", "job.log"
 
 
-class Appended:
-    """What is appended to a file from now on; all of it if there is none yet."""
+class FileTail:
+    """Lines appended to a file from now on; all lines if the file does not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,7 +33,7 @@ class Appended:
         return whole
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The same as JSON objects; other lines are passed over."""
+        """The same lines as JSON objects; other lines are skipped."""
         for line in self.read().splitlines():
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
@@ -45,13 +45,13 @@ class RunEvents:
     """The run in ``folder``, from now on."""
 
     def __init__(self, folder: Path) -> None:
-        self._events = Appended(folder / EVENTS)
-        self._story = Appended(folder / STORY)
+        self._events = FileTail(folder / EVENTS)
+        self._story = FileTail(folder / STORY)
         self._lost: set[str] = set()
         self._step = 0
 
     def story(self) -> bytes:
-        """What has been added to the story."""
+        """New lines of the run's log."""
         return self._story.read()
 
     @property
@@ -62,7 +62,7 @@ class RunEvents:
 
     @property
     def step(self) -> int:
-        """The highest step of which a checkpoint is durable, 0 without any."""
+        """The highest step with a durable checkpoint, 0 without any."""
         self._take()
         return self._step
 

@@ -1,4 +1,4 @@
-"""Running one of Slurm's commands: an argument list, a deadline, and never a shell."""
+"""Running one of Slurm's commands: an argument list, a deadline, no shell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opsd.slurm.port import SlurmMissing, SlurmUnavailable
 
 
 class Output(NamedTuple):
-    """How a command ended and what it wrote."""
+    """Exit code and output of a command."""
 
     code: int
     stdout: str
@@ -21,7 +21,7 @@ class Output(NamedTuple):
 
 
 class Runner(Protocol):
-    """Runs a command. Tests hand in recorded outputs here."""
+    """Runs a command. Tests substitute recorded outputs."""
 
     def __call__(self, argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
         """The output of ``argv``. Raises SlurmUnavailable after ``deadline_s`` seconds, SlurmMissing without it."""
@@ -32,9 +32,9 @@ _LENT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without the variables that change what Slurm's commands do or print, times as epoch seconds.
+    """``env`` without the variables that change what Slurm's commands do or print; times are printed as epoch seconds.
 
-    Inside a job these would be its own job, node list and output formats.
+    Inside a job these variables would select its own job, node list and output formats.
     """
     meddling = ("SLURM", "SBATCH_", "SQUEUE_", "SINFO_", "SCANCEL_", "SALLOC_", "SCONTROL_")
     kept = {name: value for name, value in env.items() if name in _LENT or not name.startswith(meddling)}
@@ -42,9 +42,9 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_command(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
-    """Run ``argv`` in a session of its own, which is killed as a whole when the deadline passes.
+    """Run ``argv`` in its own session, which is killed when the deadline passes.
 
-    Returns by the deadline even if the command cannot be killed (its binary may lie on a hung file system). Raises
+    Returns by the deadline even if the command cannot be killed (its binary may be on a hung file system). Raises
     SlurmUnavailable and SlurmMissing.
     """
     try:

@@ -1,4 +1,4 @@
-"""The steps of a run: one srun a node, so that the loss of a node ends one step and no other."""
+"""The steps of a run: one srun per node, so that the loss of a node ends only its own step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CPUS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def srun(node: str, cpus: int | None, command: Sequence[str]) -> list[str]:
-    """The command that runs ``command`` once on ``node``, with so many ``cpus``.
+    """The command that runs ``command`` once on ``node`` with ``cpus`` processors.
 
-    A step of several nodes would end with the first of them, and one without --no-kill when Slurm notices a death. The
-    task has the environment of the batch script, also in a job of ``sbatch --export=NONE``, whose steps have none by
-    default.
+    A step of several nodes would end when the first of them fails, and without --no-kill when Slurm notices a dead
+    node. The task gets the environment of the batch script, also in a job of ``sbatch --export=NONE``, whose steps have
+    none by default.
     """
     bound = [f"--cpus-per-task={cpus}"] if cpus else []
     return [
@@ -29,7 +29,7 @@ def srun(node: str, cpus: int | None, command: Sequence[str]) -> list[str]:
 
 
 def cpus_of(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
-    """How many processors the job has on each of its ``nodes``, from ``8(x3),4``; empty where Slurm does not tell."""
+    """How many processors the job has on each of ``nodes``, from ``8(x3),4``; empty if Slurm does not say."""
     counts: list[int] = []
     for part in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):
         if (match := _CPUS.fullmatch(part)) is not None:
@@ -38,14 +38,14 @@ def cpus_of(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
 
 
 class Steps:
-    """One process of srun for each node. It has a session of its own: srun answers SIGTERM by killing its task.
+    """One srun process per node, each in its own session: srun answers SIGTERM by killing its task.
 
-    None of them outlives this process, in whatever way that ends. The srun of a dead node gives up after a while and
-    has its step cancelled by number; the job may have been started again by then, with steps of the same numbers.
+    None of them outlives this process. The srun of a dead node gives up after a while and cancels its step by number,
+    and by then the job may have been started again with steps of the same numbers.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
-        """Start them all. Raises OSError where there is no srun."""
+        """Start them all. Raises OSError if there is no srun."""
         self._running = {
             node: subprocess.Popen(
                 command,
@@ -59,23 +59,23 @@ class Steps:
 
     @property
     def codes(self) -> dict[str, int]:
-        """What srun ended with, by node, for the steps that are gone."""
+        """Exit codes of srun by node, for the steps that have ended."""
         found = {node: process.poll() for node, process in self._running.items()}
         return {node: code for node, code in found.items() if code is not None}
 
     @property
     def left(self) -> frozenset[str]:
-        """The nodes whose step is not over, as far as srun knows: that of a dead node may seem to go on for minutes."""
+        """The nodes whose step has not ended, according to srun: that of a dead node may seem to run for minutes."""
         return frozenset(self._running) - self.codes.keys()
 
     def abandon(self) -> None:
-        """End what is left of srun, without a word to its step; Slurm ends that with the job."""
+        """Kill the remaining sruns without stopping their steps; Slurm ends those with the job."""
         for node in self.left:
             self._running[node].kill()
             self._running[node].wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send SIGUSR1 on to the tasks, which srun does for us without the controller; SIGTERM kills them."""
+        """Forward SIGUSR1 to the tasks, which srun does without the controller; SIGTERM kills them."""
         for node in self.left:
             with suppress(ProcessLookupError):
                 self._running[node].send_signal(number)

@@ -1,4 +1,4 @@
-"""Asking Slurm about one node again and again, beside the agent's loop, so that a slow controller delays nobody."""
+"""Polls Slurm about one node in a background thread, so that a slow controller does not delay the agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opsd.slurm.port import Slurm, SlurmError, SlurmMissing
 
 
 class NodeWatch:
-    """The newest report about ``node``. Slurm is asked every ``period_s`` seconds once somebody has called this."""
+    """The newest report about ``node``. Slurm is polled every ``period_s`` seconds after the first call."""
 
     def __init__(
         self,

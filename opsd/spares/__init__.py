@@ -1,1 +1,1 @@
-"""Spares: nodes kept ready to take the place of another one, with the data staged, checked and proved."""
+"""Spares: nodes that are ready to replace another one, with data staged and software and hardware checked."""

@@ -1,4 +1,4 @@
-"""The shards that are to be on a spare, from the indexes that describe them (trainer/data/shards.py), without numpy."""
+"""The shards that a spare needs, read from their indexes (trainer/data/shards.py) without numpy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Index(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """One corpus: its folder under the root ("" is the root), what its index lists, and that index as it is."""
+    """One corpus: its folder under the root ("" is the root), the files that its index lists, and the index itself."""
 
     folder: str
     files: tuple[FileEntry, ...]
@@ -46,15 +46,12 @@ class Corpus:
         return sum(entry.size for entry in self.files)
 
     def path(self, entry: FileEntry) -> str:
-        """Where a file of it lies, relative to the root."""
+        """The path of one of its files, relative to the root."""
         return str(PurePosixPath(self.folder, entry.name))
 
 
 def read_corpora(storage: Storage) -> tuple[Corpus, ...]:
-    """The corpus at the root of ``storage``, or those in its folders where the root has no index.
-
-    Raises StorageError.
-    """
+    """The corpus at the root of ``storage``, or those in its folders if the root has no index."""
     found = indexed(storage, INDEX)
     if not found:
         raise StorageError(f"the source has no {INDEX}, nor have its folders; `python -m opsd.trainer.data` makes one")
@@ -62,13 +59,13 @@ def read_corpora(storage: Storage) -> tuple[Corpus, ...]:
 
 
 def indexed(storage: Storage, index: str) -> tuple[Corpus, ...]:
-    """As ``read_corpora``, by the files called ``index``; none if there are none. Raises StorageError."""
+    """As ``read_corpora``, with indexes named ``index``; empty if there are none. Raises StorageError."""
     folders = [""] if _has(storage, "", index) else [name for name in storage.folders() if _has(storage, name, index)]
     return tuple(_read(storage, folder, index) for folder in folders)
 
 
 def digest_of(corpora: tuple[Corpus, ...]) -> str:
-    """Identifies what is to be staged: another digest is other data."""
+    """Identifies the data to stage: other data has another digest."""
     digest = xxhash.xxh3_128()
     for corpus in corpora:
         digest.update(f"{corpus.folder}\0{len(corpus.index)}\0".encode())

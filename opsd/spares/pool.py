@@ -1,16 +1,16 @@
-"""The pool of spares as Slurm has it: nodes of the reservation, nodes that call themselves spares in their comment."""
+"""The pool of spares in Slurm: nodes of the reservation, and nodes whose comment says that they are spares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opsd.slurm import record
+from opsd.slurm import node_comment
 from opsd.slurm.ownership import day
 from opsd.slurm.port import Node, Slurm, SlurmRejected
 
 FLAGS = "REPLACE_DOWN"
-"""Slurm puts another node in the place of one that goes down (0.3 to 1.1 s, measured on 22.05 and 25.11)."""
+"""Slurm replaces a node that goes down (0.3 to 1.1 s, measured on 22.05 and 25.11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Spare:
 
     @property
     def ready(self) -> bool:
-        """True if it may take another node's place."""
+        """Whether it may replace another node."""
         return not self.why_not
 
 
@@ -36,31 +36,31 @@ def pool(slurm: Slurm, reservation: str, max_age_s: float, now: float) -> list[S
 def judge(
     nodes: Sequence[Node], comments: Mapping[str, str], reserved: set[str], max_age_s: float, now: float
 ) -> list[Spare]:
-    """The spares among ``nodes``, judged at the epoch second ``now``. Pure."""
+    """The spares among ``nodes``, as of the epoch second ``now``. Pure."""
     spares = []
     for node in nodes:
-        told = record.read(comments.get(node.name, ""))
+        told = node_comment.read(comments.get(node.name, ""))
         if told.spare or node.name in reserved:
             spares.append(Spare(node.name, _why_not(node, told.spare, told.spare_at, max_age_s, now), told.spare_at))
     return spares
 
 
 def mark(slurm: Slurm, node: str, spare: str, at: float) -> None:
-    """Write into the node's comment that it is "ready", which topics it lacks, or "" that it is no spare.
+    """Set the spare state in the node's comment: "ready", the topics it lacks, or "" for no spare.
 
     Raises SlurmError.
     """
     comments = slurm.comments([node])
     if node not in comments:
         raise SlurmRejected(f"Slurm has no node {node}; if this machine has another name there, set agent.node")
-    before = record.read(comments[node])
+    before = node_comment.read(comments[node])
     after = replace(before, spare=spare, spare_at=at if spare else 0.0)
     if after != before:
-        slurm.set_comment(node, record.write(comments[node], after))
+        slurm.set_comment(node, node_comment.write(comments[node], after))
 
 
 def reserve(slurm: Slurm, name: str, *, count: int, partition: str, users: str) -> None:
-    """Make the pool's reservation of ``count`` nodes that Slurm chooses and refills. Raises SlurmError."""
+    """Create the pool's reservation of ``count`` nodes that Slurm chooses and replaces. Raises SlurmError."""
     slurm.reserve(
         name,
         {

@@ -1,4 +1,4 @@
-"""Whether a spare may be used: its data, its software and its preflight must all be good, and known to be. Pure."""
+"""Whether a spare may be used: its data, software and preflight all have to be good, and recently checked. Pure."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from opsd.settings.spare import SpareSettings
-from opsd.slurm.ownership import Proof, day
+from opsd.slurm.ownership import PreflightResult, day
 from opsd.spares.state import SpareState
 
 PROFILE = "spare"
 
 
-def judged(
-    state: SpareState, source_digest: str, proof: Proof | None, settings: SpareSettings, now: float
+def assessed(
+    state: SpareState, source_digest: str, preflight: PreflightResult | None, settings: SpareSettings, now: float
 ) -> SpareState:
-    """``state`` with the verdict of the epoch second ``now``.
+    """``state`` with a verdict as of the epoch second ``now``.
 
-    ``source_digest`` identifies what the source has now, "" if it could not be asked. The verdict holds until the
-    first of its grounds is older than ``spare.max_age_s``.
+    ``source_digest`` identifies the data that the source has now, "" if it could not be read. The verdict expires when
+    the oldest check it is based on is older than ``spare.max_age_s``.
     """
     lacks = {
         "data": _data(state, source_digest, settings, now),
         "software": _software(state.software, settings.software),
-        "preflight": _preflight(proof, settings, now),
+        "preflight": _preflight(preflight, settings, now),
     }
     lacks = {topic: why for topic, why in lacks.items() if why}
-    grounds = [now, *([state.verified_at] if settings.source else []), *([proof.at] if proof else [])]
+    grounds = [now, *([state.verified_at] if settings.source else []), *([preflight.at] if preflight else [])]
     expires_at = 0.0 if lacks else min(grounds) + settings.max_age_s
     return replace(state, ready=not lacks, lacks=lacks, checked_at=now, expires_at=expires_at)
 
@@ -58,16 +58,16 @@ def _software(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 
 def _agrees(found: str, wanted: str) -> bool:
-    """True if ``wanted`` is the version or its beginning: 2.9 is met by 2.9.1 and 2.9+cu129, not by 2.90."""
+    """Whether ``wanted`` is the version or a prefix of it: 2.9 matches 2.9.1 and 2.9+cu129, not 2.90."""
     return found == wanted or (found.startswith(wanted) and not found[len(wanted)].isalnum())
 
 
-def _preflight(proof: Proof | None, settings: SpareSettings, now: float) -> str:
+def _preflight(preflight: PreflightResult | None, settings: SpareSettings, now: float) -> str:
     run = f"run `opsd preflight --profile {PROFILE}`"
-    if proof is None:
+    if preflight is None:
         return f"it has passed no preflight {PROFILE}; {run}"
-    if not proof.passed:
-        return f"it failed preflight {PROFILE} at {day(proof.at)}; repair it, then {run}"
-    if now - proof.at > settings.max_age_s:
-        return f"its last preflight {PROFILE} is of {day(proof.at)}; {run}"
+    if not preflight.passed:
+        return f"it failed preflight {PROFILE} at {day(preflight.at)}; repair it, then {run}"
+    if now - preflight.at > settings.max_age_s:
+        return f"its last preflight {PROFILE} is of {day(preflight.at)}; {run}"
     return ""

@@ -1,4 +1,4 @@
-"""What is known of this node as a spare: one JSON file in the agent's state folder, replaced by rename.
+"""The state of this node as a spare: one JSON file in the agent's state folder, replaced by rename.
 
 The agent's collector (collectors/spare.py) reads ``ready``, ``expires_at``, ``checked_at`` and ``staged_bytes``.
 """
@@ -12,18 +12,17 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from opsd.collectors.spare import FILE
 from opsd.files import write_text
 from opsd.settings.spare import SpareSettings
-
-FILE = "spare.json"
 
 
 @dataclass(frozen=True, slots=True)
 class SpareState:
     """``digest`` identifies the staged data; times are epoch seconds, 0 for never.
 
-    ``lacks`` says by topic (data, software, preflight) why the node is not ready; it is ready until ``expires_at`` if
-    nothing is lacking.
+    ``lacks`` gives by topic (data, software, preflight) why the node is not ready. If it is empty, the node is ready
+    until ``expires_at``.
     """
 
     source: str = ""
@@ -41,7 +40,7 @@ class SpareState:
     format: Literal[1] = 1
 
     def holds_for(self, settings: SpareSettings) -> bool:
-        """Whether this is about what is to be staged, and where to."""
+        """Whether the state is of the configured source and folder."""
         return (self.source, self.folder) == (settings.source, settings.folder)
 
     def why_not_ready(self, now: float) -> str:
@@ -57,7 +56,7 @@ _STATE = TypeAdapter(SpareState)
 
 
 def read(state_dir: Path) -> SpareState | None:
-    """What is known, None if that is nothing or the file cannot be used, which is as good as nothing."""
+    """The stored state, None if there is none or it cannot be used."""
     try:
         return _STATE.validate_json((state_dir / FILE).read_bytes())
     except (OSError, ValidationError):
@@ -65,11 +64,11 @@ def read(state_dir: Path) -> SpareState | None:
 
 
 def write(state_dir: Path, state: SpareState) -> None:
-    """Keep ``state``. Raises OSError."""
+    """Store ``state``. Raises OSError."""
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_text(state_dir / FILE, _STATE.dump_json(state, indent=1).decode() + "\n")
 
 
 def forget(state_dir: Path) -> None:
-    """This node is no spare any more. Raises OSError."""
+    """Remove the state: this node is no spare any more. Raises OSError."""
     (state_dir / FILE).unlink(missing_ok=True)

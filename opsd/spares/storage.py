@@ -1,4 +1,4 @@
-"""Where shards come from: a folder, or any URL that fsspec knows."""
+"""Where shards come from: a folder, or any URL that fsspec supports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, BinaryIO, Protocol
 
 
 class StorageError(Exception):
-    """The storage cannot be used or lacks something; the message is one sentence."""
+    """The storage cannot be used or lacks a file; the message is one sentence."""
 
 
 class AbsentError(StorageError):
@@ -15,14 +15,14 @@ class AbsentError(StorageError):
 
 
 class Storage(Protocol):
-    """Files by their path relative to the root. Both methods raise StorageError, ``open`` AbsentError for no file."""
+    """Files by their path relative to the root. Methods raise StorageError; ``open`` raises AbsentError for no file."""
 
     def folders(self) -> list[str]:
         """The folders right under the root."""
         ...
 
     def open(self, path: str, offset: int = 0) -> BinaryIO:
-        """The file at ``path``, to be read from byte ``offset`` on. The caller closes it."""
+        """The file at ``path``, opened at byte ``offset``. The caller closes it."""
         ...
 
 
@@ -39,7 +39,7 @@ def open_storage(source: str) -> Storage:
 
 
 class Folder:
-    """A folder, on a shared file system for instance."""
+    """A folder, for instance on a shared file system."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -61,17 +61,17 @@ class Folder:
 
 
 class Url:
-    """A folder of an fsspec file system: object storage, or a web server, on another node for instance."""
+    """A folder of an fsspec file system: object storage, or a web server, for instance on another node."""
 
     def __init__(self, filesystem: Any, base: str) -> None:
         self._files, self._base = filesystem, base.rstrip("/")
-        # Simple web servers, as of Python, know whole files only: they are read as a stream.
+        # Simple web servers such as Python's have no range requests: files are read as a stream.
         self._options = {"block_size": 0} if "http" in filesystem.protocol else {}
 
     def folders(self) -> list[str]:
         try:
             found = self._files.ls(self._base, detail=True)
-        except Exception as error:  # clients of object storages raise what they like
+        except Exception as error:  # clients of object storages raise arbitrary exceptions
             raise StorageError(f"{self._base} cannot be listed: {_said(error)}") from error
         return sorted(str(e["name"]).rstrip("/").rpartition("/")[2] for e in found if e["type"] == "directory")
 
@@ -79,14 +79,14 @@ class Url:
         try:
             file: BinaryIO = self._files.open(f"{self._base}/{path}", "rb", **self._options)
             _go_to(file, offset)
-        except Exception as error:  # clients of object storages raise what they like
+        except Exception as error:  # clients of object storages raise arbitrary exceptions
             kind = AbsentError if isinstance(error, FileNotFoundError) else StorageError
             raise kind(f"{self._base}/{path} cannot be read: {_said(error)}") from error
         return file
 
 
 def _go_to(file: BinaryIO, offset: int) -> None:
-    """Have ``file`` read on from ``offset``; of a stream what comes before is skipped."""
+    """Move ``file`` to ``offset``; a stream is read up to there."""
     try:
         file.seek(offset)
     except ValueError:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from opsd.collectors.base import Reading
 from opsd.collectors.kmsg import KmsgCollector
-from opsd.collectors.xid import XidLedger
+from opsd.collectors.lib.kernel.xid import XidLedger
 from tests.fakes.clock import FakeClock
 from tests.fakes.kernel_log import RingLog
 

@@ -11,8 +11,8 @@ from multiprocessing.managers import BaseManager
 from typing import Any, Protocol, cast
 
 from opsd.collectors.base import GpuFact, NoData, Reading
+from opsd.collectors.lib.kernel.xid import XidLedger
 from opsd.collectors.nvml import NvmlCollector, PowerControl
-from opsd.collectors.xid import XidLedger
 
 
 class _BesideKernelLog:

@@ -67,8 +67,8 @@ class FakeQueue(FakeSlurm):
             if self._looks > COMPLETING_LOOKS:
                 again = self.job.restarts + 1
                 self.job = replace(self.job, state="pending", reason="BeginTime", nodes=(), restarts=again)
-        attendant = [replace(self.job, id=ATTENDANT, state="running" if self._room else "pending", nodes=())]
-        known = [self.job, *(attendant if self.submitted else [])]
+        helper = [replace(self.job, id=ATTENDANT, state="running" if self._room else "pending", nodes=())]
+        known = [self.job, *(helper if self.submitted else [])]
         return [found for found in known if not ids or found.id in ids]
 
     def step_nodes(self, job: int) -> frozenset[str]:

@@ -9,14 +9,14 @@ import torch
 
 from opsd.bench.preflight import gemm
 from opsd.preflight.base import Check, Context, Verdict
-from opsd.preflight.checks import gpu_burn, gpu_host_copy, gpu_memory, gpu_peer
+from opsd.preflight.checks import gpu_burn, gpu_burn_fp8, gpu_host_copy, gpu_memory, gpu_peer
 from opsd.preflight.judge import judge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
 CHECKS = (
     gpu_burn.CHECK,
-    gpu_burn.CHECK_FP8,
+    gpu_burn_fp8.CHECK,
     gpu_memory.CHECK,
     gpu_host_copy.CHECK,
     pytest.param(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opsd.trainer.attention import attend, make_view
+from opsd.trainer.attention import attend, attention_inputs
 from opsd.trainer.settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,7 +30,7 @@ def test_kernels_agree(kernel: str, window: int) -> None:
         torch.manual_seed(0)
         shapes = [(2, heads, 1024, 64) for heads in (4, 2, 2)]
         q, k, v = (torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-        view = make_view(documents, SETTINGS.model_copy(update={"attention": name, "window": window}))
+        view = attention_inputs(documents, SETTINGS.model_copy(update={"attention": name, "window": window}))
         y = attend(q, k, v, view.near, None)
         y.square().sum().backward()
         results.append([y, q.grad, k.grad, v.grad])

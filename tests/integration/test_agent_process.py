@@ -16,7 +16,7 @@ import pytest
 from opsd import exitcodes
 from opsd.client import Reporter
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
-from opsd.slurm.orders import Orders
+from opsd.slurm.deferred import DeferredUpdates
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd
 
@@ -78,9 +78,9 @@ def test_a_lost_gpu_shows_and_the_others_stay(gpu_opsd: Opsd, gpus: SimulatedGpu
 def test_orders_to_slurm_are_taken_by_an_agent_that_may_carry_them_out(opsd: Opsd, tmp_path: Path) -> None:
     """One that is meant to drain, or that is root."""
     with opsd.agent():
-        assert Orders(tmp_path / "state").invited == (os.geteuid() == 0)
+        assert DeferredUpdates(tmp_path / "state").enabled == (os.geteuid() == 0)
     with opsd.agent("--set=policy.drain=true"):
-        assert Orders(tmp_path / "state").invited
+        assert DeferredUpdates(tmp_path / "state").enabled
 
 
 def test_everything_is_there_at_once(gpu_opsd: Opsd, tmp_path: Path) -> None:

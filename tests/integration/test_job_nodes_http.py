@@ -13,7 +13,7 @@ from opsd.agent.web.access import load
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.job_nodes import Asker, JobNodes
 from opsd.agent.web.server import Server
-from opsd.config import AgentSettings
+from opsd.settings.agent import AgentSettings
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from opsd.collectors.throttle import REASONS
+from opsd.collectors.lib.nvml.throttle import REASONS
 from opsd.preflight import series
 from opsd.preflight.base import Check, Context, Demand, Verdict
 from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage_local
-from opsd.preflight.engine import Job, run
-from opsd.preflight.footprint import Footprint
+from opsd.preflight.engine import CheckRun, run
+from opsd.preflight.memory_use import MemoryUse
 from opsd.preflight.report import Result
 from opsd.preflight.view import PlainView
 from opsd.preflight.watch import Watch
@@ -47,7 +47,7 @@ def look(library: str, gpus: SimulatedGpus, tmp_path: Path) -> Callable[[Check],
 
 
 def one(check: Check, context: Context, folder: Path, seconds: float = 1.0) -> Result:
-    job = Job([check], context, folder, seconds={check.name: seconds})
+    job = CheckRun([check], context, folder, seconds={check.name: seconds})
     return asyncio.run(run(job, PlainView(Console(quiet=True)))).results[0]
 
 
@@ -128,11 +128,11 @@ def test_a_time_series_has_clocks_temperature_and_errors_of_every_gpu(
 def test_gpus_are_watched_while_they_work(library: str, gpus: SimulatedGpus):
     """The memory that a run takes, throttling, and a GPU that is gone: all by one test, as a process has one driver."""
     gpus[0].load(utilization=0, power_watts=100, memory_ratio=0.1)
-    with Footprint(list, library) as footprint:
-        assert eventually(lambda: footprint.share is not None)
+    with MemoryUse(list, library) as memory_use:
+        assert eventually(lambda: memory_use.share is not None)
         gpus[0].load(utilization=99, power_watts=700, memory_ratio=0.5)
-        assert eventually(lambda: (footprint.share or 0.0) > 0.45)
-    assert footprint.taken == pytest.approx(0.4 * 80e9, rel=0.15)
+        assert eventually(lambda: (memory_use.share or 0.0) > 0.45)
+    assert memory_use.taken == pytest.approx(0.4 * 80e9, rel=0.15)
     with Watch(library) as watch:
         assert eventually(lambda: any(m.measure == "clock" for m in watch.measurements()))
         gpus[2].throttle_reasons = REASONS["hw_thermal"]

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from opsd.preflight.base import Context, Verdict
-from opsd.preflight.engine import NO_RUN, Job, run, unmet_need
+from opsd.preflight.engine import NO_RUN, CheckRun, run, unmet_need
 from opsd.preflight.report import Report, Result
 from tests.fakes import preflight_checks as fake
 from tests.fakes.clock import eventually
@@ -43,9 +43,9 @@ class Recorder:
         self.ended.append(result)
 
 
-def job(folder: Path, *checks, **options) -> Job:
+def job(folder: Path, *checks, **options) -> CheckRun:
     context = Context("node-1", "quick", 0.0, local_dir=str(folder / "pids"), sys=str(folder / "sys"))
-    return Job(checks, replace(context, **options.pop("context", {})), folder, **options)
+    return CheckRun(checks, replace(context, **options.pop("context", {})), folder, **options)
 
 
 def report_of(folder: Path, *checks, **options) -> Report:

@@ -15,7 +15,7 @@ from opsd import __version__
 from opsd.preflight import interpreter
 from opsd.preflight.base import Context, Verdict
 from opsd.preflight.checks import CHECKS, gpu_burn
-from opsd.preflight.engine import Job, SelectionError, run, unmet_need
+from opsd.preflight.engine import CheckRun, SelectionError, run, unmet_need
 from opsd.preflight.training import demand_by, demand_of
 from opsd.preflight.view import PlainView
 from tests.fakes import preflight_checks as fake
@@ -92,7 +92,7 @@ def test_an_interpreter_without_this_opsd_is_said(node: Context, tmp_path: Path,
 def test_only_checks_that_need_torch_run_in_the_training_s_python(node: Context, tmp_path: Path):
     """The others stay with opsd's own."""
     other = program(tmp_path / "python", f'echo used >>"{tmp_path}/log"; exec "{sys.executable}" "$@"')
-    job = Job((fake.GOOD, fake.NEEDS_TORCH), node, tmp_path, python=other)
+    job = CheckRun((fake.GOOD, fake.NEEDS_TORCH), node, tmp_path, python=other)
     report = asyncio.run(run(job, PlainView(Console(quiet=True))))
     assert [result.verdict for result in report.results] == [Verdict.PASS, Verdict.PASS]
     assert (tmp_path / "log").read_text(encoding="ascii").split() == ["used"]

@@ -19,10 +19,10 @@ pytest.importorskip("yaml")
 pytest.importorskip("grafana_foundation_sdk")
 
 from opsd.commands.main import cli
+from opsd.commands.stack import BROWSERS, take
 from opsd.dashboards.build import rendered
 from opsd.preflight.formats import openmetrics
 from opsd.simulated.gpus import NoCompilerError
-from opsd.stack.pictures import BROWSERS, take
 from opsd.stack.world import Stack, StackError, get
 from tests.fakes.clock import eventually
 from tests.fakes.preflight_reports import CLOCK, DISK, GEMM, report

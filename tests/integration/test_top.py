@@ -20,7 +20,7 @@ from opsd.agent.web import api
 from opsd.agent.web.app import App
 from opsd.agent.web.server import Server
 from opsd.collectors.base import GpuFact, Sample
-from opsd.collectors.nvml_series import GPU_TEMP
+from opsd.collectors.lib.nvml.series import GPU_TEMP
 from opsd.commands.top import screen
 from tests.fakes.agent import SILENT
 from tests.fakes.facts import rank

@@ -15,9 +15,9 @@ from trainer_world import STEPS, Run
 from opsd.checkpoints.manifest import folder_of, read, steps, verify
 from opsd.rank_page import read_page, write_request
 from opsd.trainer.config import load as load_config
+from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
-from opsd.trainer.restore import load
 
 
 def test_it_learns_and_says_how(undisturbed: Run) -> None:

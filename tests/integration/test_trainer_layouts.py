@@ -18,9 +18,9 @@ from opsd.checkpoints.sealed import CHECKSUM, seal
 from opsd.commands.checkpoint import checkpoint
 from opsd.trainer.config import load as load_config
 from opsd.trainer.huggingface import export
+from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
-from opsd.trainer.restore import load
 
 SHAPE: dict[str, object] = {
     "model.width": 32, "model.heads": 4, "model.kv_heads": 2, "model.ffn": 50, "model.vocab": 402,
@@ -159,17 +159,15 @@ def test_eight_bits_are_close(tmp_path: Path, shards: Path) -> None:
 
 def copy_shards_of_the_first_rank(folder: Path) -> None:
     """Make the second rank's shards of a tensor-parallel checkpoint those of the first, and the manifest fit."""
-    record = json.loads((folder / MANIFEST).read_text())
-    first, second = (folder / entry["name"] for entry in record["files"])
+    info = json.loads((folder / MANIFEST).read_text())
+    first, second = (folder / entry["name"] for entry in info["files"])
     with safe_open(second, framework="pt") as file:
         metadata = file.metadata()
     tensors, theirs = load_file(second), load_file(first)
     shared = {name for name in tensors if name.endswith("attention.query.weight")}
     save_file(tensors | {name: theirs[name] for name in shared}, second, metadata)
-    record["files"][1] |= {"size": second.stat().st_size, "checksum": checksum(second)}
-    (folder / MANIFEST).write_text(
-        json.dumps(seal({name: value for name, value in record.items() if name != CHECKSUM}))
-    )
+    info["files"][1] |= {"size": second.stat().st_size, "checksum": checksum(second)}
+    (folder / MANIFEST).write_text(json.dumps(seal({name: value for name, value in info.items() if name != CHECKSUM})))
 
 
 def test_copied_shards_are_named_at_the_start(tmp_path: Path, shards: Path) -> None:

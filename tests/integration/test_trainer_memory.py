@@ -29,9 +29,9 @@ def resume(run: Run, undisturbed: Run, world: int = 2) -> dict[str, Any]:
 def kill_after_save(run: Run) -> None:
     """Kill the ranks once a checkpoint is on disk and in memory; the next is far."""
     world = run.start(run__steps=100_000, checkpoint__every=20)
-    eventually(lambda: steps(run.checkpoints) and all(memory.read_record(run.folder, rank) for rank in (0, 1)))
+    eventually(lambda: steps(run.checkpoints) and all(memory.read_info(run.folder, rank) for rank in (0, 1)))
     world.kill()
-    assert all(memory.read_record(run.folder, rank) for rank in (0, 1))
+    assert all(memory.read_info(run.folder, rank) for rank in (0, 1))
 
 
 def test_a_killed_rank_leaves_its_state_in_memory(run: Run, undisturbed: Run) -> None:
@@ -87,12 +87,12 @@ def test_a_damaged_memory_alone_is_not_begun_with(run: Run) -> None:
 def test_states_of_two_saves_do_not_mix(run: Run, undisturbed: Run, change: str) -> None:
     """When one rank's memory is of another save, or lost with its node, the disk is read."""
     kill_after_save(run)
-    path = memory.record_path(run.folder, 1)
-    record = json.loads(path.read_text())
+    path = memory.info_path(run.folder, 1)
+    info = json.loads(path.read_text())
     if change == "gone":
         path.unlink()
     else:
-        path.write_text(json.dumps(record | ({"step": 5} if change == "older" else {"attempt": "00000000"})))
+        path.write_text(json.dumps(info | ({"step": 5} if change == "older" else {"attempt": "00000000"})))
     assert resume(run, undisturbed)["tier"] == "local"
 
 

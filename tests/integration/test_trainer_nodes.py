@@ -20,7 +20,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
     world = run.start(nodes=2, run__steps=100_000, checkpoint__every=20)
 
     def is_copied() -> bool:
-        found = [record.step for node in (0, 1) for record in memory.all_records(run.memory(node))]
+        found = [info.step for node in (0, 1) for info in memory.all_infos(run.memory(node))]
         return len(found) == 4 and len(set(found)) == 1 and found[0] in steps(run.checkpoints)
 
     eventually(is_copied)
@@ -127,7 +127,7 @@ def test_whole_replicas_on_each_node(tmp_path: Path, shards: Path) -> None:
     """With a whole replica on each node memory suffices, and what both hold is written to the disk once."""
     run = Run(tmp_path, shards, {"parallel.replicas": 2})
     world = run.start(nodes=2, run__steps=100_000, checkpoint__every=20)
-    eventually(lambda: steps(run.checkpoints) and len(list(memory.all_records(run.memory(1)))) == 2)
+    eventually(lambda: steps(run.checkpoints) and len(list(memory.all_infos(run.memory(1)))) == 2)
     world.kill()
     assert len(read(folder_of(run.checkpoints, steps(run.checkpoints)[0])).files) == 1
     assert resume(run)["tier"] == "memory"

@@ -24,8 +24,8 @@ def test_a_spare_gets_the_state_of_the_lost_node_from_memory(tmp_path: Path, mon
     flags = ("--nnodes=2", "--spares=1", "--nproc-per-node=1")
 
     def copied() -> bool:
-        held = [list(memory.all_records(tmp_path / node / "r")) for node in ("n1", "n2")]
-        return all(len(records) == 2 for records in held) and len({record.save for one in held for record in one}) == 1
+        held = [list(memory.all_infos(tmp_path / node / "r")) for node in ("n1", "n2")]
+        return all(len(records) == 2 for records in held) and len({info.save for one in held for info in one}) == 1
 
     with Nodes(tmp_path, "", *flags, count=3, program=program) as nodes:
         nodes.until(lambda: nodes.events("checkpoint_committed") and copied())

@@ -105,8 +105,8 @@ def test_weights_and_biases_takes_the_numbers(tmp_path: Path) -> None:
     add_lines(tmp_path, range(1, 4))
     (tmp_path / "evaluations.jsonl").write_text('{"t": 1005.0, "step": 2, "results": {"held_loss": 3.5}}\n')
     pass_on(tmp_path, {"wandb": "a-project"}, WANDB_MODE="offline", WANDB_SILENT="true")
-    (record,) = (tmp_path / "tracking" / "wandb").glob("offline-run-*-a-run/run-a-run.wandb")
-    content = record.read_bytes()
+    (info,) = (tmp_path / "tracking" / "wandb").glob("offline-run-*-a-run/run-a-run.wandb")
+    content = info.read_bytes()
     assert b"train/loss" in content
     assert b"evaluation/held_loss" in content
     assert b"a-project" in content

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from opsd.agent.actions import ActionError, Executor, ancestors
-from opsd.agent.incidents import Outcome
+from opsd.agent.lifecycle import Outcome
 from opsd.client import Reporter
 from opsd.control import ControlError, ask_launcher
 from opsd.runbooks.base import Action

@@ -10,10 +10,11 @@ import pytest
 
 from opsd import client, config
 from opsd.agent import collectors
+from opsd.collectors import plugins
 from opsd.collectors.base import Reading
 from opsd.collectors.ranks import RanksCollector
 
-SECTIONS = [section for section, _ in collectors.COLLECTORS]
+SECTIONS = [plugin.name for plugin in plugins()]
 
 
 def names(settings: config.Settings) -> list[str]:

@@ -9,10 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import exitcodes
-from opsd.agent.labels import LABELS
+from opsd.agent import metrics as own
+from opsd.agent.collectors import build
+from opsd.collectors import plugins
 from opsd.commands.main import cli
-from opsd.commands.metrics import catalogue
+from opsd.commands.metrics import catalogue, label_values
 from opsd.commands.runbook import to_markdown
+from opsd.config import Settings
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Guide
 
@@ -65,10 +68,12 @@ def test_the_list_of_metrics_has_every_column() -> None:
 
 def test_the_values_of_every_label_are_documented() -> None:
     """What bounds the number of series, and nothing about labels that are gone."""
-    used = {label for _, metric in catalogue() for label in metric.labels}
-    assert set(LABELS) == used
+    sources = [(own.METRICS, own.LABELS)]
+    sources += [(made.metrics, plugin.labels) for made, plugin in zip(build(Settings()), plugins(), strict=True)]
+    for metrics, labels in sources:
+        assert set(labels) == {label for metric in metrics for label in metric.labels}
     listed = CliRunner().invoke(cli, ["metrics", "--list"]).output
-    assert all(f"{label} " in listed and values in listed for label, values in LABELS.items())
+    assert all(f"{label} " in listed and values in listed for label, values in label_values().items())
 
 
 @pytest.mark.parametrize("book", RUNBOOKS, ids=lambda book: book.kind)

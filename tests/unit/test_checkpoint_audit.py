@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from opsd.commands.checkpoint import checkpoint
-from opsd.trainer.copies import examine
+from opsd.trainer.duplicate_shards import examine
 from opsd.trainer.tensors import Chunk, FormatError, Stored, stored_tensors
 
 torch.set_num_threads(1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from graphlib import TopologicalSorter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.agent.correlate import LINKS, RELEASE_S, correlate, held, joint_gpu_seconds, linked
+from opsd.agent.correlate import CAUSES, RELEASE_S, correlate, held, joint_gpu_seconds, linked
 from opsd.agent.incidents import Book
 from opsd.runbooks.base import Cost, Culprit, Incident, Severity
 from tests.fakes.facts import rank
@@ -116,7 +117,16 @@ def test_a_loss_that_two_incidents_report_is_counted_once() -> None:
     assert joint_gpu_seconds([throttle, after]) == pytest.approx(130)
 
 
-KINDS = sorted({kind for link in LINKS for kind in (link.symptom, link.root)} | {"loss_nan"})
+LINKED = {kind: [cause.kind for cause in causes] for kind, causes in CAUSES.items() if causes}
+KINDS = sorted({"loss_nan", *LINKED, *(cause for causes in LINKED.values() for cause in causes)})
+
+
+def test_causes_are_runbooks_and_lead_nowhere_back() -> None:
+    """A kind is never its own cause, in however many steps."""
+    assert set(KINDS) <= set(CAUSES)
+    TopologicalSorter(LINKED).prepare()
+
+
 incidents_of_a_node = st.lists(
     st.builds(
         of,

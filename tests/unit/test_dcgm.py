@@ -13,7 +13,7 @@ import pytest
 
 from opsd.collectors.base import Metric, NoData, Reading, Sample
 from opsd.collectors.dcgm import DcgmCollector, DcgmError, Yielding, parse_exposition
-from opsd.collectors.nvml_series import GPU_TEMP, PCIE_REPLAYS, SM_CLOCK
+from opsd.collectors.lib.nvml.series import GPU_TEMP, PCIE_REPLAYS, SM_CLOCK
 
 LABELS = (
     'gpu="0",UUID="GPU-1",pci_bus_id="00000000:1B:00.0",device="nvidia0",modelName="NVIDIA H100 80GB HBM3",'

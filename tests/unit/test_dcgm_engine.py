@@ -14,8 +14,8 @@ import pytest
 
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.dcgm import ENGINE_UP, SERIES, UP, DcgmCollector, DcgmError
-from opsd.collectors.dcgm_engine import EngineError, HostEngine, Reader, find_bindings, runs
-from opsd.collectors.nvml_series import GPU_TEMP, SM_CLOCK
+from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine, Reader, find_bindings, runs
+from opsd.collectors.lib.nvml.series import GPU_TEMP, SM_CLOCK
 
 TEMPERATURE, CLOCK = 150, 100
 NAMES = {TEMPERATURE: GPU_TEMP.name, CLOCK: SM_CLOCK.name}
@@ -123,7 +123,7 @@ def test_the_bindings_are_loaded_as_dcgm_ships_them(tmp_path: Path) -> None:
         """)
     )
     program = (
-        "import sys; from pathlib import Path; from opsd.collectors.dcgm_engine import new_reader; "
+        "import sys; from pathlib import Path; from opsd.collectors.lib.dcgm_engine import new_reader; "
         f"print(new_reader(Path(sys.argv[1]), [{GPU_TEMP.name!r}, 'DCGM_FI_DEV_UNKNOWN'])[1])"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -14,9 +14,8 @@ import pytest
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, checksum, commit, folder_of, verify
 from opsd.client import Reporter
 from opsd.demo.faults import FAULTS, Director, Fault, Stage, Trial, observe
-from opsd.demo.gpus import prepare
 from opsd.demo.report import differing_steps, losses
-from opsd.demo.scene import Scene
+from opsd.demo.scene import Scene, prepare_gpus
 from opsd.demo.text import copy_text
 from opsd.demo.view import culprit_name, describe_event, sparkline
 from opsd.demo.world import Snapshot, parse_gpus
@@ -158,7 +157,7 @@ def test_text_is_the_same_every_time(tmp_path: Path) -> None:
 def test_without_a_compiler_the_faults_of_gpus_are_left_out(tmp_path: Path) -> None:
     """The summary's reason is the sentence that says what to install, unless the machine has GPUs of its own."""
     scene = Scene(tmp_path, tmp_path, port=0)
-    gpus = prepare(scene, path=str(tmp_path))
+    gpus = prepare_gpus(scene, path=str(tmp_path))
     assert gpus.simulated is None
     assert scene.library is None
     assert "no C compiler" in gpus.why or "GPUs of its own" in gpus.why

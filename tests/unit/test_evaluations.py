@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import Event
-from opsd.collectors.evaluations import MAX_RESULTS, Evaluations
+from opsd.collectors.lib.user_series import MAX_NAMES, evaluations
 
 
 def evaluation(**data: Any) -> Event:
@@ -16,10 +16,10 @@ def evaluation(**data: Any) -> Event:
 
 
 def series(*events: Event) -> dict[tuple[str, ...], float]:
-    evaluations = Evaluations("r")
+    newest = evaluations("r")
     for event in events:
-        evaluations.note(event)
-    return {(sample.metric.name, *sample.labels): sample.value for sample in evaluations.samples()}
+        newest.note(event)
+    return {(sample.metric.name, *sample.labels): sample.value for sample in newest.samples()}
 
 
 def test_the_newest_evaluation_is_exported_beside_the_reference() -> None:
@@ -44,7 +44,7 @@ def test_an_evaluation_that_failed_does_not_take_the_last_one_away() -> None:
 def test_the_number_of_series_is_bounded() -> None:
     """A user cannot flood Prometheus with names."""
     many = evaluation(results={f"task-{number}": 0.5 for number in range(10_000)} | {"x" * 1000: 1.0})
-    assert len(series(many)) == 2 + MAX_RESULTS
+    assert len(series(many)) == 2 + MAX_NAMES
 
 
 json_values = st.recursive(

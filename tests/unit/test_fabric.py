@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.fabric import PROBLEMS, fabric_problems
+from opsd.collectors.lib.nvml.driver import PROBLEMS, fabric_problems
 
 
 def problems(health: int) -> dict[str, bool]:

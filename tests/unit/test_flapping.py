@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.agent.incidents import Book, Observed, Rules, reduce
+from opsd.agent.incidents import Book, reduce
+from opsd.agent.lifecycle import Observed, Rules
 from opsd.runbooks.base import Incident, State
 from tests.fakes.incidents import WALL, finding
 

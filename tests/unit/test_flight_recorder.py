@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.flight_recorder import Dump, DumpError, judge, parse_dump
+from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, judge, parse_dump
 
 WORLD = frozenset(range(4))
 DP, TP = ("0", "default_pg"), ("1", "tp")

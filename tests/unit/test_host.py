@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.clock import ClockState, read_clock
 from opsd.collectors.host import HostCollector, count_states, cpu_ratios, parse_pressure
+from opsd.collectors.lib.clock import ClockState, read_clock
 
 PRESSURE = "some avg10=1.53 avg60=0.87 avg300=0.31 total={some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total={full}\n"
 MEMORY = """\

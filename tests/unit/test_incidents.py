@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.agent import incidents
-from opsd.agent.incidents import Book, Observed, Outcome, Rules, Transition, reduce
+from opsd.agent import incidents, lifecycle
+from opsd.agent.incidents import Book, Transition, reduce
+from opsd.agent.lifecycle import Observed, Outcome, Rules
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
 
 RULES = {"throttle": Rules(open_after_s=0, clear_after_s=3, verify_s=10, max_attempts=2)}
@@ -50,7 +51,7 @@ class Patient:
     def act(self, *records: dict[str, object]) -> None:
         records = records or ({"verb": "set_power_limit", "target": "gpu0", "outcome": "running", "detail": ""},)
         name, incident = next(iter(self.book.incidents.items()))
-        self.book = replace(self.book, incidents={name: incidents.started(incident, records, self.now)})
+        self.book = replace(self.book, incidents={name: lifecycle.started(incident, records, self.now)})
 
     def outcome(self, ok: bool = True, number: int = 0) -> Outcome:
         return Outcome(self.incident.id, number, ok, "done" if ok else "no permission")
@@ -153,7 +154,7 @@ def test_what_cannot_be_judged_is_given_up_after_an_hour_and_not_called_resolved
     """A run that has vanished leaves no incident behind for ever, and no false good news either."""
     patient = Patient()
     patient.tick(finding())
-    patient.tick(healed=None, seconds=incidents.GIVE_UP_S - 10)
+    patient.tick(healed=None, seconds=lifecycle.GIVE_UP_S - 10)
     assert patient.incident.state is State.OPEN
     patient.tick(healed=None, seconds=20)
     (ended,) = patient.ended
@@ -197,7 +198,7 @@ def test_evidence_is_bounded() -> None:
         texts = [f"{number} {line}" for line in range(1000)]
         patient.tick(finding(evidence=tuple(Evidence(text, "log", patient.now + 1) for text in texts)))
     found = [evidence.text for evidence in patient.incident.evidence]
-    assert len(found) == incidents.MAX_EVIDENCE
+    assert len(found) == lifecycle.MAX_EVIDENCE
     assert {text.split()[0] for text in found} == {"0", "2"}
 
 
@@ -214,10 +215,10 @@ def test_a_recommendation_is_noted_once() -> None:
     patient = Patient()
     patient.tick(finding())
     note = {"verb": "kill_process", "target": "r0", "outcome": "recommended", "detail": ""}
-    incident = incidents.noted(incidents.noted(patient.incident, [note]), [note])
+    incident = lifecycle.noted(lifecycle.noted(patient.incident, [note]), [note])
     assert len(incident.actions) == 1
     many = [{**note, "target": str(i)} for i in range(200)]
-    assert len(incidents.noted(incident, many).actions) == incidents.MAX_ACTIONS
+    assert len(lifecycle.noted(incident, many).actions) == lifecycle.MAX_ACTIONS
 
 
 def test_an_action_under_way_at_a_restart_is_verified_and_not_repeated() -> None:
@@ -225,7 +226,7 @@ def test_an_action_under_way_at_a_restart_is_verified_and_not_repeated() -> None
     patient = Patient()
     patient.tick(finding())
     patient.act()
-    loaded = incidents.resumed(patient.incident, patient.now + 60)
+    loaded = lifecycle.resumed(patient.incident, patient.now + 60)
     assert (loaded.state, loaded.attempts, loaded.acted_at) == (State.VERIFYING, 1, patient.now + 60)
     assert loaded.actions[0]["outcome"] == "unknown"
 
@@ -241,7 +242,7 @@ def test_a_step_of_the_clock_does_not_cut_a_hold_time_short() -> None:
     assert patient.incident.state is State.OPEN
 
 
-@pytest.mark.parametrize("step", [2 * incidents.GIVE_UP_S, -2 * incidents.GIVE_UP_S])
+@pytest.mark.parametrize("step", [2 * lifecycle.GIVE_UP_S, -2 * lifecycle.GIVE_UP_S])
 def test_a_step_of_the_clock_ends_no_wait_and_begins_none_anew(step: float) -> None:
     """Neither what is unseen nor what nobody can help is a person's turn at once, or hours too late."""
     unseen, idle = Patient(), Patient()
@@ -280,8 +281,8 @@ def test_the_time_in_which_no_agent_watched_ends_no_wait(state: State) -> None:
     patient.tick(finding())
     name, before = next(iter(patient.book.incidents.items()))
     before = replace(before, state=state, acted_at=patient.now if state is State.VERIFYING else None)
-    patient.now += 2 * incidents.GIVE_UP_S
-    patient.book = Book({name: incidents.resumed(before, patient.now)}, watching_since=patient.now)
+    patient.now += 2 * lifecycle.GIVE_UP_S
+    patient.book = Book({name: lifecycle.resumed(before, patient.now)}, watching_since=patient.now)
     patient.tick(idle=True)
     assert patient.incident.state is state
     patient.tick(healed=True)
@@ -296,7 +297,7 @@ def test_health_seen_by_an_earlier_agent_does_not_count() -> None:
     patient.tick(healed=True)
     name, before = next(iter(patient.book.incidents.items()))
     patient.now += 3600
-    patient.book = Book({name: incidents.resumed(before, patient.now)}, watching_since=patient.now)
+    patient.book = Book({name: lifecycle.resumed(before, patient.now)}, watching_since=patient.now)
     patient.tick(healed=True)
     assert patient.incident.state is State.OPEN
 
@@ -351,7 +352,7 @@ def test_invariants_hold_in_every_history(history) -> None:
         if doing == "act":
             record = {"verb": "v", "target": "t", "outcome": "running", "detail": ""}
             acted = {
-                name: incidents.started(i, [record], now)
+                name: lifecycle.started(i, [record], now)
                 if i.state is State.OPEN and i.attempts < RULES["throttle"].max_attempts
                 else i
                 for name, i in book.incidents.items()

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import NoData, Reading
-from opsd.collectors.ib_link import ACTIVE, LinkHistory, PortReading
 from opsd.collectors.infiniband import FILES, METRICS, InfinibandCollector, parse_rate, parse_state
+from opsd.collectors.lib.ib_link import ACTIVE, LinkHistory, PortReading
 from tests.fakes.clock import FakeClock
 from tests.fakes.tree import write_tree
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from opsd.agent.web.job_nodes import FRESH_S, MAX_NODES, Answer, Asker, JobNodes, NodeOfJob, PeerError, job_nodes
-from opsd.config import AgentSettings, Settings, SlurmSettings
+from opsd.collectors.slurm import SlurmSettings
+from opsd.config import Settings
+from opsd.settings.agent import AgentSettings
 from opsd.slurm.port import SlurmError
 from tests.fakes.clock import FakeClock, eventually
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import NoData
-from opsd.collectors.kernel_log import KernelLog, KernelLogDevice, parse_record
 from opsd.collectors.kmsg import KmsgCollector
+from opsd.collectors.lib.kernel.log import KernelLog, KernelLogDevice, parse_record
 from tests.fakes.kernel_log import RingLog
 from tests.fakes.kmsg import XID_31, Node, codes, read, values
 

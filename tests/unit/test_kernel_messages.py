@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.kernel_messages import KINDS, RULES, parse_oom_victim, parse_trouble
+from opsd.collectors.lib.kernel.messages import KINDS, RULES, parse_oom_victim, parse_trouble
 
 MESSAGES = [
     (

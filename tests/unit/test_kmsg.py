@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.collectors.xid import COUNTED
+from opsd.collectors.lib.kernel.xid import COUNTED
 from tests.fakes.kmsg import FALLEN, GPU, XID_31, XID_79, Node, codes, read, values
 
 

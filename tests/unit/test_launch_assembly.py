@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.launch.run.assembly import SlurmJob
+from opsd.launch.run.assembly import EnclosingJob
 from opsd.slurm.port import Node
 from tests.fakes.requeue import FakeQueue, running
 
@@ -20,5 +20,5 @@ ENVIRON = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 def test_a_spare_that_left_is_no_loss_of_the_job(tmp_path: Path, lost: tuple[str, ...], calls: list[str]) -> None:
     """It never was one of its nodes: the requeue is without the others, and the batch script's if there are none."""
     slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n9")], running("n1", "n2"), dead=lost)
-    SlurmJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, lost, ())
+    EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, lost, ())
     assert slurm.calls == calls

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from opsd.collectors import gpm, host, infiniband, kmsg, nvme, nvml_series, ranks, storage
-from opsd.collectors.base import Metric
+from opsd.commands.metrics import catalogue
 
-METRICS = (
-    *nvml_series.METRICS,
-    *gpm.METRICS,
-    *host.METRICS,
-    *ranks.METRICS,
-    *kmsg.KmsgCollector.metrics,
-    *infiniband.METRICS,
-    *nvme.METRICS,
-    *dict.fromkeys((*storage.StorageCollector.metrics, *storage.StorageNetCollector.metrics)),
-)
+METRICS = tuple(metric for source, metric in catalogue() if source != "agent")
 UNITS = {"", "seconds", "bytes", "bytes_per_second", "celsius", "watts", "hertz", "ratio"}
 
 DCGM_EXPORTER_DEFAULTS = {
@@ -50,7 +40,7 @@ DCGM_EXPORTER_DEFAULTS = {
 
 def test_dcgm_exporters_defaults_are_all_there() -> None:
     """Dashboards and alerts written for dcgm-exporter find its names, its labels and a type that fits."""
-    ours = {metric.name: metric for metric in (*nvml_series.METRICS, *gpm.METRICS)}
+    ours = {metric.name: metric for metric in METRICS}
     for name, kind in DCGM_EXPORTER_DEFAULTS.items():
         assert ours[name].kind == {"gauge": "gauge", "counter": "untyped"}[kind], name
         assert ours[name].labels == ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"), name
@@ -62,7 +52,7 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_a_metric_follows_the_conventions(metric: Metric) -> None:
+def test_a_metric_follows_the_conventions(metric) -> None:
     """Help is a sentence, the unit is a base unit and part of the name, counters end in _total."""
     assert metric.help.endswith(".")
     assert metric.unit in UNITS

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.mounts import (
+from opsd.collectors.lib.storage.mounts import (
     Mount,
     NfsOperation,
     mount_of,

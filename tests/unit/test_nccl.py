@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from opsd.collectors.base import Event, NoData, Reading
-from opsd.collectors.nccl import NcclCollector, RasWatch
-from opsd.collectors.nccl_logs import LogMessage, parse_line
-from opsd.collectors.nccl_series import METRICS
+from opsd.collectors.lib.nccl.run import LogMessage, parse_line
+from opsd.collectors.nccl import METRICS, NcclCollector, RasWatch
 from tests.fakes.ras import FakeRas, missing_rank, ras_json, ras_rank
 
 REFUSED = (("127.0.0.1", 1),)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from opsd.collectors.nccl_ras import REQUEST, RasError, RasQuery, parse_status
+from opsd.collectors.lib.nccl.ras import REQUEST, RasError, RasQuery, parse_status
 from tests.fakes.ras import GREETING, FakeRas, missing_rank, ras_json, ras_rank, ras_text
 
 AT_FIVE, AT_SIX = {"AllReduce": 5}, {"AllReduce": 6}

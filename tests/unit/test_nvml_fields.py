@@ -7,9 +7,9 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import Sample
-from opsd.collectors.nvml_fields import (
+from opsd.collectors.lib.nvml import series
+from opsd.collectors.lib.nvml.fields import (
     FIELD_VALUE,
     FieldValue,
     field_plan,

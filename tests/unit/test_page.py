@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from opsd.agent.gather import Health, Source
 from opsd.agent.loop import Snapshot
+from opsd.agent.web.app import runbook_list, runbook_page
 from opsd.agent.web.history import History
 from opsd.agent.web.html import STYLE, h
 from opsd.agent.web.node_page import node_page
-from opsd.agent.web.runbook_pages import runbook_list, runbook_page
 from opsd.collectors import spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_guides import GUIDES
 from opsd.runbooks.base import Evidence, Severity, State
+from opsd.runbooks.lib.alert_guides import GUIDES
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import WALL, incident
 

@@ -15,7 +15,7 @@ from opsd.preflight.base import Check, Measure, Verdict
 from opsd.preflight.burnin import BurnIn
 from opsd.preflight.judge import Value
 from opsd.preflight.report import Report
-from opsd.preflight.series import Look
+from opsd.preflight.series import Sample
 from tests.fakes.preflight_reports import CLOCK, GEMM, VERSIONS, report
 
 CHECKS = (Check("versions", "Versions"),)
@@ -129,27 +129,27 @@ def test_a_speed_that_declines_over_the_hours_is_told() -> None:
     assert [*burnin.declines(rounds([730e12, 731e12, 720e12, 731e12, 722e12, 729e12]), [check])] == []
 
 
-def look(t: float, **values: float) -> Look:
-    return Look(t, {"GPU 0": values})
+def sample(t: float, **values: float) -> Sample:
+    return Sample(t, {"GPU 0": values})
 
 
 def test_errors_that_came_during_the_hours_are_told() -> None:
     """By how much the counters grew, whatever they had before; after a reset of the driver they count on."""
-    looks = [look(0, uncorrected_errors=5), look(1, uncorrected_errors=6), look(2, uncorrected_errors=0)]
-    [found] = series.outcome([*looks, look(3, uncorrected_errors=2)]).findings
+    samples = [sample(0, uncorrected_errors=5), sample(1, uncorrected_errors=6), sample(2, uncorrected_errors=0)]
+    [found] = series.outcome([*samples, sample(3, uncorrected_errors=2)]).findings
     assert (found.verdict, found.summary) == (Verdict.FAIL, "GPU 0 had 3 uncorrected errors during the burn-in")
-    [lost] = series.outcome([look(0, lost=0.0), look(1, lost=1.0)]).findings
+    [lost] = series.outcome([sample(0, lost=0.0), sample(1, lost=1.0)]).findings
     assert lost.summary == "GPU 0 was lost during the burn-in"
-    assert series.outcome([look(0, corrected_errors=0.0), look(1, corrected_errors=90.0)]).findings == ()
-    assert series.outcome([look(0, corrected_errors=0.0), look(1, corrected_errors=900.0)]).findings != ()
+    assert series.outcome([sample(0, corrected_errors=0.0), sample(1, corrected_errors=90.0)]).findings == ()
+    assert series.outcome([sample(0, corrected_errors=0.0), sample(1, corrected_errors=900.0)]).findings != ()
 
 
 def test_the_extremes_of_clock_and_temperature_are_kept() -> None:
     """And a curve is thinned by medians, so that one outlier does not draw it."""
-    looks = [look(t, clock=1.98e9 - t, temperature=40.0 + t) for t in range(50)]
-    extremes = {m.measure: m.value for m in series.outcome(looks).measurements}
+    samples = [sample(t, clock=1.98e9 - t, temperature=40.0 + t) for t in range(50)]
+    extremes = {m.measure: m.value for m in series.outcome(samples).measurements}
     assert extremes == {"lowest_clock": 1.98e9 - 49, "highest_temperature": 89.0}
-    clock = next(trend for trend in series.trends(looks) if trend.measure == "temperature")
+    clock = next(trend for trend in series.trends(samples) if trend.measure == "temperature")
     assert [past.value for past in series.thinned(clock, 10).past] == [42.0 + 5 * part for part in range(10)]
 
 
@@ -159,4 +159,4 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert series.read(file) == []
     whole = json.dumps({"t": 1.0, "values": {"GPU 0": {"clock": 1e9}}})
     file.write_text(f"{whole}\n{whole[:20]}", encoding="utf-8")
-    assert series.read(file) == [Look(1.0, {"GPU 0": {"clock": 1e9}})]
+    assert series.read(file) == [Sample(1.0, {"GPU 0": {"clock": 1e9}})]

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.preflight.diagnosis import Culprit, Diagnosis
-from opsd.preflight.fabric import PLANTS, Fabric, Fault, cluster, score, search
 from opsd.preflight.finder import find
 from opsd.preflight.grouptest import Answer, GroupTest, Tolerance, disjoint, partition
+from opsd.preflight.simulated_cluster import PLANTS, Fault, SimulatedCluster, cluster, score, search
 
 SIZES = st.integers(2, 200)
 PROMISED = [plant for plant in PLANTS if plant != "flaky in 30 % of the tests"]
 
 
 def diagnose(switch_of: dict[str, str], *faults: Fault, topology: bool = True) -> Diagnosis:
-    fabric = Fabric([*switch_of], switch_of, faults, Random(7))
-    return search(fabric, topology=topology)
+    simulated = SimulatedCluster([*switch_of], switch_of, faults, Random(7))
+    return search(simulated, topology=topology)
 
 
 def named(diagnosis: Diagnosis) -> set[str]:

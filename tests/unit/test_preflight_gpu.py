@@ -12,6 +12,7 @@ from opsd.preflight.checks import (
     collectives,
     dcgm,
     gpu_burn,
+    gpu_burn_fp8,
     gpu_host_copy,
     gpu_memory,
     gpu_peer,
@@ -40,7 +41,7 @@ def values(outcome: Outcome) -> dict[tuple[str, str], float]:
     ("check", "function"),
     [
         (gpu_burn.CHECK, gpu_burn.run),
-        (gpu_burn.CHECK_FP8, gpu_burn.run_fp8),
+        (gpu_burn_fp8.CHECK, gpu_burn_fp8.run),
         (gpu_memory.CHECK, gpu_memory.run),
         (gpu_host_copy.CHECK, gpu_host_copy.run),
         (gpu_peer.CHECK, gpu_peer.run),

@@ -16,11 +16,11 @@ from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
 from opsd.preflight.grouptest import Level
 from opsd.preflight.network import patterns, plan
 from opsd.preflight.network.bandwidth import Timing, busbw, sizes
-from opsd.preflight.network.head import slowest
-from opsd.preflight.network.lead import attendance
+from opsd.preflight.network.check import join_outcome
+from opsd.preflight.network.coordinator import slowest
+from opsd.preflight.network.participant import Participant
 from opsd.preflight.network.rendezvous import Place, RendezvousError, interface_towards, place, read_switches, switches
 from opsd.preflight.network.spec import Done, Joined
-from opsd.preflight.network.team import Team
 
 RANKS = st.integers(2, 60)
 
@@ -141,13 +141,13 @@ def test_an_iteration_is_as_slow_as_its_slowest_node():
 
 def test_nodes_that_never_join_or_differ_are_named():
     """Absent, with another release, with a GPU too few."""
-    team = Team(Place(tuple(f"n{i}" for i in range(5)), 0, "n0", 1), processes=8, join_s=9.0)
+    participant = Participant(Place(tuple(f"n{i}" for i in range(5)), 0, "n0", 1), processes=8, join_s=9.0)
     members = {
         0: Joined(0, "n0", 8, __version__),
         3: Joined(3, "n3", 7, __version__),
         4: Joined(4, "n4", 8, "0.0.1"),
     }
-    found = [(finding.verdict, finding.summary) for finding in attendance(team, members).findings]
+    found = [(finding.verdict, finding.summary) for finding in join_outcome(participant, members).findings]
     assert found == [
         (Verdict.FAIL, "n[1-2] never joined within 9 s"),
         (Verdict.FAIL, "n3 came with 7 GPUs, the first node with 8"),

@@ -9,8 +9,8 @@ import pytest
 
 from opsd.preflight.base import Context, Demand, Verdict
 from opsd.preflight.checks import run_steps
-from opsd.preflight.footprint import Footprint
 from opsd.preflight.lint import Setting, findings, sbatch_options, seconds_of
+from opsd.preflight.memory_use import MemoryUse
 from opsd.preflight.plan import flops_per_token, parameters, predict
 from opsd.preflight.training import demand_of
 
@@ -133,18 +133,18 @@ def test_an_interval_in_minutes_or_from_failures_is_judged_like_one_in_steps() -
     assert "checkpoint" not in said(every, "checkpoint.mttf_hours=120")
 
 
-def footprint(taken: float, share: float | None) -> Footprint:
-    seen = Footprint(list)
+def memory_use(taken: float, share: float | None) -> MemoryUse:
+    seen = MemoryUse(list)
     seen.taken, seen.share = taken, share
     return seen
 
 
 def test_memory_that_was_not_predicted_is_a_warning() -> None:
     """On a GPU; on a processor the libraries count as well, of which nothing is known."""
-    [found] = run_steps.too_much(footprint(60e9, 0.75), 40e9)
+    [found] = run_steps.too_much(memory_use(60e9, 0.75), 40e9)
     assert found.summary == "a GPU took 60 GB where 40 GB were predicted"
-    assert [*run_steps.too_much(footprint(45e9, 0.6), 40e9)] == []
-    assert [*run_steps.too_much(footprint(600e6, None), 1e6)] == []
+    assert [*run_steps.too_much(memory_use(45e9, 0.6), 40e9)] == []
+    assert [*run_steps.too_much(memory_use(600e6, None), 1e6)] == []
 
 
 def test_what_the_ranks_tell_of_each_other_fails_the_drill() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from opsd.collectors.processes import DEAD, process_letter, sees_all_processes
+from opsd.collectors.lib.processes import DEAD, process_letter, sees_all_processes
 from tests.fakes.clock import eventually
 
 

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.slurm.allocation import allocation
-from opsd.slurm.attendant import requeue_from_inside
-from opsd.slurm.foresight import foresee
+from opsd.slurm.dry_run import preview
+from opsd.slurm.job_state import next_step
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import Requeued, Without, next_move, requeue_now
+from opsd.slurm.requeue import ExcludedNodes, Requeued, requeue_now
+from opsd.slurm.requeue_helper import requeue_from_inside
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
 
-ANYWHERE = Without()
+ANYWHERE = ExcludedNodes()
 NODES = ("n1", "n2", "n3", "n4")
 
 
@@ -33,7 +34,7 @@ def queue(*, restarts: int = 0, **more: Any) -> FakeQueue:
 
 def ask(
     slurm: FakeQueue,
-    without: Without = ANYWHERE,
+    without: ExcludedNodes = ANYWHERE,
     *,
     each_pause: Callable[[], object] = lambda: None,
     clock: FakeClock | None = None,
@@ -55,7 +56,7 @@ def ask(
 def test_an_operator_takes_the_dead_node_down() -> None:
     """Drain and down first, so that Slurm does not wait for its word; the start time once the job is pending."""
     slurm = queue(dead=("n2",))
-    done, _ = ask(slurm, Without(lost=("n2",), reason="opsd:42 node_lost"))
+    done, _ = ask(slurm, ExcludedNodes(lost=("n2",), reason="opsd:42 node_lost"))
     assert slurm.calls == ["drain n2", "down n2", "requeue", "start"]
     assert slurm.by_name["n2"].reason == "opsd:42 node_lost"
     assert done == Requeued(7, "pending", 1)
@@ -64,7 +65,7 @@ def test_an_operator_takes_the_dead_node_down() -> None:
 def test_an_owner_shrinks_the_job_and_avoids_the_dead_node() -> None:
     """Slurm does not know yet that the node is dead: the job must neither wait for it nor come back on it."""
     slurm = queue(dead=("n2",), operator=False)
-    done, _ = ask(slurm, Without(lost=("n2",)))
+    done, _ = ask(slurm, ExcludedNodes(lost=("n2",)))
     assert slurm.calls == ["shrink to n1 n3", "requeue", "exclude n2", "start"]
     assert done == Requeued(7, "pending", 1, ("n2",))
 
@@ -78,7 +79,7 @@ def test_an_owner_waits_for_slurm_if_the_batch_host_is_dead() -> None:
         if next(pauses) == 500:
             slurm.by_name["n1"] = Node("n1", "down", frozenset({"not_responding"}), "Not responding")
 
-    done, _ = ask(slurm, Without(lost=("n1",)), each_pause=notice)
+    done, _ = ask(slurm, ExcludedNodes(lost=("n1",)), each_pause=notice)
     assert slurm.calls == ["requeue", "start"]
     assert done.state == "pending"
 
@@ -86,7 +87,7 @@ def test_an_owner_waits_for_slurm_if_the_batch_host_is_dead() -> None:
 def test_a_living_node_is_avoided_and_not_drained() -> None:
     """Whether a bad node goes out of service is for the agent to decide, within the share that it may drain."""
     slurm = queue()
-    done, _ = ask(slurm, Without(unfit=("n3",)))
+    done, _ = ask(slurm, ExcludedNodes(unfit=("n3",)))
     assert slurm.calls == ["requeue", "exclude n3", "start"]
     assert done.avoided == ("n3",)
 
@@ -95,7 +96,7 @@ def test_a_node_that_was_lost_earlier_is_given_back() -> None:
     """Slurm knows by itself how it is when its timeout is over; before that its word may be older than the loss."""
     slurm, clock = queue(operator=False), FakeClock()
     slurm.excluded_at = {"n3": clock.wall() - 401.0, "n4": clock.wall() - 60.0}
-    done, _ = ask(slurm, Without(unfit=("n2",)), clock=clock)
+    done, _ = ask(slurm, ExcludedNodes(unfit=("n2",)), clock=clock)
     assert slurm.calls == ["requeue", "include n3", "exclude n2", "start"]
     assert (slurm.excluded_at.keys(), done.avoided) == ({"n2", "n4"}, ("n2",))
 
@@ -113,14 +114,14 @@ def test_a_node_that_is_lost_again_stays_avoided() -> None:
     """However long ago it was lost for the first time."""
     slurm, clock = queue(operator=False), FakeClock()
     slurm.excluded_at = {"n3": clock.wall() - 9000.0}
-    ask(slurm, Without(unfit=("n3",)), clock=clock)
+    ask(slurm, ExcludedNodes(unfit=("n3",)), clock=clock)
     assert slurm.calls == ["requeue", "exclude n3", "start"]
 
 
 def test_a_job_that_cannot_do_without_the_node_is_not_held_for_ever() -> None:
     """Slurm holds a job that avoids too many nodes, also when they are good again: then it rather waits for them."""
     slurm = queue(needs_all=True)
-    done, said = ask(slurm, Without(unfit=("n3",)))
+    done, said = ask(slurm, ExcludedNodes(unfit=("n3",)))
     assert slurm.calls == ["requeue", "exclude n3", "start", "include n3", "release", "start"]
     assert done == Requeued(7, "pending", 1)
     assert any("cannot run without n3" in sentence for sentence in said)
@@ -139,7 +140,7 @@ def test_a_job_that_cannot_do_without_a_dead_node_waits_until_slurm_knows() -> N
         if clock.monotonic() > began + 200.0:
             slurm.by_name["n3"] = Node("n3", "down", frozenset({"not_responding"}), "Not responding")
 
-    done, said = ask(slurm, Without(lost=("n3",)), clock=clock, each_pause=notice, limit_s=100.0)
+    done, said = ask(slurm, ExcludedNodes(lost=("n3",)), clock=clock, each_pause=notice, limit_s=100.0)
     assert slurm.calls[2:] == ["exclude n3", "start", "include n3", "release", "start"]
     assert (done, slurm.excluded_at) == (Requeued(7, "pending", 1), {})
     assert sum("cannot run without n3: it waits" in sentence for sentence in said) == 1
@@ -149,7 +150,7 @@ def test_a_node_that_is_in_service_long_after_its_loss_has_come_back() -> None:
     """Slurm would have noticed that it is dead."""
     slurm, clock = queue(needs_all=True, operator=False), FakeClock()
     began = clock.monotonic()
-    ask(slurm, Without(lost=("n3",)), clock=clock)
+    ask(slurm, ExcludedNodes(lost=("n3",)), clock=clock)
     assert slurm.calls[-3:] == ["include n3", "release", "start"]
     assert clock.monotonic() - began > 400.0
 
@@ -167,7 +168,7 @@ def test_a_node_that_others_hold_is_left_alone() -> None:
     """What a person has drained is not set down; the job is requeued nevertheless."""
     slurm = queue()
     slurm.by_name["n2"] = Node("n2", "allocated", frozenset({"drain"}), "replacing a fan", "bob")
-    _, said = ask(slurm, Without(lost=("n2",)))
+    _, said = ask(slurm, ExcludedNodes(lost=("n2",)))
     assert slurm.calls == ["requeue", "start"]
     assert any("replacing a fan" in sentence for sentence in said)
 
@@ -196,16 +197,16 @@ def test_a_hold_stays(state: str, reason: str) -> None:
     slurm = queue(restarts=3)
     slurm.job = replace(slurm.job, state=state, reason=reason, nodes=())
     slurm.excluded_at = {"n3": 0.0}
-    done, _ = ask(slurm, Without(unfit=("n2",)), restarts=2)
+    done, _ = ask(slurm, ExcludedNodes(unfit=("n2",)), restarts=2)
     assert (done.held, slurm.calls) == (reason or state, [])
-    would = foresee(slurm, 7, ANYWHERE, "alice")
+    would = preview(slurm, 7, ANYWHERE, "alice")
     assert (would.possible, would.text) == (False, f"job 7 is on hold ({reason or state}): would leave it so")
 
 
 def test_the_lead_is_left_to_another() -> None:
     """The attending job requeues by itself only if nobody else has done so in time."""
     slurm, seen = queue(), list[int]()
-    ask(slurm, lead_s=5.0, each_pause=lambda: seen.append(len(slurm.calls)))
+    ask(slurm, defer_s=5.0, each_pause=lambda: seen.append(len(slurm.calls)))
     assert seen.count(0) >= 49
     assert slurm.calls == ["requeue", "start"]
 
@@ -215,7 +216,7 @@ def test_it_is_done_once_whenever_the_controller_is_away(outages: list[tuple[int
     """Whichever requests go unanswered, the job is requeued one time, without its dead node, and may start."""
     away = {start + step for start, length in outages for step in range(length)}
     slurm = queue(dead=("n2",), operator=operator, away=away)
-    done, _ = ask(slurm, Without(lost=("n2",)))
+    done, _ = ask(slurm, ExcludedNodes(lost=("n2",)))
     assert done.restarts == 1
     assert slurm.calls.count("requeue") == 1
     assert slurm.calls[-1] == "start"
@@ -235,7 +236,7 @@ def test_a_job_of_somebody_else_is_refused() -> None:
     """Slurm's no is passed on, and nothing was touched before it."""
     slurm = queue(operator=False, owner=False)
     with pytest.raises(SlurmDenied, match="owner of the job"):
-        ask(slurm, Without(lost=("n2",)))
+        ask(slurm, ExcludedNodes(lost=("n2",)))
     assert slurm.calls == []
 
 
@@ -243,7 +244,7 @@ def test_a_node_of_another_job_is_refused() -> None:
     """A wrong job id must not take down a node that the job has nothing to do with."""
     slurm = queue()
     with pytest.raises(SlurmRejected, match="job 7 does not run on n4; nothing was done"):
-        ask(slurm, Without(lost=("n4",)))
+        ask(slurm, ExcludedNodes(lost=("n4",)))
     assert slurm.calls == []
 
 
@@ -251,7 +252,7 @@ def test_a_node_of_another_job_is_refused() -> None:
 def test_a_job_that_has_ended_is_refused(state: str) -> None:
     """It needs a new submission, and says so."""
     with pytest.raises(SlurmRejected, match=rf"job 7 has ended \({state}\).*submit it again"):
-        next_move(replace(running("n1"), state=state), 0)
+        next_step(replace(running("n1"), state=state), 0)
 
 
 def test_what_nobody_is_left_of_is_requeued_at_once() -> None:
@@ -262,7 +263,7 @@ def test_what_nobody_is_left_of_is_requeued_at_once() -> None:
         pauses.append(len(slurm.calls))
         slurm.with_steps = {"n1"}
 
-    ask(slurm, Without(lost=("n1",)), lead_s=30.0, each_pause=all_leave)
+    ask(slurm, ExcludedNodes(lost=("n1",)), defer_s=30.0, each_pause=all_leave)
     assert pauses.count(0) == 1
     assert slurm.calls == ["drain n1", "down n1", "requeue", "start"]
 
@@ -279,7 +280,7 @@ def test_a_node_of_another_job_stays_up_though_nobody_is_left() -> None:
     slurm = queue()
     slurm.with_steps = set()
     with pytest.raises(SlurmRejected, match="job 7 does not run on n4"):
-        ask(slurm, Without(lost=("n4",)))
+        ask(slurm, ExcludedNodes(lost=("n4",)))
     assert slurm.calls == []
 
 
@@ -294,8 +295,8 @@ OWN = allocation(
 def test_a_launcher_leaves_the_end_to_another_job() -> None:
     """It will be killed by the requeue: before that it submits a small job that sees it through, off the bad nodes."""
     slurm = queue(dead=("n2",), restarts=2)
-    done = requeue_from_inside(slurm, OWN, Without(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
-    assert done == Requeued(7, "completing", 2, left=True)
+    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
+    assert done == Requeued(7, "completing", 2, handed_over=True)
     assert slurm.calls == ["drain n2", "down n2", "requeue"]
     [(script, options)] = slurm.submitted
     assert script == (
@@ -308,7 +309,7 @@ def test_a_launcher_leaves_the_end_to_another_job() -> None:
 def test_what_was_decided_of_an_earlier_start_does_not_end_this_one() -> None:
     """Number of restarts and patience are the caller's for the job that attends to it as well."""
     slurm = queue(dead=("n2",), restarts=2)
-    done = requeue_from_inside(slurm, OWN, Without(("n2",)), restarts=1, limit_s=3600.0, command=["opsd"])
+    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",)), restarts=1, limit_s=3600.0, command=["opsd"])
     assert (done.restarts, slurm.calls) == (2, [])
     [(script, options)] = slurm.submitted
     assert "--restarts=1 --lead=30 --limit=3600 " in script
@@ -319,8 +320,8 @@ def test_what_was_decided_of_an_earlier_start_does_not_end_this_one() -> None:
 def test_without_the_batch_host_all_is_left_to_the_attendant(room: bool, calls: list[str]) -> None:
     """Once it runs the launcher may go, and must, before the job can stop; in a full cluster it requeues itself."""
     slurm, clock = queue(dead=("n1",), restarts=2, room=room), FakeClock()
-    done = requeue_from_inside(slurm, OWN, Without(("n1",)), clock=clock.monotonic, sleep=clock.advance)
-    assert done.left
+    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n1",)), clock=clock.monotonic, sleep=clock.advance)
+    assert done.handed_over
     assert slurm.calls == calls
 
 
@@ -328,9 +329,9 @@ def test_a_launcher_waits_for_the_controller_before_it_ends_its_job() -> None:
     """Without an attendant nobody would be left to have the job start at once."""
     slurm, clock, said = queue(dead=("n2",), restarts=2, away=range(1, 31)), FakeClock(), list[str]()
     done = requeue_from_inside(
-        slurm, OWN, Without(("n2",)), clock=clock.monotonic, sleep=clock.advance, say=said.append
+        slurm, OWN, ExcludedNodes(("n2",)), clock=clock.monotonic, sleep=clock.advance, say=said.append
     )  # fmt: skip
-    assert done.left
+    assert done.handed_over
     assert (len(slurm.submitted), slurm.calls) == (1, ["drain n2", "down n2", "requeue"])
     assert sum("will be asked again" in sentence for sentence in said) == 1
 
@@ -340,7 +341,7 @@ def test_a_job_that_its_user_has_cancelled_is_left_alone() -> None:
     slurm = queue(restarts=2)
     slurm.job = replace(slurm.job, state="completing")
     with pytest.raises(SlurmRejected, match="is being ended and is not put back into the queue"):
-        requeue_from_inside(slurm, OWN, Without(("n2",)))
+        requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",)))
     assert (slurm.submitted, slurm.calls) == ([], [])
 
 
@@ -358,7 +359,7 @@ def test_a_dry_run_says_what_a_requeue_takes(
 ) -> None:
     """Nothing is changed."""
     slurm = queue(operator=operator)
-    would = foresee(slurm, 7, Without(lost), user)
+    would = preview(slurm, 7, ExcludedNodes(lost), user)
     assert (would.possible, text in would.text) == (possible, True), would.text
     assert slurm.calls == []
 

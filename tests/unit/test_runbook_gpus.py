@@ -5,7 +5,7 @@ from __future__ import annotations
 from opsd.agent.window import Window
 from opsd.collectors.base import Event, GpuFact, Reading
 from opsd.runbooks import gpu_lost
-from opsd.runbooks.gpus import xids_of
+from opsd.runbooks.lib.gpus import xids_of
 
 LOST = GpuFact(3, "GPU-3", "00000000:4A:00.0", "H100", lost="GPU is lost")
 UNKNOWN = GpuFact(4, "", "", "", lost="GPU is lost")

@@ -12,8 +12,8 @@ from opsd.agent.actions import VERBS
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.alert_guides import GUIDES
 from opsd.runbooks.base import Guide
+from opsd.runbooks.lib.alert_guides import GUIDES
 
 FOLDER = Path(runbooks.__file__).parent
 PROGRAMS = {

@@ -6,7 +6,7 @@ import pytest
 
 from opsd.agent.window import Window
 from opsd.collectors.base import Reading, RunFact
-from opsd.runbooks.runs import recovered
+from opsd.runbooks.lib.runs import recovered
 from tests.fakes.facts import rank
 
 

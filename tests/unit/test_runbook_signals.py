@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.runbooks.signals import excess, integer, number, seconds_spent, spread, text
+from opsd.runbooks.lib.signals import excess, integer, number, seconds_spent, spread, text
 
 
 @dataclass

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.runbooks.trends import blocks, by_step, condensed, due, slope, thirds, trend
+from opsd.runbooks.lib.trends import blocks, by_step, condensed, due, slope, thirds, trend
 
 steps = st.floats(-1e3, 1e3, allow_nan=False)
 

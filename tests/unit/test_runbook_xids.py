@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import Event
-from opsd.runbooks.xids import bursts, too_often
+from opsd.runbooks.lib.xids import bursts, too_often
 
 
 def xids(code, times):

@@ -15,8 +15,8 @@ from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.slurm.allocation import allocation
 from opsd.slurm.batch import POLL_S, Batch
-from opsd.slurm.ending import BEAT_S, MISSING_S, SILENT_S
 from opsd.slurm.port import Node
+from opsd.slurm.run_outcome import LEASE_GRACE_S, LEASE_TIMEOUT_S, MISSING_LAUNCHER_S
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
 
@@ -126,7 +126,7 @@ def test_a_start_on_a_dead_node_ends_without_it(scene: Scene) -> None:
         began = scene.clock.monotonic()
         assert scene.run() == exitcodes.OK
         assert scene.slurm.calls == ["drain n2", "down n2", "requeue"]
-        assert MISSING_S <= scene.clock.monotonic() - began < MISSING_S + 10.0
+        assert MISSING_LAUNCHER_S <= scene.clock.monotonic() - began < MISSING_LAUNCHER_S + 10.0
     assert any("no launcher could be started on n2" in sentence for sentence in scene.said)
 
 
@@ -286,9 +286,9 @@ def test_the_job_lives_as_long_as_guests_carry_the_run(scene: Scene) -> None:
     def leave() -> None:
         scene.steps.codes = {"n1": 0, "n2": 1, "n3": 1}
 
-    beats = [lambda beat=beat: claims.renew(scene.folder, 1, beat) for beat in range(1, 300)]
+    beats = [lambda lease=lease: claims.renew(scene.folder, 1, lease) for lease in range(1, 300)]
     assert scene.run(leave, *beats, lambda: scene.ends(exitcodes.OK)) == exitcodes.OK
-    assert scene.clock.monotonic() > SILENT_S + BEAT_S
+    assert scene.clock.monotonic() > LEASE_TIMEOUT_S + LEASE_GRACE_S
 
 
 def test_guests_that_fall_silent_are_given_up(scene: Scene) -> None:
@@ -299,10 +299,10 @@ def test_guests_that_fall_silent_are_given_up(scene: Scene) -> None:
     def leave() -> None:
         scene.steps.codes = {"n1": 0, "n2": 1, "n3": 1}
 
-    beats = [lambda beat=beat: claims.renew(scene.folder, 1, beat) for beat in range(1, 5)]
+    beats = [lambda lease=lease: claims.renew(scene.folder, 1, lease) for lease in range(1, 5)]
     assert scene.run(leave, *beats) == exitcodes.OK
     assert scene.slurm.calls == ["requeue"]
-    assert SILENT_S <= scene.clock.monotonic() - began < SILENT_S + BEAT_S
+    assert LEASE_TIMEOUT_S <= scene.clock.monotonic() - began < LEASE_TIMEOUT_S + LEASE_GRACE_S
 
 
 def test_the_story_of_the_run_is_copied(tmp_path: Path) -> None:

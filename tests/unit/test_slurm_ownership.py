@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.commands.node_service import Desk
-from opsd.slurm import ownership, record
+from opsd.slurm import node_comment, ownership
+from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates, keep_applying
 from opsd.slurm.drain import NotOurs
 from opsd.slurm.drainer import SlurmDrainer
-from opsd.slurm.orders import Order, Orders, keep_carrying_out
-from opsd.slurm.ownership import DAY_S, Proof, Refused, Rules
+from opsd.slurm.node_comment import NodeHistory, Stay
+from opsd.slurm.ownership import DAY_S, PreflightResult, Refused, Rules
 from opsd.slurm.port import Node, SlurmDenied, SlurmError, SlurmUnavailable
-from opsd.slurm.record import Record, Stay
 from tests.fakes.slurm import FakeSlurm
 
 NOW = 1_763_700_000.0
@@ -59,7 +59,7 @@ def test_a_drain_is_remembered_beyond_the_return() -> None:
     slurm = cluster()
     slurm.by_comment["n01"] = "rack 12"
     assert ownership.drain(slurm, ["n01"], "opsd:manual ib_link", RULES, now=NOW) == ("n01",)
-    passed = {"n01": Proof(NOW + 50, passed=True)}
+    passed = {"n01": PreflightResult(NOW + 50, passed=True)}
     assert ownership.give_back(slurm, ["n01"], passed, RULES, now=NOW + 60) == ("n01",)
     assert slurm.by_comment["n01"] == f"rack 12 [opsd1 ib_link={NOW:.0f}-{NOW + 60:.0f}]"
 
@@ -109,7 +109,7 @@ def test_other_peoples_nodes_are_theirs_even_by_force(force: bool) -> None:
     with pytest.raises((Refused, NotOurs), match="by alice: replace the fan"):
         ownership.drain(slurm, ["x1"], "opsd:manual x", RULES, force=force, now=NOW)
     with pytest.raises((Refused, NotOurs), match="by alice: replace the fan"):
-        ownership.give_back(slurm, ["x1"], {"x1": Proof(NOW, True)}, RULES, force=force, now=NOW)
+        ownership.give_back(slurm, ["x1"], {"x1": PreflightResult(NOW, True)}, RULES, force=force, now=NOW)
     assert slurm.updates == []
 
 
@@ -117,25 +117,25 @@ def test_other_peoples_nodes_are_theirs_even_by_force(force: bool) -> None:
     ("checked", "why"),
     [
         (None, "has no result of preflight standard"),
-        (Proof(NOW - 200, passed=True), "is older than its drain"),
-        (Proof(NOW - 50, passed=False), "failed preflight standard"),
+        (PreflightResult(NOW - 200, passed=True), "is older than its drain"),
+        (PreflightResult(NOW - 50, passed=False), "failed preflight standard"),
     ],
 )
-def test_a_node_is_given_back_once_it_is_proved(checked: Proof | None, why: str) -> None:
+def test_a_node_is_given_back_once_it_is_proved(checked: PreflightResult | None, why: str) -> None:
     """The preflight must be of the right profile, newer than the drain, and passed."""
     slurm = cluster(held("x1"))
     proofs = {"x1": checked} if checked else {}
     with pytest.raises(Refused, match=f"{why}.*opsd preflight --profile standard"):
         ownership.give_back(slurm, ["x1"], proofs, RULES, now=NOW)
     assert slurm.updates == []
-    assert ownership.give_back(slurm, ["x1"], {"x1": Proof(NOW - 50, passed=True)}, RULES, now=NOW) == ("x1",)
+    assert ownership.give_back(slurm, ["x1"], {"x1": PreflightResult(NOW - 50, passed=True)}, RULES, now=NOW) == ("x1",)
 
 
 def test_a_proof_does_not_last() -> None:
     """Days after the check nobody knows how the node is."""
     slurm = cluster(held("x1", NOW - 5 * DAY_S))
     with pytest.raises(Refused, match="too old"):
-        ownership.give_back(slurm, ["x1"], {"x1": Proof(NOW - 2 * DAY_S, passed=True)}, RULES, now=NOW)
+        ownership.give_back(slurm, ["x1"], {"x1": PreflightResult(NOW - 2 * DAY_S, passed=True)}, RULES, now=NOW)
 
 
 def test_a_node_that_relapses_is_left_to_people() -> None:
@@ -144,7 +144,7 @@ def test_a_node_that_relapses_is_left_to_people() -> None:
     day = 86_400
     stays = [(f"ib_link={NOW - back * day - 50:.0f}-{NOW - back * day:.0f}") for back in (9, 4)]
     slurm.by_comment["x1"] = f"[opsd1 {' '.join(stays)} gpu_xid={NOW - 100:.0f}-]"
-    passed = {"x1": Proof(NOW - 50, passed=True)}
+    passed = {"x1": PreflightResult(NOW - 50, passed=True)}
     with pytest.raises(Refused, match=r"x1 came back to service and failed again 2 times: back 2025-11-\d\d .*gpu_xid"):
         ownership.give_back(slurm, ["x1"], passed, RULES, now=NOW)
     patient = Rules(relapse_days=3.0)
@@ -155,96 +155,99 @@ def test_a_node_that_relapses_is_left_to_people() -> None:
 words = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
 stays = st.builds(Stay, words, st.integers(1, 10**9).map(float), st.one_of(st.none(), st.integers(1, 10**9).map(float)))
 records = st.builds(
-    Record, st.lists(stays, max_size=8).map(tuple), st.sampled_from(["ready", "unready"]), st.integers(1, 9).map(float)
+    NodeHistory,
+    st.lists(stays, max_size=8).map(tuple),
+    st.sampled_from(["ready", "unready"]),
+    st.integers(1, 9).map(float),
 )
 
 
 @given(st.text(st.characters(codec="ascii", exclude_characters="[]"), max_size=40), records)
-def test_a_record_survives_in_any_comment(comment: str, kept: Record) -> None:
+def test_a_record_survives_in_any_comment(comment: str, kept: NodeHistory) -> None:
     """What is written is read again, once, and the words of others stay."""
-    text = record.write(record.write(comment, Record((Stay("old", 1.0),))), kept)
-    assert record.read(text) == kept
+    text = node_comment.write(node_comment.write(comment, NodeHistory((Stay("old", 1.0),))), kept)
+    assert node_comment.read(text) == kept
     assert text.startswith(comment.strip())
-    assert record.write(text, Record()) == comment.strip()
+    assert node_comment.write(text, NodeHistory()) == comment.strip()
 
 
 @given(st.text(max_size=60))
 def test_any_comment_can_be_read(comment: str) -> None:
     """Whoever wrote it."""
-    assert isinstance(record.read(f"{comment}[opsd1 {comment}]"), Record)
+    assert isinstance(node_comment.read(f"{comment}[opsd1 {comment}]"), NodeHistory)
 
 
 def desk(slurm: FakeSlurm, folder: Path, said: list[str]) -> Desk:
-    return Desk(slurm, RULES, Orders(folder), said.append, NOW)
+    return Desk(slurm, RULES, DeferredUpdates(folder), said.append, NOW)
 
 
 def test_a_dry_run_says_what_would_be_done(tmp_path: Path) -> None:
     """And what stands against it, with the same exit codes, and touches nothing."""
     slurm, said = cluster(held("x1"), held("x2")), list[str]()
-    order = Order("drain", ("n01",), NOW, "opsd:manual x")
-    assert desk(slurm, tmp_path, said).carry_out(order, dry_run=True) == exitcodes.FAILED
+    update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
+    assert desk(slurm, tmp_path, said).apply(update, dry_run=True) == exitcodes.FAILED
     assert "2 may be held at once" in said[-1]
-    assert desk(cluster(), tmp_path, said).carry_out(order, dry_run=True) == exitcodes.OK
+    assert desk(cluster(), tmp_path, said).apply(update, dry_run=True) == exitcodes.OK
     assert said[-1] == "would drain n01 with the reason opsd:manual x"
-    unknown = Order("return", ("nowhere",), NOW)
-    assert desk(slurm, tmp_path, said).carry_out(unknown, dry_run=False) == exitcodes.FAILED
+    unknown = DeferredUpdate("return", ("nowhere",), NOW)
+    assert desk(slurm, tmp_path, said).apply(unknown, dry_run=False) == exitcodes.FAILED
     assert said[-1] == "Slurm has no node nowhere"
     assert slurm.updates == []
 
 
 def test_an_order_waits_for_slurm_and_is_carried_out_once(tmp_path: Path) -> None:
     """The command says so; the agent does it when Slurm answers, and not again."""
-    slurm, said, orders = cluster(), list[str](), Orders(tmp_path)
+    slurm, said, updates = cluster(), list[str](), DeferredUpdates(tmp_path)
     slurm.error = DOWN
-    orders.invite()
-    order = Order("drain", ("n01",), NOW, "opsd:manual x")
-    assert desk(slurm, tmp_path, said).carry_out(order, dry_run=False) == exitcodes.FAILED
+    updates.enable()
+    update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
+    assert desk(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
     assert ("Slurm does not answer" in said[0], "when Slurm answers again" in said[1]) == (True, True)
-    assert orders.carry_out(slurm, RULES, NOW + 5) == []
+    assert updates.apply(slurm, RULES, NOW + 5) == []
     slurm.error = None
-    assert orders.carry_out(slurm, RULES, NOW + 10) == ["drained n01"]
-    assert orders.carry_out(slurm, RULES, NOW + 20) == []
+    assert updates.apply(slurm, RULES, NOW + 10) == ["drained n01"]
+    assert updates.apply(slurm, RULES, NOW + 20) == []
     assert slurm.updates == [(("n01",), "drain", "opsd:manual x")]
 
 
 def test_orders_for_many_nodes_do_not_replace_each_other(tmp_path: Path) -> None:
     """Only one for the same nodes does, however alike the lists begin."""
-    orders, many = Orders(tmp_path), tuple(f"rack-7-node-{number:03d}" for number in range(40))
+    updates, many = DeferredUpdates(tmp_path), tuple(f"rack-7-node-{number:03d}" for number in range(40))
     for names, told in ((many, "opsd:manual a"), (many[:-1], "opsd:manual b"), (many[::-1], "opsd:manual c")):
-        orders.put(Order("drain", names, NOW, told))
-    assert sorted(order.told for _, order in orders.waiting() if order) == ["opsd:manual b", "opsd:manual c"]
+        updates.put(DeferredUpdate("drain", names, NOW, told))
+    assert sorted(update.told for _, update in updates.pending() if update) == ["opsd:manual b", "opsd:manual c"]
 
 
 def test_an_order_is_kept_only_where_an_agent_may_carry_it_out(tmp_path: Path) -> None:
     """On a login node, or where the agent may not drain, nobody would; whoever gives it is told to give it again."""
-    slurm, said, orders = cluster(), list[str](), Orders(tmp_path)
+    slurm, said, updates = cluster(), list[str](), DeferredUpdates(tmp_path)
     slurm.error = DOWN
-    order = Order("drain", ("n01",), NOW, "opsd:manual x")
+    update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
     for _ in range(2):
-        assert desk(slurm, tmp_path, said).carry_out(order, dry_run=False) == exitcodes.FAILED
+        assert desk(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
         assert said[-1] == "no agent here may carry the order out later; give it again once Slurm answers"
-        assert orders.waiting() == []
-        orders.invite()
-        orders.decline()
+        assert updates.pending() == []
+        updates.enable()
+        updates.disable()
 
 
 def test_an_order_that_cannot_be_removed_holds_up_no_other(tmp_path: Path) -> None:
     """It is said, and the next one is carried out all the same."""
-    slurm, orders = cluster(), Orders(tmp_path)
-    path = orders.put(Order("drain", ("n02",), NOW, "opsd:manual x"))
+    slurm, updates = cluster(), DeferredUpdates(tmp_path)
+    path = updates.put(DeferredUpdate("drain", ("n02",), NOW, "opsd:manual x"))
     (path.parent / "a.json").mkdir()
-    stuck, done = orders.carry_out(slurm, RULES, NOW)
+    stuck, done = updates.apply(slurm, RULES, NOW)
     assert (stuck.endswith("a.json cannot be removed: Is a directory"), done) == (True, "drained n02")
-    assert [path.name for path, _ in orders.waiting()] == ["a.json"]
+    assert [path.name for path, _ in updates.pending()] == ["a.json"]
 
 
 def test_the_agent_goes_on_trying(tmp_path: Path) -> None:
     """As long as Slurm is away nothing is said; the order is carried out when it is back."""
     slurm, stop, said = cluster(), threading.Event(), SimpleQueue[str]()
     slurm.error = DOWN
-    Orders(tmp_path).put(Order("drain", ("n01",), time.time(), "opsd:manual x"))
-    parts = (Orders(tmp_path), lambda: slurm, RULES, said.put, stop)
-    agent = threading.Thread(target=keep_carrying_out, args=parts, kwargs={"retry_s": 0.01})
+    DeferredUpdates(tmp_path).put(DeferredUpdate("drain", ("n01",), time.time(), "opsd:manual x"))
+    parts = (DeferredUpdates(tmp_path), lambda: slurm, RULES, said.put, stop)
+    agent = threading.Thread(target=keep_applying, args=parts, kwargs={"retry_s": 0.01})
     agent.start()
     try:
         with pytest.raises(Empty):
@@ -259,37 +262,37 @@ def test_the_agent_goes_on_trying(tmp_path: Path) -> None:
 
 def test_an_order_that_was_overtaken_is_dropped(tmp_path: Path) -> None:
     """Someone drained the node by hand, repaired it and gave it back: the old order does not take it out again."""
-    slurm, orders = cluster(), Orders(tmp_path)
-    orders.put(Order("drain", ("n01",), NOW, "opsd:manual x"))
+    slurm, updates = cluster(), DeferredUpdates(tmp_path)
+    updates.put(DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x"))
     slurm.by_comment["n01"] = f"[opsd1 ib_link={NOW + 10:.0f}-{NOW + 20:.0f}]"
-    (said,) = orders.carry_out(slurm, RULES, NOW + 30)
+    (said,) = updates.apply(slurm, RULES, NOW + 30)
     assert "no longer up to date" in said
-    assert (slurm.updates, orders.waiting()) == ([], [])
+    assert (slurm.updates, updates.pending()) == ([], [])
 
 
 def test_an_order_that_slurm_refuses_is_given_up(tmp_path: Path) -> None:
     """So is a file that is none, and one of the day before yesterday."""
-    slurm, orders = cluster(operator=False), Orders(tmp_path)
-    orders.put(Order("drain", ("n01",), NOW, "opsd:manual x"))
-    (said,) = orders.carry_out(slurm, RULES, NOW)
+    slurm, updates = cluster(operator=False), DeferredUpdates(tmp_path)
+    updates.put(DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x"))
+    (said,) = updates.apply(slurm, RULES, NOW)
     assert "given up: scontrol update: Invalid user id" in said
-    path = orders.put(Order("drain", ("n01",), NOW, "opsd:manual x"))
+    path = updates.put(DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x"))
     path.write_text("{}")
-    assert orders.carry_out(slurm, RULES, NOW) == [f"{path} is no order"]
-    orders.put(Order("drain", ("n01",), NOW - 2 * DAY_S, "opsd:manual x"))
-    assert "no longer up to date" in orders.carry_out(slurm, RULES, NOW)[0]
+    assert updates.apply(slurm, RULES, NOW) == [f"{path} is no order"]
+    updates.put(DeferredUpdate("drain", ("n01",), NOW - 2 * DAY_S, "opsd:manual x"))
+    assert "no longer up to date" in updates.apply(slurm, RULES, NOW)[0]
 
 
 def test_the_agents_own_drain_waits_as_well(tmp_path: Path) -> None:
     """A node that must go is drained although slurmctld was away when that was found."""
-    slurm, orders = cluster(), Orders(tmp_path)
+    slurm, updates = cluster(), DeferredUpdates(tmp_path)
     slurm.error = DOWN
-    drainer = SlurmDrainer(lambda: slurm, "n07", RULES, orders)
+    drainer = SlurmDrainer(lambda: slurm, "n07", RULES, updates)
     for _ in range(2):
         with pytest.raises(SlurmError, match="n07 is drained once Slurm answers"):
             drainer("n07", "opsd:gpu_lost-1 gpu_lost: GPU 2 is lost")
     slurm.error = None
-    assert orders.carry_out(slurm, RULES, time.time()) == ["drained n07"]
+    assert updates.apply(slurm, RULES, time.time()) == ["drained n07"]
     assert slurm.by_name["n07"].reason == "opsd:gpu_lost-1 gpu_lost: GPU 2 is lost"
 
 
@@ -300,7 +303,7 @@ def test_without_slurm_both_commands_say_so(tmp_path: Path) -> None:
     for arguments in (["drain", "n1", "--reason=x", state], ["return", "n[1-2]", state]):
         done = runner.invoke(cli, arguments, standalone_mode=False)
         assert (done.return_value, "install Slurm's client commands" in done.output) == (exitcodes.FAILED, True)
-    assert Orders(tmp_path).waiting() == []
+    assert DeferredUpdates(tmp_path).pending() == []
     for arguments, why in ((["drain", "n[1-", "--reason=x"], "n[1-"), (["return", "n1", "--force"], "belong together")):
         with pytest.raises(click.UsageError, match=re.escape(why)):
             runner.invoke(cli, arguments, standalone_mode=False, catch_exceptions=False)
@@ -309,9 +312,9 @@ def test_without_slurm_both_commands_say_so(tmp_path: Path) -> None:
 def test_without_permission_nothing_is_kept(tmp_path: Path) -> None:
     """Trying again would not help."""
     slurm, said = cluster(operator=False), list[str]()
-    order = Order("drain", ("n01",), NOW, "opsd:manual x")
-    assert desk(slurm, tmp_path, said).carry_out(order, dry_run=False) == exitcodes.FAILED
-    assert (said, Orders(tmp_path).waiting()) == (["scontrol update: Invalid user id"], [])
+    update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
+    assert desk(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
+    assert (said, DeferredUpdates(tmp_path).pending()) == (["scontrol update: Invalid user id"], [])
     with pytest.raises(SlurmDenied):
         ownership.drain(slurm, ["n01"], "opsd:manual x", RULES, now=NOW)
 
@@ -320,8 +323,8 @@ def test_a_dry_run_says_which_right_is_missing(tmp_path: Path) -> None:
     """What a rule allows may still need a right that this user has not."""
     said: list[str] = []
     slurm = FakeSlurm([Node("n1", "idle"), Node("n2", "idle")], operator=False)
-    order = Order("drain", ("n1",), NOW, ownership.reason("maintenance", "dust"))
-    assert desk(slurm, tmp_path, said).carry_out(order, dry_run=True) == exitcodes.FAILED
+    update = DeferredUpdate("drain", ("n1",), NOW, ownership.reason("maintenance", "dust"))
+    assert desk(slurm, tmp_path, said).apply(update, dry_run=True) == exitcodes.FAILED
     assert "but this user may not: that needs root, SlurmUser or an operator" in said[0]
 
 
@@ -333,6 +336,6 @@ def test_evidence_is_of_what_was_done(tmp_path: Path, operator: bool, names: tup
     evidence = tmp_path / "node-1.json"
     evidence.touch()
     slurm = FakeSlurm([Node("n1", "idle"), Node("n2", "idle")], operator=operator)
-    order = Order("drain", names, NOW, ownership.reason("maintenance", "dust"))
-    desk(slurm, tmp_path, []).carry_out(order, dry_run=False, evidence=str(evidence))
+    update = DeferredUpdate("drain", names, NOW, ownership.reason("maintenance", "dust"))
+    desk(slurm, tmp_path, []).apply(update, dry_run=False, evidence=str(evidence))
     assert evidence.exists() == stays

@@ -18,8 +18,15 @@ from opsd.checkpoints.claims import Claim
 from opsd.commands.main import cli
 from opsd.commands.slurm_run import run_name
 from opsd.rundir import RUN_NAME
-from opsd.slurm.ending import LONG_S, SILENT_S, Ending, Look, Wordless, ending
 from opsd.slurm.run_events import RunEvents
+from opsd.slurm.run_outcome import (
+    LEASE_TIMEOUT_S,
+    PROGRESS_S,
+    BadStarts,
+    Observation,
+    RunOutcome,
+    outcome_of,
+)
 from opsd.slurm.steps import Steps, cpus_of, srun
 
 START = "train, job 7.0"
@@ -34,9 +41,9 @@ def ended(code: int, start: str = START, **more: object) -> Claim:
 RUNS = Claim(3, START, "n1.1")
 
 
-def gone(claim: Claim | None, gone_s: float = 60.0, silent_s: float = float("inf"), **codes: int) -> Look:
+def gone(claim: Claim | None, gone_s: float = 60.0, lease_age_s: float = float("inf"), **codes: int) -> Observation:
     """No step is left, and srun said this of them."""
-    return Look(claim, frozenset(), codes, gone_s, silent_s)
+    return Observation(claim, frozenset(), codes, gone_s, lease_age_s)
 
 
 @pytest.mark.parametrize("name", ["train", "llama-70b_v2.1", "job.sbatch"])
@@ -81,52 +88,52 @@ def test_processors_are_those_of_each_node() -> None:
 
 def test_the_run_ends_as_it_says_whatever_srun_says() -> None:
     """Also while steps are left: that of a dead node may seem to go on for minutes."""
-    look = Look(ended(70, lost=["n2"], unfit=["n3"]), NODES, {})
-    assert ending(look, START) == Ending(70, "said so", True, ("n2",), ("n3",))
+    look = Observation(ended(70, lost=["n2"], unfit=["n3"]), NODES, {})
+    assert outcome_of(look, START) == RunOutcome(70, "said so", True, ("n2",), ("n3",))
 
 
 def test_what_an_earlier_start_has_said_is_not_the_end_of_this_one() -> None:
     """The job was requeued after that."""
-    assert ending(Look(ended(75, "train, job 7.1"), NODES, {}), "train, job 7.2") is None
+    assert outcome_of(Observation(ended(75, "train, job 7.1"), NODES, {}), "train, job 7.2") is None
 
 
 def test_the_start_of_a_run_on_one_node_names_its_launcher_too() -> None:
     """Another start of the job is still another one."""
     claim = ended(0, "train, job 7.1, n1-4711-ab")
-    assert ending(Look(claim, NODES, {}), "train, job 7.1") is not None
-    assert ending(Look(claim, NODES, {}), "train, job 7.10") is None
-    assert ending(Look(ended(0, "train, job 7.10, n1-4711-ab"), NODES, {}), "train, job 7.1") is None
+    assert outcome_of(Observation(claim, NODES, {}), "train, job 7.1") is not None
+    assert outcome_of(Observation(claim, NODES, {}), "train, job 7.10") is None
+    assert outcome_of(Observation(ended(0, "train, job 7.10, n1-4711-ab"), NODES, {}), "train, job 7.1") is None
 
 
 def test_a_step_that_ends_with_zero_is_no_end() -> None:
     """Slurm up to 22.05 says 0 of a step whose node has died."""
-    assert ending(Look(RUNS, frozenset({"n1"}), {"n2": 0, "n3": 0}), START) is None
-    found = ending(gone(RUNS, n1=0, n2=0, n3=0), START)
+    assert outcome_of(Observation(RUNS, frozenset({"n1"}), {"n2": 0, "n3": 0}), START) is None
+    found = outcome_of(gone(RUNS, n1=0, n2=0, n3=0), START)
     assert found is not None
-    assert (found.code, found.told) == (exitcodes.REQUEUE, False)
+    assert (found.code, found.reported) == (exitcodes.REQUEUE, False)
 
 
 def test_guests_keep_the_job_alive() -> None:
     """All of the job's own nodes were replaced; somebody renews the lease."""
-    assert ending(gone(RUNS, silent_s=1.0, n1=0, n2=1), START) is None
-    assert ending(gone(RUNS, gone_s=1.0, n1=0, n2=1), START) is None
-    assert ending(gone(RUNS, silent_s=SILENT_S, n1=0, n2=1), START) is not None
+    assert outcome_of(gone(RUNS, lease_age_s=1.0, n1=0, n2=1), START) is None
+    assert outcome_of(gone(RUNS, gone_s=1.0, n1=0, n2=1), START) is None
+    assert outcome_of(gone(RUNS, lease_age_s=LEASE_TIMEOUT_S, n1=0, n2=1), START) is not None
 
 
 def test_a_job_does_not_hold_its_nodes_while_another_copy_trains() -> None:
     """The lease is that copy's, which may take weeks; guests of this one would make claims of this start."""
     younger = Claim(5, "train, job 8.0", "n8.1")
-    assert ending(gone(younger, silent_s=1.0, n1=76, n2=76), START) == Ending(
-        exitcodes.FENCED, "another copy of the run has begun", told=False
+    assert outcome_of(gone(younger, lease_age_s=1.0, n1=76, n2=76), START) == RunOutcome(
+        exitcodes.FENCED, "another copy of the run has begun", reported=False
     )
-    assert ending(gone(younger, gone_s=1.0, n1=76, n2=76), START) is None
-    assert ending(gone(RUNS, silent_s=1.0, n1=76, n2=0), START) is None
+    assert outcome_of(gone(younger, gone_s=1.0, n1=76, n2=76), START) is None
+    assert outcome_of(gone(RUNS, lease_age_s=1.0, n1=76, n2=0), START) is None
 
 
 @pytest.mark.parametrize("code", [exitcodes.USAGE, exitcodes.NOT_FOUND, exitcodes.FENCED])
 def test_what_another_start_would_not_mend_ends_the_job(code: int) -> None:
     """A wrong command line, no such program, another copy of the run."""
-    found = ending(gone(None, n1=code, n2=1), START)
+    found = outcome_of(gone(None, n1=code, n2=1), START)
     assert found is not None
     assert found.code == code
 
@@ -134,7 +141,7 @@ def test_what_another_start_would_not_mend_ends_the_job(code: int) -> None:
 @pytest.mark.parametrize("code", [1, 233])
 def test_launchers_that_all_fail_before_anything_began_end_the_job(code: int) -> None:
     """No claim of this start: they could not make the folder, reach each other, or be started."""
-    found = ending(gone(Claim(2, "train, job 6.0", "n1.1"), n1=code, n2=code), START)
+    found = outcome_of(gone(Claim(2, "train, job 6.0", "n1.1"), n1=code, n2=code), START)
     assert found is not None
     assert found.code == code
 
@@ -142,23 +149,23 @@ def test_launchers_that_all_fail_before_anything_began_end_the_job(code: int) ->
 @pytest.mark.parametrize("code", [137, 138, 143])
 def test_launchers_that_are_killed_before_anything_began_run_again(code: int) -> None:
     """By a signal to stop that came before they could hear it, or for want of memory."""
-    found = ending(gone(None, n1=code, n2=code), START)
+    found = outcome_of(gone(None, n1=code, n2=code), START)
     assert found is not None
-    assert (found.code, found.told) == (exitcodes.REQUEUE, False)
+    assert (found.code, found.reported) == (exitcodes.REQUEUE, False)
 
 
 def test_a_run_that_began_and_ended_without_a_word_is_run_again() -> None:
     """Its launchers were killed, by the kernel for memory for instance."""
-    found = ending(gone(RUNS, n1=137, n2=137), START)
+    found = outcome_of(gone(RUNS, n1=137, n2=137), START)
     assert found is not None
     assert (found.code, "n1 137" in found.reason) == (exitcodes.REQUEUE, True)
 
 
 def test_starts_without_a_word_are_counted_while_nothing_is_gained(tmp_path: Path) -> None:
     """A step further, or a long time, and the count begins anew."""
-    counted = Wordless(tmp_path / "wordless.json")
+    counted = BadStarts(tmp_path / "wordless.json")
     assert [counted.note(step, 60.0) for step in (0, 0, 20, 20)] == [1, 2, 1, 2]
-    assert counted.note(20, LONG_S) == 1
+    assert counted.note(20, PROGRESS_S) == 1
     counted.forget()
     assert counted.note(20, 60.0) == 1
 

@@ -16,12 +16,12 @@ from opsd.collectors.base import NoData, Reading
 from opsd.collectors.spare import AGE, READY, STAGED, SpareCollector
 from opsd.commands.spare import spare
 from opsd.settings.spare import SpareSettings
-from opsd.slurm import record
-from opsd.slurm.ownership import Proof
+from opsd.slurm import node_comment
+from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Node, Reservation, SlurmRejected
 from opsd.spares import state
 from opsd.spares.pool import Spare, judge, mark, pool, reserve
-from opsd.spares.readiness import judged
+from opsd.spares.readiness import assessed
 from opsd.spares.state import SpareState
 from opsd.spares.verdict import software
 from tests.fakes.corpora import make_corpus
@@ -38,19 +38,19 @@ GOOD = SpareState(
     verified_at=NOW - 3600,
     software={"torch": "2.9.1+cu129", "driver": "580.65.06 (open)"},
 )
-PROOF = Proof(NOW - 7200, passed=True)
+PROOF = PreflightResult(NOW - 7200, passed=True)
 
 
 def test_a_spare_with_data_software_and_preflight_is_ready() -> None:
     """Until the oldest of its grounds is a day old."""
-    verdict = judged(GOOD, GOOD.digest, PROOF, SETTINGS, NOW)
+    verdict = assessed(GOOD, GOOD.digest, PROOF, SETTINGS, NOW)
     assert (verdict.ready, verdict.lacks, verdict.expires_at) == (True, {}, NOW - 7200 + DAY)
-    assert judged(GOOD, "", PROOF, SETTINGS, NOW).ready, "the source need not answer"
-    assert judged(SpareState(), "", PROOF, SpareSettings(), NOW).ready, "nothing to be staged was configured"
+    assert assessed(GOOD, "", PROOF, SETTINGS, NOW).ready, "the source need not answer"
+    assert assessed(SpareState(), "", PROOF, SpareSettings(), NOW).ready, "nothing to be staged was configured"
 
 
 @pytest.mark.parametrize(
-    ("found", "digest", "proof", "topic", "why"),
+    ("found", "digest", "preflight", "topic", "why"),
     [
         (SpareState(software=GOOD.software), "", PROOF, "data", "nothing is staged from /fsx/shards"),
         (replace(GOOD, folder="/old"), "", PROOF, "data", "nothing is staged from /fsx/shards to /scratch/shards"),
@@ -60,15 +60,15 @@ def test_a_spare_with_data_software_and_preflight_is_ready() -> None:
         (replace(GOOD, software={"torch": "2.90", "driver": "580.65"}), "", PROOF, "software", "torch is 2.90, 2.9 is"),
         (replace(GOOD, software={"torch": "2.9"}), "", PROOF, "software", "driver is missing, 580.65 is wanted"),
         (GOOD, "", None, "preflight", "has passed no preflight spare"),
-        (GOOD, "", Proof(NOW - 60, passed=False), "preflight", "failed preflight spare"),
-        (GOOD, "", Proof(NOW - 2 * DAY, passed=True), "preflight", "its last preflight spare is of"),
+        (GOOD, "", PreflightResult(NOW - 60, passed=False), "preflight", "failed preflight spare"),
+        (GOOD, "", PreflightResult(NOW - 2 * DAY, passed=True), "preflight", "its last preflight spare is of"),
     ],
 )
 def test_a_spare_that_lacks_anything_is_not_ready(
-    found: SpareState, digest: str, proof: Proof | None, topic: str, why: str
+    found: SpareState, digest: str, preflight: PreflightResult | None, topic: str, why: str
 ) -> None:
     """And says what, and what to do about it."""
-    verdict = judged(found, digest, proof, SETTINGS, NOW)
+    verdict = assessed(found, digest, preflight, SETTINGS, NOW)
     assert (verdict.ready, verdict.expires_at, list(verdict.lacks)) == (False, 0.0, [topic])
     assert why in verdict.lacks[topic]
 
@@ -140,7 +140,7 @@ def test_a_mark_leaves_the_rest_of_the_comment_alone() -> None:
     slurm.by_comment["n1"] = "rack 12 [opsd1 ib_link=1-2]"
     mark(slurm, "n1", "ready", NOW)
     assert slurm.by_comment["n1"] == f"rack 12 [opsd1 ib_link=1-2 spare=ready@{NOW:.0f}]"
-    assert len(record.read(slurm.by_comment["n1"]).stays) == 1
+    assert len(node_comment.read(slurm.by_comment["n1"]).stays) == 1
     mark(slurm, "n1", "", NOW)
     assert slurm.by_comment["n1"] == "rack 12 [opsd1 ib_link=1-2]"
     with pytest.raises(SlurmRejected, match="no node n9; if this machine has another name"):
@@ -154,7 +154,7 @@ def values(reading: Reading | NoData) -> dict[str, float]:
 
 def test_the_agent_exports_the_verdict_until_it_expires(tmp_path: Path) -> None:
     """What was ready yesterday is not any more; a file that cannot be read is not ready."""
-    verdict = replace(judged(GOOD, "", PROOF, SETTINGS, NOW), staged_bytes=10**12)
+    verdict = replace(assessed(GOOD, "", PROOF, SETTINGS, NOW), staged_bytes=10**12)
     collector = SpareCollector(tmp_path / state.FILE, wall=lambda: NOW + 100)
     assert isinstance(collector.collect(), NoData)
     state.write(tmp_path, verdict)
@@ -191,8 +191,11 @@ def test_stale_and_damaged_data_are_found_by_verify(tmp_path: Path) -> None:
     assert (staged.return_value, "data:" in staged.output) == (exitcodes.FAILED, False)
     assert "preflight: it has passed no preflight spare" in staged.output
     assert "data:" not in on(tmp_path, "verify").output
-    asked = on(tmp_path, "status")
-    assert (asked.return_value, "not a ready spare: preflight: it has passed" in asked.output) == (1, True)
+    has_requirements = on(tmp_path, "status")
+    assert (
+        has_requirements.return_value,
+        "not a ready spare: preflight: it has passed" in has_requirements.output,
+    ) == (1, True)
     shard = tmp_path / "nvme/shard-00000.tokens"
     shard.write_bytes(bytes(shard.stat().st_size))
     assert "was damaged and has been removed; run `opsd spare stage` again" in on(tmp_path, "verify").output

@@ -18,12 +18,12 @@ from typing import BinaryIO
 import pytest
 
 from opsd.spares.corpus import INDEX, digest_of, read_corpora
-from opsd.spares.pace import Pace
-from opsd.spares.stage import BLOCK, Progress, StageError, Work, make_folder, remove, stage, verify
+from opsd.spares.stage import make_folder, remove, stage, verify
 from opsd.spares.storage import Folder, StorageError, open_storage
+from opsd.spares.transfer import BLOCK, Progress, RateLimit, StageError, Work
 from tests.fakes.corpora import SHARD, make_corpus
 
-WORK = Work(Pace(None), parallel=3)
+WORK = Work(RateLimit(None), parallel=3)
 TOKENS = "shard-00001.tokens"
 
 
@@ -143,7 +143,7 @@ class Quiet(SimpleHTTPRequestHandler):
 def test_an_interrupted_copy_goes_on_where_it_was_cut_off(source: Path, target: Path) -> None:
     """No index appears before all is there, and no byte is fetched twice."""
     with pytest.raises(StorageError, match=r"could not be read on: ConnectionError: reset by peer"):
-        staged(Source(source, breaks_at=10_000), target, Work(Pace(None), parallel=1))
+        staged(Source(source, breaks_at=10_000), target, Work(RateLimit(None), parallel=1))
     assert not (target / INDEX).exists()
     begun = {path.name: path.stat().st_size for path in target.glob(".shard-*.tokens.part")}
     assert 10_000 in begun.values()
@@ -166,7 +166,7 @@ def test_a_part_that_is_wrong_is_begun_anew(source: Path, target: Path, rubbish:
 def test_a_damaged_source_is_named_and_nothing_is_published(source: Path, target: Path) -> None:
     """The other files are kept for the next attempt."""
     with pytest.raises(StageError, match=rf"{TOKENS} does not match its checksum"):
-        staged(Source(source, damages=TOKENS), target, Work(Pace(None), parallel=1))
+        staged(Source(source, damages=TOKENS), target, Work(RateLimit(None), parallel=1))
     assert (target / INDEX).exists() == (target / TOKENS).exists() == False  # noqa: E712
 
 
@@ -235,7 +235,7 @@ def test_what_an_interrupted_staging_has_left_can_be_removed(source: Path, targe
     for seed in (0, 1):
         make_corpus(source, seed=seed)
         with pytest.raises(StorageError, match="could not be read on"):
-            staged(Source(source, breaks_at=10_000), target, Work(Pace(None), parallel=1))
+            staged(Source(source, breaks_at=10_000), target, Work(RateLimit(None), parallel=1))
         (target / "notes").write_text("mine")
         assert remove(target) > 10_000
         assert list(contents(target)) == ["notes"]
@@ -290,20 +290,20 @@ def test_nothing_is_written_through_links_or_into_open_folders(source: Path, tar
 def test_the_pace_is_kept_by_all_threads_together() -> None:
     """Bytes over rate, but for what was saved up."""
     now, waits = [100.0], list[float]()
-    pace = Pace(1000.0, clock=lambda: now[0], wait=waits.append)
+    rate_limit = RateLimit(1000.0, clock=lambda: now[0], wait=waits.append)
     for _ in range(4):
-        pace(500)
+        rate_limit(500)
     assert waits == [0.5, 1.0, 1.5, 2.0]
     now[0] = 200.0
     waits.clear()
-    pace(500)
+    rate_limit(500)
     assert waits == []
 
 
 def test_progress_is_shown_and_ends_at_the_total(source: Path, target: Path) -> None:
     """What was there already when a file was begun counts as well."""
     seen: list[tuple[int, int]] = []
-    staged(Folder(source), target, Work(Pace(None), look=lambda p: seen.append((p.done, p.total))))
+    staged(Folder(source), target, Work(RateLimit(None), look=lambda p: seen.append((p.done, p.total))))
     assert seen[-1] == (3 * (SHARD + 80) + 500,) * 2
     assert Progress(10).done == 0
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import NoData, Reading
-from opsd.collectors.storage import StorageCollector, StorageNetCollector
-from opsd.collectors.storage_series import is_disk, parse_disk_stat
+from opsd.collectors.lib.storage.series import is_disk, parse_disk_stat
+from opsd.collectors.storage import StorageCollector
+from opsd.collectors.storage_net import StorageNetCollector
 from tests.fakes.mounts import MOUNTSTATS
 from tests.fakes.tree import write_tree
 

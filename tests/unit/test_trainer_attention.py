@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from opsd.trainer.attention import (
     Packed,
     attend,
+    attention_inputs,
     gathered_positions,
     kernel_for,
-    make_view,
     pack,
     positions,
     rotary_angles,
@@ -43,7 +43,7 @@ class Ranks:
 
 
 def view_of(documents: torch.Tensor, kernel: str, window: int = 0):
-    return make_view(documents, SETTINGS.model_copy(update={"attention": kernel, "window": window}))
+    return attention_inputs(documents, SETTINGS.model_copy(update={"attention": kernel, "window": window}))
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -58,8 +58,8 @@ def test_a_token_sees_the_near_past_of_its_document(documents: torch.Tensor, win
     mask = visible(documents, torch.arange(length), torch.arange(length), window)[0, 0]
     for query in range(length):
         for key in range(length):
-            near = 0 <= query - key < (window or length)
-            assert mask[query, key] == (near and documents[0, query] == documents[0, key])
+            window_mask = 0 <= query - key < (window or length)
+            assert mask[query, key] == (window_mask and documents[0, query] == documents[0, key])
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -68,9 +68,9 @@ def test_flex_attention_is_attention(window: int) -> None:
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16]).int()
     q, k, v = drawn(2, 4, 16, 16), drawn(2, 2, 16, 16), drawn(2, 2, 16, 16)
     flex, sdpa = view_of(documents, "flex", window), view_of(documents, "sdpa", window)
-    assert isinstance(flex.near, BlockMask)
+    assert isinstance(flex.window_mask, BlockMask)
     with torch.no_grad():
-        torch.testing.assert_close(attend(q, k, v, flex.near, None), attend(q, k, v, sdpa.near, None))
+        torch.testing.assert_close(attend(q, k, v, flex.window_mask, None), attend(q, k, v, sdpa.window_mask, None))
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_packed_documents_begin_where_they_begin(documents: torch.Tensor, rows: 
 def test_the_kernel_follows_the_setting() -> None:
     """Plain causal attention needs no mask; with documents each kernel has its own form of one."""
     documents = torch.zeros(1, 8, dtype=torch.int32)
-    assert view_of(documents, "sdpa").everything.dtype == torch.bool
-    assert isinstance(view_of(documents, "varlen").everything, Packed)
-    assert view_of(documents, "auto").everything.dtype == torch.bool
+    assert view_of(documents, "sdpa").full_mask.dtype == torch.bool
+    assert isinstance(view_of(documents, "varlen").full_mask, Packed)
+    assert view_of(documents, "auto").full_mask.dtype == torch.bool
     plain = SETTINGS.model_copy(update={"document_mask": False})
-    assert make_view(documents, plain).everything is None
-    windowed = make_view(documents, plain.model_copy(update={"window": 2}))
-    assert windowed.everything is None
-    assert windowed.near.sum() == 15
+    assert attention_inputs(documents, plain).full_mask is None
+    windowed = attention_inputs(documents, plain.model_copy(update={"window": 2}))
+    assert windowed.full_mask is None
+    assert windowed.window_mask.sum() == 15
 
 
 @given(ranks=st.integers(1, 8), parts=st.integers(1, 5))

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.trainer.audit import Mark, Marks, checksum, different_copies, equal_shards
+from opsd.trainer.audit import Checksums, RegionChecksum, checksum, different_copies, equal_shards
 
 
-def rank(**tensors: tuple[int, str]) -> Marks:
-    return {name: Mark((row, 0), bits) for name, (row, bits) in tensors.items()}
+def rank(**tensors: tuple[int, str]) -> Checksums:
+    return {name: RegionChecksum((row, 0), bits) for name, (row, bits) in tensors.items()}
 
 
 def test_shards_that_differ_and_copies_that_agree_are_fine() -> None:

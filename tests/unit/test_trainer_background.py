@@ -27,7 +27,7 @@ def test_what_pauses_holds_nobody_up_and_is_done_in_order() -> None:
     storage, background = Storage(), Background()
     began = time.monotonic()
     for number in range(LIMIT + 100):
-        background.do(lambda number=number: storage.take(number))
+        background.run(lambda number=number: storage.take(number))
     assert not background.finish(0)
     assert time.monotonic() - began < 20  # and not a wait for each
     storage.answers.set()
@@ -40,8 +40,8 @@ def test_what_fails_does_not_end_it(capfd: pytest.CaptureFixture[str]) -> None:
     """The failure is printed, and what comes next is done."""
     storage, background = Storage(), Background()
     storage.answers.set()
-    background.do(lambda: storage.taken.index(5))
-    background.do(lambda: storage.take(1))
+    background.run(lambda: storage.taken.index(5))
+    background.run(lambda: storage.take(1))
     assert background.finish()
     assert storage.taken == [1]
     assert "5 is not in list" in capfd.readouterr().err

@@ -34,10 +34,10 @@ from opsd.checkpoints.manifest import (
     verify,
 )
 from opsd.trainer.checkpoint import State, file_layout
+from opsd.trainer.load import copy_file, load
 from opsd.trainer.locks import LOCKS, hold_lock, wait_for_saves
-from opsd.trainer.persist import Plan
+from opsd.trainer.parts import PersistPlan
 from opsd.trainer.regions import Region
-from opsd.trainer.restore import copy_file, load
 
 STEP, SAMPLE = 20, 80
 
@@ -206,7 +206,7 @@ class Persister:
         mmap.mmap(memory, len(content))[:] = content
         self.locks = hold_lock(root, rank)
         layout = {"dp": world}
-        plan = Plan(
+        plan = PersistPlan(
             str(root), rank, world, attempt, layout, "run", 2, memory, len(content), self.locks, remote=remote,
             patience_s=patience_s,
         )  # fmt: skip
@@ -222,9 +222,9 @@ class Persister:
         )
         os.close(memory)
 
-    def order(self, **order: int) -> None:
+    def command(self, **command: int) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"digest": "d", **order}).encode() + b"\n")
+        self.process.stdin.write(json.dumps({"digest": "d", **command}).encode() + b"\n")
 
     def answer(self) -> dict[str, str]:
         assert self.process.stdout is not None
@@ -263,11 +263,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_parts_of_all_ranks_become_a_checkpoint(tmp_path: Path, start: Start) -> None:
     """Once every rank's part is durable the checkpoint exists, verifies, and every process says so."""
     world = [start(rank, 3) for rank in range(3)]
-    world[0].order(save=STEP, sample=SAMPLE)
-    world[1].order(save=STEP, sample=SAMPLE)
+    world[0].command(save=STEP, sample=SAMPLE)
+    world[1].command(save=STEP, sample=SAMPLE)
     eventually(lambda: len(list(tmp_path.glob("step-*/rank-*"))) == 2)
     assert steps(tmp_path) == []
-    world[2].order(save=STEP, sample=SAMPLE)
+    world[2].command(save=STEP, sample=SAMPLE)
     assert [persister.answer() for persister in world] == [{"state": "committed"}] * 3
     manifest = verify(folder_of(tmp_path, STEP))
     assert (manifest.step, manifest.sample, manifest.layout, len(manifest.files)) == (STEP, SAMPLE, {"dp": 3}, 3)
@@ -277,7 +277,7 @@ def test_old_checkpoints_go(tmp_path: Path, start: Start) -> None:
     """The first rank's process keeps as many checkpoints as it was told to."""
     alone = start(0, 1)
     for step in (10, 20, 30):
-        alone.order(save=step, sample=0)
+        alone.command(save=step, sample=0)
         assert alone.answer() == {"state": "committed"}
     eventually(lambda: steps(tmp_path) == [20, 30])
 
@@ -286,7 +286,7 @@ def test_a_save_outlives_its_ranks(tmp_path: Path, start: Start) -> None:
     """Ranks that die after handing over lose nothing: the processes finish, commit and end."""
     world = [start(rank, 2) for rank in range(2)]
     for persister in world:
-        persister.order(save=STEP, sample=SAMPLE)
+        persister.command(save=STEP, sample=SAMPLE)
         persister.rank_dies()
     for persister in world:
         assert persister.process.wait(timeout=30) == 0
@@ -296,7 +296,7 @@ def test_a_save_outlives_its_ranks(tmp_path: Path, start: Start) -> None:
 def test_a_part_that_never_comes_is_given_up(tmp_path: Path, start: Start) -> None:
     """When a rank died before handing over its part, the others remove theirs and end."""
     world = [start(rank, 2) for rank in range(2)]
-    world[0].order(save=STEP, sample=SAMPLE)
+    world[0].command(save=STEP, sample=SAMPLE)
     world[0].rank_dies()
     eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*"))) == 1)
     assert world[0].process.poll() is None  # the other one is alive and may still deliver
@@ -325,10 +325,10 @@ def test_an_upload_is_waited_for_by_nobody_else(tmp_path: Path, start: Start) ->
     blocked.parent.mkdir(parents=True)
     os.mkfifo(blocked)  # the upload waits here for a reader
     alone = start(0, 1, remote=f"file://{bucket}")
-    alone.order(save=10, sample=0)
+    alone.command(save=10, sample=0)
     assert alone.answer() == {"state": "committed"}
     eventually(lambda: any(blocked.parent.glob("rank-*")))
-    alone.order(save=20, sample=0)
+    alone.command(save=20, sample=0)
     assert alone.answer() == {"state": "committed"}
     alone.rank_dies()
     assert wait_for_saves(tmp_path, 30)
@@ -341,14 +341,14 @@ def test_an_upload_is_waited_for_by_nobody_else(tmp_path: Path, start: Start) ->
 def test_parts_of_two_attempts_do_not_mix(tmp_path: Path, start: Start) -> None:
     """A part left by an earlier start of the run is not taken for one of this start."""
     earlier = start(1, 2, attempt="00000001")
-    earlier.order(save=STEP, sample=SAMPLE)
+    earlier.command(save=STEP, sample=SAMPLE)
     eventually(lambda: len(list(tmp_path.glob("step-*/rank-0001.00000001.*.safetensors"))) == 1)
     earlier.process.kill()
     first = start(0, 2)
-    first.order(save=STEP, sample=SAMPLE)
+    first.command(save=STEP, sample=SAMPLE)
     eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*.safetensors"))) == 1)
     assert steps(tmp_path) == []
-    start(1, 2, b"other bytes").order(save=STEP, sample=SAMPLE)
+    start(1, 2, b"other bytes").command(save=STEP, sample=SAMPLE)
     assert first.answer() == {"state": "committed"}
     assert all(".0000abcd." in entry.name for entry in verify(folder_of(tmp_path, STEP)).files)
 
@@ -356,13 +356,13 @@ def test_parts_of_two_attempts_do_not_mix(tmp_path: Path, start: Start) -> None:
 def test_an_abandoned_save_is_removed(tmp_path: Path, start: Start) -> None:
     """Told that another rank failed, a process drops its part and is ready for the next save."""
     first = start(0, 2)
-    first.order(save=STEP, sample=SAMPLE)
+    first.command(save=STEP, sample=SAMPLE)
     eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*.safetensors"))) == 1)
-    first.order(abandon=STEP)
+    first.command(abandon=STEP)
     assert first.answer() == {"state": "abandoned"}
     assert not folder_of(tmp_path, STEP).exists()
-    first.order(save=STEP + 20, sample=SAMPLE)
-    start(1, 2).order(save=STEP + 20, sample=SAMPLE)
+    first.command(save=STEP + 20, sample=SAMPLE)
+    start(1, 2).command(save=STEP + 20, sample=SAMPLE)
     assert first.answer() == {"state": "committed"}
 
 
@@ -375,15 +375,15 @@ def test_of_two_copies_of_a_run_only_the_later_writes(tmp_path: Path) -> None:
         Persister(root, 0, 1, b"state" * 999, f"0000000{generation}", generation) for generation in (1, 2)
     )
     try:
-        cut_off.order(save=10, sample=0)
+        cut_off.command(save=10, sample=0)
         assert cut_off.answer() == {"state": "committed"}
         assert create(tmp_path, Claim(2, "a start", "n2 7"))
-        cut_off.order(save=20, sample=0)
+        cut_off.command(save=20, sample=0)
         answer = cut_off.answer()
         assert answer["state"] == "failed"
         assert "generation 2 of the run has begun elsewhere" in answer["why"]
         assert not folder_of(root, 20).exists()
-        requeued.order(save=20, sample=0)
+        requeued.command(save=20, sample=0)
         assert requeued.answer() == {"state": "committed"}
         assert ".00000002." in verify(folder_of(root, 20)).files[0].name
     finally:
@@ -401,16 +401,16 @@ def test_claims_that_cannot_be_read_for_a_while_delay_a_commit(tmp_path: Path) -
         for rank, patience_s in ((0, 600.0), (0, 0.0))
     )
     try:
-        hasty.order(save=10, sample=0)
+        hasty.command(save=10, sample=0)
         answer = hasty.answer()
         assert answer["state"] == "failed"
         assert "whether generation 1 may write cannot be seen" in answer["why"]
-        patient.order(save=20, sample=0)
+        patient.command(save=20, sample=0)
         eventually(lambda: list(root.glob("step-*/rank-*.safetensors")))
         assert steps(root) == []
         claims.unlink()
         assert patient.answer() == {"state": "committed"}
-        hasty.order(save=30, sample=0)
+        hasty.command(save=30, sample=0)
         assert hasty.answer() == {"state": "committed"}
     finally:
         patient.end()
@@ -420,9 +420,9 @@ def test_claims_that_cannot_be_read_for_a_while_delay_a_commit(tmp_path: Path) -
 def test_a_step_is_committed_once(tmp_path: Path, start: Start) -> None:
     """A second start of the run that saves the same step leaves the first one's checkpoint as it is, and says so."""
     first, second = start(0, 1, attempt="00000001"), start(0, 1, b"other bytes", attempt="00000002")
-    first.order(save=STEP, sample=SAMPLE)
+    first.command(save=STEP, sample=SAMPLE)
     assert first.answer() == {"state": "committed"}
-    second.order(save=STEP, sample=SAMPLE)
+    second.command(save=STEP, sample=SAMPLE)
     answer = second.answer()
     assert answer["state"] == "failed"
     assert "another start of the run has committed it" in answer["why"]
@@ -433,7 +433,7 @@ def test_a_step_is_committed_once(tmp_path: Path, start: Start) -> None:
 def test_a_torn_part_is_not_a_part(tmp_path: Path, start: Start) -> None:
     """A process killed while it writes leaves a draft at most, and no checkpoint."""
     persister = start(0, 1, bytes(200_000_000))
-    persister.order(save=STEP, sample=SAMPLE)
+    persister.command(save=STEP, sample=SAMPLE)
     eventually(lambda: any(tmp_path.glob("step-*/.rank-*")))
     persister.process.send_signal(signal.SIGKILL)
     persister.process.wait()
@@ -457,10 +457,10 @@ def test_a_full_disk_fails_the_save_and_nothing_else(small_disk: Path) -> None:
     """No space: the process says so, leaves the older checkpoint whole and nothing of the new one, and goes on."""
     persister = Persister(small_disk, 0, 1, bytes(400_000))
     try:
-        persister.order(save=10, sample=0)
+        persister.command(save=10, sample=0)
         assert persister.answer() == {"state": "committed"}
         (small_disk / "filler").write_bytes(bytes(400_000))
-        persister.order(save=20, sample=0)
+        persister.command(save=20, sample=0)
         answer = persister.answer()
         assert answer["state"] == "failed"
         assert "No space left on device" in answer["why"]
@@ -468,7 +468,7 @@ def test_a_full_disk_fails_the_save_and_nothing_else(small_disk: Path) -> None:
         verify(folder_of(small_disk, 10))
         assert not folder_of(small_disk, 20).exists()
         (small_disk / "filler").unlink()
-        persister.order(save=30, sample=0)
+        persister.command(save=30, sample=0)
         assert persister.answer() == {"state": "committed"}
     finally:
         persister.end()
@@ -477,14 +477,14 @@ def test_a_full_disk_fails_the_save_and_nothing_else(small_disk: Path) -> None:
 def test_a_failed_commit_takes_nothing_with_it(tmp_path: Path, start: Start) -> None:
     """An older checkpoint of the same step survives a save that fails."""
     alone = start(0, 1)
-    alone.order(save=STEP, sample=SAMPLE)
+    alone.command(save=STEP, sample=SAMPLE)
     assert alone.answer() == {"state": "committed"}
     folder = folder_of(tmp_path, STEP)
     manifest = read(folder)
     (folder / MANIFEST).unlink()
     (folder / MANIFEST).mkdir()
     again = start(0, 1, attempt="00000002")
-    again.order(save=STEP, sample=SAMPLE)
+    again.command(save=STEP, sample=SAMPLE)
     assert again.answer()["state"] == "failed"
     (folder / MANIFEST).rmdir()
     commit(folder, manifest)

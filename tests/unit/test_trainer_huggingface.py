@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.huggingface import CONFIG, fill, settings_of, their_config, write
+from opsd.trainer.huggingface import CONFIG, fill, hf_config, settings_of, write
 from opsd.trainer.model import Decoder
 from opsd.trainer.settings import ModelSettings
 from opsd.trainer.tensors import Chunk, Stored
@@ -41,7 +41,7 @@ def export(model: Decoder, folder: Path) -> None:
         Stored(name, tuple(value.shape), [Chunk((0,) * value.dim(), tuple(value.shape), value.detach().clone)])
         for name, value in model.named_parameters()
     ]
-    write(folder, tensors, torch.float32, their_config(model.settings, 64))
+    write(folder, tensors, torch.float32, hf_config(model.settings, 64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,4 +106,4 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], te
 def test_what_they_do_not_have_is_not_exported() -> None:
     """QK-norm with layers without positions has no architecture there."""
     with pytest.raises(ConfigError, match="no architecture"):
-        their_config(SHAPE.model_copy(update={"qk_norm": True}), 64)
+        hf_config(SHAPE.model_copy(update={"qk_norm": True}), 64)

@@ -105,10 +105,10 @@ def test_skipped_samples_are_left_out(mixture: Mixture, at: int, length: int, mo
     """After a skip the run reads what it would have read later, and nothing before it changes."""
     skipping = Mixture(mixture.stages, mixture.sizes, 7, [(at, length), (at + more, 5)])
     plain = Mixture(mixture.stages, mixture.sizes, 7)
-    everything = read(plain, range(at + length + more + 105))
-    del everything[at : at + length]
-    del everything[at + more : at + more + 5]
-    assert read(skipping, range(at + more + 100)) == everything
+    full_mask = read(plain, range(at + length + more + 105))
+    del full_mask[at : at + length]
+    del full_mask[at + more : at + more + 5]
+    assert read(skipping, range(at + more + 100)) == full_mask
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,13 +147,13 @@ def test_equal_identity_means_equal_past(mixture: Mixture, position: int, start:
 def test_seeds_and_epochs_differ() -> None:
     """Each epoch of a source and each seed has an order of its own."""
     size = 1000
-    orders = []
+    commands = []
     for seed in (1, 2):
         mixture = Mixture([Stage(0, {".": 1.0})], {".": size}, seed)
-        orders += [mixture.locate(u64(range(e * size, (e + 1) * size)))[1] for e in (0, 1)]
-    for i, one in enumerate(orders):
+        commands += [mixture.locate(u64(range(e * size, (e + 1) * size)))[1] for e in (0, 1)]
+    for i, one in enumerate(commands):
         assert np.array_equal(np.sort(one), np.arange(size))
-        for other in orders[:i]:
+        for other in commands[:i]:
             assert np.count_nonzero(one == other) < 20
 
 

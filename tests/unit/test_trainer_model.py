@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.trainer.attention import View, make_view, rotary_angles, rotate, turning, visible
+from opsd.trainer.attention import AttentionInputs, attention_inputs, rotary_angles, rotate, rotation_factors, visible
 from opsd.trainer.config import load
 from opsd.trainer.loss import next_token_loss
 from opsd.trainer.model import Attention, Decoder, count_parameters, flops_per_token, has_rotary, init_std
@@ -34,9 +34,11 @@ def tokens_of(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, SETTINGS.vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def plain(length: int) -> View:
+def plain(length: int) -> AttentionInputs:
     """Causal attention over one document."""
-    return make_view(torch.zeros(1, length, dtype=torch.int32), SETTINGS.model_copy(update={"document_mask": False}))
+    return attention_inputs(
+        torch.zeros(1, length, dtype=torch.int32), SETTINGS.model_copy(update={"document_mask": False})
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -117,7 +119,7 @@ def test_rotation_is_that_of_complex_numbers() -> None:
     k = torch.arange(SETTINGS.head_dim // 2, dtype=torch.float64)
     angle = torch.arange(10, dtype=torch.float64)[:, None] * 50_000.0 ** (-2 * k / SETTINGS.head_dim)
     expected = torch.complex(first, second) * torch.exp(1j * angle)
-    rotated = rotate(x.transpose(1, 2), turning(rotary_angles(torch.arange(10), SETTINGS))).transpose(1, 2)
+    rotated = rotate(x.transpose(1, 2), rotation_factors(rotary_angles(torch.arange(10), SETTINGS))).transpose(1, 2)
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1), rtol=1e-5, atol=1e-5)
 
 

@@ -12,7 +12,7 @@ from opsd.checkpoints.manifest import Manifest, commit, folder_of
 from opsd.client import Reporter, events_path
 from opsd.launch.ranks.settings import Assignment, Program, Settings
 from opsd.trainer.config import load
-from opsd.trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, of_no_rank
+from opsd.trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, without_rank_variables
 
 
 def test_an_evaluation_is_no_rank() -> None:
@@ -24,7 +24,7 @@ def test_an_evaluation_is_no_rank() -> None:
     changing = settings.generation_environment(
         Assignment(0, 2, 0, 2, 4, "n1", 29500), 0, generation=3, restarts=2, error_file=Path("/e"), page=Path("/p")
     )
-    assert of_no_rank({**fixed, **changing}) == base | kept | {"OPSD_LAUNCHER": fixed["OPSD_LAUNCHER"]}
+    assert without_rank_variables({**fixed, **changing}) == base | kept | {"OPSD_LAUNCHER": fixed["OPSD_LAUNCHER"]}
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.trainer import memory
-from opsd.trainer.exchange import Save, moves, newest_whole
-from opsd.trainer.memory import Record
-from opsd.trainer.replica import FROM_ONE, STRANGERS, Keeper, Sending
+from opsd.trainer.exchange import Save, newest_whole, plan_transfers
+from opsd.trainer.memory import StateInfo
+from opsd.trainer.replica import MAX_PER_ADDRESS, MAX_UNAUTHENTICATED, Receiver, Sender
 
 KEY, STATE = b"k" * 32, os.urandom(9_000_001)
 
@@ -32,15 +32,17 @@ def staged(content: bytes) -> mmap.mmap:
     return state
 
 
-def record_of(content: bytes, rank: int = 3, attempt: str = "0000abcd") -> Record:
-    return Record(rank, 20, 80, "d", attempt, {"dp": 2}, len(content), memory.checksum(memoryview(content)), "run", 0.0)
+def record_of(content: bytes, rank: int = 3, attempt: str = "0000abcd") -> StateInfo:
+    return StateInfo(
+        rank, 20, 80, "d", attempt, {"dp": 2}, len(content), memory.checksum(memoryview(content)), "run", 0.0
+    )
 
 
 @contextmanager
 def keeping(folder: Path, **limits: float) -> Iterator[str]:
     """Somebody who keeps the state of rank 3 in ``folder``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        keeper = Keeper(KEY, folder, 3, "0000abcd", **limits)
+        keeper = Receiver(KEY, folder, 3, "0000abcd", **limits)
         thread = threading.Thread(target=keeper.serve, args=(listener,), daemon=True)
         thread.start()
         yield f"127.0.0.1 {listener.getsockname()[1]}"
@@ -55,9 +57,9 @@ def target(tmp_path: Path) -> Iterator[str]:
         yield target
 
 
-def send(target: str, record: Record, key: bytes = KEY, content: bytes = STATE) -> str:
+def send(target: str, info: StateInfo, key: bytes = KEY, content: bytes = STATE) -> str:
     """Why the copy was not made."""
-    sending = Sending(target, key, record, staged(content))
+    sending = Sender(target, key, info, staged(content))
     sending.start()
     sending.join(30)
     assert not sending.is_alive()
@@ -69,11 +71,11 @@ def test_a_copy_is_the_state(tmp_path: Path, target: str) -> None:
     for content in (STATE, STATE[::-1]):
         assert send(target, record_of(content), content=content) == ""
         assert memory.state_path(tmp_path, 3).read_bytes() == content
-        assert memory.read_record(tmp_path, 3) == record_of(content)
+        assert memory.read_info(tmp_path, 3) == record_of(content)
 
 
 @pytest.mark.parametrize(
-    ("key", "record", "why"),
+    ("key", "info", "why"),
     [
         (b"x" * 32, record_of(STATE), "it is not of this run"),
         (KEY, record_of(STATE, rank=2), "it is of rank 2, not 3, or of another start"),
@@ -81,11 +83,11 @@ def test_a_copy_is_the_state(tmp_path: Path, target: str) -> None:
         (KEY, record_of(STATE, attempt="0" * 70_000), ""),
     ],
 )
-def test_strangers_are_refused(tmp_path: Path, target: str, key: bytes, record: Record, why: str) -> None:
+def test_strangers_are_refused(tmp_path: Path, target: str, key: bytes, info: StateInfo, why: str) -> None:
     """A wrong key, another rank, another start or an endless record changes nothing of what is kept."""
     assert send(target, record_of(STATE)) == ""
-    assert why in send(target, record, key)
-    assert memory.read_record(tmp_path, 3) == record_of(STATE)
+    assert why in send(target, info, key)
+    assert memory.read_info(tmp_path, 3) == record_of(STATE)
     assert memory.state_path(tmp_path, 3).read_bytes() == STATE
 
 
@@ -93,14 +95,14 @@ def test_what_was_broken_off_is_no_copy(tmp_path: Path, target: str) -> None:
     """A sender that stops half way leaves no record, neither of the new state nor of the one before."""
     assert send(target, record_of(STATE)) == ""
     long = bytes(400_000_000)
-    sending = Sending(target, KEY, record_of(long), staged(long))
+    sending = Sender(target, KEY, record_of(long), staged(long))
     sending.start()
     deadline = time.monotonic() + 30
-    while memory.record_path(tmp_path, 3).exists():
+    while memory.info_path(tmp_path, 3).exists():
         assert time.monotonic() < deadline
     sending.stop()
     assert sending.why
-    assert memory.read_record(tmp_path, 3) is None
+    assert memory.read_info(tmp_path, 3) is None
     assert send(target, record_of(STATE)) == ""
 
 
@@ -144,10 +146,10 @@ STRANGE = {
 @pytest.mark.parametrize("say", STRANGE.values(), ids=STRANGE.keys())
 def test_a_stranger_delays_nobody(tmp_path: Path, say: Callable[[socket.socket], None]) -> None:
     """A connection that says nothing, or not enough, does not keep the partner waiting, however long it stays."""
-    with keeping(tmp_path, proof_s=9999.0) as target, connect(target) as stranger:
+    with keeping(tmp_path, authentication_timeout_s=9999.0) as target, connect(target) as stranger:
         say(stranger)
         assert send(target, record_of(STATE)) == ""
-        assert memory.read_record(tmp_path, 3) == record_of(STATE)
+        assert memory.read_info(tmp_path, 3) == record_of(STATE)
 
 
 @pytest.mark.parametrize("say", STRANGE.values(), ids=STRANGE.keys())
@@ -178,9 +180,9 @@ def test_many_strangers_take_few_descriptors(tmp_path: Path, target: str) -> Non
         for _ in range(300):
             strangers.append(connect(target))
         assert send(target, record_of(STATE)) == ""
-        assert memory.read_record(tmp_path, 3) == record_of(STATE)
+        assert memory.read_info(tmp_path, 3) == record_of(STATE)
         assert all(is_cut_off(stranger) for stranger in strangers)
-        assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(strangers) + FROM_ONE
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(strangers) + MAX_PER_ADDRESS
     finally:
         for stranger in strangers:
             stranger.close()
@@ -192,7 +194,7 @@ def test_strangers_of_many_addresses_are_few_as_well(tmp_path: Path, target: str
     with ExitStack() as stack:
         strangers = [
             stack.enter_context(socket.create_connection((host, int(port)), 20, (f"127.0.1.{number}", 0)))
-            for number in range(1, 4 * STRANGERS)
+            for number in range(1, 4 * MAX_UNAUTHENTICATED)
         ]
         assert send(target, record_of(STATE)) == ""
         assert all(is_cut_off(stranger) for stranger in strangers)
@@ -200,14 +202,14 @@ def test_strangers_of_many_addresses_are_few_as_well(tmp_path: Path, target: str
 
 def test_a_partner_that_begins_anew_is_not_kept_waiting(tmp_path: Path) -> None:
     """Its earlier connection, over which nothing comes any more, has been given up by it."""
-    record = record_of(STATE)
+    info = record_of(STATE)
     with keeping(tmp_path, timeout_s=9999.0) as target, connect(target) as stuck:
-        header = json.dumps(asdict(record)).encode()
+        header = json.dumps(asdict(info)).encode()
         nonce = stuck.recv(16, socket.MSG_WAITALL)
         stuck.sendall(len(header).to_bytes(4, "big") + header + hmac.new(KEY, nonce + header, "sha256").digest())
         assert stuck.recv(1) == b"\0"  # it may send the state now
-        assert send(target, record) == ""
-        assert memory.read_record(tmp_path, 3) == record
+        assert send(target, info) == ""
+        assert memory.read_info(tmp_path, 3) == info
         assert is_cut_off(stuck)
 
 
@@ -236,10 +238,10 @@ def test_moves_bring_every_rank_its_state(world: tuple[list[dict[int, Save]], in
     if save is None:
         return
     after = [dict(states) for states in held]
-    for move in moves(held, local_size, size, save):
-        assert held[move.source // local_size][move.rank] == save
-        assert move.source // local_size != move.rank // local_size
-        after[move.rank // local_size][move.rank] = save
+    for transfer in plan_transfers(held, local_size, size, save):
+        assert held[transfer.source // local_size][transfer.rank] == save
+        assert transfer.source // local_size != transfer.rank // local_size
+        after[transfer.rank // local_size][transfer.rank] = save
     assert all(after[rank // local_size][rank] == save for rank in range(size))
 
 
@@ -248,4 +250,4 @@ def test_a_lost_node_gets_its_states_from_the_next() -> None:
     save = Save(80, 7)
     held = [dict.fromkeys(ranks, save) for ranks in ((0, 1, 4, 5), (), (4, 5, 2, 3))]
     assert newest_whole(held, 6) == save
-    assert [(move.rank, move.source) for move in moves(held, 2, 6, save)] == [(2, 4), (3, 5)]
+    assert [(transfer.rank, transfer.source) for transfer in plan_transfers(held, 2, 6, save)] == [(2, 4), (3, 5)]

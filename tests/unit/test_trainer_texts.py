@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.trainer.data.build import PLAN, Job, build, group
+from opsd.trainer.data.build import PLAN, BuildTask, build, group
 from opsd.trainer.data.shards import INDEX, DataError, read_index, verify
 from opsd.trainer.data.texts import find_files, read_texts
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
@@ -111,7 +111,7 @@ def test_files_are_grouped_by_size(files: list[Path]) -> None:
 def test_a_build_gives_what_one_process_gives(tmp_path: Path, files: list[Path]) -> None:
     """The tokens of a build are those of the documents in the order of the files, and its records are gone."""
     tokenizer = train_tokenizer(TEXTS, 300)
-    build(files, tokenizer, Job(tmp_path / "out", "text", 10**6, 1), workers=1)
+    build(files, tokenizer, BuildTask(tmp_path / "out", "text", 10**6, 1), workers=1)
     make_corpus(TEXTS, tokenizer, tmp_path / "plain", 10**6)
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "plain")
     verify(tmp_path / "out", read_index(tmp_path / "out"), content=True)
@@ -121,7 +121,7 @@ def test_a_build_gives_what_one_process_gives(tmp_path: Path, files: list[Path])
 def test_a_build_goes_on_where_it_was(tmp_path: Path, files: list[Path]) -> None:
     """Interrupted, a build does only what is left; with other settings it is refused."""
     tokenizer = train_tokenizer(TEXTS, 300)
-    job = Job(tmp_path / "out", "text", 10**6, 1)
+    job = BuildTask(tmp_path / "out", "text", 10**6, 1)
     big = tmp_path / "in" / "9.jsonl"
     big.write_bytes(b"not json\n")
     with pytest.raises(DataError, match=r"9\.jsonl"):

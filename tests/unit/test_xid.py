@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import Sample
-from opsd.collectors.pci import bus_id
-from opsd.collectors.xid import (
+from opsd.collectors.lib.kernel.xid import (
     CATALOGUE,
     COUNTED,
     Sxid,
@@ -19,6 +18,7 @@ from opsd.collectors.xid import (
     parse_xid,
     xid_event,
 )
+from opsd.collectors.lib.pci import bus_id
 
 GPU = "00000000:3B:00.0"
 

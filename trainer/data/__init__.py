@@ -1,4 +1,4 @@
 """Training data: shards of tokens, the order of their sequences, and the process that prefetches them.
 
-Nothing here imports torch but ``loader``, the trainer's side of the prefetch process.
+Only ``loader``, the trainer's side of the prefetch process, imports torch.
 """

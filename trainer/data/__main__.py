@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from tokenizers import Tokenizer
 
-from opsd.trainer.data.build import Job, begun, build, forget, limited
+from opsd.trainer.data.build import BuildTask, begun, build, forget, limited
 from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError
 from opsd.trainer.data.texts import FIELD, SUFFIXES, find_files, read_texts
 from opsd.trainer.data.tokenize import TRAINING_BYTES, load_tokenizer, train_tokenizer
@@ -60,14 +60,14 @@ def main(
     columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=sum(path.stat().st_size for path in files))
-        job = Job(out, field, shard_tokens, max(1, cores // workers))
+        job = BuildTask(out, field, shard_tokens, max(1, cores // workers))
         index = build(files, tokenizer, job, workers, lambda size: progress.advance(task, size))
     tokens, documents = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
     click.echo(f"{out}: {documents:,} documents, {tokens:,} tokens, {index.vocab:,} ids, {len(index.shards)} shards")
 
 
 def _tokenizer(file: Path | None, files: list[Path], field: str, vocab: int, out: Path) -> Tokenizer:
-    """The one asked for; otherwise that of the build to go on with, or a new one trained on the beginning."""
+    """The given one; otherwise that of the build to resume, or a new one trained on the beginning of the text."""
     if file is not None:
         return load_tokenizer(file)
     if begun(out) and (out / TOKENIZER).exists():

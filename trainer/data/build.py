@@ -1,9 +1,9 @@
-"""Tokenising many files: in parallel, and gone on with where it was interrupted.
+"""Tokenising many files: in parallel and resumable.
 
-Files are put into groups. A group is tokenised by one process into shards of its own, and once they are durable a
-record says so; what has a record is not done again. The corpus exists when all groups have been done::
+Files are put into groups. One process tokenises a group into its own shards and, once they are durable, records the
+group, which is then not repeated. The corpus exists when all groups are done::
 
-    plan.json        what the folder is being made from; another plan does not go on with it
+    plan.json        what the folder is made from; a build with another plan does not resume it
     part-00007.json  the shards of a finished group
 """
 
@@ -33,22 +33,24 @@ Told = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a process needs to know to do its groups."""
+class BuildTask:
+    """The parameters of the worker processes."""
 
     folder: Path
     field: str
     shard_tokens: int
     threads: int
     group_bytes: int = GROUP_BYTES
-    """Files are put together until they have this size; a larger file is a group of its own."""
+    """Files are grouped up to this size; a larger file is a group of its own."""
 
 
-def build(files: Sequence[Path], tokenizer: Tokenizer, job: Job, workers: int, told: Told = lambda _: None) -> Index:
-    """Tokenise ``files`` into the corpus ``job.folder``; ``told`` hears the size of each group that is done, in bytes.
+def build(
+    files: Sequence[Path], tokenizer: Tokenizer, job: BuildTask, workers: int, told: Told = lambda _: None
+) -> Index:
+    """Tokenise ``files`` into the corpus ``job.folder``; ``told`` gets the size of each finished group in bytes.
 
-    Raises DataError if the folder was begun from something else or a file cannot be used, OSError if the folder cannot
-    be written.
+    Raises DataError if the folder was begun from other data or a file cannot be used, OSError if the folder cannot be
+    written.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     groups = group(files, job.group_bytes)
@@ -72,7 +74,7 @@ def build(files: Sequence[Path], tokenizer: Tokenizer, job: Job, workers: int, t
 
 
 def group(files: Sequence[Path], group_bytes: int) -> list[list[Path]]:
-    """``files`` in their order, put together until they have ``group_bytes``."""
+    """``files`` in their order, in groups of up to ``group_bytes``."""
     groups: list[list[Path]] = []
     size = group_bytes
     for path in files:
@@ -85,7 +87,7 @@ def group(files: Sequence[Path], group_bytes: int) -> list[list[Path]]:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a corpus is being made in ``folder`` and is not finished."""
+    """Whether ``folder`` contains an unfinished build."""
     return (folder / PLAN).exists()
 
 
@@ -95,7 +97,7 @@ def forget(folder: Path) -> None:
         record.unlink(missing_ok=True)
 
 
-def _begin(job: Job, groups: list[list[Path]], tokenizer: Tokenizer) -> None:
+def _begin(job: BuildTask, groups: list[list[Path]], tokenizer: Tokenizer) -> None:
     described = [[(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in members] for members in groups]
     plan = json.dumps([described, tokenizer.to_str(), job.field, job.shard_tokens])
     digest = hashlib.blake2b(plan.encode(), digest_size=16).hexdigest()
@@ -111,7 +113,7 @@ def _begin(job: Job, groups: list[list[Path]], tokenizer: Tokenizer) -> None:
     _write(path, {"digest": digest})
 
 
-def _do_parallel(job: Job, groups: list[list[Path]], left: list[int], workers: int, told: Told) -> None:
+def _do_parallel(job: BuildTask, groups: list[list[Path]], left: list[int], workers: int, told: Told) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(left)), context, _start_worker, (job,)) as pool:
         waiting: dict[Future[None], int] = {pool.submit(_do_in_worker, n, groups[n]): n for n in left}
@@ -127,10 +129,10 @@ def _do_parallel(job: Job, groups: list[list[Path]], left: list[int], workers: i
             pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Job, Tokenizer]
+_worker: tuple[BuildTask, Tokenizer]
 
 
-def _start_worker(job: Job) -> None:
+def _start_worker(job: BuildTask) -> None:
     global _worker
     os.environ["RAYON_NUM_THREADS"] = str(job.threads)
     _worker = job, load_tokenizer(job.folder / TOKENIZER)
@@ -141,14 +143,14 @@ def _do_in_worker(number: int, files: list[Path]) -> None:
     _do(job, tokenizer, number, files)
 
 
-def _do(job: Job, tokenizer: Tokenizer, number: int, files: list[Path]) -> None:
+def _do(job: BuildTask, tokenizer: Tokenizer, number: int, files: list[Path]) -> None:
     texts = read_texts(files, field=job.field)
     shards = write_shards(texts, tokenizer, job.folder, job.shard_tokens, f"shard-{number:05d}")
     _write(_part(job.folder, number), {"shards": [asdict(shard) for shard in shards]})
 
 
 def _read_part(folder: Path, number: int) -> tuple[Shard, ...] | None:
-    """The shards of a group that is done and whose files are there, None otherwise."""
+    """The shards of a finished group whose files exist, None otherwise."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         raw = json.loads(_part(folder, number).read_text(encoding="utf-8"))
         shards = tuple(parse_shard(entry) for entry in raw["shards"])
@@ -175,7 +177,7 @@ def _size(files: Sequence[Path]) -> int:
 
 
 def limited(files: Sequence[Path], max_bytes: int) -> Iterator[Path]:
-    """The first of ``files`` that together have at most ``max_bytes``."""
+    """The first of ``files``, up to ``max_bytes`` in all."""
     for path in files:
         max_bytes -= path.stat().st_size
         if max_bytes < 0:

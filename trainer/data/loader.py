@@ -1,4 +1,4 @@
-"""The trainer's side of the prefetch process: batches in order, whatever happens to the process."""
+"""The trainer's side of the prefetch process: batches in order, also if the process dies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_DEATHS = 3
 
 
 class Batch(NamedTuple):
-    """One micro-batch, of the samples from ``sample`` on; the tensors are [rows, length]."""
+    """One micro-batch, starting with sample ``sample``; the tensors are [rows, length]."""
 
     sample: int
     tokens: torch.Tensor
@@ -36,12 +36,11 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Micro-batches of this rank, from the global sample given to ``begin`` on.
+    """Micro-batches of this rank, from the global sample given to ``begin``.
 
-    The worker is started at once, so that it is ready by the time that the sample is known. One that dies, for instance
-    because an operator killed it when it hung, is replaced by one that goes on with the very next sample. Waiting has
-    no limit: slow storage is not a failure. Only a worker that dies ``MAX_DEATHS`` times in a row without a batch is
-    given up.
+    The worker starts at once, to be ready when the sample is known. One that dies, for instance because an operator
+    killed it, is replaced by one that continues with the next sample. Waiting has no limit: slow storage is not a
+    failure. Only after ``MAX_DEATHS`` deaths in a row without a batch does the loader give up.
     """
 
     def __init__(self, config: Config, sources: Mapping[str, Source], world: World, reporter: Reporter) -> None:
@@ -69,12 +68,12 @@ class Loader:
         self._worker = self._start()
 
     def begin(self, sample: int) -> None:
-        """Have the worker read from the global sample ``sample`` on. Call it once, before ``next``."""
+        """Let the worker read from the global sample ``sample``. Call it once, before ``next``."""
         self._next = sample + self._offset
         self._send_begin()
 
     def next(self) -> Batch:
-        """The next micro-batch; waits for it in the phase "data". Raises DataError if there will never be one."""
+        """The next micro-batch; waits for it in the phase "data". Raises DataError if there will be none."""
         began = time.perf_counter()
         with self._reporter.phase("data"):
             while not (ready := self._receive()):
@@ -96,7 +95,7 @@ class Loader:
         return batch
 
     def take_wait(self) -> float:
-        """Seconds that the training has waited for data since the last call."""
+        """Seconds that the training waited for data since the last call."""
         seconds, self._wait_s = self._wait_s, 0.0
         return seconds
 

@@ -1,10 +1,10 @@
-"""Which sequence of which source each sample is: a pure function of its number, at any point of a run of any length.
+"""Which sequence of which source each sample is: a pure function of its number, for runs of any length.
 
-A run's place in its data is one integer, the global sample index. Stages follow each other; within a stage samples come
-in blocks, and each block has of every source exactly its share, in a random order. The last block of a stage is as
-short as it must be and shared out to the nearest sample. So the number of samples that any source has given before any
-block has a closed form, and with it the place in the source: epoch by division, sequence by the permutation of this
-source and epoch. Nothing depends on how many ranks read, and nothing grows with the number of steps.
+A run's position in its data is one integer, the global sample index. Stages follow each other. Within a stage samples
+come in blocks, and each block contains exactly the share of every source, in random order. The last block of a stage is
+cut to length and divided to the nearest sample. So the number of samples that a source has given before any block has a
+closed form, and with it the position in the source: the epoch by division, the sequence by the permutation of this
+source and epoch. Nothing depends on the number of ranks, and nothing grows with the number of steps.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import numpy as np
 from opsd.trainer.data.order import U64, mix, permute
 
 MAX_BLOCK = 1 << 20
-"""Samples in a block at most. Weights whose common denominator is larger are rounded to that many parts."""
+"""Most samples in a block. Weights with a larger common denominator are rounded to this many parts."""
 
 TOLERANCE = Fraction(1, 10**6)
-"""By how much the weights of a stage may miss 1."""
+"""How far the weights of a stage may be from a sum of 1."""
 
 _ENDLESS = 1 << 62
 _ROW = np.uint64(32)
 
 
 class MixtureError(ValueError):
-    """Weights that cannot be used; the message is one sentence."""
+    """The weights cannot be used; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """From sample ``start`` on, sources by weight. A weight is exactly the decimal that it is written as."""
+    """From sample ``start`` on, sources by weight. A weight is exactly the decimal in the settings."""
 
     start: int
     weights: Mapping[str, float]
@@ -53,9 +53,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What has decided the samples of a run so far; two mixtures that agree in it can follow each other.
+    """Everything that has determined the samples of a run so far; mixtures that agree in it can follow each other.
 
-    The stages that have begun, the end of the block in which the newest sample lies, and what has been skipped.
+    These are the stages that have begun, the end of the newest sample's block, and the skipped samples.
     """
 
     stages: tuple[tuple[int, tuple[tuple[str, float], ...]], ...]
@@ -64,12 +64,12 @@ class Order:
 
     @property
     def sources(self) -> list[str]:
-        """The sources that may have been read from."""
+        """The sources that may have been read."""
         return sorted({name for _, weights in self.stages for name, _ in weights})
 
 
 def apportion(shares: Mapping[str, Fraction | int], seats: int) -> dict[str, int]:
-    """``seats`` given out in proportion to ``shares``, by largest remainder (Hamilton); ties go by name."""
+    """``seats`` divided in proportion to ``shares``, by largest remainder (Hamilton); ties go by name."""
     total = sum(shares.values())
     quotas = {name: Fraction(share * seats, total) for name, share in shares.items()}
     given = {name: math.floor(quota) for name, quota in quotas.items()}
@@ -82,8 +82,8 @@ def apportion(shares: Mapping[str, Fraction | int], seats: int) -> dict[str, int
 class Mixture:
     """The samples of a run over ``sizes``, the number of sequences of each source.
 
-    ``skips`` are pairs (position, length) in ascending order: after ``position`` samples have been trained on, the next
-    ``length`` are left out. The position in a run counts trained samples only.
+    ``skips`` are pairs (position, length) in ascending order: after ``position`` trained samples, the next ``length``
+    are skipped. The position in a run counts trained samples only.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class Mixture:
         return source.astype(np.uint64), sequence
 
     def drawn(self, position: int) -> dict[str, int]:
-        """How many samples each source has given to the first ``position`` of a run, those left out included.
+        """Samples of each source among the first ``position`` of a run, skipped ones included.
 
-        Exact at the ends of blocks, in between each source counts in proportion to its share of the block.
+        Exact at the ends of blocks; in between each source counts in proportion to its share of the block.
         """
         sample = position + int(self._skipped[np.searchsorted(self._skip_from, position, side="right")])
         stage = int(np.searchsorted(self._starts, sample, side="right")) - 1
@@ -141,7 +141,7 @@ class Mixture:
         return dict(zip(self.names, given.tolist(), strict=True))
 
     def identity(self, position: int) -> Order:
-        """What has decided the samples before ``position``."""
+        """Everything that determined the samples before ``position``."""
         skips = tuple((at, length) for at, length in self.skips if at < position)
         end = position + sum(length for _, length in skips)
         begun = [stage for stage in self.stages if stage.start < end]

@@ -1,7 +1,6 @@
-"""The order of the samples: keyed permutations, evaluated at any point in constant time and memory.
+"""The order of the samples: keyed permutations, computed at any position in constant time and memory.
 
-Nothing is stored, and any place can be asked for. All functions work on whole arrays, each element with a range and a
-key of its own, so that the samples of a batch cost what one costs.
+All functions work on arrays, each element with its own range and key, so a batch costs no more than one sample.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ _HALF = np.uint64(32)
 
 
 def mix(x: U64) -> U64:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that scatters its input."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that scrambles its input."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def permute(index: U64, size: U64, key: U64) -> U64:
-    """Where the permutation of range(``size``) with ``key`` takes ``index``; one of each per element, size <= 2^62.
+    """The image of ``index`` under the permutation of range(``size``) with ``key``; elementwise, size <= 2^62.
 
     A Feistel network over pairs (left, right) with left < a and right < b, where a and b are about the root of the size
-    (Black and Rogaway 2002, "generalized Feistel"). What falls outside the range goes through it again until it
-    is inside (cycle walking). a * b exceeds the size by less than 2 a, so for large ranges almost nothing does.
+    (Black and Rogaway 2002, "generalized Feistel"). Values outside the range go through it again until they are inside
+    (cycle walking). a * b exceeds the size by less than 2 a, so for large ranges almost none do.
     """
     a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
@@ -52,6 +51,6 @@ def _feistel(value: U64, a: U64, b: U64, key: U64) -> U64:
 
 
 def _rotate(value: U64, word: U64, size: U64) -> U64:
-    """``value`` plus a number below ``size`` that ``word`` gives, modulo ``size``, without a division (Lemire 2019)."""
+    """``value`` plus a number below ``size`` derived from ``word``, modulo ``size``; no division (Lemire 2019)."""
     value = value + ((word >> _HALF) * size >> _HALF)
     return value - size * (value >= size)

@@ -2,13 +2,13 @@
 
 A corpus is a folder::
 
-    index.json            what is below, with sizes and checksums; a corpus without it does not exist
+    index.json            the files below, with sizes and checksums; without it the corpus does not exist
     tokenizer.json        the tokenizer that made the ids (Hugging Face format)
     shard-00000.tokens    ids, little-endian uint16 or uint32
     shard-00000.documents uint64 position of the first token of each document, ascending from 0
 
-Every document begins with the token ``<|document|>``. It predicts the first word of its document, and being predicted,
-it ends the one before; so every token of a shard is a target, and every one has its context in its own document.
+Every document begins with the token ``<|document|>``. As an input it predicts the first word of its document, as a
+target it ends the previous one. So every token of a shard is a target, with its context in its own document.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MAPPED_SHARDS = 8192
 
 
 class DataError(ValueError):
-    """A corpus that cannot be used; the message is one sentence naming the file."""
+    """The corpus cannot be used; the message is one sentence naming the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a corpus: its name in the folder, bytes, and ``algorithm:hexdigest`` over the content."""
+    """A file of a corpus: its name in the folder, size in bytes, and ``algorithm:hexdigest`` of the content."""
 
     name: str
     size: int
@@ -65,7 +65,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What ``index.json`` says; ``vocab`` is the number of token ids, ``dtype`` that of the token files."""
+    """The content of ``index.json``; ``vocab`` is the number of token ids, ``dtype`` that of the token files."""
 
     vocab: int
     dtype: str
@@ -75,12 +75,12 @@ class Index:
 
     @property
     def digest(self) -> str:
-        """Identifies the tokens and their order, whatever folder they lie in."""
+        """Identifies the tokens and their order, independent of the folder."""
         return "/".join(shard.token_file.checksum for shard in self.shards)
 
 
 def describe(path: Path) -> File:
-    """The entry of an existing file."""
+    """The entry for an existing file."""
     return File(path.name, path.stat().st_size, checksum(path))
 
 
@@ -107,17 +107,17 @@ def read_index(folder: Path) -> Index:
 
 
 def parse_shard(entry: Mapping[str, Any]) -> Shard:
-    """The shard that an entry of an index describes. Raises KeyError or TypeError."""
+    """The shard described by an entry of an index. Raises KeyError or TypeError."""
     return Shard(entry["tokens"], entry["documents"], File(**entry["token_file"]), File(**entry["document_file"]))
 
 
 def find_index(folder: Path, fallback: Path | None) -> Index:
-    """The index of the corpus in ``folder``, or of its copy in ``fallback`` if there is none. Raises DataError."""
+    """The index of the corpus in ``folder``, or else of its copy in ``fallback``. Raises DataError."""
     return read_index(folder if fallback is None or (folder / INDEX).exists() else fallback)
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Make the corpus exist: the index appears once everything it names is there, and whole."""
+    """Write the index, which makes the corpus exist, once all its files are there and complete."""
     draft = folder / f".{INDEX}.{os.getpid()}"
     with open(draft, "w", encoding="utf-8") as file:
         json.dump(asdict(index), file, indent=1)
@@ -128,7 +128,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def place(folder: Path, entry: File, fallback: Path | None) -> Path:
-    """Where to read a file of a corpus: in ``folder`` if it is there in its full size, otherwise in ``fallback``."""
+    """The file to read: in ``folder`` if it is there with its full size, otherwise in ``fallback``."""
     path = folder / entry.name
     if fallback is not None:
         with suppress(OSError):
@@ -166,7 +166,7 @@ def _files(index: Index) -> Iterator[File]:
 class Corpus:
     """Sequences of ``length`` tokens, numbered through all shards; the files are mapped, not read.
 
-    At most ``MAPPED_SHARDS`` are mapped at a time: a process may have 65,530 mappings (vm.max_map_count).
+    At most ``MAPPED_SHARDS`` are mapped at once: a process may have 65,530 mappings (vm.max_map_count).
     """
 
     def __init__(self, folder: Path, index: Index, length: int, fallback: Path | None = None) -> None:
@@ -179,7 +179,7 @@ class Corpus:
     def read(self, sequences: Iterable[int], tokens: npt.NDArray[np.int64], documents: npt.NDArray[np.int32]) -> None:
         """Fill ``tokens`` [n, length + 1] and ``documents`` [n, length], the document of each token within its row.
 
-        A sequence and the next share one token: the last target of one is the first input of the other.
+        Consecutive sequences share one token: the last target of one is the first input of the next.
         """
         for row, sequence in enumerate(sequences):
             number = int(np.searchsorted(self._ends, sequence, side="right"))
@@ -199,10 +199,10 @@ class Corpus:
 
 
 def open_corpus(folder: Path, fallback: Path | None, length: int) -> Corpus:
-    """The corpus in ``folder``, with what it lacks from ``fallback``. Raises DataError."""
+    """The corpus in ``folder``; missing files are taken from ``fallback``. Raises DataError."""
     return Corpus(folder, find_index(folder, fallback), length, fallback)
 
 
 def sequence_counts(index: Index, length: int) -> list[int]:
-    """How many sequences of ``length`` tokens each shard has; its last token is a target only."""
+    """Number of sequences of ``length`` tokens in each shard; its last token is only a target."""
     return [max(0, shard.tokens - 1) // length for shard in index.shards]

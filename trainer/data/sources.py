@@ -1,4 +1,4 @@
-"""The corpora that a run reads from, found and checked before it starts."""
+"""The corpora that a run reads, found and checked before it starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opsd.trainer.settings import DataSettings
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A corpus: its index, its folder, and the folder of a copy on slower storage, if there is one."""
+    """A corpus: its index, its folder, and the folder of a copy on slower storage, if any."""
 
     name: str
     index: Index
@@ -21,10 +21,10 @@ class Source:
 
 
 def open_sources(data: DataSettings, vocab: int, *, part: int = 0, parts: int = 1) -> dict[str, Source]:
-    """The sources of the run by name, "." if there is just one corpus. Raises DataError.
+    """The sources of the run by name, "." for a single corpus. Raises DataError.
 
-    Their files agree with the indexes, all sizes and the content of every ``parts``-th file. All have been made with
-    one tokenizer, which has at most ``vocab`` ids.
+    All file sizes and the content of every ``parts``-th file match the indexes. All sources were made with the same
+    tokenizer, which has at most ``vocab`` ids.
     """
     sources = {name: _open(data, name) for name in data.sources}
     check_tokenizers(list(sources.values()), data.tokenizer)
@@ -44,7 +44,7 @@ def sizes(sources: Mapping[str, Source], length: int) -> dict[str, int]:
 
 
 def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:
-    """Raise DataError unless all sources have been made with one tokenizer, and with the file ``wanted`` if given."""
+    """Raise DataError unless all sources were made with the same tokenizer, and with the file ``wanted`` if given."""
     first = sources[0]
     for source in sources[1:]:
         if source.index.tokenizer.checksum != first.index.tokenizer.checksum:

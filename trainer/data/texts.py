@@ -16,16 +16,16 @@ COMPRESSED = (".gz", ".zst")
 LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 SUFFIXES = (".txt", ".md", ".py", *LINES, PARQUET)
-"""What is taken from folders unless asked otherwise, compressed or not."""
+"""Files used from folders by default, compressed or not."""
 
 FIELD = "text"
-"""Where JSON lines and Parquet files have the text, by default."""
+"""The field of JSON lines and Parquet files with the text, by default."""
 
 
 def find_files(sources: Iterable[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """The files among ``sources``, and those below its folders that end in one of ``suffixes``, sorted.
 
-    A file that is compressed counts by the ending before. Raises DataError if there are none.
+    For a compressed file the suffix before the compression counts. Raises DataError if there are none.
     """
     found: list[Path] = []
     for source in sources:
@@ -41,15 +41,15 @@ def find_files(sources: Iterable[Path], suffixes: tuple[str, ...] = SUFFIXES) ->
 
 
 def kind(path: Path) -> str:
-    """The ending of ``path`` that says what is in it, without that of a compression."""
+    """The suffix of ``path`` without that of a compression."""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
 def read_texts(files: Iterable[Path], limit: int = 1 << 62, field: str = FIELD) -> Iterator[str]:
-    """The documents of ``files``, up to ``limit`` bytes in all; empty ones are left out.
+    """The documents of ``files``, up to ``limit`` bytes in all; empty ones are skipped.
 
-    A text file is one document, and left out if it is not UTF-8. Half an emoji in JSON lines, which UTF-8 cannot
-    hold, becomes "?". Raises DataError for other files that cannot be read.
+    A text file is one document, and skipped if it is not UTF-8. An unpaired surrogate in JSON lines becomes "?". Raises
+    DataError for other files that cannot be read.
     """
     left = limit
     for path in files:
@@ -117,7 +117,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 class _Zstd(io.RawIOBase):
-    """The content of a zstd file of any number of frames. The library's own reader takes a file cut off for its end."""
+    """The content of a zstd file with any number of frames. The library's own reader accepts truncated files."""
 
     def __init__(self, path: Path, zstandard: Any) -> None:
         self._file = path.open("rb")
@@ -162,5 +162,5 @@ def _zstandard(path: Path) -> Any:
 
 
 def _damage(path: Path) -> tuple[type[Exception], ...]:
-    """What reading ``path`` raises if it cannot be read to its end."""
+    """The exceptions of reading a damaged ``path``."""
     return (OSError, EOFError, zlib.error, *((_zstandard(path).ZstdError,) if path.suffix == ".zst" else ()))

@@ -15,11 +15,11 @@ from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError, File, Index
 
 BATCH_FILES = 256
 TRAINING_BYTES = 20_000_000
-"""A tokenizer is trained on the beginning of the text; its merges hardly change after some 10 MB."""
+"""A tokenizer is trained on the beginning of the text; its merges hardly change after about 10 MB."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with ``vocab`` ids, of which 0 begins a document."""
+    """A byte-level BPE tokenizer with ``vocab`` ids; 0 begins a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """An existing ``tokenizer.json``, with ``<|document|>`` added where it has none. Raises DataError."""
+    """An existing ``tokenizer.json``, with ``<|document|>`` added if missing. Raises DataError."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -54,7 +54,7 @@ def make_corpus(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, shard_
 
 
 def commit_corpus(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> Index:
-    """Make the corpus of the ``shards`` in ``folder`` exist. Raises DataError if there are none."""
+    """Write the index of the ``shards`` in ``folder``. Raises DataError if there are none."""
     if not shards:
         raise DataError("the sources have no text")
     index = Index(tokenizer.get_vocab_size(), dtype_for(tokenizer), describe(folder / TOKENIZER), tuple(shards))
@@ -63,14 +63,14 @@ def commit_corpus(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -
 
 
 def dtype_for(tokenizer: Tokenizer) -> str:
-    """The smallest type that holds all ids."""
+    """The smallest type for all ids."""
     return "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
 
 
 def write_shards(
     texts: Iterable[str], tokenizer: Tokenizer, folder: Path, shard_tokens: int, prefix: str = "shard"
 ) -> list[Shard]:
-    """Write the shards of ``texts``, durably, under names that begin with ``prefix``. Raises OSError."""
+    """Write the shards of ``texts`` durably, with names that begin with ``prefix``. Raises OSError."""
     # Text that happens to contain the marker must not begin a document.
     tokenizer.encode_special_tokens = True
     writer = _ShardWriter(folder, prefix, dtype_for(tokenizer))

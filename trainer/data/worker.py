@@ -1,8 +1,8 @@
 """The prefetch process of a rank: reads sequences ahead of the trainer. Imports numpy, never torch.
 
-Batches go through a ring of slots in shared memory. On standard input come 8 bytes, the sample to begin with, and then
-a byte for each slot that may be filled. On standard output each 8 bytes are the first sample of a slot that has been
-filled. The end of the input is the end of the process.
+Batches go through a ring of slots in shared memory. Standard input has 8 bytes, the first sample, and then one byte for
+each slot that may be filled. Each 8 bytes on standard output are the first sample of a filled slot. The process ends
+with its input.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from opsd.trainer.data.shards import open_corpus
 
 SAMPLE_BYTES = 8
 ORDERED_AT_ONCE = 1024
-"""Samples whose place is computed together; one alone costs 0.2 ms, each of many less than a microsecond."""
+"""Samples whose position is computed together; alone one takes 0.2 ms, together less than a microsecond each."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker reads: ``rows`` sequences for each slot, those of the next slot ``stride`` samples further on.
+    """The worker's parameters: ``rows`` sequences per slot; those of the next slot are ``stride`` samples further on.
 
-    ``sources`` maps names to a folder and its fallback ("" if there is none), ``stages`` are starts and weights.
+    ``sources`` maps names to a folder and its fallback ("" for none), ``stages`` are starts and weights.
     """
 
     sources: dict[str, tuple[str, str]]

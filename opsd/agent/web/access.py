@@ -1,8 +1,8 @@
 """TLS and passwords for the agent's HTTP server, in the file format of Prometheus' exporter-toolkit.
 
-The keys are those of https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md that matter
-to a server of metrics; relative names of files are relative to the file's own folder. Everything is read once, when
-the agent starts: a renewed certificate is taken up by a restart, which loses nothing.
+It has those keys of https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md that matter to
+a metrics server; relative file names are relative to the file's own folder. Everything is read once, when the agent
+starts. Restart the agent after a certificate was renewed; nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 MAX_REMEMBERED = 32
-"""Passwords known to be right; a scraper brings the same each time, and a bcrypt hash takes a tenth of a second."""
+"""Size of the cache of correct passwords, as a bcrypt hash takes a tenth of a second."""
 _VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _VERIFY = {
     "NoClientCert": ssl.CERT_NONE,
@@ -27,11 +27,11 @@ _VERIFY = {
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
 _NOBODY = b"$2b$10$SgcCAQoAAAAAAAAAAAAAAOsw9oEvY3bZ9WbC1K0sJqPqHzqTqjRzW"
-"""Compared with for users that do not exist, so that they take as long as those who do."""
+"""Hash checked for unknown users, so that they take as long as known ones."""
 
 
 class WebConfigError(Exception):
-    """A web configuration that cannot be used; the message is one sentence for its author."""
+    """An invalid web configuration; the message is one sentence."""
 
 
 class _Model(BaseModel):
@@ -52,7 +52,7 @@ class _File(_Model):
 
 
 class WebConfig:
-    """Who may ask, and how: ``context`` is None without TLS. Safe to be used from several threads."""
+    """TLS and passwords of the server: ``context`` is None without TLS. Thread-safe."""
 
     def __init__(self, context: ssl.SSLContext | None = None, users: Mapping[str, bytes] | None = None) -> None:
         self.context = context
@@ -63,7 +63,7 @@ class WebConfig:
     def admits(self, authorization: str) -> bool:
         """Whether a request with this ``Authorization`` header may be answered.
 
-        One hash at a time is computed. Whoever is known does not wait for those who guess.
+        Only one hash at a time is computed. Users in the cache do not wait for it.
         """
         if not self._users:
             return True
@@ -100,7 +100,7 @@ def load(path: Path) -> WebConfig:
 
 
 def has_tls(path: Path) -> bool:
-    """Whether an agent with this configuration speaks TLS; it is taken to where this user cannot read the file."""
+    """Whether an agent with this configuration uses TLS; True if this user cannot read the file."""
     try:
         return _read(path).tls_server_config is not None
     except WebConfigError:

@@ -1,4 +1,4 @@
-"""What the API answers, as JSON-able values made from a snapshot. Pure."""
+"""The API's answers as JSON-able values, made from a snapshot. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GAUGES = {
     "DCGM_FI_DEV_SM_CLOCK": "sm_clock_mhz",
     "DCGM_FI_DEV_FB_USED": "memory_used_mib",
 }
-"""What the status says of each GPU: series -> name; null where a GPU does not have it."""
+"""Fields of each GPU in the status: series -> name; null where a GPU does not have it."""
 
 
 def encode(value: object) -> bytes:
@@ -53,9 +53,9 @@ def _finite(value: object) -> object:
 
 
 def incident(incident: Incident, symptoms: Sequence[Incident] = (), *, nested: bool = True) -> dict[str, Any]:
-    """One incident with its ``symptoms``, whole or (not ``nested``) in brief. Times are epoch seconds.
+    """One incident with its ``symptoms``, complete (``nested``) or in brief. Times are epoch seconds.
 
-    ``joint_gpu_seconds`` is what it costs together with them, nothing counted twice.
+    ``joint_gpu_seconds`` is its cost together with them; overlapping losses count once.
     """
     document = to_document(incident)
     return {
@@ -71,16 +71,16 @@ def _symptom(symptom: Incident, nested: bool) -> dict[str, Any]:
 
 
 def newest_first(snapshot: Snapshot) -> list[Incident]:
-    """Current and remembered incidents, the one opened last first."""
+    """Current and remembered incidents, newest first."""
     return sorted((*snapshot.incidents, *snapshot.ended), key=lambda i: i.opened_at, reverse=True)
 
 
 def incident_list(
     snapshot: Snapshot, states: Iterable[str] = (), limit: int | None = None, *, nested: bool = False
 ) -> dict[str, Any]:
-    """``{"incidents": [...]}``, newest first; ``states`` leaves only those states, "current" all that are not over.
+    """``{"incidents": [...]}``, newest first; ``states`` filters by state, "current" means all that are not resolved.
 
-    Symptoms are listed below their cause, in brief or (``nested``) whole.
+    Symptoms are listed below their cause, in brief or (``nested``) complete.
     """
     wanted, known = set(states), newest_first(snapshot)
     ids = {i.id for i in known}
@@ -109,7 +109,7 @@ def _similar(similar: Similar) -> dict[str, Any]:
 
 
 def incident_statistics(snapshot: Snapshot) -> dict[str, Any]:
-    """``{"kinds": [...]}``: how incidents went, by kind."""
+    """``{"kinds": [...]}``: statistics of incidents by kind."""
     return {"kinds": [asdict(record) for record in statistics(newest_first(snapshot))]}
 
 
@@ -119,7 +119,7 @@ def find(snapshot: Snapshot, id: str) -> Incident | None:
 
 
 def status(snapshot: Snapshot, facts: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """What the agent sees. ``facts`` come first; ``now`` is the monotonic second for ages."""
+    """The state of agent and node. ``facts`` come first; ``now`` is the monotonic second for ages."""
     return {
         **facts,
         "version": __version__,
@@ -158,9 +158,9 @@ def _gauges(snapshot: Snapshot, uuid: str) -> dict[str, float | None]:
 
 
 def ranks(snapshot: Snapshot, job: str = "") -> dict[str, Any]:
-    """``{"ranks": [...]}``: all that the rank pages say, recent steps included; only those of ``job`` if it is given.
+    """``{"ranks": [...]}``: the content of the rank pages, including recent steps; only those of ``job`` if given.
 
-    ``at`` is the monotonic second of the snapshot, which the times of ranks are measured against.
+    ``at`` is the monotonic second of the snapshot; the times of ranks are on the same clock.
     """
     found = [rank for rank in snapshot.ranks if job in ("", rank.job, rank.run)]
     return {"at": snapshot.at, "wall": snapshot.wall, "ranks": [asdict(rank) for rank in found]}

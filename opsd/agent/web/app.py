@@ -1,18 +1,18 @@
-"""What is answered at which address; read only.
+"""The routes of the HTTP server; all are read-only.
 
 ========================= ==========================================================================
-``/``                     this node for people; ``?refresh=5`` loads it again every 5 s
-``/job/ID``               one job, or one run by its name: this node, and what the job's other nodes say
-``/runbooks/NAME``        the page of a runbook or an alert; ``/runbooks/`` lists them
+``/``                     the page of this node; ``?refresh=5`` reloads it every 5 s
+``/job/ID``               the page of a job, or of a run by its name, with the job's other nodes
+``/runbooks/NAME``        the guide of a runbook or an alert; ``/runbooks/`` lists them
 ``/metrics``              every series, Prometheus text or OpenMetrics
 ``/healthz``              200 while the loop ticks, 503 otherwise
 ``/readyz``               200 once the first collection is done and while the loop ticks
 ``/api/v1/status``        collectors, GPUs, ranks, runs, journal
-``/api/v1/ranks``         what the rank pages say, recent steps included; ``?job=4242``
-``/api/v1/jobs/ID``       what this node knows of a job, in brief
-``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: symptoms whole
-``/api/v1/incidents/ID``  one incident, its symptoms, and past ones like it
-``/api/v1/statistics``    how incidents went, by kind
+``/api/v1/ranks``         the rank pages with their recent steps; ``?job=4242``
+``/api/v1/jobs/ID``       a summary of a job on this node
+``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: complete symptoms
+``/api/v1/incidents/ID``  one incident, its symptoms, and similar past ones
+``/api/v1/statistics``    statistics of incidents by kind
 ========================= ==========================================================================
 """
 
@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -30,12 +31,14 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition
 from opsd.agent.web.history import History
-from opsd.agent.web.html import HEADERS
+from opsd.agent.web.html import HEADERS, Html, card, document, h, join, link
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import Ledgers
 from opsd.agent.web.node_page import REFRESH_S, node_page
-from opsd.agent.web.runbook_pages import runbook_list, runbook_page
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import SECTIONS, Guide
+from opsd.runbooks.lib.alert_guides import GUIDES
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 JSON = "application/json; charset=utf-8"
@@ -45,7 +48,7 @@ Answer = tuple[HTTPStatus, bytes, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What of a request matters here. ``query`` has every value of every parameter."""
+    """The relevant parts of a request. ``query`` has every value of every parameter."""
 
     path: str
     query: Mapping[str, list[str]]
@@ -86,7 +89,7 @@ class App:
         }
 
     def __call__(self, request: Request) -> Answer:
-        """The answer to one request; safe to be called from several threads."""
+        """The answer to one request. Thread-safe."""
         if route := self._routes.get(request.path):
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
@@ -182,7 +185,7 @@ def problem(status: HTTPStatus, text: str) -> Answer:
 
 
 class PageCache:
-    """Keeps what was made of the newest snapshot in the current second. Safe to be used from several threads."""
+    """Caches pages of the newest snapshot for one second. Thread-safe."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -190,9 +193,9 @@ class PageCache:
         self._pages: dict[Hashable, bytes | None] = {}
 
     def get(self, key: Hashable, snapshot: Snapshot, now: float, make: Callable[[], bytes | None]) -> bytes | None:
-        """The page ``key``, made by ``make`` unless somebody has asked for it in the second of ``now`` already.
+        """The page ``key``, made by ``make`` unless it was already requested in the second of ``now``.
 
-        A snapshot that stays, because the loop hangs, is made anew each second: its page tells how old it is.
+        While the loop hangs the page of its last snapshot is still made every second, as it shows the snapshot's age.
         """
         with self._guard:
             if self._of is None or self._of[0] is not snapshot or self._of[1] != int(now):
@@ -200,3 +203,42 @@ class PageCache:
             if key not in self._pages:
                 self._pages[key] = make()
             return self._pages[key]
+
+
+def runbook_page(name: str) -> bytes | None:
+    """The page of the runbook or alert ``name`` as UTF-8, None if there is none."""
+    book = next((book for book in RUNBOOKS if book.kind == name), None)
+    guide = book.guide if book else GUIDES.get(name)
+    return None if guide is None else _document(name, guide)
+
+
+def runbook_list() -> bytes:
+    """The list of all pages as UTF-8."""
+    found = _list((book.kind, book.guide) for book in RUNBOOKS)
+    raised = _list(GUIDES.items())
+    main = join((card("kinds", "Incidents", found), card("alerts", "Alerts that only Prometheus can raise", raised)))
+    return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
+
+
+_HOME = link("/", "this node")
+
+
+def _list(guides: Iterable[tuple[str, Guide]]) -> Html:
+    items = "".join(f"<li>{link(f'/runbooks/{name}', guide.title)}</li>" for name, guide in guides)
+    return Html(f"<ul>{items}</ul>")
+
+
+@lru_cache(maxsize=8)
+def _document(name: str, guide: Guide) -> bytes:
+    texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
+    body = "".join(f"<h2>{head}</h2>{_html(text)}" for head, text in zip(SECTIONS, texts, strict=True))
+    header = Html(f"<h1>{h(guide.title)}</h1>")
+    footer = join((link("/runbooks/", "all runbooks"), _HOME, name), " · ")
+    return document(f"{guide.title} – opsd", header, Html(f'<article class="card">{body}</article>'), footer)
+
+
+def _html(markdown: str) -> Html:
+    """Markdown as HTML; tags in it are shown and not obeyed."""
+    from markdown_it import MarkdownIt  # 3 MiB that an agent pays once somebody reads a page
+
+    return Html(MarkdownIt("commonmark", {"html": False}).render(markdown))

@@ -1,9 +1,8 @@
 """The agent's samples in the formats that Prometheus reads.
 
-prometheus-client negotiates the format. It would render a scrape of 1,000 series in 13 ms, most of it spent on label
-strings that never change; here these are kept from scrape to scrape, which takes 1 ms. The result is byte for byte
-what prometheus-client makes of ``families()`` (tested against it), and formats other than the two usual ones are left
-to prometheus-client.
+prometheus-client negotiates the format. It needs 13 ms for a scrape of 1,000 series, mostly for label strings that
+never change. Here these are cached, which takes 1 ms. The result is byte for byte that of prometheus-client for
+``families()`` (tested), and formats other than the two usual ones are left to prometheus-client.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ Values = dict[tuple[str, ...], float]
 
 
 class Exposition(Collector):
-    """Renders what ``latest`` returns: groups of samples, any number of groups per metric.
+    """Renders the result of ``latest``: groups of samples, any number of groups per metric.
 
-    What was rendered of the same groups before is answered again, so that fifty scrapers cost as much as one. Safe to
-    be used from several threads.
+    The rendered text of unchanged groups is reused, so that fifty scrapers cost as much as one. Thread-safe.
 
     Of two samples of one series only the first is rendered, as a duplicate makes Prometheus refuse the whole scrape.
     """
@@ -89,7 +87,7 @@ class Exposition(Collector):
                 start = known.get(labels) or _start(metric, labels)
                 used[labels] = start
                 lines.append(f"{start}{_number(value)}\n")
-        # Only what was used is kept, so that series that are gone do not pile up.
+        # Only labels used in this scrape are kept, so that ended series do not accumulate.
         self._starts = starts
         if openmetrics:
             lines.append("# EOF\n")
@@ -119,7 +117,7 @@ def _number(value: float) -> str:
 
 
 def _start(metric: Metric, labels: tuple[str, ...]) -> str:
-    """The part of a series' line that does not change: name and labels, these in the order of their names."""
+    """The constant part of a series' line: name and labels, sorted by label name."""
     pairs = sorted(zip(metric.labels, labels, strict=True))
     text = ",".join(f'{name}="{_escape(value)}"' for name, value in pairs)
     return f"{metric.name}{{{text}}} " if text else f"{metric.name} "
@@ -143,5 +141,5 @@ def _family_name(metric: Metric) -> str:
 
 
 def _unit(metric: Metric) -> str:
-    """The unit to declare: OpenMetrics wants it to end the name, which names fixed by dcgm-exporter do not do."""
+    """The unit to declare. OpenMetrics requires names to end with it, which those of dcgm-exporter do not."""
     return metric.unit if metric.unit and _family_name(metric).endswith("_" + metric.unit) else ""

@@ -1,4 +1,4 @@
-"""The last minutes of the few series whose course the page draws. Written by the loop, read by requests."""
+"""The last minutes of the few series that the page draws. Written by the loop, read by requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LOSS: Final = "opsd_rank_loss"
 _BY_GPU: Final = ("DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_SM_CLOCK")
 
 Key = tuple[str, str]
-"""Name of the series, and the UUID of the GPU or the name of the run."""
+"""Name of the series, and UUID of the GPU or name of the run."""
 
 
 class History:
-    """``note`` takes a point every ``every_s`` seconds; series that are gone are forgotten."""
+    """``note`` stores a point every ``every_s`` seconds; ended series are dropped."""
 
     def __init__(self, *, points: int = POINTS, every_s: float = EVERY_S) -> None:
         self._points, self.every_s = points, every_s
@@ -32,7 +32,7 @@ class History:
         self._series: Mapping[Key, deque[float]] = {}
 
     def note(self, snapshot: Snapshot) -> None:
-        """Take a point from ``snapshot`` if it is time for one."""
+        """Store a point from ``snapshot`` if one is due."""
         if snapshot.at - self._at < self.every_s:
             return
         self._at = snapshot.at

@@ -1,4 +1,4 @@
-"""HTML from values: everything that is not marked as HTML is escaped. No page here needs a script or another file."""
+"""HTML from values. Everything that is not marked as HTML is escaped. No page needs a script or another file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 MAX_TEXT: Final = 240
-"""Characters of a text that are shown; what users and drivers write can be of any length."""
+"""Characters of a text that are shown, as users and drivers may write any length."""
 
 STYLE: Final = """
 :root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5b6470;--line:#dfe3e8;--link:#0b5cad;
@@ -52,7 +52,7 @@ HEADERS: Final = {
     "form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
 }
-"""A browser runs and loads nothing from a page, whatever somebody managed to write into it."""
+"""Browsers run and load nothing from a page, even if a user managed to inject HTML."""
 
 
 class Html(str):
@@ -76,7 +76,7 @@ def join(parts: Iterable[object], between: str = "") -> Html:
 
 
 def pill(text: object, tone: str = "") -> Html:
-    """A short text in a tone: good, warn, bad or none. The text says it all, as colour alone would not."""
+    """A short text with a tone: good, warn, bad or none. The text must be clear without the colour."""
     return Html(f'<span class="pill {tone}">{h(text)}</span>')
 
 
@@ -91,12 +91,12 @@ def card(id: str, title: str, body: object) -> Html:
 
 
 def nothing(text: str) -> Html:
-    """What stands where there is nothing to list."""
+    """The text in place of an empty list."""
     return Html(f'<p class="none">{h(text)}</p>')
 
 
 def table(label: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """A table that scrolls by itself where the screen is narrow; the first cell of a row is its heading."""
+    """A table that scrolls on narrow screens; the first cell of a row is its heading."""
     head = "".join(f'<th scope="col">{h(column)}</th>' for column in columns)
     body = "".join(
         f'<tr><th scope="row">{h(row[0])}</th>{"".join(f"<td>{h(cell)}</td>" for cell in row[1:])}</tr>' for row in rows
@@ -108,13 +108,13 @@ def table(label: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Html:
-    """Names with their values in a row."""
+    """Names with their values, in one line."""
     items = "".join(f"<li>{h(name)} <b>{h(value)}</b></li>" for name, value in pairs)
     return Html(f'<ul class="facts">{items}</ul>')
 
 
 def sparkline(values: Sequence[float], label: str, *, width: int = 72, height: int = 18) -> Html:
-    """The course of ``values`` as a line from their lowest to their highest; nothing for fewer than two."""
+    """A sparkline of ``values``, scaled from lowest to highest; nothing for fewer than two."""
     if len(values) < 2:
         return Html("")
     low, high = min(values), max(values)
@@ -131,7 +131,7 @@ def sparkline(values: Sequence[float], label: str, *, width: int = 72, height: i
 
 
 def document(title: str, header: object, main: object, footer: object, *, refresh_s: int = 0) -> bytes:
-    """A whole page. ``refresh_s``: it loads itself again after so many seconds; 0 is never."""
+    """A complete page. It reloads itself after ``refresh_s`` seconds; 0: never."""
     again = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{h(title)}</title>'

@@ -1,7 +1,7 @@
-"""What the other nodes of a job say of it: their agents are asked when somebody looks at the page of the job.
+"""The state of a job on its other nodes: their agents are asked when the job's page is requested.
 
-Which nodes these are is Slurm's word, never that of a run's files, which a user writes. Requests wait for nothing: they
-get what was told last.
+The list of nodes comes from Slurm, never from a run's files, which a user writes. Requests do not wait: they get the
+last known answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opsd.agent.web.access import has_tls
-from opsd.config import AgentSettings, Settings
+from opsd.collectors.slurm import SlurmSettings
+from opsd.config import Settings
+from opsd.settings.agent import AgentSettings
 from opsd.slurm.port import SlurmError
 
 FRESH_S: Final = 5.0
@@ -29,13 +31,13 @@ TIMEOUT_S: Final = 2.0
 MAX_NODES: Final = 128
 AT_ONCE: Final = 16
 MAX_ANSWER: Final = 64 << 10
-"""Bytes of one agent's answer."""
+"""Limit of one agent's answer in bytes."""
 KEPT: Final = 16
 """Jobs whose nodes are remembered."""
 
 
 class PeerError(Exception):
-    """Settings with which other agents cannot be asked; the message is one sentence for their author."""
+    """Invalid settings for asking other agents; the message is one sentence."""
 
 
 class Told(BaseModel):
@@ -51,7 +53,7 @@ class NodeOfJob(BaseModel):
     """What one node knows of a job: the answer of ``/api/v1/jobs/ID``.
 
     ``live`` of the ``ranks`` there have a process. ``step`` is the highest completed one, ``step_s`` the slowest rank's
-    last in seconds, ``silent_s`` the longest time since a rank changed phase or step; None where no rank tells.
+    last in seconds, ``silent_s`` the longest time since a rank changed phase or step; None if no rank reports it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -70,7 +72,7 @@ class NodeOfJob(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the agent of ``node`` told, or why it did not. Its pages are at ``url``."""
+    """The answer of the agent of ``node``, or the problem. Its pages are at ``url``."""
 
     node: str
     url: str
@@ -80,14 +82,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The other nodes of a job; ``note`` is what there is to say of all of them."""
+    """The other nodes of a job; ``note`` is a remark about all of them."""
 
     answers: tuple[Answer, ...] = ()
     note: str = ""
 
 
 class JobNodes:
-    """The other nodes of jobs, as told last. Safe to be used from several threads.
+    """The other nodes of jobs, with their last answers. Thread-safe.
 
     ``nodes_of`` names the nodes of a job and may raise SlurmError; ``ask`` asks the agent of a node and never raises.
     """
@@ -106,7 +108,7 @@ class JobNodes:
         self._guard = threading.Lock()
 
     def of(self, job: str) -> Others:
-        """The other nodes of ``job``, not older than some seconds; the first time that they are being asked."""
+        """The other nodes of ``job``, at most some seconds old; the first call says that they are being asked."""
         if not job.isascii() or not job.isdigit():
             return Others(note="A run without a job in Slurm: only this node is known.")
         with self._guard:
@@ -141,7 +143,7 @@ class JobNodes:
 
 
 class Asker:
-    """Asks agents that are set up like this one: the same port, TLS if this one has it, user and password from a file.
+    """Asks agents that are configured like this one: same port, TLS if this one has it, user and password from a file.
 
     Raises PeerError if the files that the settings name cannot be used.
     """
@@ -154,7 +156,7 @@ class Asker:
         self._headers = _authorization(settings.peer_credentials_file) if settings.web_config else {}
 
     def __call__(self, node: str, job: str) -> Answer:
-        """What the agent of ``node`` knows of ``job``."""
+        """What the agent of ``node`` knows about ``job``."""
         url = f"{self._scheme}://{node}:{self._port}"
         try:
             status, body = self._get(node, f"/api/v1/jobs/{job}")
@@ -202,13 +204,13 @@ def _authorization(file: Path | None) -> dict[str, str]:
 
 
 def job_nodes(settings: Settings) -> JobNodes | None:
-    """For an agent with these settings; None where it is alone: without Slurm, or on a loopback address.
+    """For an agent with these settings; None without Slurm or on a loopback address, as it has no peers then.
 
     Raises PeerError.
     """
     from opsd.slurm.connect import choose
 
-    if not settings.slurm.enabled or _is_loopback(settings.agent.listen):
+    if not settings.section(SlurmSettings).enabled or _is_loopback(settings.agent.listen):
         return None
     slurm = cache(lambda: choose().slurm)
 

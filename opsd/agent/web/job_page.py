@@ -1,4 +1,4 @@
-"""The page of a job: its runs and nodes, the ranks here, incidents, speed, and where the time went. Pure."""
+"""The page of a job: its runs and nodes, the ranks here, incidents, speed, and the ledger of its time. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GRAD_NORM: Final = "opsd_rank_grad_norm"
 LEARNING_RATE: Final = "opsd_rank_learning_rate"
 
 MAX_NODES: Final = 32
-"""Other nodes that have a line; all of them are in the sums."""
+"""Number of other nodes that are listed; the sums include all."""
 ALONE: Final = Others(
     note="Only this node is known: agents ask each other where Slurm runs and agent.listen is no loopback address."
 )
 TONES_BY_NAME: Final = {severity.value: tone for severity, tone in TONES.items()}
 
 Values = Mapping[tuple[str, str, str], float]
-"""The newest value of a series by its name, the run and the rank."""
+"""Newest value of a series by its name, run and rank."""
 
 
 def job_page(
@@ -41,7 +41,7 @@ def job_page(
 ) -> bytes | None:
     """The page of the job or run ``id`` as UTF-8, None if none of its runs is on this node.
 
-    ``now`` is the monotonic second of the request. ``others_of`` tells of a job's other nodes, None if nobody can.
+    ``now`` is the monotonic second of the request. ``others_of`` returns a job's other nodes; None if unavailable.
     """
     runs, of_job, names = _of_job(snapshot, id)
     here = node_of_job(snapshot, id, node, now)
@@ -65,7 +65,7 @@ def job_page(
 
 
 def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob | None:
-    """What this node knows of the job or run ``id`` at the monotonic second ``now``; None if no run of it is here."""
+    """This node's summary of the job or run ``id`` at the monotonic second ``now``; None if no run of it is here."""
     runs, ranks, names = _of_job(snapshot, id)
     if not runs:
         return None
@@ -88,14 +88,14 @@ def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob
 
 
 def _of_job(snapshot: Snapshot, id: str) -> tuple[list[RunFact], list[RankFact], set[str]]:
-    """The runs and ranks of the job or run ``id`` on this node, and all names that it goes by."""
+    """The runs and ranks of the job or run ``id`` on this node, and all its names."""
     runs = [run for run in snapshot.runs if id and id in (run.job, run.run)]
     names = {id, *(run.run for run in runs), *(run.job for run in runs if run.job)}
     return runs, [rank for rank in snapshot.ranks if rank.run in names], names
 
 
 def _nodes(here: NodeOfJob, others: Others) -> Html:
-    """A line for each node of the job: those with incidents first, then those that do not answer."""
+    """A row for each node of the job: those with incidents first, then those that do not answer."""
     asked = sorted(others.answers, key=lambda answer: (not (answer.told and answer.told.incidents), bool(answer.told)))
     rows = [
         _node(h(here.node), here),
@@ -193,7 +193,7 @@ def _speed(of_job: Sequence[RankFact], values: Values) -> Html:
         )
         for rank in of_job[:MAX_RANKS]
     ]
-    columns = ("Rank", "Tokens/s", "MFU", "Loss", "Gradient norm", "Where the time of its steps goes")
+    columns = ("Rank", "Tokens/s", "MFU", "Loss", "Gradient norm", "Time per phase")
     return card("speed", "Speed and learning", table("Speed and learning", columns, rows))
 
 

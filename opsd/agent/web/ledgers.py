@@ -1,7 +1,7 @@
 """The ledgers of the runs of this node, for the page of a job.
 
-A ledger is made from the files of the run, which may be long and may lie on a file system that hangs. So it is made in
-a process of its own, when somebody looks, and requests wait for nothing: they get what was made last.
+A ledger is computed from the files of the run, which may be long and may lie on a file system that hangs. A separate
+process does it on demand, and requests do not wait: they get the last result.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from opsd.collectors.base import RunFact
 
 FRESH_S: Final = 60.0
 REST: Final = 50.0
-"""A ledger is not made anew before so many times the time that it took, which keeps this below 2 % of a core."""
+"""A ledger is not computed again before this many times its duration, which limits the cost to 2 % of a core."""
 DEADLINE_S: Final = 30.0
 END_S: Final = 1.0
 MAX_MEMORY: Final = 160 << 20
-"""Bytes: the maker lives in the agent's control group, whose limit is 256 MiB. 16 MiB of metrics.jsonl fit into it."""
+"""Memory limit in bytes, as the process is in the agent's control group of 256 MiB. Allows 16 MiB of metrics.jsonl."""
 KEPT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A ledger as ``opsd ledger --json`` prints it, or None and why there is none."""
+    """A ledger as ``opsd ledger --json`` prints it, or None and the reason."""
 
     ledger: Mapping[str, Any] | None
     problem: str = ""
 
 
 class Ledgers:
-    """What was made last. Safe to be used from several threads."""
+    """The last ledgers. Thread-safe."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Ledgers:
         self._guard = threading.Lock()
 
     def of(self, run: RunFact) -> Made:
-        """The ledger of ``run``, not older than a minute or so; the first time that it is being made."""
+        """The ledger of ``run``, at most about a minute old; the first call says that it is being computed."""
         with self._guard:
             made, stale_at = self._made.get(run.folder, (Made(None, "it is being made: load the page again"), 0.0))
             if self._clock() >= stale_at and not self._busy:
@@ -92,7 +92,7 @@ def make_ledger(folder: Path) -> Made:
     except OSError as error:
         return Made(None, f"opsd ledger cannot be started: {error.strerror}")
     try:
-        # The service's filter of system calls refuses it, and has the agent itself wait behind the training.
+        # The service's system call filter forbids it; its unit already has a lower priority than training.
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, maker.pid, 19)
         resource.prlimit(maker.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
@@ -111,7 +111,7 @@ def make_ledger(folder: Path) -> Made:
 
 
 def _end(maker: subprocess.Popen[str]) -> None:
-    """End ``maker``; one that a hanging file system holds ends once it is let go, and nobody waits for that."""
+    """End ``maker`` without waiting; one that a hanging file system blocks ends when the file system responds."""
     if maker.poll() is None:
         maker.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
 """The page of a node: incidents, GPUs, runs, ranks and collectors on one screen, complete without JavaScript.
 
-It is made from a snapshot and the last minutes of a few series, and does nothing but show them. Pure.
+It shows a snapshot and the last minutes of a few series. Pure.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _summary(snapshot: Snapshot, about: Mapping[str, Any], now: float) -> Html:
 
 
 def _spare(snapshot: Snapshot) -> list[tuple[str, object]]:
-    """What `opsd spare` has found out about this node; nothing where it is none."""
+    """The state of this node as a spare; empty if it is none."""
     values = {sample.metric.name: sample.value for group in snapshot.samples for sample in group if not sample.labels}
     if (ready := values.get("opsd_spare_ready")) is None:
         return []
@@ -128,7 +128,7 @@ def _runs(snapshot: Snapshot, history: History) -> Html:
         "Tokens/s",
         "Loss",
         "Checkpoint",
-        "Where the time of its steps goes",
+        "Time per phase",
     )
     rows = [_run(run, snapshot, history) for run in snapshot.runs[:MAX_RUNS]]
     return card("runs", "Runs and checkpoints", table("Runs", columns, rows))

@@ -1,4 +1,4 @@
-"""What the page of a node and the page of a job have in common: incidents, ranks, and lengths of time. Pure."""
+"""Parts that the pages of nodes and jobs share: incidents, ranks, and durations. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MAX_INCIDENTS: Final = 8
 MAX_ENDED: Final = 4
 MAX_RANKS: Final = 32
 MAX_LISTED: Final = 6
-"""Sentences of evidence, actions and symptoms shown of an incident; the API has them all."""
+"""Number of sentences of evidence, actions and symptoms shown for an incident; the API has them all."""
 
 TONES: Final = {Severity.CRITICAL: "bad", Severity.WARNING: "warn", Severity.INFO: ""}
 
 
 def incidents(known: Sequence[Incident], wall: float) -> Html:
-    """The open ones of ``known`` (newest first) with all that is known of each, and the last that are over."""
+    """The current ones of ``known`` (newest first) with details, and the last that are over."""
     ids = {i.id for i in known}
     roots = [i for i in known if i.cause not in ids]
     severe = {severity: number for number, severity in enumerate(TONES)}
@@ -76,7 +76,7 @@ def _list(texts: Iterable[str]) -> Html:
 
 
 def ranks(ranks: Sequence[RankFact], now: float) -> Html:
-    """What each rank does; ``now`` is the monotonic second of the request."""
+    """A table of the ranks; ``now`` is the monotonic second of the request."""
     if not ranks:
         return card("ranks", "Ranks", nothing("No rank is on this node."))
     usual = {run: _usual([r for r in ranks if r.run == run]) for run in {r.run for r in ranks}}
@@ -115,7 +115,7 @@ def _rank(rank: RankFact, usual_s: float, now: float) -> Sequence[object]:
 
 
 def phase_shares(ranks: Sequence[RankFact]) -> str:
-    """The phases of the last steps by their share, largest first; `opsd ledger` accounts for the whole run."""
+    """The phases of the last steps by their share, largest first."""
     spent: dict[str, float] = {}
     for rank in ranks:
         for step in rank.steps:
@@ -127,12 +127,12 @@ def phase_shares(ranks: Sequence[RankFact]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun."""
+    """A number with its noun, in the plural if needed."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def span(seconds: float) -> str:
-    """A length of time in words: 4 s, 12 min, 3 h 20 min, 2 d 4 h."""
+    """A duration in words: 4 s, 12 min, 3 h 20 min, 2 d 4 h."""
     whole = max(0, int(seconds))
     if whole < 120:
         return f"{whole} s"

@@ -1,7 +1,7 @@
 """The agent's HTTP server: GET and HEAD only, loopback by default.
 
-A request has a thread to itself, of which there are few, and a few seconds to be read and answered: a scraper that
-never reads, or writes a byte a minute, is cut off and cannot hold the agent.
+Each request has a thread from a small pool, and a few seconds in total. A client that does not read, or writes a byte a
+minute, is disconnected and cannot block the agent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from opsd.agent.web.app import App, Request, problem
 
 MAX_CONNECTIONS = 64
 CONNECTION_S = 5.0
-"""A connection is closed after this many seconds, whatever it is doing."""
+"""A connection is closed after this many seconds in any case."""
 POLL_S = 0.2
-"""How often connections are looked at, and how long stopping takes at most."""
+"""Interval of checks of connections, and the longest time to stop, in seconds."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _request(self) -> Request:
-        """What was asked for. Raises ValueError if it is no valid address, or one with too many parameters."""
+        """The parsed request. Raises ValueError for an invalid address, or one with too many parameters."""
         url = urlsplit(self.path)
         return Request(
             url.path,
@@ -80,13 +80,13 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: a scrape a second is not worth a line."""
+        """Log nothing: there is a scrape every second."""
 
 
 class Server(ThreadingHTTPServer):
     """Listens on ``listen`` ("127.0.0.1:9477", "[::1]:9477") at once, and answers from ``start`` to ``close``.
 
-    ``web`` has certificate and passwords; without it everybody who reaches the address is answered, in the clear.
+    ``web`` has certificate and passwords; without it every client is answered, unencrypted.
 
     Raises OSError if the address cannot be listened on.
     """
@@ -108,7 +108,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, int(port)), _Handler)
 
     def start(self, app: App) -> None:
-        """Answer requests with ``app``, those that have come in already included."""
+        """Answer requests with ``app``, including those that are already waiting."""
         self.app = app
         threading.Thread(target=self.serve_forever, args=(POLL_S,), name="http", daemon=True).start()
 
@@ -119,28 +119,28 @@ class Server(ThreadingHTTPServer):
         return f"{host}:{self.server_port}"
 
     def close(self) -> None:
-        """Stop serving; whoever is still being answered is cut off."""
+        """Stop serving and close all connections."""
         self.shutdown()
         self._cut_off(opened_before=time.monotonic())
         self.server_close()
         self._threads_kept.shutdown(wait=False)
 
     def server_bind(self) -> None:
-        """Bind without http.server's look-up of the host's name: a dead name server would delay the start."""
+        """Bind without http.server's look-up of the host name, which a dead name server would delay."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; its handshake is left to the thread that will answer it."""
+        """Accept a connection; the thread that answers it does the TLS handshake."""
         connection, address = super().get_request()
         if self.web.context is not None:
             connection = self.web.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address
 
     def verify_request(self, request: Any, _client_address: Any) -> bool:
-        """Turn a connection away while as many as there are threads for are open."""
+        """Refuse a connection while all threads are in use."""
         with self._guard:
             if len(self._open) >= MAX_CONNECTIONS:
                 return False
@@ -148,17 +148,17 @@ class Server(ThreadingHTTPServer):
             return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Have a thread answer. Threads are kept: to start fifty at the same instant takes as long as fifty answers."""
+        """Answer in a thread of the pool: starting fifty threads at once would take as long as fifty answers."""
         self._threads_kept.submit(self.process_request_thread, request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection and forget it."""
+        """Close and remove a connection."""
         with self._guard:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Every ``POLL_S``: cut off connections that have had their time."""
+        """Every ``POLL_S``: close connections that are over their time limit."""
         self._cut_off(opened_before=time.monotonic() - CONNECTION_S)
 
     def _cut_off(self, *, opened_before: float) -> None:
@@ -170,4 +170,4 @@ class Server(ThreadingHTTPServer):
                     continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that went away or was cut off is no error of ours."""
+        """A client that disconnected, or was disconnected, is no error."""

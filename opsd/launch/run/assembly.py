@@ -11,7 +11,7 @@ from opsd.launch.io.reporting import WorkQueue
 from opsd.launch.io.run_log import LocalRunLog, RunEventLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.cluster import ClusterRun
-from opsd.launch.run.job_end import SlurmJob as SlurmJob
+from opsd.launch.run.job_end import EnclosingJob as EnclosingJob
 from opsd.launch.run.launchers import Launchers, is_single_attempt, start_of
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.nodes import RunShape
@@ -57,7 +57,7 @@ def assemble_run(
         )
         return Leader(shape, group, node.loop, policy, log, over)
 
-    job = SlurmJob(os.environ, folder / "requeue.log")
+    job = EnclosingJob(os.environ, folder / "requeue.log")
     return ClusterRun(
         node, group, shape, new_leader=new_leader, job=job, ready=ready, borrowed=launchers.borrowed, port=port
     )

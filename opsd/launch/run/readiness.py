@@ -76,7 +76,7 @@ class Readiness:
 
 
 def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
-    """Which requirements of this node's settings for spares it does not meet; see ``opsd.spares.duty``.
+    """Which requirements of this node's settings for spares it does not meet; see ``opsd.spares.eligibility``.
 
     Unreadable settings are a reason too. Without a configuration file there are no requirements. Raises OSError if it
     cannot be determined at the moment.
@@ -87,7 +87,7 @@ def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
         load,
     )
     from opsd.slurm.connect import choose
-    from opsd.spares.duty import why_not
+    from opsd.spares.eligibility import why_not
 
     if find_file(env=environ) is None:
         return ""

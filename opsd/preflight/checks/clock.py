@@ -1,7 +1,7 @@
-"""The clock: synchronised, and by how much it may be wrong. Logs, Slurm's credentials and TLS depend on it.
+"""The clock: is it synchronised, and how large may its error be? Logs, Slurm's credentials and TLS depend on it.
 
-Asks the kernel (adjtimex(2), STA_UNSYNC and the maximum error), which every time service keeps up to date, and chrony
-for the measured offset where it runs.
+Asks the kernel (adjtimex(2), STA_UNSYNC and the maximum error), which every time service updates, and chrony, if it
+runs, for the measured offset.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from opsd.collectors.clock import read_clock
+from opsd.collectors.lib.clock import read_clock
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Read the kernel's opinion of its clock, and chrony's."""
+    """Read the clock state from the kernel and from chrony."""
     clock = read_clock()
     tracking = _chrony()
     measurements, findings = [], []
@@ -31,7 +31,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def _chrony() -> float | None:
-    """Seconds that chrony says the clock is off, None if it does not run or has no source yet."""
+    """The clock offset in seconds according to chrony, None if it does not run or has no source yet."""
     if shutil.which("chronyc") is None:
         return None
     try:

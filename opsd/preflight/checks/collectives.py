@@ -8,22 +8,24 @@ import socket
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, NotApplicableError, Outcome, Progress
 from opsd.preflight.network import plan
+from opsd.preflight.network.participant import Participant, leading
 from opsd.preflight.network.rendezvous import Place
-from opsd.preflight.network.team import Team, leading
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """All collectives over one process per GPU; two on the processor if the context asks for that."""
+    """All collectives over one process per GPU; over two on the processor if the context says so."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     on_gpus = context.device == "cuda"
     processes = len(gpus.torch_devices(context)) if on_gpus else 2
     if processes < 2:
         raise NotApplicableError("a single GPU has no peers")
     how = plan.effort("quick" if context.profile == "quick" else "standard", gpus=on_gpus)
-    team = Team(Place((context.node,), 0, "127.0.0.1", _free_port()), processes, "nccl" if on_gpus else "gloo", 60.0)
-    with leading(team, how.deadline_s) as head:
-        head.gather(team.join_s)
-        return plan.collectives(head, [0], processes, how, lambda what: progress(0.5, what))
+    participant = Participant(
+        Place((context.node,), 0, "127.0.0.1", _free_port()), processes, "nccl" if on_gpus else "gloo", 60.0
+    )
+    with leading(participant, how.deadline_s) as coordinator:
+        coordinator.gather(participant.join_s)
+        return plan.collectives(coordinator, [0], processes, how, lambda what: progress(0.5, what))
 
 
 def _free_port() -> int:

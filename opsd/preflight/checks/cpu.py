@@ -1,7 +1,7 @@
-"""Processor throughput: every core hashes at once, and none may lag the others.
+"""Processor throughput: every core hashes at the same time, and none may lag the others.
 
-SHA-256 stays in registers and the first-level cache, so a core that is slower than its peers is throttled, shares its
-hardware thread with somebody, or is stolen by the hypervisor.
+SHA-256 stays in registers and the first-level cache, so a slower core is throttled, shares its hardware thread, or is
+stolen by the hypervisor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SLICE_S: Final = 0.25
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Load all cores for ``context.seconds`` and keep every core's best slice: a passing disturbance is no fault."""
+    """Load all cores for ``context.seconds`` and keep every core's best slice, to ignore short disturbances."""
     cores = sorted(os.sched_getaffinity(0))
     rates: dict[int, float] = {}
     threads = [threading.Thread(target=_hash_on, args=(core, context.seconds, rates), daemon=True) for core in cores]
@@ -54,7 +54,7 @@ def _hash_on(core: int, seconds: float, rates: dict[int, float]) -> None:
 
 
 def _sample_frequencies(sys: Path, cores: list[int], seconds: float, progress: Progress) -> dict[int, float]:
-    """The highest clock seen of every core under load, in hertz; virtual machines tell none."""
+    """The highest clock of every core under load, in hertz; virtual machines report none."""
     highest: dict[int, float] = {}
     began = time.monotonic()
     while (elapsed := time.monotonic() - began) < seconds:

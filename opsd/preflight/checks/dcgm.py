@@ -1,4 +1,4 @@
-"""NVIDIA's own diagnosis, `dcgmi diag`, where DCGM is installed; its levels are mapped to the profiles."""
+"""NVIDIA's own diagnosis, `dcgmi diag`, if DCGM is installed; its levels are mapped to the profiles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def parse(text: str) -> Outcome:
-    """The outcome in dcgmi's JSON (DCGM 3 and 4). Raises CouldNotRunError if there is no result in it."""
+    """The outcome in dcgmi's JSON (DCGM 3 and 4). Raises CouldNotRunError if it has no result."""
     try:
         answer: dict[str, Any] = json.loads(text[text.index("{") :])
     except ValueError:
@@ -69,7 +69,7 @@ def _status(result: dict[str, Any]) -> str:
 
 
 def _finding(test: str, result: dict[str, Any]) -> Finding | None:
-    """What is wrong with one result. A status that nobody knows is not a pass."""
+    """The problem in one result. An unknown status is not a pass."""
     status = _status(result)
     if status == "pass" or status in _SKIPPED:
         return None

@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 
 def run(context: Context, progress: Progress) -> Outcome:
     """Burn in bf16."""
-    return _burn(context, progress, fp8_products=False)
+    return burn_all(context, progress, fp8_products=False)
 
 
-def run_fp8(context: Context, progress: Progress) -> Outcome:
-    """Burn in fp8."""
-    return _burn(context, progress, fp8_products=True)
-
-
-def _burn(context: Context, progress: Progress, *, fp8_products: bool) -> Outcome:
+def burn_all(context: Context, progress: Progress, *, fp8_products: bool) -> Outcome:
+    """Burn every GPU at once."""
     devices = gpus.torch_devices(context)
 
     def work(device: torch.device) -> Burned:
@@ -77,16 +73,6 @@ CHECK = Check(
     title="GPU burn in bf16",
     run=run,
     seconds={"quick": 15, "standard": 300, "burn-in": 1200, "spare": 300},
-    measures=_MEASURES,
-    needs=frozenset({"gpu", "torch", "exclusive"}),
-    advice=_ADVICE,
-    runbook="gpu_throttle",
-)
-CHECK_FP8 = Check(
-    name="gpu_burn_fp8",
-    title="GPU burn in fp8",
-    run=run_fp8,
-    seconds={"burn-in": 600},
     measures=_MEASURES,
     needs=frozenset({"gpu", "torch", "exclusive"}),
     advice=_ADVICE,

@@ -1,6 +1,6 @@
-"""What the driver knows about each GPU's health: ECC errors, row remapping, link errors, and what it asks for.
+"""What the driver reports about each GPU's health: ECC errors, row remapping, link errors, and its recovery action.
 
-The driver's recovery action (570 and newer) is the best single truth; DCGM has called GPUs healthy while it said Reset.
+The recovery action (driver 570 and newer) is the most reliable: DCGM has called GPUs healthy while it was Reset.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import GpuFact, Metric
+from opsd.collectors.lib.nvml import series
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 
@@ -32,7 +32,7 @@ _COUNTERS: Final[tuple[tuple[str, Metric, tuple[str, ...]], ...]] = (
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Read counters and states of every GPU that answers; one that does not is a failure of its own."""
+    """Read counters and states of every GPU that answers; one that does not is a failure."""
     snapshot = gpus.look(context)
     measurements: list[Measurement] = []
     findings: list[Finding] = []

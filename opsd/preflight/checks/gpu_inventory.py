@@ -1,18 +1,18 @@
-"""Every GPU is there, is the same as its neighbours and as in the last run, and is wired as it should be."""
+"""All GPUs are present, identical to each other and to the last run, and connected as expected."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from opsd.collectors import nvml_series as series
 from opsd.collectors.base import GpuFact
+from opsd.collectors.lib.nvml import series
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Peers, Progress, Verdict
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Compare what NVML counts with what the node should have, and every GPU with its neighbours."""
+    """Compare NVML's GPUs with the expected count and with each other."""
     snapshot = gpus.look(context)
     present = [gpu for gpu in snapshot.gpus if gpu.lost is None]
     findings = [*_lost(snapshot.gpus), *_count(context.gpus, len(present)), *_alike(present)]
@@ -27,7 +27,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def _layout(snapshot: gpus.Snapshot, present: Sequence[GpuFact]) -> dict[str, str]:
-    """What has to be the same on all nodes of a kind."""
+    """What has to be equal on all nodes of the same type."""
     links = Counter(sample.labels[0] for sample in snapshot.samples if sample.metric is series.NVLINK_UP)
     models = Counter(gpu.model for gpu in present)
     return {

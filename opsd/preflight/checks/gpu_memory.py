@@ -20,7 +20,7 @@ _BATCH: Final = 8
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Copy for ``context.seconds``; every byte copied is one read and one written."""
+    """Copy for ``context.seconds``; every byte copied counts as one read and one written."""
     devices = gpus.torch_devices(context)
 
     def work(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Copies between every two GPUs of the node: bandwidth of each direction, and that what arrives is what was sent."""
+"""Copies between every two GPUs of the node: bandwidth in each direction, and whether the data arrives unchanged."""
 
 from __future__ import annotations
 

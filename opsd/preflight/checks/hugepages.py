@@ -1,4 +1,4 @@
-"""Huge pages: transparent ones may be used and must not stall the ranks; reserved ones must not lie idle."""
+"""Huge pages: transparent ones must not stall the ranks; reserved ones must not be unused."""
 
 from __future__ import annotations
 

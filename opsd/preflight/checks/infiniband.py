@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mode
 from typing import Final
 
-from opsd.collectors.ib_link import ACTIVE, PortReading
 from opsd.collectors.infiniband import read_port
+from opsd.collectors.lib.ib_link import ACTIVE, PortReading
 from opsd.preflight.base import (
     Check,
     Context,
@@ -51,7 +51,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def judge(port: str, reading: PortReading, expected: float | None) -> Iterator[Finding]:
-    """What is wrong with a port whose rate should be ``expected`` bytes per second."""
+    """The problems of a port whose rate should be ``expected`` bytes per second."""
     if reading.state is None:
         advice = "check that its driver is loaded: `ibv_devinfo`"
         yield Finding(Verdict.COULD_NOT_RUN, f"{port} does not tell its state", advice, port)

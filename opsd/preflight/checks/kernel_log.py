@@ -1,4 +1,4 @@
-"""The kernel log of the last day: Xids by what they call for, machine checks, failing disks and file systems."""
+"""The kernel log of the last day: Xids by their recommended action, machine checks, failing disks and file systems."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.kernel_log import KERNEL, KernelLogDevice, Record, parse_record
-from opsd.collectors.kernel_messages import Trouble
 from opsd.collectors.kmsg import parse_message
-from opsd.collectors.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
+from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, Record, parse_record
+from opsd.collectors.lib.kernel.messages import Trouble
+from opsd.collectors.lib.kernel.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
 from opsd.preflight.base import (
     Check,
     Context,
@@ -43,7 +43,7 @@ _NOTED: Final = frozenset(
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Read /dev/kmsg from its oldest record; what a process wrote into it does not count."""
+    """Read /dev/kmsg from its oldest record; messages written by processes are ignored."""
     path = Path(context.dev, "kmsg")
     try:
         device = KernelLogDevice(path)
@@ -69,7 +69,7 @@ def _records(device: KernelLogDevice) -> Iterator[Record]:
 
 
 def judge(messages: Iterable[str]) -> tuple[int, list[Finding]]:
-    """The number of Xids among ``messages`` and what is wrong, one finding per kind and device."""
+    """The number of Xids among ``messages`` and the problems, one finding per kind and device."""
     xids: Counter[tuple[int, str, str]] = Counter()
     others: Counter[tuple[str, str]] = Counter()
     for text in messages:

@@ -19,7 +19,7 @@ _OLD_S: Final = 600.0
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Look through /proc for open GPUs, and through /dev/shm for files that nobody has touched for ten minutes."""
+    """Search /proc for open GPUs, and /dev/shm for files that were not written for ten minutes."""
     holders = [(pid, name) for pid, name in gpu_holders(Path(context.proc)) if name not in _SYSTEM]
     stale, files, kept = _old_bytes(Path(context.dev, "shm"), time.time())
     findings = [
@@ -38,7 +38,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def gpu_holders(proc: Path) -> Iterator[tuple[int, str]]:
-    """Pid and name of every process with an open /dev/nvidiaN that may be seen; others' need root."""
+    """Pid and name of every visible process with an open /dev/nvidiaN; those of other users need root."""
     for process in proc.iterdir():
         if not process.name.isdecimal():
             continue
@@ -52,10 +52,9 @@ def gpu_holders(proc: Path) -> Iterator[tuple[int, str]]:
 
 
 def _old_bytes(folder: Path, now: float) -> tuple[int, int, int]:
-    """Bytes and number of the files below ``folder`` that were last written more than ten minutes ago, and bytes kept.
+    """Size and number of the files below ``folder`` last written more than ten minutes ago, and bytes kept on purpose.
 
-    Kept is what the launcher leaves there on purpose, for as long as it does: a run that is put back into the queue
-    goes on from its checkpoints in memory.
+    The launcher keeps checkpoints in memory there for a limited time, from which a requeued run resumes.
     """
     stale = files = kept = 0
     for base, _, names in os.walk(folder):

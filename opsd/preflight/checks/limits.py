@@ -1,4 +1,4 @@
-"""Limits that a training job runs into: locked memory, open files, processes, shared memory."""
+"""Limits that training jobs hit: locked memory, open files, processes, shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Read the limits that a process started from here would have."""
+    """Read the limits of a process started from here."""
     found = Found(
         memlock=_soft(resource.RLIMIT_MEMLOCK),
         files=_soft(resource.RLIMIT_NOFILE),
@@ -39,7 +39,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def judge(found: Found) -> Iterator[Finding]:
-    """What is too low. Locked memory is fatal only where RDMA needs it."""
+    """The limits that are too low. Locked memory fails only if RDMA needs it."""
     if found.memlock is not None:
         verdict = Verdict.FAIL if found.rdma else Verdict.WARN
         summary = f"locked memory is limited to {_text(found.memlock)}; RDMA and pinned buffers register gigabytes"

@@ -1,7 +1,7 @@
-"""Memory bandwidth of every NUMA node: all its cores copy buffers that no cache holds.
+"""Memory bandwidth of every NUMA node: all its cores copy buffers larger than any cache.
 
-The copy is libc's memmove through ctypes, which releases the interpreter lock. Every byte copied counts as two bytes
-moved, as in STREAM's Copy kernel; libc's non-temporal stores for large buffers make that true.
+The copy is libc's memmove through ctypes, which releases the GIL. Every byte copied counts as two bytes moved, as in
+STREAM's Copy kernel; libc's non-temporal stores for large buffers make that correct.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opsd.preflight.base import Check, Context, Measure, Measurement, Outcome, P
 from opsd.preflight.topology import numa_nodes
 
 _BUFFER: Final = 64 << 20
-"""Per core: beyond the share that a core has of any last-level cache of today."""
+"""Per core: larger than a core's share of any present last-level cache."""
 _MEMORY_SHARE: Final = 0.25
 
 

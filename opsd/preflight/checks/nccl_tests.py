@@ -1,4 +1,4 @@
-"""NVIDIA's own all_reduce_perf (nccl-tests), where it is installed: a second opinion on the collectives."""
+"""NVIDIA's all_reduce_perf (nccl-tests), if it is installed: a second measurement of the collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def outcome(rows: list[tools.NcclRow]) -> Outcome:
-    """Bus bandwidth by size, and how many elements were wrong."""
+    """Bus bandwidth by size, and the number of wrong elements."""
     measured = (Measurement("busbw", row.busbw, quantity(row.size, "bytes")) for row in rows)
     return Outcome((*measured, Measurement("wrong", sum(row.wrong for row in rows))))
 

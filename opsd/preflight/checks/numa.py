@@ -1,4 +1,4 @@
-"""NUMA: every node has cores and memory, GPUs and network cards know where they sit, and the kernel moves no pages."""
+"""NUMA: every node has cores and memory, the location of GPUs and network cards is known, and page migration is off."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _uneven(memory: dict[int, int]) -> Iterator[Finding]:
 
 
 def _homeless(sys: str, nodes: int) -> Iterator[Finding]:
-    """Devices whose NUMA node the firmware does not tell, on a machine that has several."""
+    """Devices whose NUMA node the firmware does not report, on a machine that has several."""
     devices = Path(sys, "bus/pci/devices")
     if nodes < 2 or not devices.is_dir():
         return

@@ -1,4 +1,4 @@
-"""NVIDIA's nvbandwidth, where it is installed: copies by the copy engines between host and GPUs and between GPUs."""
+"""NVIDIA's nvbandwidth, if it is installed: copy-engine copies between host and GPUs and between GPUs."""
 
 from __future__ import annotations
 

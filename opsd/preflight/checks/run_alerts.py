@@ -1,8 +1,8 @@
-"""Every alert fired once as a test, through the site's own Alertmanager: is whoever has to know really told?
+"""Every alert fired once as a test, through the site's own Alertmanager: do the notifications arrive?
 
-It pages people, so it wants to be asked for (`--alerts`). Each alert keeps its severity, so that it takes the route of
-the real one; the label test="true" and its words say what it is. No two share an instance or a run: none is held back
-by another's inhibition. They are resolved at the end, and end by themselves should this process be killed before.
+It pages people, so it has to be requested (`--alerts`). Each alert keeps its severity, so that it takes the real route;
+the label test="true" and its text mark it as a test. No two share an instance or a run, so that none inhibits another.
+They are resolved at the end, and expire by themselves if this process is killed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from opsd.runbooks import RUNBOOKS
 MARK: Final = "preflight"
 """Label with the same value in all alerts of one check."""
 _WIDEST: Final = "critical"
-"""Severity of an alert that takes its severity from its series: what goes the farthest is tried."""
+"""Severity used for alerts that take their severity from their series: the one with the widest routing."""
 _POLL_S: Final = 0.5
 _QUIET_S: Final = 5.0
-"""So long after the last message nothing more is on its way."""
+"""This long after the last notification no more is expected."""
 _OUTLIVES_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What became of ``fired`` alerts: as Alertmanager lists them, its messages, and those that ``arrived`` by name.
+    """The state of the ``fired`` alerts: in Alertmanager, its notifications, and the names of those that ``arrived``.
 
-    ``arrived`` is None where nobody listened.
+    ``arrived`` is None without an inbox.
     """
 
     fired: Mapping[str, Alert]
@@ -77,7 +77,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def tests_of(rules: Sequence[Mapping[str, str]], node: str, since: float, until: float) -> dict[str, Alert]:
-    """A test alert for each rule by the name that reports give it."""
+    """A test alert for each rule, by its name in reports."""
     tests = {}
     for rule in rules:
         extra = [value for label, value in rule.items() if label not in ("alertname", "severity")]
@@ -121,9 +121,9 @@ def _look(manager: Alertmanager, fired: Mapping[str, Alert], before: Notified, i
 
 
 def _wait(look: Callable[[], Seen], deadline: float, progress: Progress) -> tuple[Seen, float | None]:
-    """What was seen once all have arrived and nothing more came for a while, and when the last one did; None if never.
+    """The state once all have arrived and no more follow, and when the last one arrived; None if they never did.
 
-    Raises CouldNotRunError if Alertmanager ceases to answer.
+    Raises CouldNotRunError if Alertmanager stops answering.
     """
     began, last, changed = time.time(), look(), time.time()
     while (now := time.time()) < deadline:
@@ -147,7 +147,7 @@ def _complete(seen: Seen) -> bool:
 
 
 def findings(seen: Seen) -> Iterator[Finding]:
-    """Who was not told, and why."""
+    """Notifications that did not arrive, and why."""
     lost = [name for name in seen.fired if name not in seen.listed]
     held = {name: found for name, found in seen.listed.items() if found.held_by}
     nobody = [name for name, found in seen.listed.items() if not found.receivers]
@@ -173,7 +173,7 @@ def findings(seen: Seen) -> Iterator[Finding]:
 
 
 def _unknown(rules: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    """Incidents without an alert: an old rule file, or one that was not loaded."""
+    """Incidents without an alert: an old rule file, or one that is not loaded."""
     there = {rule["alertname"] for rule in rules}
     lacking = [name for book in RUNBOOKS if (name := "".join(map(str.title, book.kind.split("_")))) not in there]
     if lacking:

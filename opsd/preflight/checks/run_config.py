@@ -1,4 +1,4 @@
-"""The configuration of the run: what is wrong with it, and what it will take."""
+"""The run's configuration: its problems, and predictions for the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opsd.preflight.units import duration, quantity
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Read the configuration, predict what the run takes, apply every rule."""
+    """Read the configuration, predict the run's needs, apply every rule."""
     config = config_of(context)
     plan = plan_of(context, config)
     setting = Setting(config, plan, context.nodes, _free(Path(config.run.folder)), _script(context.sbatch))
@@ -36,7 +36,7 @@ def _facts(plan: RunPlan) -> dict[str, str]:
 
 
 def _free(folder: Path) -> float | None:
-    """Bytes free where the run's folder is or will be."""
+    """Bytes free at the run's folder, which need not exist yet."""
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None)
     return None if existing is None else float(shutil.disk_usage(existing).free)
 

@@ -1,4 +1,4 @@
-"""The data of the run: how fast one reader delivers sequences, at the beginning and at a step index of a billion."""
+"""The run's data: how fast one reader delivers sequences, at the beginning and at step one billion."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 FAR_STEP: Final = 1_000_000_000
 SAME_SPEED: Final = 0.8
-"""A loader that is slower than this share of its first speed so far on grows with the step count."""
+"""Below this share of its initial speed, the loader's cost grows with the step."""
 BATCH: Final = 64
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Read with the run's own order, without training, half of the time at each place."""
+    """Read in the run's order, without training, half of the time at each position."""
     config = config_of(context)
     start = _tokens_per_s(config, 0, context.seconds / 2)
     progress(0.5, "")
@@ -33,7 +33,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def _tokens_per_s(config: Config, position: int, seconds: float) -> float:
-    """Tokens a second of one process that reads samples from ``position`` on."""
+    """Tokens per second of one process that reads samples from ``position`` on."""
     import numpy as np
 
     from opsd.trainer.data.shards import DataError, open_corpus
@@ -63,7 +63,7 @@ def _growing(start: float, far: float) -> Iterator[Finding]:
 
 
 def _too_slow(speed: float, config: Config, plan: RunPlan) -> Iterator[Finding]:
-    """One reader serves a data-parallel rank; it has to be able to catch up after a stall."""
+    """One reader serves a data-parallel rank and has to be able to catch up after a stall."""
     if plan.tokens_per_s is None:
         return
     parallel = config.parallel

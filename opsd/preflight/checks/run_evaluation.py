@@ -1,7 +1,7 @@
-"""The evaluation pipeline of the run, once from end to end: sets that can be read, a checkpoint, results.
+"""The run's evaluation pipeline, once from end to end: readable sets, a checkpoint, results.
 
-SmolLM3's run was saved by an evaluation that showed it behind a smaller model; one that has never worked saves nothing.
-The quick profile reads the sets only.
+An evaluation saved SmolLM3's run by showing that it was behind a smaller model; a pipeline that does not work saves
+none. The quick profile only reads the sets.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SETTINGS: Final = (
 )  # fmt: skip
 RESULTS: Final = "evaluations.jsonl"
 FEWEST: Final = 100
-"""Items; with so many the standard error of an accuracy is 5 points (0.5 / sqrt(100))."""
+"""Items; with this many the standard error of an accuracy is 5 points (0.5 / sqrt(100))."""
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Read every set, and beyond the quick profile evaluate a checkpoint of the run's own model on them."""
+    """Read every set, and except in the quick profile evaluate a checkpoint of the run's own model on them."""
     config = config_of(context)
     if not config.evaluation.wanted:
         raise NotApplicableError("the run is not evaluated; set evaluation.perplexity or evaluation.cloze")

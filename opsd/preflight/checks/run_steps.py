@@ -1,8 +1,8 @@
 """Real steps of the run on this node, with a rank killed on the way: training has to go on by itself.
 
 Measures speed, memory and checkpoints of the run's own model and compares them with the prediction. Checkpoints have
-their real size and are written to where the run will write them; the last one is read back and verified. The layout
-must fit onto one node; the global batch is cut down to it.
+their real size and are written to their real place; the last one is read back and verified. The layout must fit on one
+node; the global batch is reduced to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from opsd.preflight.base import (
     Progress,
 )
 from opsd.preflight.base import Verdict as V
-from opsd.preflight.footprint import Footprint
+from opsd.preflight.memory_use import MemoryUse
 from opsd.preflight.plan import predict
 from opsd.preflight.storage import CHECKPOINT_SHARE
 from opsd.preflight.training import config_of, devices_of
@@ -47,23 +47,23 @@ SETTINGS: Final = (
     f"checkpoint.every={SAVE_EVERY}", "checkpoint.minutes=0", "checkpoint.mttf_hours=0", "checkpoint.keep=1",
     "evaluation.perplexity={}", "evaluation.cloze={}",
 )  # fmt: skip
-"""Evaluating is tried by a check of its own."""
+"""Evaluation has its own check."""
 POLL_S: Final = 0.2
 AS_PREDICTED: Final = 0.7
-"""A run that reaches less than this share of the predicted speed has something wrong with it."""
+"""A run below this share of the predicted speed has a problem."""
 MEMORY_FACTOR: Final = 1.3
-"""The allocator wastes some of it; a run that needs more than so many times what was predicted is not understood."""
+"""Allocator overhead; a run that needs more than this multiple of the prediction is a finding."""
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Train under the launcher, kill the last rank once a checkpoint is durable, and look at what becomes of it."""
+    """Train under the launcher, kill the last rank once a checkpoint is durable, and watch the recovery."""
     config = config_of(context)
     ranks = devices_of(context)
     with tempfile.TemporaryDirectory(prefix="opsd-drill-", dir=drill.storage_of(context, config)) as name:
         folder = Path(name)
         process, output = drill.start(context, config, ranks, folder, STEPS, SETTINGS)
         try:
-            with Footprint(lambda: _pids(folder), context.nvml_library) as footprint:
+            with MemoryUse(lambda: _pids(folder), context.nvml_library) as memory_use:
                 killed = _drill(folder, lambda: process.poll() is not None, progress)
                 code = process.wait(timeout=context.seconds * 3)
         except subprocess.TimeoutExpired:
@@ -77,8 +77,8 @@ def run(context: Context, progress: Progress) -> Outcome:
         outcome = _outcome(folder, config, ranks, killed, code, last)
         return replace(
             outcome,
-            measurements=(*outcome.measurements, *_used(footprint)),
-            findings=(*outcome.findings, *too_much(footprint, predict(config, ranks).memory)),
+            measurements=(*outcome.measurements, *_used(memory_use)),
+            findings=(*outcome.findings, *too_much(memory_use, predict(config, ranks).memory)),
         )
 
 
@@ -127,7 +127,7 @@ def _slow(speed: float, config: Config, ranks: int) -> Iterator[Finding]:
 
 
 def of_ranks(events: Iterable[dict[str, Any]]) -> Iterator[Finding]:
-    """What the trainer itself found when it compared the ranks with each other."""
+    """The trainer's own findings from comparing ranks."""
     for event in events:
         ranks = ", ".join(map(str, event.get("ranks", ())))
         if event["event"] == "tp_shards_equal":
@@ -149,7 +149,7 @@ def _write_seconds(folder: Path) -> float | None:
 
 
 def too_slow(size: int, seconds: float, config: Config, ranks: int) -> Iterator[Finding]:
-    """A checkpoint of ``size`` bytes that is not durable long before the next one is due."""
+    """A checkpoint of ``size`` bytes that becomes durable too late before the next one is due."""
     interval_s = predict(config, ranks).interval_s
     if interval_s and seconds > CHECKPOINT_SHARE * interval_s:
         took, due, what = duration(seconds), duration(interval_s), quantity(size, "bytes")
@@ -158,17 +158,17 @@ def too_slow(size: int, seconds: float, config: Config, ranks: int) -> Iterator[
         yield Finding(verdict, summary, "save less often, or to faster storage")
 
 
-def _used(footprint: Footprint) -> Iterator[Measurement]:
-    if footprint.taken is not None:
-        yield Measurement("memory", footprint.taken)
-    if footprint.share is not None:
-        yield Measurement("memory_share", footprint.share)
+def _used(memory_use: MemoryUse) -> Iterator[Measurement]:
+    if memory_use.taken is not None:
+        yield Measurement("memory", memory_use.taken)
+    if memory_use.share is not None:
+        yield Measurement("memory_share", memory_use.share)
 
 
-def too_much(footprint: Footprint, predicted: float) -> Iterator[Finding]:
-    """More memory of a GPU than the ``predicted`` bytes; a process on the processor has its libraries in memory too."""
-    if footprint.share is not None and footprint.taken and footprint.taken > MEMORY_FACTOR * predicted:
-        sizes = quantity(footprint.taken, "bytes"), quantity(predicted, "bytes")
+def too_much(memory_use: MemoryUse, predicted: float) -> Iterator[Finding]:
+    """More GPU memory than the ``predicted`` bytes; the memory of a CPU process also contains its libraries."""
+    if memory_use.share is not None and memory_use.taken and memory_use.taken > MEMORY_FACTOR * predicted:
+        sizes = quantity(memory_use.taken, "bytes"), quantity(predicted, "bytes")
         advice = "smaller micro-batches, parallel.recompute, or more devices"
         yield Finding(V.WARN, f"a GPU took {sizes[0]} where {sizes[1]} were predicted", advice)
 

@@ -1,7 +1,7 @@
 """Versions of everything below the training program: they must not change unnoticed, nor differ between nodes.
 
-Nothing is imported to learn its version, so the check takes milliseconds. `opsd preflight merge` names the nodes that
-differ from the majority.
+Packages are not imported to read their version, so the check takes milliseconds. `opsd preflight merge` names the nodes
+that differ from the majority.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CUDA: Final = re.compile(r"nvidia-cuda-runtime(-cu\d+)?")
 
 
 def run(context: Context, progress: Progress) -> Outcome:
-    """Collect what is there; what is absent is no fact."""
+    """Collect the versions that are present."""
     facts = {
         "kernel": os.uname().release,
         "machine": platform.machine(),
@@ -91,7 +91,7 @@ def _system(os_release: Path) -> Iterator[tuple[str, str]]:
 
 
 def _programs() -> Iterator[tuple[str, str]]:
-    """Slurm and what containers are run with, by what they say of themselves."""
+    """Slurm and the container runtime, from their own version output."""
     for name, command in _PROGRAMS.items():
         if shutil.which(command[0]):
             answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout

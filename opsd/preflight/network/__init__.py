@@ -1,1 +1,1 @@
-"""Network checks over torch.distributed: collectives, patterns, and the search for the node or link that is bad."""
+"""Network checks over torch.distributed: collectives, patterns, and the search for a bad node or link."""

@@ -1,7 +1,7 @@
-"""Algorithm and bus bandwidth of a collective, as nccl-tests defines them (doc/PERFORMANCE.md there).
+"""Algorithm and bus bandwidth of a collective, as defined by nccl-tests (its doc/PERFORMANCE.md).
 
-With S bytes in total, n ranks and a time t: algbw = S / t, and busbw = algbw * factor, where the factor makes the
-number comparable with the speed of the links whatever n is.
+With S bytes in total, n ranks and a time t: algbw = S / t, and busbw = algbw * factor. The factor makes busbw
+comparable with the speed of the links for any n.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def algbw(size: int, seconds: float) -> float:
 
 
 def busbw(collective: str, size: int, seconds: float, ranks: int) -> float:
-    """Bytes per second that each link must have carried. Raises KeyError for a collective without a factor."""
+    """Bytes per second that each link carried. Raises KeyError for a collective without a factor."""
     return algbw(size, seconds) * FACTORS[collective](ranks)
 
 
 def sizes(low: int = 1 << 10, high: int = 8 << 30, factor: int = 8) -> list[int]:
-    """Message sizes in bytes from ``low`` to ``high``, each ``factor`` times the one before; ``high`` is among them."""
+    """Message sizes in bytes from ``low`` to ``high`` inclusive, each ``factor`` times the previous one."""
     found = []
     size = low
     while size < high:
@@ -45,7 +45,7 @@ def sizes(low: int = 1 << 10, high: int = 8 << 30, factor: int = 8) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the iterations of one collective at one size took, in seconds; ``size`` is the total in bytes."""
+    """The iteration times of one collective at one size, in seconds; ``size`` is the total in bytes."""
 
     collective: str
     size: int

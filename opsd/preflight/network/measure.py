@@ -1,7 +1,7 @@
 """Measures one spec inside an initialised process group. The only module here that calls torch.distributed.
 
 A node has one process per GPU, or one. Ranks count the nodes of the group first and the local processes second, so that
-processes with the same local number, those on the same rail, exchange with each other.
+processes with the same local number, which share a rail, exchange with each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PERMUTATIONS: Final = 4
 _OVERHEAD_S: Final = 1e-4
-"""What the barrier before an iteration costs, roughly."""
+"""Approximate cost of the barrier before an iteration."""
 _MOST_ITERATIONS: Final = 1000
 
 
@@ -38,7 +38,7 @@ def seconds(spec: Spec, rank: int, world: int, device: torch.device) -> list[flo
 
 
 def agreed(value: float, device: torch.device) -> float:
-    """The largest ``value`` of any rank."""
+    """The largest ``value`` of all ranks."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""One node of a network check: joins, runs what it is told in forked processes, says what came of it."""
+"""One node of a network check: joins, runs its orders in forked processes, returns the results."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import TypeAdapter
 
+from opsd.preflight.network.forkserver import ForkServer
 from opsd.preflight.network.spec import Done, Joined, Spec
-from opsd.preflight.network.zygote import Zygote
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 POLL: Final = timedelta(seconds=1)
 PATIENCE_S: Final = 3600.0
-"""How long a node waits for its next order; that the head has died is noticed at once by the lost connection."""
+"""How long a node waits for its next order; the lost connection shows at once that the coordinator has died."""
 
 
 def connect(host: str, port: int, *, serve: bool, seconds: float) -> TCPStore:
-    """The store of the check; ``serve`` on node 0. Raises RuntimeError if it cannot be reached within ``seconds``."""
+    """The store of the check; ``serve`` on node 0. Raises RuntimeError if it is not reachable within ``seconds``."""
     from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
 
     store: TCPStore = Store(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     return store
 
 
-def serve(store: TCPStore, me: Joined, zygote: Zygote, address: tuple[str, int], stopped: Callable[[], bool]) -> None:
-    """Take part until the head says stop, or ``stopped``. Raises RuntimeError if the head is gone."""
+def serve(
+    store: TCPStore, me: Joined, forkserver: ForkServer, address: tuple[str, int], stopped: Callable[[], bool]
+) -> None:
+    """Take part until the coordinator or ``stopped`` says stop. Raises RuntimeError if the coordinator is gone."""
     store.set(f"join/{me.node}", TypeAdapter(Joined).dump_json(me).decode())
     for number in count():
         text = _next_order(store, f"order/{me.node}/{number}", stopped)
@@ -38,7 +40,7 @@ def serve(store: TCPStore, me: Joined, zygote: Zygote, address: tuple[str, int],
             return
         order = json.loads(text)
         spec = TypeAdapter(Spec).validate_python(order)
-        done = zygote.run(
+        done = forkserver.run(
             {
                 "spec": order,
                 "node": me.node,
@@ -51,7 +53,7 @@ def serve(store: TCPStore, me: Joined, zygote: Zygote, address: tuple[str, int],
 
 
 def _next_order(store: TCPStore, key: str, stopped: Callable[[], bool]) -> str | None:
-    """The next order, None if there is none to come."""
+    """The next order, None if there are no more."""
     from torch.distributed import DistStoreError
 
     waited = 0.0

@@ -1,4 +1,4 @@
-"""Who exchanges data with whom: pure schedules over ranks 0 to n-1."""
+"""Communication patterns: pure schedules over ranks 0 to n-1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Pair = tuple[int, int]
 def circle(n: int) -> list[list[Pair]]:
     """All pairs of n ranks in rounds of disjoint pairs (round-robin tournament, circle method).
 
-    An even n takes n-1 rounds of n/2 pairs; an odd one n rounds, in each of which one rank sits out.
+    An even n takes n-1 rounds of n/2 pairs; an odd one n rounds, and in each of them one rank is idle.
     """
     seats: list[int | None] = [*range(n)] + ([None] if n % 2 else [])
     rounds = []
@@ -23,7 +23,7 @@ def circle(n: int) -> list[list[Pair]]:
 
 
 def ring(n: int) -> list[list[Pair]]:
-    """Neighbours on a ring: every rank sends to the next one, all at once."""
+    """Neighbours on a ring: every rank sends to the next one at the same time."""
     return [[(rank, (rank + 1) % n) for rank in range(n)]]
 
 
@@ -38,12 +38,12 @@ def permutations(n: int, count: int, random: Random) -> list[list[Pair]]:
 
 
 def incast(n: int, target: int = 0) -> list[list[Pair]]:
-    """Everybody sends to one rank at once."""
+    """All ranks send to one rank at the same time."""
     return [[(rank, target) for rank in range(n) if rank != target]]
 
 
 def partner(rank: int, pairs: Sequence[Pair]) -> int | None:
-    """With whom ``rank`` exchanges in a round of disjoint pairs, None if it sits out."""
+    """The partner of ``rank`` in a round of disjoint pairs, None if it is idle."""
     for one, other in pairs:
         if rank in (one, other):
             return other if rank == one else one

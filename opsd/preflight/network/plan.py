@@ -1,4 +1,4 @@
-"""What a network check measures: collectives over all nodes, patterns, and the search for what is bad."""
+"""What a network check measures: collectives over all nodes, patterns, and the search for bad parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opsd.preflight.diagnosis import Diagnosis, Evidence
 from opsd.preflight.finder import find
 from opsd.preflight.grouptest import Answer, GroupTest, Tolerance
 from opsd.preflight.network.bandwidth import FACTORS, Timing, sizes
-from opsd.preflight.network.head import Head, Measured, Wanted
+from opsd.preflight.network.coordinator import Coordinator, MeasurementRequest, MeasurementResult
 from opsd.preflight.network.spec import Pattern
 from opsd.preflight.units import quantity
 from opsd.slurm.hostlist import compress
@@ -28,7 +28,7 @@ _LATENCY_SIZE: Final = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How thorough: sizes of collectives and of a message in patterns and search, in bytes; iterations and seconds."""
+    """Thoroughness: sizes of collectives and of a message in patterns and search, in bytes; iterations and seconds."""
 
     sizes: Sequence[int]
     message: int
@@ -38,7 +38,7 @@ class Effort:
 
 
 def effort(profile: str, *, gpus: bool) -> Effort:
-    """The effort of a profile. Without GPUs messages are small: TCP moves a hundredth of what NVLink does."""
+    """The effort of a profile. Without GPUs messages are small: TCP has a hundredth of NVLink's bandwidth."""
     if profile == "quick":
         return Effort(sizes(1 << 10, 64 << 20 if gpus else 1 << 20, 64), 64 << 20 if gpus else 1 << 20, 10, 0.5, 30.0)
     top = 8 << 30 if gpus else 64 << 20
@@ -73,14 +73,18 @@ SEARCH: Final = Check(
 )
 
 
-def collectives(head: Head, nodes: Sequence[int], ranks: int, how: Effort, say: Callable[[str], None]) -> Outcome:
+def collectives(
+    coordinator: Coordinator, nodes: Sequence[int], ranks: int, how: Effort, say: Callable[[str], None]
+) -> Outcome:
     """Every collective at every size over all ``nodes`` with ``ranks`` processes in total."""
     measurements: list[Measurement] = []
     findings: list[Finding] = []
     for name in FACTORS:
         for size in how.sizes:
             say(f"{name} {quantity(size, 'bytes')}")
-            (measured,) = head.measure([Wanted(tuple(nodes), "collective", size, how.iterations, how.seconds, name)])
+            (measured,) = coordinator.measure(
+                [MeasurementRequest(tuple(nodes), "collective", size, how.iterations, how.seconds, name)]
+            )
             if not measured.seconds:
                 findings.append(Finding(Verdict.FAIL, f"{name} of {quantity(size, 'bytes')} failed: {measured.error}"))
                 break
@@ -93,13 +97,15 @@ def collectives(head: Head, nodes: Sequence[int], ranks: int, how: Effort, say: 
     return Outcome(tuple(measurements), tuple(findings))
 
 
-def patterns(head: Head, nodes: Sequence[int], how: Effort, say: Callable[[str], None]) -> Outcome:
+def patterns(coordinator: Coordinator, nodes: Sequence[int], how: Effort, say: Callable[[str], None]) -> Outcome:
     """Bandwidth of the slowest exchange in each pattern."""
     measurements: list[Measurement] = []
     findings: list[Finding] = []
     for pattern, text in _PATTERNS.items():
         say(text)
-        (measured,) = head.measure([Wanted(tuple(nodes), pattern, how.message, how.iterations, how.seconds)])
+        (measured,) = coordinator.measure(
+            [MeasurementRequest(tuple(nodes), pattern, how.message, how.iterations, how.seconds)]
+        )
         if measured.seconds:
             rate = how.message / median(measured.seconds)
             measurements.append(Measurement("bandwidth", rate, f"{text} on {len(nodes)} nodes"))
@@ -109,7 +115,7 @@ def patterns(head: Head, nodes: Sequence[int], how: Effort, say: Callable[[str],
 
 
 def search(
-    head: Head,
+    coordinator: Coordinator,
     names: Mapping[int, str],
     switch_of: Mapping[str, str],
     how: Effort,
@@ -122,8 +128,8 @@ def search(
     tests = next(finder)
     while True:
         say(f"{len(tests)} tests, {tests[0].purpose}")
-        wanted = [_wanted(test, number, how) for test in tests]
-        measured = head.measure(wanted)
+        request = [_request(test, number, how) for test in tests]
+        measured = coordinator.measure(request)
         try:
             tests = finder.send([_answer(entry, how.message) for entry in measured])
         except StopIteration as end:
@@ -131,16 +137,18 @@ def search(
             return diagnosis
 
 
-def _wanted(test: GroupTest, number: Mapping[str, int], how: Effort) -> Wanted:
-    return Wanted(tuple(number[name] for name in test.members), "pairs", how.message, how.iterations, how.seconds)
+def _request(test: GroupTest, number: Mapping[str, int], how: Effort) -> MeasurementRequest:
+    return MeasurementRequest(
+        tuple(number[name] for name in test.members), "pairs", how.message, how.iterations, how.seconds
+    )
 
 
-def _answer(measured: Measured, message: int) -> Answer:
+def _answer(measured: MeasurementResult, message: int) -> Answer:
     return Answer(tuple(message / seconds for seconds in measured.seconds))
 
 
 def findings(diagnosis: Diagnosis) -> Iterator[Finding]:
-    """The culprits with the tests that convict them; what was suspected; what failed and could not be explained."""
+    """The culprits with their evidence, what was only suspected, and failures without an explanation."""
     for culprit in diagnosis.culprits:
         involved = [e for e in diagnosis.evidence if not e.passed and {*culprit.parts} & {*e.members}]
         if culprit.kind == "everything":
@@ -159,7 +167,7 @@ def findings(diagnosis: Diagnosis) -> Iterator[Finding]:
 
 
 def protocol(diagnosis: Diagnosis) -> dict[str, str]:
-    """Every test of the search and what came of it, to be kept with the report."""
+    """Every test of the search with its result, to be stored with the report."""
     return {
         f"test {number}, round {e.round}, {e.purpose}": f"{'passed' if e.passed else 'FAILED'}: {evidence(e)}"
         for number, e in enumerate(diagnosis.evidence, start=1)

@@ -1,4 +1,4 @@
-"""Where the nodes of a network check meet: names, numbers, addresses, interfaces, switches."""
+"""How the nodes of a network check find each other: names, numbers, addresses, interfaces, switches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LEAF: Final = re.compile(r"^\s*SwitchName=(\S+)\s.*?Nodes=(\S+)", re.IGNORECASE
 
 
 class RendezvousError(Exception):
-    """What is said about nodes or addresses makes no sense; the message is one sentence."""
+    """The given nodes or addresses are inconsistent; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This node's place among ``names``; the store is on node 0, at ``host`` and ``port``."""
+    """This node's position among ``names``; the store is on node 0, at ``host`` and ``port``."""
 
     names: tuple[str, ...]
     node: int
@@ -33,9 +33,9 @@ class Place:
 
 
 def place(hosts: str, node: int | None, rendezvous: str, environment: Mapping[str, str] = os.environ) -> Place:
-    """Where this node stands, from the options, else from Slurm's environment. Raises RendezvousError.
+    """This node's place, from the options, else from Slurm's environment. Raises RendezvousError.
 
-    Without either it is one node on the loopback interface.
+    Without either it is a single node on the loopback interface.
     """
     hostlist = hosts or environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     try:
@@ -57,7 +57,7 @@ def place(hosts: str, node: int | None, rendezvous: str, environment: Mapping[st
 
 
 def interface_towards(host: str) -> str:
-    """Name of the interface through which ``host`` is reached, "" if that cannot be told."""
+    """Name of the interface through which ``host`` is reached, "" if unknown."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -72,7 +72,7 @@ def interface_towards(host: str) -> str:
 
 
 def use_interface(host: str) -> None:
-    """Make gloo and NCCL's bootstrap use the interface towards ``host``, unless the environment already says which."""
+    """Make gloo and NCCL's bootstrap use the interface towards ``host``, unless the environment sets one."""
     if name := interface_towards(host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
@@ -88,9 +88,9 @@ def switches(text: str) -> dict[str, str]:
 
 
 def read_switches(path: Path | None) -> dict[str, str]:
-    """Node to leaf switch from the file ``path``, or from where Slurm keeps it; none if there is no such file.
+    """Node to leaf switch from the file ``path``, or from Slurm's default location; empty if there is no such file.
 
-    Raises RendezvousError if the file that was named cannot be read.
+    Raises RendezvousError if the given file cannot be read.
     """
     default = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("topology.conf")
     try:

@@ -1,4 +1,4 @@
-"""What the processes of a network check tell each other, as JSON: data only, never code."""
+"""The messages between the processes of a network check, as JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Pattern = Literal["pairs", "ring", "permutations", "incast", "collective"]
 class Spec:
     """One measurement by a group of nodes.
 
-    ``members`` are node numbers in the order of their ranks. ``size`` is in bytes: of a message for the patterns, in
-    total for a collective. ``name`` is the collective. It goes on for ``seconds`` and at least ``iterations``; one
-    that takes longer than ``deadline_s`` is ended.
+    ``members`` are node numbers in rank order. ``size`` is in bytes: of a message for the patterns, in total for a
+    collective. ``name`` is the collective. It runs for ``seconds`` and at least ``iterations``, and is ended after
+    ``deadline_s``.
     """
 
     test: int
@@ -30,7 +30,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What one node says after a test: seconds per iteration, of its slowest exchange, or why it failed."""
+    """A node's result of a test: seconds per iteration, of its slowest exchange, or why it failed."""
 
     test: int
     node: int
@@ -40,7 +40,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A node that takes part with so many processes: one per GPU, or one where there are none."""
+    """A participating node and its number of processes: one per GPU, or one without GPUs."""
 
     node: int
     name: str

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from opsd.collectors import gpm
+from opsd.collectors.lib.nvml import gpm
 from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.clock import eventually
 from tests.fakes.nvml import DriverProcess, of_gpu, samples

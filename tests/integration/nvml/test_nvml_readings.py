@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from opsd.collectors import nvml_series
+from opsd.collectors.lib.nvml import series as nvml_series
 from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.clock import eventually
 from tests.fakes.nvml import DriverProcess, facts, of_gpu, process_letter, samples

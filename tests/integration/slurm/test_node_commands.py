@@ -11,9 +11,9 @@ import pytest
 
 from opsd import exitcodes
 from opsd.preflight.checks import CHECKS
-from opsd.slurm import record
+from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
-from opsd.slurm.orders import Orders
+from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.ownership import Rules
 from tests.integration.slurm.cluster import KEEPS_REASON, Cluster, missing, runner_on, wait_until
 
@@ -46,7 +46,7 @@ def test_a_node_goes_out_and_comes_back_proved(cluster: Cluster) -> None:
     wait_until(lambda: slurm.nodes(["n1"])[0].usable, "the node is in service")
     assert not slurm.nodes(["n1"])[0].reason or slurm.version >= KEEPS_REASON
     comment = slurm.comments()["n1"]
-    (stay,) = record.read(comment).stays
+    (stay,) = node_comment.read(comment).stays
     assert (comment.startswith("rack 12 [opsd1 ib_link="), stay.back is not None) == (True, True)
     again = opsd(cluster, "n1", "drain", "n1", "--reason=again")
     assert (again.returncode, "policy.drain_cooldown_s" in again.stdout) == (exitcodes.FAILED, True)
@@ -63,8 +63,8 @@ def test_a_controller_that_is_away_is_told_later() -> None:
 
 def _tell_later(cluster: Cluster) -> None:
     slurm = CommandSlurm(runner_on(cluster.controller), deadline_s=2.0)
-    orders, done = Orders(cluster.shared / "state-n2"), list[str]()
-    orders.invite()
+    updates, done = DeferredUpdates(cluster.shared / "state-n2"), list[str]()
+    updates.enable()
     cluster.stop_controller()
     try:
         said = opsd(cluster, "n2", "drain", "n2", "--reason=loose fan")
@@ -72,7 +72,7 @@ def _tell_later(cluster: Cluster) -> None:
         cluster.start_controller()
     assert (said.returncode, "when Slurm answers again" in said.stdout) == (exitcodes.FAILED, True)
     wait_until(slurm.responds, "the controller is back")
-    wait_until(lambda: done.extend(orders.carry_out(slurm, Rules(share=1.0), time.time())) or done, "told")
+    wait_until(lambda: done.extend(updates.apply(slurm, Rules(share=1.0), time.time())) or done, "told")
     assert done == ["drained n2"]
     assert slurm.nodes(["n2"])[0].reason.startswith("opsd:manual maintenance: loose fan")
-    assert orders.waiting() == []
+    assert updates.pending() == []

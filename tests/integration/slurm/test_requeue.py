@@ -12,7 +12,7 @@ import pytest
 from opsd import exitcodes
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import Job, SlurmDenied, SlurmRejected
-from opsd.slurm.requeue import Requeued, Without, requeue_now
+from opsd.slurm.requeue import ExcludedNodes, Requeued, requeue_now
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
 
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow]
@@ -71,7 +71,7 @@ def test_an_ordinary_user_need_not_wait_for_slurm(defaults: Cluster) -> None:
     [victim] = set(job.nodes) - {job.batch_host}
     defaults.nodes[victim].power_off()
     lost = time.monotonic()
-    requeued = requeue_now(user, job.id, Without(lost=(victim,)))
+    requeued = requeue_now(user, job.id, ExcludedNodes(lost=(victim,)))
     assert (requeued.restarts, requeued.avoided) == (1, (victim,))
     assert user.excluded(job.id).keys() == {victim}
     wait_until(lambda: resumed(defaults, user, job.id), "the job runs again", 120)
@@ -134,7 +134,7 @@ def test_with_the_controller_away_it_is_done_later_and_once(defaults: Cluster) -
     done: list[Requeued] = []
 
     def ask(bad: Sequence[str]) -> None:
-        done.append(requeue_now(slurm, job.id, Without(unfit=tuple(bad)), restarts=0, say=said.append))
+        done.append(requeue_now(slurm, job.id, ExcludedNodes(unfit=tuple(bad)), restarts=0, say=said.append))
 
     askers = [threading.Thread(target=ask, args=[[job.nodes[0]]]) for _ in range(2)]
     for asker in askers:
@@ -179,7 +179,7 @@ def test_what_cannot_be_requeued_is_refused(cluster: Cluster) -> None:
     assert unknown.returncode == exitcodes.FAILED
     assert unknown.stderr == "opsd requeue: there is no job 4242 that waits or runs and that this user may see\n"
     with pytest.raises(SlurmRejected, match=f"job {job.id} does not run on n4; nothing was done"):
-        requeue_now(root, job.id, Without(lost=("n4",)))
+        requeue_now(root, job.id, ExcludedNodes(lost=("n4",)))
     assert all(node.usable for node in root.nodes())
     root.cancel(job.id)
     wait_until(lambda: not root.jobs([job.id]), "the job has ended")

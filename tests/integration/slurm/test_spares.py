@@ -10,7 +10,7 @@ import pytest
 
 from opsd import exitcodes
 from opsd.preflight.checks import CHECKS
-from opsd.slurm import record
+from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
 from opsd.spares import pool
 from tests.fakes.corpora import make_corpus
@@ -51,7 +51,7 @@ def test_a_spare_becomes_ready_is_listed_and_released(cluster: Cluster, slurm: C
     assert opsd(cluster, "n1", "preflight", "--profile=spare", "--quiet").returncode == exitcodes.OK
     staged = opsd(cluster, "n1", "spare", "stage")
     assert (staged.returncode, "n1 is a ready spare until" in staged.stdout) == (exitcodes.OK, True), staged.stderr
-    assert record.read(slurm.comments()["n1"]).spare == "ready"
+    assert node_comment.read(slurm.comments()["n1"]).spare == "ready"
     listed = opsd(cluster, "n2", "spare", "list")
     assert (listed.returncode, listed.stdout.startswith("n1  ready, verified ")) == (exitcodes.OK, True)
 
@@ -69,12 +69,12 @@ def test_a_spare_that_passes_is_marked_ready_by_its_preflight(cluster: Cluster, 
     command = ("preflight", "--profile=spare", "--act", "--set=spare.source=", "--set=spare.folder=")
     passed = opsd(cluster, "n3", *command)
     assert (passed.returncode, "n3 is a ready spare until" in passed.stdout) == (exitcodes.OK, True), passed.stderr
-    assert record.read(slurm.comments()["n3"]).spare == "ready"
+    assert node_comment.read(slurm.comments()["n3"]).spare == "ready"
     failed = opsd(cluster, "n3", *command, "--only=numa,gpu_inventory", "--set=preflight.gpus=8")
     assert (failed.returncode, "not a ready spare; preflight: it failed" in failed.stdout) == (exitcodes.FAILED, True)
-    assert record.read(slurm.comments()["n3"]).spare == "preflight"
+    assert node_comment.read(slurm.comments()["n3"]).spare == "preflight"
     assert opsd(cluster, "n3", *command).returncode == exitcodes.OK
-    assert record.read(slurm.comments()["n3"]).spare == "ready"
+    assert node_comment.read(slurm.comments()["n3"]).spare == "ready"
     assert opsd(cluster, "n3", "spare", "release").returncode == exitcodes.OK
 
 

@@ -1,0 +1,148 @@
+"""What the kernel says about trouble other than Xids: one row per kind of message, and a pure function over the rows.
+
+Where the kernel writes several lines about one event, the row matches the line that comes once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from opsd.collectors.lib.pci import ADDRESS, bus_id
+
+_DEVICE = r"(?P<device>[^\s,:)\]]+)"
+_PCI = rf"(?P<pci_bus_id>{ADDRESS})"
+_NUMBERS = frozenset({"pid", "cpu", "bank", "errors", "sector", "seconds", "anon_rss_kib"})
+
+
+class Rule(NamedTuple):
+    """Messages that contain ``literal`` and match ``pattern`` are of ``kind``; named groups become the event's data.
+
+    ``data`` is added to it. ``literal`` is there for speed: most messages contain none.
+    """
+
+    kind: str
+    literal: str
+    pattern: re.Pattern[str]
+    data: Mapping[str, object]
+
+
+def _rule(kind: str, literal: str, pattern: str, **data: object) -> Rule:
+    return Rule(kind, literal, re.compile(pattern, re.ASCII | re.DOTALL), data)
+
+
+_GPU = (
+    _rule("gpu_driver_loaded", "NVRM: loading", r"NVRM: loading NVIDIA .*?(?P<version>\d+\.\d+(?:\.\d+)?)\b"),
+    _rule("gpu_init_failed", "RmInitAdapter", rf"NVRM: GPU {_PCI}: RmInitAdapter failed!? ?\(?(?P<status>[^)]*)"),
+)
+_PROCESSES = (
+    _rule(
+        "oom_kill",
+        "Killed process",
+        r"(?P<scope>Memory cgroup out of memory|Out of memory).*?: Killed process (?P<pid>\d+) \((?P<process>.*?)\),?"
+        r"(?:.*?anon-rss:(?P<anon_rss_kib>\d+)kB)?",
+    ),
+    _rule(
+        "hung_task",
+        "blocked for more than",
+        r"task (?P<process>.*):(?P<pid>\d+) .*?blocked for more than (?P<seconds>\d+) seconds",
+    ),
+    _rule(
+        "segfault",
+        "segfault at",
+        r"^(?P<process>.*?)\[(?P<pid>\d+)\]: segfault at .*?(?: in (?P<library>[^\s\[]+))?(?:\[|$)",
+    ),
+    _rule("segfault", "traps: ", r"^traps: (?P<process>.*?)\[(?P<pid>\d+)\] (?P<trap>general protection|trap [a-z ]+)"),
+)
+_PROCESSORS = (
+    _rule("mce", "Machine Check", r"CPU (?P<cpu>\d+): Machine Check(?: Exception)?: \w+ Bank (?P<bank>\d+)"),
+    _rule("mce", "Machine check events logged", r"mce: "),
+    _rule("mce", "[Hardware Error]", r"\[Hardware Error\]: (?P<severity>Corrected|Uncorrected|Deferred) error"),
+    _rule("mce", "[Hardware Error]", r"\[Hardware Error\]: event severity: (?P<severity>\w+)"),
+    _rule("mce", "Memory failure:", r"Memory failure: 0x[0-9a-f]+: recovery action for .*: (?P<outcome>\w+)"),
+    _rule("edac", "EDAC", r"EDAC (?P<controller>\w+): (?P<errors>\d+) (?P<severity>CE|UE)\b.*? on (?P<location>[^(]*)"),
+    _rule("cpu_lockup", "soft lockup", r"soft lockup - CPU#(?P<cpu>\d+) stuck for (?P<seconds>\d+)s"),
+    _rule("cpu_lockup", "hard LOCKUP", r"hard LOCKUP on cpu (?P<cpu>\d+)"),
+    _rule("cpu_lockup", "rcu", r"rcu: INFO: \w+ (?:self-)?detected stalls? on CPU"),
+    _rule("cpu_throttled", "temperature", r"CPU(?P<cpu>\d+): (?:Core|Package) temperature (?:is )?above threshold"),
+)
+_DEVICES = (
+    _rule("nvme_error", "nvme", rf"nvme {_DEVICE}: I/O .*timeout, (?P<outcome>completion polled|\w+(?: controller)?)"),
+    _rule(
+        "nvme_error",
+        "nvme",
+        rf"nvme {_DEVICE}: (?P<outcome>controller is down; will reset|Disabling device after reset failure"
+        r"|Device not ready; aborting \w+|Removing after probe failure|frozen state error detected)",
+    ),
+    _rule("nvme_error", "no available path", rf"block {_DEVICE}: (?P<outcome>no available path)"),
+    _rule("io_error", " error, dev ", rf"(?:I/O|critical \w+) error, dev {_DEVICE}, sector (?P<sector>\d+)"),
+    _rule("io_error", "I/O Error (sct", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*I/O Error"),
+    _rule("io_error", "Buffer I/O error", rf"Buffer I/O error on dev(?:ice)? {_DEVICE}, logical block"),
+    _rule(
+        "pcie_error",
+        "Bus Error: severity=",
+        rf"{_PCI}: .*?Bus Error: severity=(?P<severity>\w+(?: \([\w-]+\))?), type=(?P<layer>[\w ]+)",
+    ),
+    _rule("pcie_link_down", "Link Down", rf"{_PCI}: pciehp: Slot\((?P<slot>[^)]*)\): Link Down"),
+    _rule("nic_error", "mlx5", rf"{_PCI}.*?Port module event\[error\]: module \d+, (?P<cause>.*)"),
+    _rule(
+        "nic_error",
+        "mlx5",
+        rf"{_PCI}.*?(?P<cause>Cable unplugged|device's health compromised|insufficient power on the PCIe slot"
+        r"|Health issue observed, [^,]*|High temperature on sensors|timeout\. Will cause a leak of a command resource)",
+    ),
+)
+_FILESYSTEMS = (
+    _rule("filesystem_readonly", "Remounting", rf"(?P<fs>EXT4|F2FS)-fs \({_DEVICE}\): Remounting filesystem read-only"),
+    _rule("filesystem_readonly", "forced readonly", rf"(?P<fs>BTRFS).*?\(device {_DEVICE}"),
+    _rule("filesystem_shutdown", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:[Ss]hutting down|has been shut down)"),
+    _rule("filesystem_error", "EXT4-fs error", rf"(?P<fs>EXT4)-fs error \(device {_DEVICE}\)"),
+    _rule("filesystem_error", "EXT4-fs (", rf"(?P<fs>EXT4)-fs \({_DEVICE}\): .*(?:I/O error|failed to)"),
+    _rule("filesystem_error", "Aborting journal", r"on device (?P<device>\S+?)(?:-\d+)?\.?$", fs="EXT4"),
+    _rule("filesystem_error", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:I/O [Ee]rror|[Cc]orruption)"),
+    _rule("filesystem_error", "BTRFS", rf"(?P<fs>BTRFS):? (?:error|critical) \(device {_DEVICE}"),
+    _rule("network_filesystem_lost", "not responding", r"(?P<fs>nfs\d?): server (?P<server>\S+) not responding"),
+    _rule("network_filesystem_restored", "server", r"(?P<fs>nfs\d?): server (?P<server>\S+) OK"),
+    _rule("network_filesystem_lost", "Lustre", r"Connection to (?P<server>\S+) \(at .*\) was lost", fs="lustre"),
+    _rule("network_filesystem_restored", "Lustre", r"Connection restored to (?P<server>\S+)", fs="lustre"),
+)
+
+RULES: Final = (*_GPU, *_PROCESSES, *_PROCESSORS, *_DEVICES, *_FILESYSTEMS)
+"""The first row that matches decides."""
+
+KINDS: Final = tuple(dict.fromkeys(rule.kind for rule in RULES))
+
+_VICTIM = re.compile(r"oom-kill:.*?,task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P<pid>\d+),uid=", re.ASCII)
+
+
+class Trouble(NamedTuple):
+    """What a message tells of. ``data`` holds what it names: device, pid, process, server, pci_bus_id …"""
+
+    kind: str
+    data: Mapping[str, object]
+
+
+def parse_trouble(message: str) -> Trouble | None:
+    """The trouble that ``message`` tells of, or None if it is of no known kind."""
+    for rule in RULES:
+        if rule.literal in message and (match := rule.pattern.search(message)):
+            named = {name: _value(name, text) for name, text in match.groupdict().items() if text}
+            return Trouble(rule.kind, {**named, **rule.data})
+    return None
+
+
+def _value(name: str, text: str) -> object:
+    if name in _NUMBERS:
+        return int(text)
+    return bus_id(text) if name == "pci_bus_id" else text.strip()
+
+
+def parse_oom_victim(message: str) -> tuple[int, str] | None:
+    """Process id and cgroup of the process that the out-of-memory killer has chosen, or None.
+
+    The kernel writes this one line before it says that the process was killed, which names no cgroup.
+    """
+    if "oom-kill:" not in message or (match := _VICTIM.search(message)) is None:
+        return None
+    return int(match["pid"]), match["cgroup"]

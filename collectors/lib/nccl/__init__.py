@@ -1,0 +1,1 @@
+"""NCCL of a run: its RAS service, its messages in rank logs, its flight recorder."""

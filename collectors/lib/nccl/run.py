@@ -1,0 +1,246 @@
+"""What the files of one run tell about NCCL: the logs of its ranks on this node, and flight recorder dumps.
+
+The folders belong to the run's user while the agent may be root. ``run.json`` names the folders of the run and of its
+logs; they are used only if the same user owns them, and nothing in them is reached through a symbolic link. ``tail``
+says how files are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
+from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, Verdict, judge, parse_dump
+from opsd.collectors.lib.run_files import parse_run
+from opsd.collectors.lib.tail import Tail, read_small
+
+LOGS = Metric("opsd_nccl_rank_logs", "Rank logs on this node that are followed for messages of NCCL.", labels=("run",))
+MESSAGES = Metric(
+    "opsd_nccl_log_messages_total", "Messages of NCCL in the log of a rank.", "counter", "", ("run", "rank", "kind")
+)
+
+MAX_RANKS: Final = 64
+"""Ranks of a run on one node, and dumps of a run, that are followed."""
+MAX_EVENTS: Final = 16
+"""Log messages told in one collection; the rest is only counted."""
+MAX_DUMP: Final = 8 << 20
+DUMPS: Final = "flight_recorder"
+"""Folder of the dumps in the run folder; their names are rank-0000.json and so on."""
+SAME_HANG_S: Final = 600.0
+"""Dumps are of one hang if they were written within this time; older ones are of an earlier one."""
+
+_PAGE = re.compile(r"rank-(\d{4,6})\.page", re.ASCII)
+_DUMP = re.compile(r"rank-(\d{4,6})\.json", re.ASCII)
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+KINDS: Final = ("warning", "timeout", "error")
+MAX_TEXT: Final = 300
+
+
+class LogMessage(NamedTuple):
+    """One message: a warning of NCCL, a collective that timed out, or an asynchronous error.
+
+    ``operation`` and ``sequence`` are those of the collective, "" and None where the line names none.
+    """
+
+    kind: str
+    text: str
+    operation: str = ""
+    sequence: int | None = None
+
+
+_WARNING = re.compile(r"\bNCCL WARN (.+)")
+_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,20}), OpType=(\w+)")
+_RESULTS = "UnhandledCudaError|SystemError|InternalError|InvalidArgument|InvalidUsage|RemoteError|Timeout"
+_PHRASES = r"Watchdog thread terminated with exception|NCCL communicator was aborted|\bNCCL error\b"
+_ERROR = re.compile(rf"(?:\bnccl(?:{_RESULTS})\b|{_PHRASES}).*")
+
+
+def parse_line(line: bytes) -> LogMessage | None:
+    """The message in a line of a rank's log, None in all others."""
+    if b"NCCL" not in line and b"nccl" not in line and b"Watchdog" not in line:
+        return None
+    text = line.decode("utf-8", "replace")
+    if match := _WARNING.search(text):
+        return LogMessage("warning", _clean(match[1]))
+    if match := _TIMEOUT.search(text):
+        return LogMessage("timeout", _clean(text[match.start() :]), match[2], int(match[1]))
+    if match := _ERROR.search(text):
+        return LogMessage("error", _clean(match[0]))
+    return None
+
+
+def _clean(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)[:MAX_TEXT].strip()
+
+
+class NcclRun:
+    """The run with the folder ``memory`` in shared memory. With ``skip_old`` what its files hold is passed over."""
+
+    def __init__(self, memory: Path, *, skip_old: bool) -> None:
+        self._memory = memory
+        self._run = memory.name
+        self._skip_old = skip_old
+        self._tails: dict[tuple[int, int], Tail] = {}
+        self._counts: Counter[tuple[int, str]] = Counter()
+        self._dumps = _Dumps(self._run)
+        self.leads = False
+
+    def read(self, wall: float) -> Reading:
+        """What is new; ``leads`` says afterwards whether rank 0 of the run is on this node."""
+        self.leads = False
+        skip_old, self._skip_old = self._skip_old, False
+        with _opened(self._memory) as memory:
+            if memory is None:
+                return Reading()
+            owner = os.fstat(memory).st_uid
+            found = read_small("run.json", memory)
+            ranks = _numbers(memory, _PAGE)
+        run = parse_run(found[0], self._run, lambda pid, start: True) if found else None
+        if run is None:
+            return Reading()
+        self.leads = 0 in ranks
+        with _opened(Path(run.folder)) as folder:
+            if folder is None or os.fstat(folder).st_uid != owner:
+                return Reading((Sample(LOGS, 0, (self._run,)),))
+            messages, followed = self._read_logs(Path(run.logs), owner, run.generation, ranks, skip_old)
+            events = [self._event(rank, message, wall) for rank, message in messages[:MAX_EVENTS]]
+            if self.leads:
+                events += self._dumps.read(folder, run, wall, skip_old)
+        self._counts.update((rank, message.kind) for rank, message in messages)
+        samples = [Sample(LOGS, followed, (self._run,))]
+        for rank, kind in product(ranks, KINDS):
+            samples.append(Sample(MESSAGES, self._counts[rank, kind], (self._run, str(rank), kind)))
+        return Reading(tuple(samples), tuple(events))
+
+    def _read_logs(
+        self, folder: Path, owner: int, generation: int, ranks: list[int], skip_old: bool
+    ) -> tuple[list[tuple[int, LogMessage]], int]:
+        """New messages of this generation and of what the one before has still written; how many logs are followed."""
+        wanted = {(number, rank) for number in (generation - 1, generation) for rank in ranks}
+        self._tails = {key: tail for key, tail in self._tails.items() if key in wanted}
+        messages: list[tuple[int, LogMessage]] = []
+        followed = 0
+        for number in (generation - 1, generation):
+            with _opened(folder) as logs, _opened(Path(f"gen-{number:04d}"), logs) as place:
+                if place is None or os.fstat(place).st_uid != owner:
+                    continue
+                for rank in ranks:
+                    lines = self._read_log(place, number, rank, skip_old)
+                    messages += [(rank, message) for line in lines if (message := parse_line(line))]
+                followed += len(ranks) if number == generation else 0
+        return messages, followed
+
+    def _read_log(self, place: int, generation: int, rank: int, skip_old: bool) -> list[bytes]:
+        tail = self._tails.get((generation, rank))
+        if tail is None:
+            tail = self._tails[generation, rank] = Tail(f"rank-{rank:04d}.log")
+            if skip_old:
+                tail.skip(place)
+        return tail.read(place)
+
+    def _event(self, rank: int, message: LogMessage, wall: float) -> Event:
+        data = {
+            "run": self._run,
+            "rank": rank,
+            "kind": message.kind,
+            "text": message.text,
+            "operation": message.operation,
+            "sequence": message.sequence,
+        }
+        return Event("nccl_log", wall, f"rank {rank} of {self._run}: NCCL {message.kind}: {message.text}"[:256], data)
+
+
+class _Dumps:
+    """The flight recorder dumps of a run; judged once no more of them arrive."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._seen: dict[int, tuple[float, int]] = {}
+        self._dumps: dict[int, tuple[float, Dump]] = {}
+        self._unjudged = False
+        self._verdict: Verdict | None = None
+
+    def read(self, folder: int, run: RunFact, wall: float, skip_old: bool) -> list[Event]:
+        """Events about new dumps: one that cannot be used, or the verdict of all once they have settled."""
+        with _opened(Path(DUMPS), folder) as place:
+            if place is None:
+                return []
+            changed = list(self._changed(place))
+            events = [] if skip_old else [event for rank in changed if (event := self._load(place, rank, wall))]
+        if changed or not self._unjudged:
+            return events
+        self._unjudged = False
+        newest = max((at for at, _ in self._dumps.values()), default=0.0)
+        fresh = {rank: dump for rank, (at, dump) in self._dumps.items() if newest - at <= SAME_HANG_S}
+        verdict = judge(fresh, frozenset(range(run.world_size)))
+        if verdict is not None and verdict != self._verdict:
+            events.append(self._verdict_event(verdict, wall))
+        self._verdict = verdict
+        return events
+
+    def _changed(self, place: int) -> Iterator[int]:
+        for rank in _numbers(place, _DUMP):
+            with contextlib.suppress(OSError):
+                info = os.stat(f"rank-{rank:04d}.json", dir_fd=place, follow_symlinks=False)
+                if self._seen.get(rank) != (info.st_mtime, info.st_size):
+                    self._seen[rank] = (info.st_mtime, info.st_size)
+                    yield rank
+
+    def _load(self, place: int, rank: int, wall: float) -> Event | None:
+        found = read_small(f"rank-{rank:04d}.json", place, MAX_DUMP)
+        try:
+            if found is None:
+                raise DumpError(f"not a regular file of at most {MAX_DUMP >> 20} MiB")
+            self._dumps[rank] = (found[1], parse_dump(found[0]))
+            self._unjudged = True
+        except DumpError as error:
+            text = f"flight recorder dump of rank {rank} of {self._run}: {error}"
+            return Event("nccl_dump_unusable", wall, text, {"run": self._run, "rank": rank, "why": str(error)})
+        return None
+
+    def _verdict_event(self, verdict: Verdict, wall: float) -> Event:
+        culprits = ", ".join(map(str, verdict.culprits[:8])) or "none in particular"
+        what = f"{verdict.operation} {verdict.sequence} of group {verdict.group}"
+        data = {
+            "run": self._run,
+            "group": verdict.group,
+            "sequence": verdict.sequence,
+            "operation": verdict.operation,
+            "culprits": list(verdict.culprits),
+            "missing": list(verdict.missing),
+            "not_started": list(verdict.not_started),
+            "no_dump": list(verdict.no_dump),
+            "waiting": len(verdict.waiting),
+        }
+        return Event("nccl_flight_recorder", wall, f"{self._run}: stuck in {what}; ranks: {culprits}"[:256], data)
+
+
+def _numbers(folder: int, pattern: re.Pattern[str]) -> list[int]:
+    """The ranks that the files in ``folder`` are named after."""
+    return sorted(int(match[1]) for name in os.listdir(folder) if (match := pattern.fullmatch(name)))[:MAX_RANKS]
+
+
+@contextlib.contextmanager
+def _opened(path: Path, parent: int | None = None) -> Iterator[int | None]:
+    """The folder ``path``, opened; None if there is no such folder or ``parent`` would be needed and is None."""
+    if parent is None and not path.is_absolute():
+        yield None
+        return
+    try:
+        descriptor = os.open(path, _FOLDER, dir_fd=parent)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

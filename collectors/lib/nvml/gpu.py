@@ -1,0 +1,162 @@
+"""One GPU of an open session with the NVIDIA driver: everything it tells, as samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from opsd.collectors.base import Metric, Sample
+from opsd.collectors.lib.nvml import driver, fields, gpm, series
+from opsd.collectors.lib.nvml.driver import CallError, NvmlError
+from opsd.collectors.lib.nvml.throttle import REASONS, ThrottleClock
+
+
+class _Bound(NamedTuple):
+    """A driver call and the series, with their label values, that its numbers go to."""
+
+    read: Callable[[Any], tuple[float | None, ...]]
+    series: tuple[tuple[Metric, tuple[str, ...]], ...]
+
+
+class Gpu:
+    """A GPU that answers. What turns out to be unsupported is not asked for again.
+
+    ``processes`` are the bytes of device memory of each compute process as last read. Raises NvmlError if the GPU does
+    not answer.
+    """
+
+    processes: Mapping[int, int]
+
+    def __init__(self, session: driver.Driver, index: int, hostname: str) -> None:
+        self._library = session.library
+        self._hostname = hostname
+        with driver.translated():
+            self._handle = session.handle(index)
+            self.identity = driver.identify(self._handle, index)
+            self.vbios = self._vbios()
+            links = self._link_count()
+            self._static = self._ask([self._bind(call) for call in driver.ONCE])
+        self.processes = {}
+        processes = driver.Call(self._count_processes, (series.PROCESSES, series.PROCESS_MEMORY))
+        self._calls = [self._bind(call) for call in (*driver.EACH_TICK, processes)]
+        self._fields = self._reader(self._routes(links))
+        self._units: gpm.GpmReader | None = None
+        self._bandwidth = self._labels(series.NVLINK_BANDWIDTH)
+        self._link_errors = [self._labels(series.NVLINK_LINK_ERRORS, str(link)) for link in range(links)]
+        self._reasons = {reason: self._labels(series.THROTTLE, reason) for reason in REASONS}
+        self._throttle = ThrottleClock()
+
+    @property
+    def profiled(self) -> bool:
+        """True if it tells what its units do."""
+        return self._units is not None
+
+    def profile(self, now: float) -> None:
+        """Begin to watch what the GPU's units do, where it can tell. Raises NvmlError if it does not answer."""
+        if gpm.supported(self._library, self._handle):
+            with driver.translated():
+                self._units = gpm.GpmReader(self._library, self._handle, driver.check, self._labels)
+                self._ask_units(now)
+
+    def read(self, now: float) -> list[Sample]:
+        """Everything the GPU tells at ``now``, in seconds since boot. Raises NvmlError if it does not answer."""
+        with driver.translated():
+            samples = self._ask(self._calls)
+            of_fields, rest = self._ask_fields()
+            of_units = self._ask_units(now)
+        if not samples:
+            raise NvmlError("the driver knows the GPU but answers no call about it")
+        mask = next((int(sample.value) for sample in samples if sample.metric is series.EVENT_REASONS), None)
+        samples += of_fields
+        samples += of_units
+        samples.append(Sample(series.PROFILING, float(self.profiled), self._labels(series.PROFILING)))
+        samples += self._links(of_fields, rest)
+        for reason, seconds in self._throttle.update(now, mask, fields.throttle_counters(rest)).items():
+            samples.append(Sample(series.THROTTLE, seconds, self._reasons[reason]))
+        samples += self._static
+        return samples
+
+    def close(self) -> None:
+        """Give back what the driver holds for it; never fails."""
+        if self._units is not None:
+            self._units.close()
+            self._units = None
+
+    def _links(self, of_fields: list[Sample], rest: list[fields.FieldValue]) -> list[Sample]:
+        by_link, by_type = fields.link_errors(rest)
+        samples = [
+            Sample(series.NVLINK_LINK_ERRORS, errors, self._link_errors[link]) for link, errors in by_link.items()
+        ]
+        for kind, errors in by_type.items():
+            samples.append(Sample(series.NVLINK_ERRORS, errors, self._labels(series.NVLINK_ERRORS, kind)))
+        if (kib := fields.nvlink_kib(of_fields)) is not None:
+            samples.append(Sample(series.NVLINK_BANDWIDTH, kib, self._bandwidth))
+        return samples
+
+    def _labels(self, metric: Metric, *extra: str) -> tuple[str, ...]:
+        return self.identity.labels(metric, self._hostname, *extra)
+
+    def _vbios(self) -> str:
+        try:
+            return driver.vbios_version(self._handle)
+        except CallError as error:
+            if error.value not in driver.UNSUPPORTED:
+                raise
+            return ""
+
+    def _link_count(self) -> int:
+        _, _, answer = self._reader({(fields.LINK_COUNT, 0): None}).read()
+        return next((int(fields.number(field.type, field.bits)) for field in answer if not field.result), 0)
+
+    def _reader(self, routes: Mapping[fields.FieldKey, fields.Route | None]) -> fields.FieldReader:
+        return fields.FieldReader(self._library.nvmlDeviceGetFieldValues, self._handle, routes)
+
+    def _routes(self, links: int) -> dict[fields.FieldKey, fields.Route | None]:
+        return {
+            key: target and (target.metric, target.scale, self._labels(target.metric, *target.extra))
+            for key, target in fields.field_plan(links).items()
+        }
+
+    def _bind(self, call: driver.Call) -> _Bound:
+        extras = call.extra or ((),) * len(call.metrics)
+        labelled = ((m, self._labels(m, *extra)) for m, extra in zip(call.metrics, extras, strict=True))
+        return _Bound(call.read, tuple(labelled))
+
+    def _count_processes(self, handle: Any) -> tuple[float, ...]:
+        self.processes = driver.processes(handle)
+        return len(self.processes), sum(self.processes.values())
+
+    def _ask(self, calls: list[_Bound]) -> list[Sample]:
+        """The samples of ``calls``; unsupported ones are removed from the list."""
+        samples = []
+        for call in [*calls]:
+            try:
+                numbers = call.read(self._handle)
+            except CallError as error:
+                if error.value not in driver.UNSUPPORTED:
+                    raise
+                calls.remove(call)
+            else:
+                for (metric, labels), value in zip(call.series, numbers, strict=True):
+                    if value is not None:
+                        samples.append(Sample(metric, value, labels))
+        return samples
+
+    def _ask_fields(self) -> tuple[list[Sample], list[fields.FieldValue]]:
+        code, samples, rest = self._fields.read()
+        if code in driver.UNSUPPORTED:
+            return [], []
+        lost = any(field.result == driver.GPU_IS_LOST for field in rest)
+        driver.check(driver.GPU_IS_LOST if lost else code)
+        if unsupported := [(field.id, field.scope) for field in rest if field.result in driver.UNSUPPORTED]:
+            self._fields.forget(unsupported)
+        return samples, rest
+
+    def _ask_units(self, now: float) -> list[Sample]:
+        try:
+            return self._units.read(now) if self._units is not None else []
+        except CallError as error:
+            if error.value not in driver.UNSUPPORTED:
+                raise
+            self.close()
+            return []

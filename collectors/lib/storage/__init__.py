@@ -1,0 +1,1 @@
+"""Disks, mounts and NFS clients."""

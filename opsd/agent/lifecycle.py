@@ -1,0 +1,277 @@
+"""The life of one incident, as pure functions of findings and time.
+
+::
+
+    found for open_after_s                     every outcome in                 healed for clear_after_s
+    ---------------------> open -----> acting -----------------> verifying ------------------------------> resolved
+                           ^  | policy admits                     |      |
+                           |  | a remedy                          |      | verify_s over, max_attempts made
+                           |  |                                   |      v
+                           |  +-- healed for clear_after_s -------|---> escalated (a person's turn)
+                           |      (resolved), or nothing to do    |
+                           |      for verify_s (escalated)        |
+                           +----- verify_s over, attempts left ---+
+
+Resolved and escalated are final. An escalated incident stays current until it is healed, so that the same fault
+opens no second one; ``resolved_at`` then says when. A healed answer of None (not known) never counts as healed.
+
+An incident that is found again within ``hold_s`` of its end is reopened, and is escalated the ``max_relapses``-th time.
+A symptom whose cause is current is held: it neither ends nor escalates before its cause ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from opsd.runbooks.base import Cost, Evidence, Finding, Incident, Severity, State
+
+MAX_EVIDENCE = 24
+"""Limit of sentences; those from the opening take at most two thirds."""
+MAX_ACTIONS = 50
+GIVE_UP_S = 3600.0
+"""An incident that was neither found nor known to be healed for this long ends as escalated: its run may be gone."""
+COST_GAP_S = 10.0
+"""Longest time between two findings for which their cost is assumed to continue."""
+_SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
+RESTARTED = "the agent was restarted while this was under way; whether it was carried out is not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The times and limits of a runbook; see ``runbooks.base.Runbook``. Seconds."""
+
+    open_after_s: float = 0.0
+    clear_after_s: float = 5.0
+    verify_s: float = 60.0
+    max_attempts: int = 2
+    hold_s: float = 0.0
+    max_relapses: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one action of an incident; ``number`` is its index in ``Incident.actions``."""
+
+    incident: str
+    number: int
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The input of one tick, by incident id; an id missing in ``healed`` is not known to be healed.
+
+    ``idle`` are open incidents whose runbook has nothing to do, ``held`` those whose cause is current.
+    """
+
+    findings: Sequence[Finding] = ()
+    healed: Mapping[str, bool | None] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
+    outcomes: Sequence[Outcome] = ()
+    held: frozenset[str] = frozenset()
+
+
+def is_current(incident: Incident) -> bool:
+    """True until the fault is over."""
+    return incident.resolved_at is None
+
+
+def started(incident: Incident, actions: Iterable[Mapping[str, object]], now: float) -> Incident:
+    """The incident after ``actions`` (as recorded, outcome "running") were started."""
+    return replace(
+        incident,
+        state=State.ACTING,
+        acted_at=now,
+        attempts=incident.attempts + 1,
+        actions=(*incident.actions, *actions),
+    )
+
+
+def noted(incident: Incident, actions: Iterable[Mapping[str, object]]) -> Incident:
+    """The incident with actions that were only recommended, or refused; each is recorded once."""
+    known = {_same(action) for action in incident.actions}
+    new = [action for action in actions if _same(action) not in known]
+    room = MAX_ACTIONS - len(incident.actions)
+    return replace(incident, actions=(*incident.actions, *new[:room])) if new and room > 0 else incident
+
+
+def resumed(incident: Incident, now: float) -> Incident:
+    """The incident as loaded after a restart of the agent: running actions have an unknown result and are verified.
+
+    The time of health starts over, as the time without an agent is unknown.
+    """
+    incident = replace(incident, healthy_since=None)
+    if incident.state is not State.ACTING:
+        return incident
+    actions = tuple(
+        {**action, "outcome": "unknown", "detail": RESTARTED} if action.get("outcome") == "running" else action
+        for action in incident.actions
+    )
+    return replace(incident, state=State.VERIFYING, acted_at=now, actions=actions, verdict=RESTARTED)
+
+
+def shifted(incident: Incident, seconds: float) -> Incident:
+    """The incident after a step of the wall clock by ``seconds``, evidence included, as times tell which came first."""
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else at + seconds
+
+    return replace(
+        incident,
+        opened_at=incident.opened_at + seconds,
+        last_seen_at=incident.last_seen_at + seconds,
+        evidence=tuple(replace(evidence, at=evidence.at + seconds) for evidence in incident.evidence),
+        healthy_since=moved(incident.healthy_since),
+        acted_at=moved(incident.acted_at),
+        reopened_at=moved(incident.reopened_at),
+        resolved_at=moved(incident.resolved_at),
+    )
+
+
+def _same(action: Mapping[str, object]) -> tuple[object, ...]:
+    return action.get("verb"), action.get("target"), action.get("outcome"), action.get("detail")
+
+
+def reopened(old: Incident, finding: Finding, rule: Rules, now: float) -> Incident:
+    """The incident ``old``, found again. One that was escalated stays escalated."""
+    relapses = old.relapses + 1
+    flapping = relapses >= rule.max_relapses
+    back = replace(
+        old,
+        state=State.ESCALATED if flapping or old.state is State.ESCALATED else State.OPEN,
+        verdict=f"came back within {rule.hold_s:.0f} s, {relapses} time{'s' * (relapses != 1)} so far",
+        relapses=relapses,
+        reopened_at=now,
+        last_seen_at=now,
+        healthy_since=None,
+        resolved_at=None,
+        cause=None,
+    )
+    return merged(back, finding, now)
+
+
+def opened(finding: Finding, now: float) -> Incident:
+    """A new incident."""
+    digest = hashlib.blake2s(f"{finding.kind} {finding.key} {now!r}".encode(), digest_size=3).hexdigest()
+    return Incident(
+        id=f"{finding.kind}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}-{digest}",
+        kind=finding.kind,
+        key=finding.key,
+        severity=finding.severity,
+        state=State.OPEN,
+        summary=finding.summary,
+        culprit=finding.culprit,
+        confidence=finding.confidence,
+        evidence=finding.evidence[: 2 * MAX_EVIDENCE // 3],
+        cost=finding.cost,
+        job=finding.job,
+        opened_at=now,
+        last_seen_at=now,
+        data=finding.data,
+    )
+
+
+def merged(incident: Incident, finding: Finding, now: float) -> Incident:
+    """The incident with a further finding. A surer one replaces the culprit; severity and cost never shrink."""
+    surer = finding.confidence >= incident.confidence
+    return replace(
+        incident,
+        severity=max(incident.severity, finding.severity, key=_SEVERITIES.index),
+        summary=finding.summary if surer else incident.summary,
+        culprit=finding.culprit if surer else incident.culprit,
+        confidence=max(incident.confidence, finding.confidence),
+        evidence=_evidence(incident, finding),
+        cost=_cost(incident.cost, finding.cost, now - incident.last_seen_at),
+        job=finding.job or incident.job,
+        last_seen_at=now,
+        data={**incident.data, **finding.data},
+    )
+
+
+def _cost(before: Cost, now: Cost, seconds: float) -> Cost:
+    """The loss so far: that of the finding, or the sum of the lost share over time if that is more.
+
+    A finding covers only its window, so that incidents of hours need the sum.
+    """
+    added = now.throughput_ratio * now.gpus * min(max(seconds, 0.0), COST_GAP_S)
+    return replace(now, gpu_seconds=max(now.gpu_seconds, before.gpu_seconds + added))
+
+
+def _evidence(incident: Incident, finding: Finding) -> tuple[Evidence, ...]:
+    """The evidence of the opening, then that of the present finding; numbers in between are in the metrics."""
+    opening = tuple(evidence for evidence in incident.evidence if evidence.at <= incident.opened_at)
+    return opening + tuple(e for e in finding.evidence if e not in opening)[: MAX_EVIDENCE - len(opening)]
+
+
+def settled(incident: Incident, outcomes: Sequence[Outcome], rule: Rules, now: float) -> Incident:
+    """The incident after outcomes of actions. After the last one the effect is verified, or a failure tried again."""
+    if not outcomes or incident.state is not State.ACTING:
+        return incident
+    actions = list(incident.actions)
+    for outcome in outcomes:
+        state = "ok" if outcome.ok else "failed"
+        actions[outcome.number] = {
+            **actions[outcome.number],
+            "outcome": state,
+            "detail": outcome.detail,
+            "ended_at": now,
+        }
+    after = replace(incident, actions=tuple(actions))
+    if any(action.get("outcome") == "running" for action in actions):
+        return after
+    failures = [outcome.detail for outcome in outcomes if not outcome.ok]
+    if failures and incident.attempts < rule.max_attempts:
+        return replace(after, state=State.OPEN, verdict=f"attempt {incident.attempts} failed: {failures[0]}")
+    verdict = f"failed: {failures[0]}" if failures else "acted, waiting for the effect"
+    return replace(after, state=State.VERIFYING, acted_at=now, verdict=verdict)
+
+
+def judged(
+    incident: Incident, observed: Observed, found: bool, rule: Rules, watching_since: float, now: float
+) -> Incident:
+    """The incident after this tick: ended, given up, tried again or escalated if its time has come."""
+    answer = observed.healed.get(incident.id)
+    healed = answer is True
+    since = (incident.healthy_since if incident.healthy_since is not None else now) if healed else None
+    incident = replace(incident, healthy_since=since) if since != incident.healthy_since else incident
+    if incident.id in observed.held:
+        return incident
+    if since is not None and now - since >= rule.clear_after_s and not found and incident.state is not State.ACTING:
+        return _end(incident, now)
+    unseen_since = max(incident.last_seen_at, watching_since)
+    if answer is None and incident.state is not State.ACTING and now - unseen_since >= GIVE_UP_S:
+        verdict = f"given up: nothing is known of it for {GIVE_UP_S / 60:.0f} minutes"
+        return replace(incident, state=State.ESCALATED, resolved_at=now, verdict=verdict)
+    if incident.state is State.VERIFYING and not healed:
+        return _after_attempt(incident, rule, watching_since, now)
+    begun = [at for at in (incident.acted_at, incident.reopened_at) if at is not None]
+    idle_since = max(watching_since, max(begun, default=incident.opened_at))
+    if (
+        incident.state is State.OPEN
+        and incident.id in observed.idle
+        and not healed
+        and now - idle_since >= rule.verify_s
+    ):
+        return replace(incident, state=State.ESCALATED, verdict=f"not over after {rule.verify_s:.0f} s")
+    return incident
+
+
+def _after_attempt(incident: Incident, rule: Rules, watching_since: float, now: float) -> Incident:
+    assert incident.acted_at is not None
+    if now - max(incident.acted_at, watching_since) < rule.verify_s:
+        return incident
+    tries = "attempt" if incident.attempts == 1 else "attempts"
+    verdict = f"not over {rule.verify_s:.0f} s after {incident.attempts} {tries}"
+    state = State.OPEN if incident.attempts < rule.max_attempts else State.ESCALATED
+    return replace(incident, state=state, verdict=verdict)
+
+
+def _end(incident: Incident, now: float) -> Incident:
+    if incident.state is State.ESCALATED:
+        return replace(incident, resolved_at=now, verdict=f"{incident.verdict}; over since")
+    verdict = "over by itself" if incident.attempts == 0 else f"over after attempt {incident.attempts}"
+    return replace(incident, state=State.RESOLVED, resolved_at=now, verdict=verdict)

@@ -1,0 +1,126 @@
+"""The coordinator of a network check, on the first node: waits for the nodes, hands out tests, collects results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from pydantic import TypeAdapter
+
+from opsd.preflight.network.spec import Done, Joined, Pattern, Spec
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+_POLL_S: Final = 0.02
+_GRACE_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementRequest:
+    """A measurement to make: ``size`` in bytes, for ``seconds``; ``name`` is the collective for that pattern."""
+
+    members: tuple[int, ...]
+    pattern: Pattern
+    size: int
+    iterations: int
+    seconds: float
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementResult:
+    """Seconds of each iteration on the slowest node; empty, with the reason, if the test did not finish."""
+
+    seconds: tuple[float, ...]
+    error: str = ""
+
+
+class Coordinator:
+    """Communicates with the nodes through the store. A node that did not answer once is not waited for again."""
+
+    def __init__(self, store: TCPStore, nodes: int, *, backend: str = "gloo", deadline_s: float = 60.0) -> None:
+        self._store = store
+        self._nodes = nodes
+        self._backend = backend
+        self._deadline_s = deadline_s
+        self._numbers = count()
+        self._orders: dict[int, int] = {}
+        self.silent: set[int] = set()
+
+    def gather(self, seconds: float) -> dict[int, Joined]:
+        """The nodes that have joined: once all have, or after ``seconds``."""
+        joined: dict[int, Joined] = {}
+        deadline = time.monotonic() + seconds
+        while len(joined) < self._nodes and time.monotonic() < deadline:
+            for node in range(self._nodes):
+                if node not in joined and self._store.check([f"join/{node}"]):
+                    joined[node] = TypeAdapter(Joined).validate_json(self._store.get(f"join/{node}"))
+            time.sleep(_POLL_S)
+        return joined
+
+    def measure(self, round_of: Sequence[MeasurementRequest]) -> list[MeasurementResult]:
+        """Make the measurements of one round in parallel; they must not share a node."""
+        specs = [self._spec(request) for request in round_of]
+        for spec in specs:
+            if self.silent.isdisjoint(spec.members):
+                text = TypeAdapter(Spec).dump_json(spec).decode()
+                for node in spec.members:
+                    self._order(node, text)
+        deadline = time.monotonic() + self._deadline_s + _GRACE_S
+        return [self._collect(spec, deadline) for spec in specs]
+
+    def stop(self) -> None:
+        """Tell every node to stop."""
+        for node in range(self._nodes):
+            self._order(node, "stop")
+
+    def _spec(self, request: MeasurementRequest) -> Spec:
+        return Spec(
+            next(self._numbers),
+            request.members,
+            request.pattern,
+            request.size,
+            request.iterations,
+            request.seconds,
+            self._deadline_s,
+            self._backend,
+            request.name,
+        )
+
+    def _order(self, node: int, text: str) -> None:
+        number = self._orders.get(node, 0)
+        self._orders[node] = number + 1
+        self._store.set(f"order/{node}/{number}", text)
+
+    def _collect(self, spec: Spec, deadline: float) -> MeasurementResult:
+        absent = self.silent & {*spec.members}
+        if absent:
+            return MeasurementResult((), f"node {min(absent)} is silent")
+        waiting = {*spec.members}
+        answers: dict[int, Done] = {}
+        while waiting and time.monotonic() < deadline:
+            for node in sorted(waiting):
+                key = f"done/{spec.test}/{node}"
+                if self._store.check([key]):
+                    answers[node] = TypeAdapter(Done).validate_json(self._store.get(key))
+                    waiting.discard(node)
+            time.sleep(_POLL_S)
+        if waiting:
+            self.silent |= waiting
+            return MeasurementResult((), f"node {min(waiting)} did not answer")
+        return slowest(answers)
+
+
+def slowest(answers: Mapping[int, Done]) -> MeasurementResult:
+    """Each iteration's slowest node; if one node failed, the test failed."""
+    failed = {node: done.error for node, done in answers.items() if done.error}
+    if failed:
+        node = min(failed)
+        return MeasurementResult((), f"node {node}: {failed[node]}")
+    return MeasurementResult(
+        tuple(max(values) for values in zip(*(done.seconds for done in answers.values()), strict=True))
+    )

@@ -1,0 +1,39 @@
+"""The ``[notify]`` section of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+
+from opsd.settings.section import AnyPath, Section, WebUrl
+
+
+class NotifySettings(Section):
+    """Telling people."""
+
+    webhook: SecretStr | None = Field(
+        default=None,
+        examples=["https://hooks.example.com/services/..."],
+        description="URL that receives a JSON object for every incident opened, escalated or resolved. It is a secret: "
+        "others must not be able to read a file that has it, so webhook_file suits this one better.",
+    )
+    webhook_file: AnyPath | None = Field(
+        default=None,
+        examples=["/etc/opsd/webhook"],
+        description="File with that URL, instead of it.",
+    )
+    grafana_url: WebUrl | None = Field(
+        default=None,
+        examples=["https://grafana.example.com"],
+        description="Grafana into which incidents and actions are written as annotations.",
+    )
+    grafana_token_file: AnyPath = Field(
+        default=Path("/etc/opsd/grafana-token"),
+        description="File with the token of a Grafana service account that may write annotations.",
+    )
+
+    @property
+    def receiver(self) -> str | Path | None:
+        """The URL to post to, or the file that has it; None if nobody is told."""
+        return self.webhook_file or (self.webhook.get_secret_value() if self.webhook else None)

@@ -1,0 +1,154 @@
+"""Drains and returns that wait until Slurm answers again: one file each, applied once by the node's agent.
+
+The files are in ``<state folder>/slurm-orders``. An agent that may apply them creates that folder; without it, no
+update is kept. Applying an update twice is harmless: a drained node stays drained, and an update that newer events have
+superseded is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from opsd.files import write_text
+from opsd.slurm import node_comment, ownership
+from opsd.slurm.ownership import PreflightResult, Rules
+from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+
+FOLDER = "slurm-orders"
+VALID_S = 86_400.0
+RETRY_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredUpdate:
+    """Drain ``names`` with the reason ``told``, or return them; requested at the epoch second ``at``."""
+
+    verb: Literal["drain", "return"]
+    names: tuple[str, ...]
+    at: float
+    told: str = ""
+    force: bool = False
+    checked: Mapping[str, PreflightResult] = field(default_factory=dict)
+    format: Literal[1] = 1
+
+
+_UPDATE = TypeAdapter(DeferredUpdate)
+
+
+class DeferredUpdates:
+    """The updates in the agent's state folder."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._folder = state_dir / FOLDER
+
+    def enable(self) -> None:
+        """Accept updates. Called by the agent that applies them; does nothing if the folder cannot be created."""
+        with suppress(OSError):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def disable(self) -> None:
+        """Accept no more updates, unless some are still pending."""
+        with suppress(OSError):
+            self._folder.rmdir()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the agent that owns the state folder accepts updates."""
+        try:
+            found, state = self._folder.lstat(), self._folder.parent.stat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == state.st_uid
+
+    def put(self, update: DeferredUpdate) -> Path:
+        """Keep ``update``; replaces an earlier one for the same nodes. Raises OSError."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        names = sorted(update.names)
+        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+        path = self._folder / f"{'-'.join(names)[:180].replace('/', '_')}-{digest}.json"
+        write_text(path, _UPDATE.dump_json(update, indent=1).decode() + "\n")
+        return path
+
+    def pending(self) -> list[tuple[Path, DeferredUpdate | None]]:
+        """All updates with their files, in order of name; None for a file that is not an update."""
+        if not self._folder.is_dir():
+            return []
+        return [(path, _read(path)) for path in sorted(self._folder.glob("*.json"))]
+
+    def apply(self, slurm: Slurm, rules: Rules, now: float) -> list[str]:
+        """Apply pending updates and describe the results. Updates that Slurm does not answer stay pending."""
+        said: list[str] = []
+        for path, update in self.pending():
+            try:
+                outcome = _outcome(update, slurm, rules, now) if update else f"{path} is no order"
+            except SlurmUnavailable:
+                return said
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                outcome += f"; {path} cannot be removed: {error.strerror}"
+            said.append(outcome)
+        return said
+
+
+def keep_applying(
+    updates: DeferredUpdates,
+    slurm: Callable[[], Slurm],
+    rules: Rules,
+    say: Callable[[str], None],
+    stop: threading.Event,
+    *,
+    retry_s: float = RETRY_S,
+) -> None:
+    """Apply pending updates every ``retry_s`` seconds until ``stop`` is set."""
+    while not stop.wait(retry_s):
+        if updates.pending():
+            for sentence in updates.apply(slurm(), rules, time.time()):
+                say(sentence)
+
+
+def _outcome(update: DeferredUpdate, slurm: Slurm, rules: Rules, now: float) -> str:
+    """Apply ``update`` and describe the result. Raises SlurmUnavailable."""
+    try:
+        return _apply(update, slurm, rules, now)
+    except SlurmUnavailable:
+        raise
+    except SlurmError as error:
+        return f"{update.verb} {', '.join(update.names)} was given up: {error}"
+
+
+def _apply(update: DeferredUpdate, slurm: Slurm, rules: Rules, now: float) -> str:
+    names = ", ".join(update.names)
+    if now - update.at > VALID_S or _is_superseded(update, slurm):
+        return f"{update.verb} {names} was dropped: it is of {ownership.day(update.at)} and no longer up to date"
+    if update.verb == "drain":
+        done: Sequence[str] = ownership.drain(slurm, update.names, update.told, rules, force=update.force, now=now)
+    else:
+        done = ownership.give_back(slurm, update.names, update.checked, rules, force=update.force, now=now)
+    verb = "drained" if update.verb == "drain" else "gave back"
+    return f"{verb} {', '.join(done)}" if done else f"{update.verb} {names}: nothing was left to do"
+
+
+def _is_superseded(update: DeferredUpdate, slurm: Slurm) -> bool:
+    """Whether one of the nodes was returned, or drained again, after the update was requested."""
+    if update.verb == "return":
+        return any((node.reason_at or 0.0) > update.at for node in slurm.nodes(update.names))
+    stays = [stay for comment in slurm.comments(update.names).values() for stay in node_comment.read(comment).stays]
+    return any(stay.back is not None and stay.back > update.at for stay in stays)
+
+
+def _read(path: Path) -> DeferredUpdate | None:
+    try:
+        return _UPDATE.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

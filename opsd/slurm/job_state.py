@@ -1,0 +1,45 @@
+"""What the state of a Slurm job means for a requeue. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from opsd.slurm.port import Job, SlurmRejected
+
+_ALIVE = ("running", "configuring", "suspended", "stopped", "resizing", "signaling", "stage_out")
+_STOPPING = ("completing", "requeued", "requeue_fed")
+_HELD_STATES = ("requeue_hold", "special_exit")
+_HOLD = re.compile(r"h[eo]ld", re.IGNORECASE)
+"""In the reasons of pending jobs: JobHeldUser, JobHoldMaxRequeue, "job requeued in held state" …
+
+BadConstraints does not match: Slurm itself holds such a job, because of its excluded nodes.
+"""
+
+NextStep = Literal["requeue", "wait", "held", "start", "done"]
+
+
+def next_step(job: Job, restarts: int) -> NextStep:
+    """The next step of a requeue that was decided when the job had been restarted ``restarts`` times.
+
+    Raises SlurmRejected if the job has ended.
+    """
+    if job.state in _STOPPING:
+        return "wait"
+    if job.state in _HELD_STATES or (job.state == "pending" and _HOLD.search(job.reason)):
+        return "held"
+    if job.state == "pending":
+        return "start"
+    if job.state in _ALIVE:
+        return "requeue" if job.restarts <= restarts else "done"
+    raise SlurmRejected(f"job {job.id} has ended ({job.state}) and cannot be put back into the queue; submit it again")
+
+
+def is_alive(job: Job) -> bool:
+    """Whether the job runs or is about to, and is not being stopped."""
+    return job.state in _ALIVE
+
+
+def is_stopping(job: Job) -> bool:
+    """Whether Slurm is stopping the job, for good or for a requeue."""
+    return job.state in _STOPPING

@@ -1,0 +1,84 @@
+"""A node's history in its Slurm comment: when it was out of service and why, and whether it is ready as a spare.
+
+Slurm forgets a node's reason when the node is resumed. The comment survives that, a restart of slurmctld and ``scontrol
+reconfigure`` (tested on 22.05), can be set at run time, and is shown by sinfo. (Features have to be in slurm.conf, are
+reset by each reconfigure, and sbatch selects by them; newer releases parse ``Extra`` as a constraint.) opsd owns the
+part in brackets only::
+
+    rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- spare=ready@1763711000]
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+KEPT_STAYS = 8
+KEPT_S = 90 * 86_400.0
+_RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
+_STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
+_SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One period out of service, for an incident of ``kind``. Epoch seconds; ``back`` is None while it lasts."""
+
+    kind: str
+    out: float
+    back: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHistory:
+    """``stays`` are oldest first. ``spare`` is "" for no spare, "ready", or what it lacks, as of ``spare_at``."""
+
+    stays: tuple[Stay, ...] = ()
+    spare: str = ""
+    spare_at: float = 0.0
+
+    @property
+    def out(self) -> bool:
+        """Whether the node is out of service according to this history."""
+        return any(stay.back is None for stay in self.stays)
+
+    def drained(self, kind: str, at: float) -> NodeHistory:
+        """The history after the node was drained at ``at``; old and surplus stays are dropped."""
+        kept = [stay for stay in self.stays if at - (stay.back or stay.out) < KEPT_S]
+        return replace(self, stays=(*kept, Stay(re.sub(r"[^\w.-]", "_", kind), at))[-KEPT_STAYS:])
+
+    def returned(self, at: float) -> NodeHistory:
+        """The history after the node was returned to service at ``at``."""
+        stays = tuple(replace(stay, back=at) if stay.back is None else stay for stay in self.stays)
+        return replace(self, stays=stays)
+
+    def relapses(self, within_s: float) -> list[tuple[Stay, Stay]]:
+        """Pairs of consecutive stays where the second began less than ``within_s`` seconds after the end of the first.
+
+        If a node was resumed without opsd, the time of its drain stands for the unknown time of its return.
+        """
+        pairs = zip(self.stays, self.stays[1:], strict=False)
+        return [(one, next_one) for one, next_one in pairs if next_one.out - (one.back or one.out) < within_s]
+
+
+def read(comment: str) -> NodeHistory:
+    """The history in a node's comment; unreadable parts are skipped."""
+    match = _RECORD.search(comment)
+    words = (match[1] or "").split() if match else []
+    stays = [
+        Stay(m[1], float(m[2]), float(m[3]) if m[3] else None)
+        for word in words
+        if (m := _STAY.fullmatch(word)) is not None
+    ]
+    spare = next((m for word in words if (m := _SPARE.fullmatch(word))), None)
+    return NodeHistory(tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0)
+
+
+def write(comment: str, record: NodeHistory) -> str:
+    """``comment`` with ``record`` in place of its previous record; an empty history leaves none."""
+    words = [
+        f"{stay.kind}={stay.out:.0f}-{f'{stay.back:.0f}' if stay.back is not None else ''}" for stay in record.stays
+    ]
+    words += [f"spare={record.spare}@{record.spare_at:.0f}"] if record.spare else []
+    others = _RECORD.sub("", comment).strip()
+    return f"{others} [opsd1 {' '.join(words)}]".strip() if words else others

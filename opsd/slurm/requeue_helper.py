@@ -1,0 +1,161 @@
+"""Requeue a job from within: a small helper job, submitted beforehand, finishes the requeue.
+
+If the batch host is dead, the helper does all of it. The step daemons of the other nodes try six times, two seconds
+each (TCPTimeout), to reach the dead srun before they exit, and slurmd checks for that at growing intervals. A requeue
+that waits for them takes 21 s in all; one that is requested after they have exited takes 13 s.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from opsd.slurm.allocation import Allocation
+from opsd.slurm.hostlist import compress
+from opsd.slurm.job_state import is_stopping
+from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
+from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, ExcludedNodes, Requeued, requeue_now
+
+DEFER_S = 30.0
+"""How long the helper leaves the requeue itself to the job that asked for it, while that job has steps."""
+SPARE_MIN = 5
+"""Minutes added to the helper's time limit, beyond the time for which it keeps trying."""
+START_S = 4.0
+"""How long a helper that has to do everything may take to start: a little more than batch_sched_delay."""
+
+
+def requeue_from_inside(
+    slurm: Slurm,
+    allocation: Allocation,
+    excluded: ExcludedNodes,
+    *,
+    restarts: int | None = None,
+    limit_s: float = LIMIT_S,
+    command: Sequence[str] = (sys.executable, "-m", "opsd"),
+    log: str = "/dev/null",
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+    say: Callable[[str], object] = print,
+) -> Requeued:
+    """``requeue_now`` for a process of the job itself, which ends before the job is back in the queue.
+
+    The rest is left to the helper job. It needs one processor on any node, at the latest one that this job frees, and
+    writes its output to ``log``. ``restarts`` is as in ``requeue_now``, but None means this process's own restart
+    count. Both keep trying for ``limit_s`` seconds. Returns once the job is stopping, or has to end so that the helper
+    can go on: a caller that does not exit then delays the restart. Raises SlurmError.
+    """
+    has_helper = False
+    restarts = allocation.restarts if restarts is None else restarts
+    try:
+        helper = _submitted(
+            slurm,
+            _helper_job(allocation, excluded, restarts, limit_s, command, log),
+            allocation.job,
+            restarts,
+            limit_s,
+            clock,
+            sleep,
+            say,
+        )
+        say(f"job {helper} will see to it that job {allocation.job} starts again at once")
+        has_helper = True
+        if _batch_host_lost(slurm, allocation, excluded) and _runs(slurm, helper, clock, sleep):
+            return Requeued(allocation.job, "running", allocation.restarts, handed_over=True)
+    except SlurmUnavailable:
+        say("Slurm does not answer; the requeue waits for it")
+    except Cancelled:
+        raise
+    except SlurmError as error:
+        say(f"job {allocation.job} may start up to three minutes late: {error}")
+    return requeue_now(
+        slurm,
+        allocation.job,
+        excluded,
+        restarts=restarts,
+        only_stop=has_helper,
+        limit_s=limit_s,
+        clock=clock,
+        sleep=sleep,
+        say=say,
+    )
+
+
+class Cancelled(SlurmRejected):
+    """The job is being cancelled; it must not run again."""
+
+
+def _refuse_cancelled(slurm: Slurm, job: int, restarts: int) -> None:
+    """Raise Cancelled if the job is stopping and was not requeued.
+
+    Slurm increments the restart count as soon as a requeue is requested.
+    """
+    if any(is_stopping(found) and found.restarts <= restarts for found in slurm.jobs([job])):
+        raise Cancelled(f"job {job} is being ended and is not put back into the queue")
+
+
+def _submitted(
+    slurm: Slurm,
+    helper: tuple[str, tuple[str, ...]],
+    job: int,
+    restarts: int,
+    limit_s: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], object],
+    say: Callable[[str], object],
+) -> int:
+    """Submit the helper of ``job``; while the controller is down, try again.
+
+    If a request was carried out although its answer was lost, the second helper finds nothing to do.
+    """
+    limit, told = clock() + limit_s, False
+    while True:
+        try:
+            _refuse_cancelled(slurm, job, restarts)
+            return slurm.submit(*helper)
+        except SlurmUnavailable as error:
+            if clock() > limit:
+                raise
+            if not told:
+                say(f"Slurm does not answer and will be asked again: {error}")
+            told = True
+            sleep(RETRY_S)
+
+
+def _batch_host_lost(slurm: Slurm, allocation: Allocation, excluded: ExcludedNodes) -> bool:
+    return any(job.batch_host in excluded.lost for job in slurm.jobs([allocation.job]))
+
+
+def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[float], object]) -> bool:
+    """Whether ``job`` starts within START_S; if not, the cluster is full."""
+    limit = clock() + START_S
+    while clock() < limit:
+        if any(found.state == "running" for found in slurm.jobs([job])):
+            return True
+        sleep(POLL_S)
+    return False
+
+
+def _helper_job(
+    allocation: Allocation,
+    excluded: ExcludedNodes,
+    restarts: int,
+    limit_s: float,
+    command: Sequence[str],
+    log: str,
+) -> tuple[str, tuple[str, ...]]:
+    """The script and the sbatch options of the helper job."""
+    told = [f"--lost={name}" for name in excluded.lost] + [f"--without={name}" for name in excluded.unfit]
+    argv = [
+        *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={DEFER_S:g}",
+        f"--limit={limit_s:g}", f"--reason={excluded.reason}", *told,
+    ]  # fmt: skip
+    options = (
+        f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M",
+        f"--time={math.ceil(limit_s / 60) + SPARE_MIN}",
+        "--no-requeue", f"--output={log}", *allocation.same_queue,
+        *([f"--exclude={compress(excluded.names)}"] if excluded.names else []),
+    )  # fmt: skip
+    return f"#!/bin/sh\nexec {shlex.join(argv)}\n", options

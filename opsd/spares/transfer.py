@@ -1,0 +1,198 @@
+"""Copying and hashing files: in threads, at a limited rate, resumed where an earlier copy stopped."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from opsd.checkpoints.manifest import FileEntry
+from opsd.spares.storage import Storage, StorageError
+
+BLOCK = 1 << 22
+LOOK_S = 0.5
+PREFIX = "xxh3_128:"
+
+
+class StageError(Exception):
+    """Staging failed; the message says why in one sentence. What was copied so far is kept and used again."""
+
+
+BURST_S = 0.5
+"""Unused capacity is kept for this long."""
+
+
+class RateLimit:
+    """Limits several threads together to ``rate`` bytes per second, None for no limit; ``wait`` sleeps."""
+
+    def __init__(
+        self,
+        rate: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._rate, self._clock, self._wait = rate, clock, wait
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def __call__(self, size: int) -> None:
+        """Wait until ``size`` more bytes may pass."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = self._clock()
+            self._free_at = max(self._free_at, now - BURST_S) + size / self._rate
+            delay = self._free_at - now
+        if delay > 0:
+            self._wait(delay)
+
+
+@dataclass
+class Progress:
+    """Bytes done of ``total``, counted by several threads."""
+
+    total: int
+    done: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, size: int) -> None:
+        """Count ``size`` bytes; negative for a file that is started over."""
+        with self._lock:
+            self.done += size
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How to copy or read: ``look`` is called with the progress about twice a second."""
+
+    rate_limit: RateLimit
+    parallel: int = 8
+    look: Callable[[Progress], None] = lambda _progress: None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copies or hashes files in threads; ``stop`` ends all of them."""
+
+    work: Work
+    progress: Progress
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run ``tasks`` in threads; the first exception stops the others and is raised."""
+        with ThreadPoolExecutor(self.work.parallel, thread_name_prefix="stage") as pool:
+            try:
+                waiting: set[Future[None]] = {pool.submit(task) for task in tasks}
+                while waiting:
+                    ended, waiting = wait(waiting, LOOK_S, FIRST_EXCEPTION)
+                    self.work.look(self.progress)
+                    for future in ended:
+                        future.result()
+            except BaseException:
+                self.stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def copy(self, storage: Storage, source: str, target: Path, entry: FileEntry) -> None:
+        """Copy one file, resuming an earlier copy; starts over if the result does not match its checksum."""
+        part = part_of(target)
+        with reporting(target):
+            if size_of(target) is not None:
+                os.rename(target, part)
+            began = size_of(part) or 0
+            if not self._fill(storage, source, part, entry) and not (
+                began and self._fill(storage, source, part, entry)
+            ):
+                part.unlink(missing_ok=True)
+                raise StageError(
+                    f"{source} does not match its checksum in the index; make the shard again at the source"
+                )
+            os.rename(part, target)
+
+    def _fill(self, storage: Storage, source: str, part: Path, entry: FileEntry) -> bool:
+        """Complete ``part``: True if whole and durable; if its content is wrong, it is emptied and this is False."""
+        with open_file(part, os.O_RDWR | os.O_CREAT) as file:
+            if os.fstat(file.fileno()).st_size > entry.size:
+                file.truncate(0)
+            digest = self.hash(file, RateLimit(None))
+            counted = file.tell()
+            if counted < entry.size:
+                with storage.open(source, counted) as origin:
+                    while not self.stop.is_set() and (block := _read(origin, source, min(BLOCK, entry.size - counted))):
+                        self.work.rate_limit(len(block))
+                        file.write(block)
+                        digest.update(block)
+                        counted += len(block)
+                        self.progress.add(len(block))
+            if self.stop.is_set():
+                raise StageError("stopped")
+            if counted == entry.size and PREFIX + digest.hexdigest() == entry.checksum:
+                file.flush()
+                os.fsync(file.fileno())
+                return True
+            self.progress.add(-counted)
+            file.truncate(0)
+            return False
+
+    def hash(self, file: BinaryIO, rate_limit: RateLimit) -> xxhash.xxh3_128:
+        """The digest of the rest of ``file``."""
+        digest = xxhash.xxh3_128()
+        while not self.stop.is_set() and (block := file.read(BLOCK)):
+            rate_limit(len(block))
+            digest.update(block)
+            self.progress.add(len(block))
+        return digest
+
+
+def _read(origin: BinaryIO, source: str, size: int) -> bytes:
+    try:
+        return origin.read(size) if size else b""
+    except Exception as error:  # clients of object storages raise arbitrary exceptions
+        raise StorageError(f"{source} could not be read on: {type(error).__name__}: {error}") from error
+
+
+def open_file(path: Path, flags: int) -> BinaryIO:
+    """Open a file that is not a symbolic link."""
+    return open(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "rb" if flags == os.O_RDONLY else "r+b")
+
+
+def size_of(path: Path) -> int | None:
+    """The size of a regular file in bytes, None if there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def part_of(path: Path) -> Path:
+    """The name of ``path`` while it is incomplete."""
+    return path.with_name(f".{path.name}.part")
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write ``content`` and sync it to disk."""
+    with open_file(path, os.O_RDWR | os.O_CREAT) as file:
+        file.truncate(0)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def reporting(path: Path) -> Iterator[None]:
+    """Turn OSError into StageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StageError(f"{path} cannot be written: {error.strerror or error}") from error

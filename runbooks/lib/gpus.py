@@ -1,0 +1,87 @@
+"""Pure helpers about GPUs that runbooks share: which one a series belongs to, who works on it, whether it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from opsd.collectors.base import Event, GpuFact, RankFact
+from opsd.runbooks.base import Culprit, Series, View
+from opsd.runbooks.lib.signals import latest, text, usual
+
+LOADED_PERCENT = 30.0
+LOAD_S = 6.0
+"""A GPU is under load if its utilization has been above this in the last seconds."""
+
+
+def by_gpu(view: View, metric: str, **labels: str) -> dict[str, list[Series]]:
+    """The series of ``metric`` for each GPU, by UUID."""
+    found: dict[str, list[Series]] = {}
+    for series in view.select(metric, **labels):
+        found.setdefault(series.labels["UUID"], []).append(series)
+    return found
+
+
+def newest(view: View, metric: str, **labels: str) -> dict[str, float]:
+    """The value of each GPU's series in this tick, by UUID; GPUs without one are left out."""
+    series = by_gpu(view, metric, **labels)
+    return {uuid: value for uuid, (one, *_) in series.items() if (value := one.last) is not None}
+
+
+def gpu_of(view: View, uuid: str) -> GpuFact | None:
+    """The GPU with this UUID, None if the node has no such GPU now."""
+    return next((gpu for gpu in view.gpus if gpu.uuid == uuid), None)
+
+
+def xids_of(view: View, gpu: GpuFact, seconds: float) -> list[Event]:
+    """The GPU's Xids of the last ``seconds``, oldest first; the kernel log knows a GPU by its PCI address only."""
+    known_as = {"uuid": gpu.uuid, "pci_bus_id": gpu.pci_bus_id}
+    return [
+        event
+        for event in view.events("xid", seconds)
+        if any(name and text(event.data, key) == name for key, name in known_as.items())
+    ]
+
+
+def rank_on(view: View, gpu: int) -> RankFact | None:
+    """The live rank that works on the GPU of this index."""
+    return next((rank for rank in view.ranks if rank.gpu == gpu and rank.live), None)
+
+
+def blamed(view: View, gpu: int, detail: str) -> tuple[Culprit, RankFact | None]:
+    """The GPU as the culprit, and the live rank on it if there is one."""
+    rank = rank_on(view, gpu)
+    return Culprit("gpu", view.node, gpu, rank.rank if rank else None, detail), rank
+
+
+def loaded(view: View) -> Callable[[str, RankFact | None], bool]:
+    """A function of UUID and rank on the GPU that tells whether it is under load.
+
+    Utilization decides where it is known, the presence of a rank where it is not.
+    """
+    utilization = {uuid: usual(series[0], LOAD_S) for uuid, series in by_gpu(view, "DCGM_FI_DEV_GPU_UTIL").items()}
+
+    def judge(uuid: str, rank: RankFact | None) -> bool:
+        percent = utilization.get(uuid)
+        return rank is not None if percent is None else percent >= LOADED_PERCENT
+
+    return judge
+
+
+def driver_restarted(view: View, since: float) -> bool:
+    """True if the node was booted or the driver loaded after the wall second ``since``."""
+    booted = latest(view, "opsd_host_boot_time_seconds")
+    loads = view.events("gpu_driver_loaded", view.wall - since)
+    return (booted is not None and booted > since) or any(event.at > since for event in loads)
+
+
+def job_text(rank: RankFact | None) -> str:
+    """Whose work it is, as the end of a sentence."""
+    if rank is None:
+        return "no rank works on it"
+    whose = f"job {rank.job}" if rank.job else f"run {rank.run}"
+    return f"rank {rank.rank} of {whose} works on it"
+
+
+def fresh(series: Sequence[Series]) -> bool:
+    """True if every series has a sample in this tick."""
+    return all(one.last is not None for one in series)

@@ -1,0 +1,44 @@
+"""Pure helpers about RDMA ports that runbooks share: their names, their likes, and who depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Series, View
+from opsd.runbooks.lib.runs import ranks_of
+
+Port = tuple[str, str]
+"""Device and number of a port: ("mlx5_0", "1")."""
+
+
+def by_port(view: View, metric: str, **labels: str) -> dict[Port, Series]:
+    """The series of ``metric`` by port; ``labels`` must leave one for each."""
+    return {port_of(series.labels): series for series in view.select(metric, **labels)}
+
+
+def port_of(labels: Mapping[str, str]) -> Port:
+    """The port that a series belongs to."""
+    return labels["device"], labels["port"]
+
+
+def name(port: Port) -> str:
+    """The port in words."""
+    return f"{port[0]} port {port[1]}"
+
+
+def boards(view: View) -> dict[Port, str]:
+    """The model of the adapter that each port is on; ports of one model are each other's peers."""
+    return {port_of(series.labels): series.labels["board"] for series in view.select("opsd_ib_port_info")}
+
+
+def dependent(view: View) -> RankFact | None:
+    """A live rank whose run has ranks on other nodes as well, and so needs the network."""
+    return next((r for r in view.ranks if r.live and r.world_size > len(ranks_of(view, r.run))), None)
+
+
+def job_text(rank: RankFact | None) -> str:
+    """Who depends on the network, as a sentence."""
+    if rank is None:
+        return "no job of several nodes runs here"
+    return f"{f'job {rank.job}' if rank.job else f'run {rank.run}'} has ranks on other nodes"

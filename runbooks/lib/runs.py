@@ -1,0 +1,148 @@
+"""Pure helpers about runs and ranks that runbooks share: who belongs to a run, whether it went on, what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from opsd.collectors.base import Event, RankFact, RunFact
+from opsd.runbooks.base import Cost, Evidence, View
+from opsd.runbooks.lib.signals import counted, integer, number, text
+
+REMEMBERED_S = 600.0
+"""How far back a runbook looks for events."""
+
+GOOD_EXITS = (0, 75)
+"""Exit codes of a launcher whose run ended in good order: done, or checkpointed to be requeued."""
+
+FRESH_S = 10.0
+"""An event this young is reported even if the run has recovered from it in the meantime; longer than hiccups of a
+collector last, so that a crash repaired while nobody looked is still told."""
+
+
+def ranks_of(view: View, run: str) -> list[RankFact]:
+    """The ranks of ``run`` on this node, in the order of their numbers."""
+    return sorted((rank for rank in view.ranks if rank.run == run), key=lambda rank: rank.rank)
+
+
+def rank_of(view: View, run: str, rank: int) -> RankFact | None:
+    """One rank of ``run``, None if this node has no page of it."""
+    return next((fact for fact in view.ranks if fact.run == run and fact.rank == rank), None)
+
+
+def run_of(view: View, run: str) -> RunFact | None:
+    """The run as its launcher describes it, None if it has no launcher on this node."""
+    return next((fact for fact in view.runs if fact.run == run), None)
+
+
+def supervised(view: View, run: str) -> bool:
+    """True if a living launcher restarts the ranks of ``run``."""
+    fact = run_of(view, run)
+    return fact is not None and fact.alive and fact.state in ("running", "restarting")
+
+
+def run_events(view: View, kind: str, run: str, seconds: float = REMEMBERED_S) -> list[Event]:
+    """The events of one kind that belong to ``run``, oldest first."""
+    return [event for event in view.events(kind, seconds) if text(event.data, "run") == run]
+
+
+def resumed_event(view: View, run: str, generation: int) -> Event | None:
+    """The launcher's word that a generation after ``generation`` has completed its first step."""
+    later = (e for e in run_events(view, "resumed", run) if integer(e.data, "generation") > generation)
+    return next(later, None)
+
+
+def recovered(view: View, run: str, generation: int) -> bool | None:
+    """Whether ``run`` has got over what ended ``generation``.
+
+    True once a later generation has completed a step or the run has ended in good order, False if its launcher gave
+    up or died or no step is done yet, None while the rank pages cannot be read or nothing is known of the run.
+    """
+    if not view.known("ranks"):
+        return None
+    ranks, fact = ranks_of(view, run), run_of(view, run)
+    if resumed_event(view, run, generation) or any(r.generation > generation and r.steps_reported for r in ranks):
+        return True
+    if fact is not None and fact.takes_part:
+        return fact.state == "finished"
+    ended = run_events(view, "finished", run)
+    if ended:
+        return integer(ended[-1].data, "exit_code") in GOOD_EXITS
+    return False if ranks else None
+
+
+def unsolved(view: View, kind: str) -> Iterator[Event]:
+    """Events of one kind whose run has not recovered, and those too young for that to hide them."""
+    for event in view.events(kind, REMEMBERED_S):
+        fresh = view.wall - event.at <= FRESH_S
+        if fresh or recovered(view, text(event.data, "run"), integer(event.data, "generation")) is False:
+            yield event
+
+
+def downtime(view: View, event: Event, last_step_at: float) -> Cost:
+    """What a stop of the whole job has cost: every GPU of it from the last step before to the first one after.
+
+    A run that its launcher has given up costs no more from then on.
+    """
+    run, generation = text(event.data, "run"), integer(event.data, "generation")
+    back = resumed_event(view, run, generation)
+    ends = run_events(view, "finished", run)
+    over = back or next((end for end in ends if integer(end.data, "generation") >= generation), None)
+    world = world_size(view, run)
+    seconds = max(0.0, (over.at if over else view.wall) - last_step_at)
+    lost = integer(back.data, "lost_steps", 0) if back else 0
+    gpu_seconds = seconds * world + lost * step_seconds(ranks_of(view, run)) * world
+    steps = f", {counted(lost, 'step')} to do again" if lost else ""
+    return Cost(
+        throughput_ratio=0.0 if over else 1.0,
+        gpu_seconds=gpu_seconds,
+        text=f"{counted(world, 'GPU')} stood still for {seconds:.1f} s{steps}",
+    )
+
+
+def world_size(view: View, run: str) -> int:
+    """Ranks of the whole job, at least 1."""
+    fact = run_of(view, run)
+    sizes = [rank.world_size for rank in ranks_of(view, run)] + ([fact.world_size] if fact else [])
+    sizes += [integer(start.data, "world_size", 1) for start in run_events(view, "generation_started", run)]
+    return max(sizes, default=1)
+
+
+def leaders(view: View) -> Iterator[RankFact]:
+    """One rank of each run for what is the same on all of them, loss for instance: the lowest that has done a step."""
+    for run in sorted({rank.run for rank in view.ranks}):
+        stepped = [rank for rank in ranks_of(view, run) if rank.steps]
+        if stepped:
+            yield min(stepped, key=lambda rank: (-rank.generation, rank.rank))
+
+
+def last_step(rank: RankFact) -> int:
+    """The number of the rank's last completed step, -1 before the first."""
+    return rank.steps[-1].step if rank.steps else -1
+
+
+def step_seconds(ranks: Sequence[RankFact]) -> float:
+    """The usual duration of a step in seconds, 0.0 before there are any."""
+    durations = sorted(step.duration_s for rank in ranks for step in rank.steps)
+    return durations[len(durations) // 2] if durations else 0.0
+
+
+def job_of(view: View, run: str) -> str:
+    """The scheduler's job of ``run``, "" outside one."""
+    fact = run_of(view, run)
+    return fact.job if fact else next((rank.job for rank in ranks_of(view, run)), "")
+
+
+def quoted(event: Event, source: str, *sentences: str) -> tuple[Evidence, ...]:
+    """Sentences taken from ``event`` as evidence; empty ones are left out."""
+    return tuple(Evidence(sentence, source, event.at) for sentence in sentences if sentence)
+
+
+def log_lines(data: Mapping[str, object], count: int = 3) -> list[str]:
+    """The last lines of the rank's log that the launcher kept, oldest first."""
+    return [line.rstrip() for line in text(data, "log_tail").splitlines() if line.strip()][-count:]
+
+
+def last_step_at(data: Mapping[str, object], fallback: float) -> float:
+    """Wall second of the last step before a failure as the launcher reports it."""
+    at = number(data, "last_step_t")
+    return fallback if at is None else min(at, fallback)

@@ -1,0 +1,114 @@
+"""Pure helpers about Xids: whose they are, how often they came, and whether the program or the GPU is to blame."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from opsd.collectors.base import Event, RankFact
+from opsd.runbooks.base import View
+from opsd.runbooks.lib.signals import integer, text
+
+DAY_S = 86_400.0
+BURST_GAP_S = 60.0
+"""Xids of one code on one GPU that lie closer together than this are one burst: one fault, told many times."""
+
+PAGE_FAULT = 31
+BURSTS, PAGE_FAULT_BURSTS = 5, 2
+"""Bursts in a day after which a GPU needs diagnostics; page faults count earlier."""
+
+ECHOES = (45, 154)
+"""45 follows whatever ended the program, 154 is the driver's verdict on the Xid before it."""
+
+AMBIGUOUS = (13, 31, 43, 94)
+"""The program's fault as well as the hardware's: out-of-range accesses, page faults, contained memory errors."""
+
+EXIT_BEFORE_S, EXIT_AFTER_S = 5.0, 60.0
+"""A program that ends this long before or after an Xid ended with it."""
+
+_HARDWARE = re.compile(r"uncorrectable|\bECC\b|hardware|GPU is lost|fallen off the bus", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU by what its Xids and its series are known by; ``index`` is None if the driver has never told."""
+
+    pci: str
+    uuid: str = ""
+    index: int | None = None
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.pci})" if self.index is not None else f"the GPU at {self.pci}"
+
+
+def gpu_at(view: View, pci: str) -> Gpu:
+    """The GPU with this address, also while its driver does not answer."""
+    for fact in view.gpus:
+        if fact.pci_bus_id == pci and fact.uuid:
+            return Gpu(pci, fact.uuid, fact.index)
+    for series in view.select("DCGM_FI_DEV_XID_ERRORS", pci_bus_id=pci):
+        return Gpu(pci, series.labels["UUID"], int(series.labels["gpu"]))
+    return Gpu(pci)
+
+
+def rank_at(view: View, gpu: Gpu) -> RankFact | None:
+    """The rank that works on the GPU, or has died on it."""
+    ranks = [rank for rank in view.ranks if gpu.index is not None and rank.gpu == gpu.index]
+    return max(ranks, key=lambda rank: (rank.live, rank.generation), default=None)
+
+
+def by_address(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """The Xids of each GPU by its PCI address, in their order."""
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        found.setdefault(text(event.data, "pci_bus_id"), []).append(event)
+    return found
+
+
+def code_of(event: Event) -> int:
+    """The number of the Xid."""
+    return integer(event.data, "code")
+
+
+def bursts(events: Iterable[Event], code: int) -> int:
+    """How many bursts of ``code`` there were."""
+    times = sorted(event.at for event in events if code_of(event) == code)
+    return bool(times) + sum(after - before > BURST_GAP_S for before, after in pairwise(times))
+
+
+def too_often(events: Sequence[Event], code: int) -> bool:
+    """True if ``code`` came back on one GPU so often in a day that the GPU needs diagnostics."""
+    return code not in ECHOES and bursts(events, code) >= (PAGE_FAULT_BURSTS if code == PAGE_FAULT else BURSTS)
+
+
+def program_to_blame(view: View, gpu: Gpu, code: int, xids: Mapping[str, Sequence[Event]]) -> tuple[str, float]:
+    """Why an ambiguous ``code`` is the program's fault, and how sure that is; "" if it is not, or nobody can tell.
+
+    ``xids`` are those of the last day by PCI address. A program that is wrong takes its error along to other GPUs, or
+    fails at the same step again. An error of its own speaks for the program unless the same GPU shows the code too
+    often.
+    """
+    elsewhere = next((pci for pci, events in xids.items() if pci != gpu.pci and bursts(events, code)), None)
+    if elsewhere is not None:
+        return f"Xid {code} came on {gpu_at(view, elsewhere)} too", 0.85
+    own = [event for event in xids[gpu.pci] if code_of(event) == code]
+    rank = rank_at(view, gpu)
+    exits = _own_exits(view, rank, own) if rank is not None else []
+    steps = {integer(end.data, "step") for end in exits}
+    if len(exits) > 1 and len(steps) == 1:
+        return f"the program failed after step {steps.pop()} each time", 0.8
+    return ("", 0.0) if not exits or too_often(own, code) else ("the program died with an error of its own", 0.7)
+
+
+def _own_exits(view: View, rank: RankFact, xids: Sequence[Event]) -> list[Event]:
+    """Ends of the rank's program at the time of ``xids`` with an error of its own, not one that names the hardware."""
+    return [
+        end
+        for end in view.events("rank_exited", DAY_S)
+        if (text(end.data, "run"), integer(end.data, "rank")) == (rank.run, rank.rank)
+        and isinstance(error := end.data.get("error"), Mapping)
+        and not _HARDWARE.search(f"{text(error, 'type')}: {text(error, 'message')}")
+        and any(-EXIT_BEFORE_S <= end.at - xid.at <= EXIT_AFTER_S for xid in xids)
+    ]

@@ -1,0 +1,58 @@
+"""All that is made from the code: ``python -m tests.generate`` writes it, a test compares it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opsd import config
+from opsd.commands import reference
+from opsd.commands.metrics import catalogue
+from opsd.dashboards.alerts import build as rules
+from opsd.dashboards.build import rendered as boards
+
+ROOT = Path(__file__).parents[1]
+
+
+def rendered() -> dict[Path, str]:
+    """File and content of everything that is generated."""
+    return {
+        **rules.rendered(),
+        **dict(boards()),
+        **reference.rendered(),
+        ROOT / "deploy/opsd.toml.example": config.template(),
+        ROOT / "tests/golden/metrics.txt": "\n".join(_interface()) + "\n",
+    }
+
+
+def _interface() -> list[str]:
+    """What dashboards, alerts and runbooks are written against: one line a metric, sorted by name.
+
+    Whoever renames a metric breaks somebody's alert, and silence looks like health: the difference is for review.
+    """
+    return sorted(f"{m.name} {m.kind} {m.unit or '-'} {','.join(m.labels) or '-'}" for _, m in catalogue())
+
+
+def outdated() -> dict[Path, str]:
+    """Files that are missing or differ, with what should stand there."""
+    return {
+        path: text for path, text in rendered().items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
+
+
+def leftovers() -> list[Path]:
+    """Files that were made from something that is gone."""
+    return [*reference.leftovers(), *(path for path in rules.FOLDER.glob("*.yml") if path not in rules.rendered())]
+
+
+def main() -> None:
+    """Write what differs, remove what is left over."""
+    for path, text in outdated().items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    for path in leftovers():
+        path.unlink()
+        print(f"removed {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

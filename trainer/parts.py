@@ -1,0 +1,115 @@
+"""The part of a checkpoint that one rank writes: its file, and what its persist process has to know."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from opsd.checkpoints.manifest import FileEntry, sync_folder
+
+STORAGE_RETRY_S = 60.0
+"""How long to retry: a restarting file server returns errors for a while (ESTALE, EIO on a soft mount)."""
+_BLOCK = 1 << 24
+_PAGE = mmap.PAGESIZE
+_PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class PersistPlan:
+    """The parameters of a persist process.
+
+    ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` the descriptor from
+    ``hold_lock``, ``shared`` the folder in shared memory that contains the staged file, if it does. Kept are the newest
+    ``keep`` checkpoints, those of every ``every``-th step, and those still to be uploaded to ``remote`` (the URL with
+    its password is in OPSD_REMOTE) or ``evaluated``. Without ``writers`` every rank writes a file; a rank outside
+    ``writers`` holds nothing that others do not.
+
+    A replica of the staged state goes to ``target``, that of rank ``source`` arrives at ``listener``; see
+    ``opsd.trainer.replica``. Unreadable claims are retried for ``patience_s``; then the save fails and the training
+    goes on.
+    """
+
+    root: str
+    rank: int
+    world: int
+    attempt: str
+    layout: dict[str, int]
+    run: str
+    keep: int
+    memory: int = -1
+    size: int = 0
+    locks: int = -1
+    shared: str = ""
+    every: int = 0
+    remote: str = ""
+    evaluated: bool = False
+    writers: tuple[int, ...] = ()
+    target: str = ""
+    source: int = -1
+    listener: int = -1
+    patience_s: float = STORAGE_RETRY_S
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """The ranks that write a file."""
+        return self.writers or range(self.world)
+
+
+def write_part(folder: Path, plan: PersistPlan, view: memoryview, digest: str) -> FileEntry:
+    """Write this rank's staged file durably, under a name with its attempt and checksum. Raises OSError."""
+    draft = draft_of(folder, plan)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, plan.size)
+        _write(descriptor, view[: plan.size])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    name = f"rank-{plan.rank:04d}.{plan.attempt}.{digest.partition(':')[2]}.safetensors"
+    os.rename(draft, folder / name)
+    sync_folder(folder)
+    return FileEntry(name, plan.size, digest)
+
+
+def _write(descriptor: int, view: memoryview) -> None:
+    """Bypass the page cache as far as the file system allows: for whole pages from page-aligned memory."""
+    at = 0
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with suppress(OSError):  # the file system has only buffered files
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        while len(view) - at >= _PAGE and at % _PAGE == 0:
+            end = min(at + _BLOCK, len(view) // _PAGE * _PAGE)
+            at += os.write(descriptor, view[at:end])
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    while at < len(view):
+        at += os.write(descriptor, view[at : at + _BLOCK])
+
+
+def parts_of(folder: Path, attempt: str) -> dict[int, FileEntry]:
+    """The parts that ``attempt`` has written into ``folder`` so far, by rank."""
+    parts = {}
+    for path in folder.iterdir():
+        match = _PART.fullmatch(path.name)
+        if match and match[2] == attempt:
+            parts[int(match[1])] = FileEntry(path.name, path.stat().st_size, f"xxh3_128:{match[3]}")
+    return parts
+
+
+def discard(folder: Path, plan: PersistPlan, part: FileEntry | None) -> None:
+    """Remove this rank's files of a failed checkpoint, and its folder if it is empty."""
+    with suppress(OSError):
+        draft_of(folder, plan).unlink(missing_ok=True)
+        if part is not None:
+            (folder / part.name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def draft_of(folder: Path, plan: PersistPlan) -> Path:
+    """The name of this rank's file while it is incomplete."""
+    return folder / f".rank-{plan.rank:04d}.{plan.attempt}.draft"

@@ -1,0 +1,66 @@
+"""What a run reports besides its rank pages: metrics, trackers, evaluations, the data it has read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from opsd.client import Reporter
+from opsd.trainer.background import Background
+from opsd.trainer.config import Config
+from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.evaluations import Evaluations
+from opsd.trainer.metrics import METRICS, MetricsLog
+from opsd.trainer.model import count_parameters, flops_per_token
+from opsd.trainer.tracking import Tracking
+from opsd.trainer.world import World
+
+
+class Telemetry:
+    """Active on the first rank; on the others the methods do nothing."""
+
+    def __init__(self, config: Config, mixture: Mixture, world: World, reporter: Reporter) -> None:
+        flops = flops_per_token(count_parameters(config.model), config.model, config.data.sequence)
+        reporter.model(flops, config.metrics.peak_flops)
+        self._sequence, self._mixture, self._reporter = config.data.sequence, mixture, reporter
+        self._first = world.rank == 0
+        if not self._first:
+            return
+        folder = Path(config.run.folder)
+        self._background = Background()
+        background = self._background.run
+        self._metrics = MetricsLog(folder / METRICS, config, flops, world.size, background)
+        self._evaluations = Evaluations(config, folder, reporter, background) if config.evaluation.wanted else None
+        self._tracking = Tracking(config, folder, reporter)
+
+    def write(self, *, step: int, **values: float | int) -> None:
+        """Add the line of ``step`` to the metrics."""
+        if self._first:
+            self._metrics.write(step=step, **values)
+
+    def report_mixture(self, step: int, sample: int) -> None:
+        """Report how much of each source the first ``sample`` samples used, at the end of ``step``."""
+        if self._first:
+            drawn = self._mixture.drawn(sample)
+            tokens = {name: samples * self._sequence for name, samples in drawn.items()}
+            epochs = {name: samples / self._mixture.sizes[name] for name, samples in drawn.items()}
+            self._reporter.event("data_mixture", step=step, tokens=tokens, epochs=epochs)
+
+    def poll(self, committed: Iterable[int]) -> None:
+        """Start evaluations of the checkpoints of the steps ``committed``, and report finished ones; never waits."""
+        if self._first and self._evaluations is not None:
+            self._evaluations.add(committed)
+            self._evaluations.poll(time.monotonic())
+
+    def close(self, committed: Iterable[int]) -> None:
+        """Wait for the last evaluations, unless the run is being stopped, and pass on the last numbers."""
+        if not self._first:
+            return
+        with self._reporter.phase("checkpoint"):
+            storage_answers = self._background.finish()
+        if self._evaluations is not None and storage_answers:
+            with self._reporter.phase("evaluation"):
+                self._evaluations.add(committed)
+                self._evaluations.close()
+        self._tracking.close()
