@@ -1,4 +1,4 @@
-"""Strangers who call a launcher: ``python unauthenticated.py ADDRESS PORT IDLE [SOURCES]``, until killed.
+"""Clients that never authenticate: ``python unauthenticated.py ADDRESS PORT IDLE [SOURCES]``, until killed.
 
 IDLE connections are held open and say nothing, and made again when they are closed; besides, one after the other is
 made and closed as fast as it goes. They come from SOURCES addresses of the loopback network. Prints how many were made,

@@ -11,6 +11,7 @@ import pytest
 from trainer_world import Run, make_small_corpus
 
 from opsd.checkpoints.manifest import steps
+from tests.fakes.transport import NET, Launcher, Launchers
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +60,18 @@ def stopped_at_20(run: Run, half_done: Run) -> Run:
     shutil.copytree(half_done.folder, run.folder)
     run.generation = half_done.generation
     return run
+
+
+@pytest.fixture
+def launchers() -> Iterator[Launchers]:
+    launchers = Launchers(lambda number: f"127.{NET}.2.{number}")
+    yield launchers
+    launchers.close()
+
+
+@pytest.fixture
+def pair(launchers: Launchers) -> tuple[Launcher, Launcher]:
+    one, two = launchers.start(1), launchers.start(2)
+    one.send(two)
+    launchers.until(lambda: two.heard)
+    return one, two

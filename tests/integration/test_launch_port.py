@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import strangers
+from tests.fakes import unauthenticated
 from tests.fakes.launched import TRAIN
 from tests.fakes.nodes import Nodes
 
@@ -18,13 +18,15 @@ FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 256 && exec "$@"', "sh")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sources", [1, 100])
-def test_a_run_goes_on_and_restarts_beside_thousands_of_strangers(tmp_path: Path, sources: int) -> None:
+def test_a_run_goes_on_and_restarts_beside_thousands_of_unauthenticated_connections(
+    tmp_path: Path, sources: int
+) -> None:
     """With 256 descriptors in all: starting ranks needs pipes, files and processes, which they must not use up."""
     with Nodes(tmp_path, ENDLESS, "--nnodes=2", count=2, within=FEW_DESCRIPTORS) as nodes:
         nodes.until(lambda: all(nodes.state(name)["state"] == "running" for name in nodes.names))
         calling = [
             subprocess.Popen(
-                [sys.executable, strangers.__file__, nodes.address(name), str(nodes.port), "1100", str(sources)],
+                [sys.executable, unauthenticated.__file__, nodes.address(name), str(nodes.port), "1100", str(sources)],
                 stdout=subprocess.PIPE,
             )
             for name in nodes.names

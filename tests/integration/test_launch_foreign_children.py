@@ -24,9 +24,9 @@ FAILING = TRAIN + DAEMONS + "train(40, at=20, do=lambda: restarts == 0 and os.ki
 
 
 @pytest.fixture
-def strangers(tmp_path: Path) -> Iterator[Path]:
+def foreign(tmp_path: Path) -> Iterator[Path]:
     """A file of pids, one a line, which are killed in the end."""
-    path = tmp_path / "strangers"
+    path = tmp_path / "foreign"
     path.touch()
     yield path
     for pid in map(int, path.read_text().split()):
@@ -39,20 +39,20 @@ def daemons(launched: Launched, generation: int) -> list[int]:
     return [int(line.split()[1]) for line in launched.log(0, generation).splitlines() if line.startswith("daemon")]
 
 
-def test_what_a_shell_ran_before_it_became_the_launcher(tmp_path: Path, strangers: Path) -> None:
+def test_what_a_shell_ran_before_it_became_the_launcher(tmp_path: Path, foreign: Path) -> None:
     """A restart and the end kill what ranks have started, and neither the shell's children nor their orphans."""
     shell = (
-        f"sleep 1000 & echo $! >> {strangers}; setsid sleep 1000 & echo $! >> {strangers}\n"
-        f"bash -c 'sleep 1; sleep 1000 & echo $! >> {strangers}' &\n"
+        f"sleep 1000 & echo $! >> {foreign}; setsid sleep 1000 & echo $! >> {foreign}\n"
+        f"bash -c 'sleep 1; sleep 1000 & echo $! >> {foreign}' &\n"
         'exec "$@"'
     )
     with Launched(tmp_path, FAILING, within=("bash", "-c", shell, "bash")) as launched:
-        launched.until(lambda: len(strangers.read_text().split()) == 3)
+        launched.until(lambda: len(foreign.read_text().split()) == 3)
         assert launched.wait() == exitcodes.OK
         assert len(launched.events("generation_started")) == 2
         assert [len(daemons(launched, generation)) for generation in (1, 2)] == [2, 2]
         assert not any(alive(pid) for generation in (1, 2) for pid in daemons(launched, generation))
-        assert [alive(int(pid)) for pid in strangers.read_text().split()] == [True, True, True]
+        assert [alive(int(pid)) for pid in foreign.read_text().split()] == [True, True, True]
 
 
 def test_a_launcher_that_gets_all_orphans_of_a_container(tmp_path: Path) -> None:
