@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import strangers
+from tests.fakes import unauthenticated
 from tests.fakes.launched import TRAIN
 from tests.fakes.nodes import Nodes
 
@@ -24,7 +24,7 @@ def test_a_run_goes_on_and_restarts_beside_thousands_of_strangers(tmp_path: Path
         nodes.until(lambda: all(nodes.state(name)["state"] == "running" for name in nodes.names))
         calling = [
             subprocess.Popen(
-                [sys.executable, strangers.__file__, nodes.address(name), str(nodes.port), "1100", str(sources)],
+                [sys.executable, unauthenticated.__file__, nodes.address(name), str(nodes.port), "1100", str(sources)],
                 stdout=subprocess.PIPE,
             )
             for name in nodes.names

@@ -22,7 +22,7 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.transport import Transport
 from opsd.launch.ranks.settings import free_port
-from tests.fakes import strangers
+from tests.fakes import unauthenticated
 
 SECRET = b"s" * 32
 LAUNCHERS = 150
@@ -345,7 +345,7 @@ class Calling:
 
     def __init__(self, launcher: Launcher, idle: int, sources: int = 0) -> None:
         target = [launcher.member.address, str(launcher.member.port), str(idle)]
-        command = [sys.executable, strangers.__file__, *target, *([str(sources)] if sources else [])]
+        command = [sys.executable, unauthenticated.__file__, *target, *([str(sources)] if sources else [])]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self._process.stdout.readline()  # they have begun
