@@ -19,8 +19,6 @@ from typing import Final, Generic
 from pydantic import Field
 
 from opsd.collectors.base import (
-    Collector,
-    Context,
     Event,
     Fact,
     Metric,
@@ -81,7 +79,7 @@ JOB_INFO = Metric(
 )
 RUN_STATE = Metric("opsd_run_state", "1 for the state of the run, 0 for the others.", labels=("run", "state"))
 RUN_GENERATION = Metric("opsd_run_generation", "Generation of ranks the run is in.", labels=("run",))
-MODEL_FLOPS = _rank("flops_per_token", "Operations that the model needs per token, as the trainer reckons.")
+MODEL_FLOPS = _rank("flops_per_token", "Operations that the model needs per token, as the trainer says.")
 PEAK_FLOPS = _rank("peak_flops_per_second", "What the rank's device could do at most: the denominator of its MFU.")
 MFU = _rank(
     "mfu_ratio",
@@ -380,8 +378,6 @@ def _run_samples(run: RunFact) -> Iterator[Sample]:
     yield Sample(RUN_UP, float(run.alive), (run.run,))
 
 
-def _make(settings: RanksSettings, context: Context) -> Collector:
-    return RanksCollector(settings.root, context.rank_pages)
-
-
-COLLECTOR = Plugin("ranks", RanksSettings, _make, LABELS)
+COLLECTOR = Plugin(
+    "ranks", RanksSettings, lambda settings, context: RanksCollector(settings.root, context.rank_pages), LABELS
+)

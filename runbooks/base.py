@@ -257,8 +257,8 @@ class Runbook:
     escalation; after ``max_attempts`` the incident escalates. ``needs`` are the collectors without which the
     runbook is blind. What is found again within ``hold_s`` of its end is the same incident come back; None is what the
     policy says, 0 is for events of which each stands for itself. ``causes`` are other kinds of incident that can bring
-    this one about, the likeliest first. A detector that is dear looks only every
-    ``look_every_s``; what it found stands meanwhile.
+    this one about, the likeliest first. An expensive detector looks only every
+    ``look_every_s``; what it found last holds until then.
     """
 
     kind: str

@@ -114,7 +114,7 @@ silence.
 
 ## Mitigation
 - Nothing for the run, if an older checkpoint was loaded.
-- Only one node cannot read: mount its storage anew or drain it; the checkpoint is still there for the next start.
+- Only one node cannot read: remount its storage or drain it; the checkpoint is still there for the next start.
 - Keep the damaged folder until the cause is known; its manifest has been renamed, so that nothing will load it.
 - Verify the other checkpoints before they are needed.
 - The same disk twice: move checkpoints off it.

@@ -73,7 +73,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a newer checkpoint is durable, or the run has ended in good order."""
+    """True once a newer checkpoint is durable, or the run has ended as planned."""
     run = text(incident.data, "run")
     committed = _committed(view, run)
     if committed is not None and committed > integer(incident.data, "committed"):
@@ -104,7 +104,7 @@ None now. The next failure costs all steps since the last checkpoint: the incide
 
 ## Mitigation
 - Disk full: make room, the next save will succeed by itself. Never remove the newest checkpoint that verifies.
-- Writer dead or stuck: stop the run in good order, which saves first (`kill -USR1 LAUNCHER_PID`), and start it again.
+- Writer dead or stuck: stop the run with a checkpoint (`kill -USR1 LAUNCHER_PID`), and start it again.
 - Storage gone: point checkpoints to another disk at the next restart.
 
 ## What opsd does by itself

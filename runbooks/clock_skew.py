@@ -8,7 +8,7 @@ from statistics import median
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 
 BOOTED = "opsd_host_boot_time_seconds"
-"""The kernel reckons it from the wall clock, so that it moves by as much as that is stepped."""
+"""The kernel derives it from the wall clock, so that it moves by as much as that is stepped."""
 
 WINDOW_S, STEADY_S = 600.0, 300.0
 STEP_S = 3.0

@@ -120,7 +120,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a later evaluation is not behind in any result that was, or the run has ended in good order."""
+    """True once a later evaluation is not behind in any result that was, or the run has ended as planned."""
     run, names = text(incident.data, "run"), incident.data.get("names")
     later = [results for step, results in _evaluations(view, run) if step > integer(incident.data, "step")]
     if later and isinstance(names, list | tuple):
@@ -141,7 +141,7 @@ than 2 %, a score by more than 5 % of the reference. The reference is the `evalu
 
 ## Impact
 Nothing crashes and the loss may fall as it should. SmolLM3's ranks of a tensor-parallel group were initialised with the
-same seed; at 1 T tokens the model was behind a smaller one in its evaluations, and the training began anew.
+same seed; at 1 T tokens the model was behind a smaller one in its evaluations, and the training was restarted.
 
 ## Diagnosis
 1. `opsd incidents show ID`: which results, by how much, and since which step; `cat RUN_FOLDER/evaluations.jsonl`.

@@ -99,7 +99,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a later checkpoint has results, or the run has ended in good order."""
+    """True once a later checkpoint has results, or the run has ended as planned."""
     run = text(incident.data, "run")
     backlog = _backlog(view, run)
     if backlog is not None and backlog.evaluated > integer(incident.data, "evaluated"):

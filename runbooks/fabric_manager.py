@@ -56,7 +56,7 @@ def _fatal(view: View) -> Iterator[Event]:
 
 
 def _cured(view: View, since: float) -> bool:
-    """True if node or driver have started anew after wall second ``since``, or several ranks still train well after."""
+    """True if node or driver have restarted after wall second ``since``, or several ranks still train well after."""
     proven = view.wall - since - PROOF_S
     trained = [rank for rank in view.ranks if rank.steps and view.now - rank.steps[-1].end < proven]
     return driver_restarted(view, since) or len(trained) > 1
@@ -140,7 +140,7 @@ CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one G
 - The same switch again: the vendor.
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it once links are up and ranks train, or node or driver have started anew.
+- observe: opens the incident; resolves it once links are up and ranks train, or node or driver have restarted.
 - recommend, act: the same, and notifies. It restarts no services.
 """)
 

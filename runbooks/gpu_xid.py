@@ -85,7 +85,7 @@ def _called_for(xids: Sequence[Event], asked: str | None) -> str:
 
 
 def _back(view: View, uuid: str, since: float) -> bool:
-    """True if node, driver or GPU have started anew after the wall second ``since``, or the driver asks no longer."""
+    """True if node, driver or GPU have restarted after the wall second ``since``, or the driver asks no longer."""
     if driver_restarted(view, since):
         return True
     for metric, well in (("opsd_gpu_up", 1.0), (ASKED, 0.0)):
@@ -225,7 +225,7 @@ should have been reset fails again soon.
 - Two reboots without a cure: the vendor.
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it once the node, driver or GPU has started anew or the driver asks for nothing
+- observe: opens the incident; resolves it once the node, driver or GPU has restarted or the driver asks for nothing
   any more, and where a restart is enough, once the rank trains again.
 - recommend: the same, and notifies with what the Xid calls for.
 - act: if that cannot be done under a running job, a run on several nodes with a spare swaps this node for it, and the

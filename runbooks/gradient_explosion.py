@@ -64,7 +64,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the norm is back near its level, or a later generation trains, or the run has ended in good order."""
+    """True once the norm is back near its level, or a later generation trains, or the run has ended as planned."""
     data = incident.data
     run, before = text(data, "run"), number(data, "before")
     over = recovered(view, run, integer(data, "generation"))

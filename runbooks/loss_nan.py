@@ -93,7 +93,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the run is past the step with finite losses, or has ended in good order."""
+    """True once the run is past the step with finite losses, or has ended as planned."""
     data = incident.data
     run, step = text(data, "run"), integer(data, "step")
     rank = rank_of(view, run, integer(data, "rank"))

@@ -135,7 +135,7 @@ Nothing is broken. The steps cost as much as ever and the model learns next to n
 ## Diagnosis
 1. `opsd incidents show ID`: the fall that was expected and the one that came, the gradient norm.
 2. `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step. A learning rate near its end, or
-   near zero by mistake: the schedule was made for fewer steps, or began anew at a resume.
+   near zero by mistake: the schedule was made for fewer steps, or restarted at a resume.
 3. The norm has vanished: dead activations, a loss scale that underflows, parameters that are not in the optimizer.
 4. Norm and learning rate are as before: the data. The same batches again (an epoch that repeats without a shuffle, a
    loader that has gone back), or a source that is as predictable as it gets.

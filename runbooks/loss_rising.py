@@ -105,7 +105,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once half of the rise is gone, or a later generation trains, or the run has ended in good order."""
+    """True once half of the rise is gone, or a later generation trains, or the run has ended as planned."""
     data = incident.data
     run, limit = text(data, "run"), number(data, "limit")
     over = recovered(view, run, integer(data, "generation"))
@@ -131,7 +131,7 @@ checkpoint that is still good.
 ## Diagnosis
 1. `opsd incidents show ID`: losses, pace, gradient norm at first and now.
 2. The norm grows with it: unstable training. Where is the learning rate in its schedule? End of the warm-up, a
-   schedule that was made for another number of steps, a resume that began it anew.
+   schedule that was made for another number of steps, a resume that restarted it.
 3. The norm stays: the data. Has the mixture moved to harder or other sources? Compare the loss per source, or on a
    fixed evaluation set: `opsd checkpoint list FOLDER` has what can be evaluated.
 4. The run's own numbers: `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step.

@@ -85,7 +85,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once most of the jump is gone, or a later generation trains, or the run has ended in good order."""
+    """True once most of the jump is gone, or a later generation trains, or the run has ended as planned."""
     data = incident.data
     run, before, top = text(data, "run"), number(data, "before"), number(data, "top")
     over = recovered(view, run, integer(data, "generation"))

@@ -29,7 +29,7 @@ ERRORS = "opsd_ib_errors_total"
 BIT_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors")
 RECOVERIES = ("link_error_recovery",)
 REPEATS = ("packet_seq_err", "local_ack_timeout_err", "roce_adp_retrans", "retrans_pkts", "retrans_timeout_events")
-"""Errors of the line; links that had to be trained anew; packets that were lost on the way and sent again."""
+"""Errors of the line; links that had to be retrained; packets that were lost on the way and sent again."""
 
 FAST_S, FAST = 10.0, 100.0
 """Ten bit errors a second are a link that is about to fail (NVSentinel calls that fatal) ..."""
@@ -162,7 +162,7 @@ GUIDE = Guide.parse("""
 
 ## Meaning
 The link is up, but bits arrive wrong (`symbol_error` and the like: 10 a second, or 120 an hour spread over minutes),
-it had to be trained anew while it was up, it sends far more packets again than its peers, or the adapter's driver
+it was retrained while it was up, it sends far more packets again than its peers, or the adapter's driver
 complains (heat, power, health). It is what a cable, a module or an adapter does before it fails. Where the errors
 grow, the incident says when they will come ten a second, a day ahead at most. Repeats on all ports alike are
 congestion, and no incident of a port.

@@ -13,7 +13,7 @@ STATE, FLAG, REASON = "opsd_slurm_node_state", "opsd_slurm_node_flag", "opsd_slu
 
 SILENT = "not responding"
 """The reason that slurmctld itself gives a node that it sets down after SlurmdTimeout (slurm.conf); any other reason
-comes from a person, a health check or a reboot, and is no question of reach."""
+comes from a person, a health check or a reboot, and says nothing about the network."""
 
 
 PAST_S, HOLD_S = 600.0, 45.0

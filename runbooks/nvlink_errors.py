@@ -12,7 +12,7 @@ from opsd.runbooks.lib.swap import swap_out
 ERRORS, UP = "opsd_gpu_nvlink_errors_total", "opsd_gpu_nvlink_up"
 SHORT_S = 60.0
 LIMITS: Mapping[str, float] = {"recovery": 1.0, "replay": 30.0, "crc_flit": 1000.0, "crc_data": 30.0}
-"""Errors in a minute. A recovery stops the link and trains it anew; the others are repaired by sending again and matter
+"""Errors in a minute. A recovery stops and retrains the link; the others are repaired by sending again and matter
 only in numbers."""
 
 QUIET_S = 300.0
@@ -96,8 +96,8 @@ GUIDE = Guide.parse("""
 # NVLink errors
 
 ## Meaning
-A link between GPUs of the node is down, or its error counters grow: `recovery` counts links that had to be trained
-anew, `replay` and `crc` count packets sent again. After a boot links come up within seconds, which is no incident;
+A link between GPUs of the node is down, or its error counters grow: `recovery` counts links that had to be
+retrained, `replay` and `crc` count packets sent again. After a boot links come up within seconds, which is no incident;
 all links down at once is the fabric manager.
 
 ## Impact

@@ -142,7 +142,7 @@ to it; training goes on.
 ## Mitigation
 - Warning or media errors: take the node out at the next checkpoint and have the drive replaced.
 - Worn out within the month: plan the replacement; stage the data elsewhere, or write fewer local checkpoints.
-- Heat: see to the air flow; the drive throttles itself meanwhile.
+- Heat: improve the air flow; until then the drive throttles itself.
 
 ## What opsd does by itself
 - observe: opens the incident; resolves it once another drive answers, or this one has nothing to say any more.

@@ -118,7 +118,7 @@ In every mode the launcher restarts the generation; it gives up when the same fa
 
 
 def _killed_for_memory(crash: Incident, host_memory: Incident) -> bool:
-    """The kernel ends ranks with SIGKILL for want of memory; one that ends otherwise has another reason."""
+    """The kernel ends ranks with SIGKILL when memory runs out."""
     return "SIGKILL" in crash.summary and host_memory.severity == Severity.CRITICAL
 
 

@@ -162,7 +162,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the rank keeps up over as many steps as it took to find it, or its run has ended in good order."""
+    """True once the rank keeps up over as many steps as it took to find it, or its run has ended as planned."""
     run, number = text(incident.data, "run"), integer(incident.data, "rank")
     for ranks in _groups(view):
         if ranks[0].run == run and any(rank.rank == number for rank in ranks):

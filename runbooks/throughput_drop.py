@@ -158,7 +158,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the run is within 5 % of what it did before, or has ended in good order."""
+    """True once the run is within 5 % of what it did before, or has ended as planned."""
     data = incident.data
     run, before = text(data, "run"), number(data, "before") or 0.0
     leader = next((rank for rank in leaders(view) if rank.run == run and rank.live), None)

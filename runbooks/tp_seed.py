@@ -69,7 +69,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a later generation, whose audit has found nothing, trains, or the run has ended in good order."""
+    """True once a later generation, whose audit has found nothing, trains, or the run has ended as planned."""
     return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
 
 

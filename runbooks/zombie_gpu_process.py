@@ -33,7 +33,7 @@ def _works(rank: RankFact) -> bool:
 
 
 def _ended(view: View, rank: RankFact) -> bool:
-    """True if the run of a rank that is gone has ended; a launcher that still lives may be starting it anew."""
+    """True if the run of a rank that is gone has ended; a launcher that still lives may be restarting it."""
     run = run_of(view, rank.run)
     return run is None or not run.alive or not run.takes_part or run.state in ENDED
 

@@ -27,7 +27,7 @@ def rendered() -> dict[Path, str]:
 def _interface() -> list[str]:
     """What dashboards, alerts and runbooks are written against: one line a metric, sorted by name.
 
-    Whoever renames a metric breaks somebody's alert, and silence looks like health: the difference is for review.
+    A renamed metric breaks somebody's alert without a sound, so that the difference is for review.
     """
     return sorted(f"{m.name} {m.kind} {m.unit or '-'} {','.join(m.labels) or '-'}" for _, m in catalogue())
 

@@ -103,7 +103,7 @@ Every other alert about nodes and runs is silent, whatever happens.
 3. `grep -n opsd /etc/prometheus/prometheus.yml`: is the job named `opsd`? The rules ask for that name.
 
 ## Mitigation
-- Write the list anew: `opsd targets --out /etc/prometheus/opsd-targets.json`. It keeps the old list if Slurm is down.
+- Write the list again: `opsd targets --out /etc/prometheus/opsd-targets.json`. It keeps the old list if Slurm is down.
 """
         + NOTHING
     ),
@@ -146,7 +146,7 @@ Incidents are detected later than they should be.
    pressure information lack the file.
 
 ## Mitigation
-- A collector that is dear here: give it a longer `interval_s`.
+- A collector that is expensive here: give it a longer `interval_s`.
 - A node that is short of processors: leave one for the system (`CoreSpecCount` in slurm.conf).
 """
         + NOTHING
@@ -198,7 +198,7 @@ This kind of incident may go unnoticed on that node; all others are looked for a
 The kernel wrote messages faster than the agent read them, or more than its buffer holds.
 
 ## Impact
-An Xid may be among what is lost. The driver's own event queue usually still tells of it.
+An Xid may be among what is lost. The driver's own event queue usually still has it.
 
 ## Diagnosis
 1. `journalctl -k -n 200`: what floods the log?

@@ -12,7 +12,7 @@ REMEMBERED_S = 600.0
 """How far back a runbook looks for events."""
 
 GOOD_EXITS = (0, 75)
-"""Exit codes of a launcher whose run ended in good order: done, or checkpointed to be requeued."""
+"""Exit codes of a launcher whose run ended as planned: done, or checkpointed to be requeued."""
 
 FRESH_S = 10.0
 """An event this young is reported even if the run has recovered from it in the meantime; longer than hiccups of a
@@ -54,7 +54,7 @@ def resumed_event(view: View, run: str, generation: int) -> Event | None:
 def recovered(view: View, run: str, generation: int) -> bool | None:
     """Whether ``run`` has got over what ended ``generation``.
 
-    True once a later generation has completed a step or the run has ended in good order, False if its launcher gave
+    True once a later generation has completed a step or the run has ended as planned, False if its launcher gave
     up or died or no step is done yet, None while the rank pages cannot be read or nothing is known of the run.
     """
     if not view.known("ranks"):
