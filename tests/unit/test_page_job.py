@@ -19,7 +19,7 @@ from opsd.agent.web.job_nodes import Answer, NodeOfJob, Others, Told
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import FRESH_S, REST, Ledgers, Made, make_ledger
 from opsd.collectors.base import Metric, Sample
-from opsd.collectors.ranks import MFU
+from opsd.collectors.lib.rank_series import MFU
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.incidents import incident
 from tests.unit.test_page import HOSTILE, Structure, rank, run, snapshot
