@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.commands.main import cli
-from opsd.commands.node_service import Desk
+from opsd.commands.node_service import NodeService
 from opsd.slurm import ownership
 from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates, keep_applying
 from opsd.slurm.drainer import SlurmDrainer
@@ -42,20 +42,20 @@ def held(name: str, at: float = NOW - 100) -> Node:
     return Node(name, "idle", DRAIN, "opsd:manual gpu_xid: Xid 79", "root", at)
 
 
-def desk(slurm: FakeSlurm, folder: Path, said: list[str]) -> Desk:
-    return Desk(slurm, RULES, DeferredUpdates(folder), said.append, NOW)
+def service(slurm: FakeSlurm, folder: Path, said: list[str]) -> NodeService:
+    return NodeService(slurm, RULES, DeferredUpdates(folder), said.append, NOW)
 
 
 def test_a_dry_run_says_what_would_be_done(tmp_path: Path) -> None:
     """And what stands against it, with the same exit codes, and touches nothing."""
     slurm, said = cluster(held("x1"), held("x2")), list[str]()
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
-    assert desk(slurm, tmp_path, said).apply(update, dry_run=True) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(update, dry_run=True) == exitcodes.FAILED
     assert "2 may be held at once" in said[-1]
-    assert desk(cluster(), tmp_path, said).apply(update, dry_run=True) == exitcodes.OK
+    assert service(cluster(), tmp_path, said).apply(update, dry_run=True) == exitcodes.OK
     assert said[-1] == "would drain n01 with the reason opsd:manual x"
     unknown = DeferredUpdate("return", ("nowhere",), NOW)
-    assert desk(slurm, tmp_path, said).apply(unknown, dry_run=False) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(unknown, dry_run=False) == exitcodes.FAILED
     assert said[-1] == "Slurm has no node nowhere"
     assert slurm.updates == []
 
@@ -66,7 +66,7 @@ def test_an_order_waits_for_slurm_and_is_carried_out_once(tmp_path: Path) -> Non
     slurm.error = DOWN
     updates.enable()
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
-    assert desk(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
     assert ("Slurm does not answer" in said[0], "when Slurm answers again" in said[1]) == (True, True)
     assert updates.apply(slurm, RULES, NOW + 5) == []
     slurm.error = None
@@ -89,7 +89,7 @@ def test_an_order_is_kept_only_where_an_agent_may_carry_it_out(tmp_path: Path) -
     slurm.error = DOWN
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
     for _ in range(2):
-        assert desk(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
+        assert service(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
         assert said[-1] == "no agent here may carry the order out later; give it again once Slurm answers"
         assert updates.pending() == []
         updates.enable()
@@ -178,7 +178,7 @@ def test_without_permission_nothing_is_kept(tmp_path: Path) -> None:
     """Trying again would not help."""
     slurm, said = cluster(operator=False), list[str]()
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
-    assert desk(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
     assert (said, DeferredUpdates(tmp_path).pending()) == (["scontrol update: Invalid user id"], [])
     with pytest.raises(SlurmDenied):
         ownership.drain(slurm, ["n01"], "opsd:manual x", RULES, now=NOW)
@@ -189,7 +189,7 @@ def test_a_dry_run_says_which_right_is_missing(tmp_path: Path) -> None:
     said: list[str] = []
     slurm = FakeSlurm([Node("n1", "idle"), Node("n2", "idle")], operator=False)
     update = DeferredUpdate("drain", ("n1",), NOW, ownership.reason("maintenance", "dust"))
-    assert desk(slurm, tmp_path, said).apply(update, dry_run=True) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(update, dry_run=True) == exitcodes.FAILED
     assert "but this user may not: that needs root, SlurmUser or an operator" in said[0]
 
 
@@ -202,5 +202,5 @@ def test_evidence_is_of_what_was_done(tmp_path: Path, operator: bool, names: tup
     evidence.touch()
     slurm = FakeSlurm([Node("n1", "idle"), Node("n2", "idle")], operator=operator)
     update = DeferredUpdate("drain", names, NOW, ownership.reason("maintenance", "dust"))
-    desk(slurm, tmp_path, []).apply(update, dry_run=False, evidence=str(evidence))
+    service(slurm, tmp_path, []).apply(update, dry_run=False, evidence=str(evidence))
     assert evidence.exists() == stays
