@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from opsd.agent import incidents, lifecycle
 from opsd.agent.incidents import Book, Transition, reduce
-from opsd.agent.lifecycle import Observed, Outcome, Rules
+from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
 
-RULES = {"throttle": Rules(open_after_s=0, clear_after_s=3, verify_s=10, max_attempts=2)}
+RULES = {"throttle": IncidentRules(open_after_s=0, clear_after_s=3, verify_s=10, max_attempts=2)}
 T0 = 1_700_000_000.0
 
 
@@ -29,7 +29,7 @@ def finding(key: str = "gpu0", **changes: object) -> Finding:
 class Patient:
     """Plays ticks of one second and remembers everything."""
 
-    rules: dict[str, Rules] = field(default_factory=lambda: RULES)
+    rules: dict[str, IncidentRules] = field(default_factory=lambda: RULES)
     book: Book = field(default_factory=Book)
     now: float = T0
     ended: list[Incident] = field(default_factory=list)
@@ -68,7 +68,7 @@ def test_a_finding_opens_one_incident_however_often_it_is_found() -> None:
 
 def test_an_incident_opens_only_once_it_was_found_for_long_enough() -> None:
     """A shorter finding leaves no trace, and a gap of two ticks does not start the time anew."""
-    patient = Patient({"throttle": Rules(open_after_s=5)})
+    patient = Patient({"throttle": IncidentRules(open_after_s=5)})
     patient.tick(finding())
     for _ in range(5):
         patient.tick()
@@ -111,7 +111,7 @@ def test_a_remedy_that_does_not_help_is_tried_again_and_then_escalated() -> None
 
 def test_an_escalated_incident_is_over_once_healed_but_stays_escalated() -> None:
     """That opsd could not help is part of the record; the next occurrence is a new incident."""
-    patient = Patient({"throttle": Rules(verify_s=2)})
+    patient = Patient({"throttle": IncidentRules(verify_s=2)})
     patient.tick(finding())
     first = patient.incident.id
     for _ in range(4):
@@ -261,7 +261,7 @@ def test_a_step_of_the_clock_ends_no_wait_and_begins_none_anew(step: float) -> N
 @pytest.mark.parametrize("step", [3600, -3600])
 def test_a_step_of_the_clock_does_not_change_how_long_something_may_come_back(step: float) -> None:
     """What was over a second ago is the same incident, whatever the clock says now."""
-    patient = Patient(rules={"throttle": Rules(clear_after_s=0, hold_s=60)})
+    patient = Patient(rules={"throttle": IncidentRules(clear_after_s=0, hold_s=60)})
     patient.tick(finding())
     first = patient.incident.id
     patient.tick(healed=True)
