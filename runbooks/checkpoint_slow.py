@@ -1,4 +1,4 @@
-"""Checkpoints hold the training up for longer than they used to, or become durable more slowly than they are made."""
+"""Checkpoints block the training longer than before, or become durable more slowly than they are made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _stalls(view: View, rank: RankFact) -> list[float]:
 
 
 def _stuck(view: View, run: str) -> list[RankFact]:
-    """The ranks that stand in a checkpoint for too long right now."""
+    """The ranks that a checkpoint is blocking for too long now."""
     ranks = [rank for rank in ranks_of(view, run) if rank.live and rank.phase == PHASE]
     return [rank for rank in ranks if view.now - rank.phase_since > _limit(view, rank)]
 

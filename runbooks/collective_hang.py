@@ -12,7 +12,7 @@ from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
 
 NAMES_EARLY_S = 30.0
-"""NCCL may have told of the trouble this long before the ranks were found to stand still."""
+"""NCCL may have reported the fault this many seconds before the hang was detected."""
 
 SILENT = ("incomplete", "dead")
 BEHIND = ("mismatch", "error")

@@ -1,4 +1,4 @@
-"""The NVIDIA driver does not answer: a question to it does not return."""
+"""The NVIDIA driver does not answer: a call into it does not return."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 
 def _stuck(view: View) -> list[RankFact]:
-    """Ranks that stand still, or wait in the kernel for something that cannot be interrupted."""
+    """Ranks that make no progress, or wait uninterruptibly in the kernel."""
     return [
         rank
         for rank in view.ranks

@@ -1,4 +1,4 @@
-"""Checkpoints of a run are no longer evaluated although they used to be: nobody would see that the model is bad."""
+"""Checkpoints of a run are no longer evaluated although they used to be, so that a bad model would go unnoticed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Backlog:
 
     @property
     def late(self) -> bool:
-        """True if more wait than the usual course of things explains."""
+        """True if more wait than usual."""
         return self.waiting > max(LEAST_BACKLOG, FACTOR * self.usual)
 
 

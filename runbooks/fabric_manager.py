@@ -56,7 +56,7 @@ def _fatal(view: View) -> Iterator[Event]:
 
 
 def _cured(view: View, since: float) -> bool:
-    """True if node or driver have restarted after wall second ``since``, or several ranks still train well after."""
+    """True if node or driver were restarted after epoch second ``since``, or several ranks train long after it."""
     proven = view.wall - since - PROOF_S
     trained = [rank for rank in view.ranks if rank.steps and view.now - rank.steps[-1].end < proven]
     return driver_restarted(view, since) or len(trained) > 1

@@ -53,7 +53,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True after a reset of the GPU (its volatile counter restarts), or after quiet minutes with nothing pending."""
+    """True after a reset of the GPU (its counter restarts at 0), or after minutes without errors or pending remaps."""
     data = incident.data
     uuid = text(data, "uuid")
     found = by_gpu(view, ERRORS, type=text(data, "errors"), counter="volatile").get(uuid)

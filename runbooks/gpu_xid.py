@@ -1,4 +1,4 @@
-"""The driver reports an Xid: what it calls for, whom to blame (the GPU or its program), and whether it comes back."""
+"""The driver reports an Xid: the required action, the culprit (GPU or program), and whether it repeats."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _called_for(xids: Sequence[Event], asked: str | None) -> str:
 
 
 def _back(view: View, uuid: str, since: float) -> bool:
-    """True if node, driver or GPU have restarted after the wall second ``since``, or the driver asks no longer."""
+    """True if node, driver or GPU were restarted after the epoch second ``since``, or the driver requires no action."""
     if driver_restarted(view, since):
         return True
     for metric, well in (("opsd_gpu_up", 1.0), (ASKED, 0.0)):
@@ -125,7 +125,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 
 def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding | None:
-    """What the Xids of one GPU amount to, None if nothing has to be done about them."""
+    """The finding about the Xids of one GPU, None if they require no action."""
     day, asked = xids.get(gpu.pci, ()), _asked(view, gpu.uuid)
     codes = [code for code in dict.fromkeys(map(code_of, day)) if code not in ECHOES]
     excuses = {code: why for code in codes if code in AMBIGUOUS and (why := program_to_blame(view, gpu, code, xids))[0]}

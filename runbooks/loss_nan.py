@@ -1,4 +1,4 @@
-"""The loss of a run is no number any more."""
+"""The loss of a run has become NaN or infinite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, recovered, run_of
 from opsd.runbooks.lib.signals import counted, integer, text
 
 BACK_STEPS = 5
-"""Steps with a finite loss after which the run is well again: one skipped batch is not a cure."""
+"""Steps with a finite loss after which the run has recovered; one skipped batch is not enough."""
 
 
 def _first_bad(steps: Sequence[StepFact]) -> int | None:

@@ -1,4 +1,4 @@
-"""A network port works but makes errors: bit errors, packets sent again, complaints of the adapter."""
+"""A network port works but has errors: bit errors, retransmissions, messages of the adapter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ERRORS = "opsd_ib_errors_total"
 BIT_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors")
 RECOVERIES = ("link_error_recovery",)
 REPEATS = ("packet_seq_err", "local_ack_timeout_err", "roce_adp_retrans", "retrans_pkts", "retrans_timeout_events")
-"""Errors of the line; links that had to be retrained; packets that were lost on the way and sent again."""
+"""Bit errors; link retraining; packets that were lost and sent again."""
 
 FAST_S, FAST = 10.0, 100.0
 """Ten bit errors a second are a link that is about to fail (NVSentinel calls that fatal) ..."""
@@ -46,7 +46,7 @@ QUIET_S = 300.0
 FAST_A_MINUTE = FAST / FAST_S * 60
 HORIZON_H = 24.0
 ELSEWHERE = "Cable unplugged"
-"""A complaint of the driver that is a lost link, and that incident's business."""
+"""A driver message about a lost link, which ``ib_link`` handles."""
 
 
 @dataclass(frozen=True, slots=True)

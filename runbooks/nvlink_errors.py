@@ -1,4 +1,4 @@
-"""NVLink between the GPUs of a node: a link that went down, links that recover from errors again and again."""
+"""NVLink between the GPUs of a node: a link that went down, or links with repeated errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from opsd.runbooks.lib.swap import swap_out
 ERRORS, UP = "opsd_gpu_nvlink_errors_total", "opsd_gpu_nvlink_up"
 SHORT_S = 60.0
 LIMITS: Mapping[str, float] = {"recovery": 1.0, "replay": 30.0, "crc_flit": 1000.0, "crc_data": 30.0}
-"""Errors in a minute. A recovery stops and retrains the link; the others are repaired by sending again and matter
-only in numbers."""
+"""Errors per minute. A recovery stops and retrains the link; the others are repaired by retransmission and matter only
+in large numbers."""
 
 QUIET_S = 300.0
 

@@ -1,4 +1,4 @@
-"""The job stands still although every process is there: which rank the others wait for, and why it does not move."""
+"""The job makes no progress although every process exists: which rank the others wait for, and why."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def state_of(rank: RankFact, now: float) -> RankState:
 
 
 def limit_of(rank: RankFact) -> float:
-    """Seconds that the rank may stand still in its phase, by its own past."""
+    """Seconds without progress that are normal for the rank in its phase, by its own past."""
     if rank.phase in SLOW_PHASES or len(rank.steps) < SETTLED_STEPS:
         return SLOW_PHASE_LIMIT_S
     return max(FLOOR_S, FACTOR * max(step.duration_s for step in rank.steps))
 
 
 def _from_pages(view: View, run: str) -> Finding | None:
-    """The hang of a run without a launcher: nobody moves, and the rank to blame stands longer than its past allows."""
+    """The hang of a run without a launcher: no rank makes progress, and the culprit's stop is unusually long."""
     ranks = [rank for rank in ranks_of(view, run) if rank.live]
     states = [state_of(rank, view.now) for rank in ranks]
     if not states or min(state.stuck_s for state in states) < FLOOR_S:

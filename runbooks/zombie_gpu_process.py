@@ -1,4 +1,4 @@
-"""Something holds a GPU that should be free: a process of an ended run, memory without a process, a stranger."""
+"""A GPU is in use that should be free: a process of an ended run, memory without a process, an unrelated process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _works(rank: RankFact) -> bool:
 
 
 def _ended(view: View, rank: RankFact) -> bool:
-    """True if the run of a rank that is gone has ended; a launcher that still lives may be restarting it."""
+    """True if the run of a rank that is gone has ended; a live launcher may be restarting it."""
     run = run_of(view, rank.run)
     return run is None or not run.alive or not run.takes_part or run.state in ENDED
 
 
 def _undead(gpu: GpuFact, dead: float) -> str:
-    """Processes that are dead and that the driver still counts: it hangs in their cleaning up."""
+    """Dead processes that the driver still lists, because it hangs in their cleanup."""
     pids = f" (pid {', '.join(map(str, gpu.orphans))})" if gpu.orphans else ""
     return f"{_counted(dead)} held by the driver though dead{pids}" if dead else ""
 
@@ -62,7 +62,7 @@ def _strangers(view: View, extra: Mapping[int, float], gpu: GpuFact) -> str:
 
 
 def _ownerless(view: View, gpu: GpuFact, used: float) -> str:
-    """Memory in use for a while without any process that holds it."""
+    """Memory in use for a while without a process."""
     memory, processes = by_gpu(view, USED).get(gpu.uuid), by_gpu(view, PROCESSES).get(gpu.uuid)
     if used < LEAST_MIB or not memory or not processes:
         return ""
@@ -73,7 +73,7 @@ def _ownerless(view: View, gpu: GpuFact, used: float) -> str:
 
 
 def _held(view: View) -> dict[str, tuple[GpuFact, str]]:
-    """The GPUs that something holds, by UUID, and what it is."""
+    """The GPUs in use, by UUID, and by what."""
     processes, used, dead = newest(view, PROCESSES), newest(view, USED), newest(view, DEAD_PROCESSES)
     working = {gpu.index: sum(_works(rank) for rank in view.ranks if rank.gpu == gpu.index) for gpu in view.gpus}
     counts = {gpu.index: processes[gpu.uuid] for gpu in view.gpus if gpu.uuid in processes}

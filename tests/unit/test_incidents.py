@@ -67,7 +67,7 @@ def test_a_finding_opens_one_incident_however_often_it_is_found() -> None:
 
 
 def test_an_incident_opens_only_once_it_was_found_for_long_enough() -> None:
-    """A shorter finding leaves no trace, and a gap of two ticks does not start the time anew."""
+    """A shorter finding leaves no trace, and a gap of two ticks does not restart the time."""
     patient = Patient({"throttle": IncidentRules(open_after_s=5)})
     patient.tick(finding())
     for _ in range(5):
@@ -243,7 +243,7 @@ def test_a_step_of_the_clock_does_not_cut_a_hold_time_short() -> None:
 
 
 @pytest.mark.parametrize("step", [2 * lifecycle.GIVE_UP_S, -2 * lifecycle.GIVE_UP_S])
-def test_a_step_of_the_clock_ends_no_wait_and_begins_none_anew(step: float) -> None:
+def test_a_step_of_the_clock_ends_no_wait_and_restarts_none(step: float) -> None:
     """Neither what is unseen nor what nobody can help is a person's turn at once, or hours too late."""
     unseen, idle = Patient(), Patient()
     for patient in (unseen, idle):

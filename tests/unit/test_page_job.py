@@ -229,7 +229,7 @@ def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:
 
 
 def test_a_page_is_made_once_a_second() -> None:
-    """For everybody who asks for the same one; a newer snapshot or another second makes it anew."""
+    """For everybody who asks for the same one; a newer snapshot or another second renders it again."""
     pages, first, second = PageCache(), snapshot(), snapshot()
     made = []
 
