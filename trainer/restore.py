@@ -142,7 +142,7 @@ def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, *, fresh: 
         return
     elif unread:
         place = without_user(unread)
-        why = f"{root} has no checkpoint and none can be had from {place}; fix that, or start over with --fresh"
+        why = f"{root} has no checkpoint and none is available from {place}; fix that, or start over with --fresh"
     elif any(is_there(folder, REJECTED) for _, folder in folders(root)):
         why = f"every checkpoint in {root} is damaged; bring one back, or pass --fresh to begin again at step 0"
     else:

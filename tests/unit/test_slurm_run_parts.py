@@ -113,7 +113,7 @@ def test_a_step_that_ends_with_zero_is_no_end() -> None:
     assert (found.code, found.reported) == (exitcodes.REQUEUE, False)
 
 
-def test_guests_keep_the_job_alive() -> None:
+def test_borrowed_nodes_keep_the_job_alive() -> None:
     """All of the job's own nodes were replaced; somebody renews the lease."""
     assert outcome_of(gone(RUNS, lease_age_s=1.0, n1=0, n2=1), START) is None
     assert outcome_of(gone(RUNS, gone_s=1.0, n1=0, n2=1), START) is None

@@ -184,7 +184,7 @@ def test_spares_that_still_wait_are_sent_away_at_the_end(scene: Scene) -> None:
     assert scene.pool.cancelled == [8]
 
 
-def test_a_guest_is_a_launcher_of_the_runs_job(tmp_path: Path) -> None:
+def test_a_borrowed_node_is_a_launcher_of_the_runs_job(tmp_path: Path) -> None:
     """Bash runs its script: nothing of its own job is left but the node and where Slurm's configuration is."""
     shown = tmp_path / "opsd"
     shown.write_text('#!/bin/sh\nenv | grep -E "^(SLURM|LC_ALL)" | sort\nprintf "%s\\n" "$@"\n')
@@ -210,7 +210,7 @@ def test_a_pool_is_a_partition_or_a_reservation(pool: str, options: tuple[str, .
     assert pool_options(pool, JOB) == options
 
 
-def test_what_a_guest_is_told_survives_the_way_through_srun() -> None:
+def test_the_options_of_a_spares_launcher_survive_the_way_through_srun() -> None:
     """The same options, and the same command for the own launcher."""
     argv = attend_command(["a", "b"], "spares", Path("/r"), ["--nnodes", "3", "--", "x"], ["a", "b", "launch"])
     told = argv[argv.index("--") + 1 :]
