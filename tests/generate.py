@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from opsd import config
-from opsd.commands import reference
 from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts import build as rules
 from opsd.dashboards.build import rendered as boards
+from tests import reference
 
 ROOT = Path(__file__).parents[1]
 
