@@ -119,7 +119,7 @@ class RankFact:
 
     @property
     def live(self) -> bool:
-        """True while the rank's process exists and has not finished in good order."""
+        """True while the rank's process exists and has not finished."""
         return self.process is not None and self.state == "running"
 
 

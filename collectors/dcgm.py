@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
-from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Collector, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine
 from opsd.collectors.lib.nvml import gpm
 from opsd.collectors.lib.nvml import series as nvml_series
@@ -182,8 +182,9 @@ class Yielding:
         return replace(reading, samples=tuple(s for s in reading.samples if s.metric.name not in covered))
 
 
-def _make(settings: DcgmSettings, context: Context) -> Collector:
-    return DcgmCollector(settings.url, period_s=settings.interval_s)
-
-
-COLLECTOR = Plugin("dcgm", DcgmSettings, _make, nvml_series.DCGM_LABELS)
+COLLECTOR = Plugin(
+    "dcgm",
+    DcgmSettings,
+    lambda settings, _context: DcgmCollector(settings.url, period_s=settings.interval_s),
+    nvml_series.DCGM_LABELS,
+)

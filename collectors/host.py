@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import psutil
 from pydantic import Field
 
-from opsd.collectors.base import Collector, Context, Metric, MetricKind, Plugin, Reading, Sample
+from opsd.collectors.base import Metric, MetricKind, Plugin, Reading, Sample
 from opsd.collectors.lib.clock import ClockState, read_clock
 from opsd.collectors.lib.storage.mounts import mount_of, parse_mountinfo
 from opsd.settings.section import AnyPath, CollectorSettings
@@ -171,8 +171,8 @@ class HostSettings(CollectorSettings):
 class HostCollector:
     """The host behind ``proc`` and ``sys``, and the file systems at ``mounts``.
 
-    Left out are those that do not exist or cannot be read, and those of networks, whose servers may keep whoever looks
-    waiting: they are ``StorageNetCollector``'s.
+    Left out are those that do not exist or cannot be read, and those of networks, whose servers may block the
+    caller: they are ``StorageNetCollector``'s.
 
     Looking at every process takes a millisecond per hundred of them, so that is done every ``scan_s`` seconds only, as
     are the NUMA nodes.
@@ -309,8 +309,4 @@ def _filesystem(mount: Path) -> Iterator[Sample]:
         yield Sample(INODES_FREE, info.f_ffree, labels)
 
 
-def _make(settings: HostSettings, context: Context) -> Collector:
-    return HostCollector(mounts=settings.mounts)
-
-
-COLLECTOR = Plugin("host", HostSettings, _make, LABELS)
+COLLECTOR = Plugin("host", HostSettings, lambda settings, _context: HostCollector(mounts=settings.mounts), LABELS)

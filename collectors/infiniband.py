@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from opsd.collectors.base import Collector, Context, Event, Metric, MetricKind, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Event, Metric, MetricKind, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.ib_link import Happening, LinkHistory, PortReading
 from opsd.collectors.lib.odometer import Odometer
 from opsd.collectors.lib.pci import ADDRESS, bus_id
@@ -252,8 +252,9 @@ def _event(port: _Port, wall: float, happening: Happening) -> Event:
     return Event(happening.kind, wall, f"port {number} of {device} {happening.what}", data)
 
 
-def _make(settings: InfinibandSettings, context: Context) -> Collector:
-    return InfinibandCollector(settings.root, interval_s=settings.interval_s)
-
-
-COLLECTOR = Plugin("infiniband", InfinibandSettings, _make, LABELS)
+COLLECTOR = Plugin(
+    "infiniband",
+    InfinibandSettings,
+    lambda settings, _context: InfinibandCollector(settings.root, interval_s=settings.interval_s),
+    LABELS,
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.kernel.log import KERNEL, MESSAGE_CHARS, Device, KernelLog, KernelLogDevice, Position, Record
 from opsd.collectors.lib.kernel.messages import KINDS, Trouble, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
@@ -60,7 +60,7 @@ class _Found:
 
 
 def parse_message(text: str) -> Finding | None:
-    """What a message tells of, or None if it is of no interest."""
+    """What a message reports, or None if it is of no interest."""
     return parse_xid(text) or parse_sxid(text) or parse_trouble(text)
 
 
@@ -178,7 +178,7 @@ class KmsgCollector:
         return found.values()
 
     def _parse(self, record: Record) -> tuple[Finding | None, str]:
-        """What the record tells of, and its text, put together with the one before if it continues that."""
+        """What the record reports, and its text, put together with the one before if it continues that."""
         if (victim := parse_oom_victim(record.text)) is not None:
             if len(self._victims) >= _MAX_VICTIMS:
                 self._victims.clear()
@@ -245,8 +245,11 @@ class KmsgCollector:
         return [bus_id(name) for name in names if re.fullmatch(ADDRESS, name)]
 
 
-def _make(settings: KmsgSettings, context: Context) -> Collector:
-    return KmsgCollector(context.state and context.state / "kmsg.json", ledger=context.shared(XidLedger))
-
-
-COLLECTOR = Plugin("kmsg", KmsgSettings, _make, {**XID_LABELS, **LABELS})
+COLLECTOR = Plugin(
+    "kmsg",
+    KmsgSettings,
+    lambda _settings, context: KmsgCollector(
+        context.state and context.state / "kmsg.json", ledger=context.shared(XidLedger)
+    ),
+    {**XID_LABELS, **LABELS},
+)

@@ -2,7 +2,7 @@
 
 Wear and errors are in the SMART log, which only root may ask a drive for; the temperature is also in sysfs (hwmon).
 Asking disturbs the drive a little and hangs when its controller does, so it is a collector of its own that asks
-seldom.
+rarely.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from pydantic import Field
 
-from opsd.collectors.base import Collector, Context, Metric, MetricKind, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Metric, MetricKind, NoData, Plugin, Reading, Sample
 from opsd.settings.section import CollectorSettings
 
 _MAX_DRIVES: Final = 64
@@ -228,8 +228,6 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _make(settings: NvmeSettings, context: Context) -> Collector:
-    return NvmeCollector(interval_s=settings.interval_s)
-
-
-COLLECTOR = Plugin("nvme", NvmeSettings, _make, LABELS)
+COLLECTOR = Plugin(
+    "nvme", NvmeSettings, lambda settings, _context: NvmeCollector(interval_s=settings.interval_s), LABELS
+)

@@ -39,7 +39,7 @@ class NvmlCollector:
 
     ``library`` is the path of another ``libnvidia-ml.so.1`` than the system's; a process can use one only. ``clock`` is
     in seconds since boot, as time.monotonic on Linux. A session that has ended, because the driver was reloaded, is
-    opened anew at the next collection, and one with a lost GPU every ``reopen_s``: a GPU that was reset is back then.
+    reopened at the next collection, and one with a lost GPU every ``reopen_s``: a GPU that was reset is back then.
     ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event. ``process_letter``
     looks up the state of a process, None gone; without it nothing is said about dead ones. ``profiling`` also reads
     what the GPUs' units do, except while ``profiled_elsewhere`` says that something else on the node does.

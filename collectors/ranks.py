@@ -7,24 +7,19 @@ The name of a run is always that of its folder, whatever the files in it claim.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Generic
 
 from pydantic import Field
 
 from opsd.collectors.base import (
-    Collector,
-    Context,
     Event,
     Fact,
-    Metric,
-    MetricKind,
     NoData,
     Plugin,
     RankFact,
@@ -33,11 +28,11 @@ from opsd.collectors.base import (
     Sample,
     StepFact,
 )
+from opsd.collectors.lib import rank_series as series
 from opsd.collectors.lib.pages import Client, P, RankPageLike, rank_fact, step_facts
 from opsd.collectors.lib.processes import process_letter
-from opsd.collectors.lib.run_files import RUN_NAME, RUN_STATES, parse_event, parse_run
+from opsd.collectors.lib.run_files import RUN_NAME, parse_event, parse_run
 from opsd.collectors.lib.tail import Tail, read_small
-from opsd.collectors.lib.user_series import METRICS as USER_METRICS
 from opsd.collectors.lib.user_series import data_mixture, evaluations
 from opsd.settings.section import AnyPath, CollectorSettings
 
@@ -48,99 +43,9 @@ MAX_EVENTS: Final = 200
 """Events of one kind and run that are passed on in one look, the newest; a trainer may write one in each step."""
 MAX_RELAYED: Final = 10_000
 """Events of ranks remembered as passed on by their launcher."""
-RATE_STEPS: Final = 10
-"""Steps that the throughput is averaged over."""
 
 _RANK_FILE = re.compile(r"rank-(\d{4}|[1-9]\d{4,5})\.page(\.events\.jsonl)?", re.ASCII)
 _MAX_RUN_JSON = 64 << 10
-
-
-def _rank(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge") -> Metric:
-    return Metric(f"opsd_rank_{name}", help_text, kind, unit, ("run", "rank", *labels))
-
-
-UP = _rank("up", "1 while the process of the rank lives and has not finished.")
-STEP = _rank("step", "Last completed step.")
-STEP_SECONDS = _rank("step_seconds", "Duration of the last completed step.", "seconds")
-PHASE = _rank("phase", "1 for the phase the rank is in, 0 for the others.", "", "phase")
-PHASE_AGE = _rank("phase_age_seconds", "Time since the rank entered its phase.", "seconds")
-PHASE_SECONDS = _rank("phase_seconds_total", "Time spent in completed steps.", "seconds", "phase", kind="counter")
-CHANGE_AGE = _rank("last_change_age_seconds", "Time since the last change of phase or completed step.", "seconds")
-TOKENS = _rank("tokens_total", "Tokens trained on by this process.", kind="counter")
-TOKENS_RATE = _rank("tokens_per_second", f"Throughput over the last {RATE_STEPS} steps; sinks while no step ends.")
-LOSS = _rank("loss", "Loss of the last completed step.")
-GRAD_NORM = _rank("grad_norm", "Gradient norm of the last completed step.")
-LEARNING_RATE = _rank("learning_rate", "Learning rate of the last completed step.")
-COMMITTED = _rank("committed_step", "Step of the newest checkpoint that is durable.")
-PAGE_ERRORS = Metric("opsd_rank_page_errors", "Rank pages that cannot be used right now.", labels=("run",))
-JOB_INFO = Metric(
-    "opsd_gpu_job_info",
-    "Which rank works on a GPU; join on the label gpu.",
-    "info",
-    labels=("gpu", "job_id", "run", "rank"),
-)
-RUN_STATE = Metric("opsd_run_state", "1 for the state of the run, 0 for the others.", labels=("run", "state"))
-RUN_GENERATION = Metric("opsd_run_generation", "Generation of ranks the run is in.", labels=("run",))
-MODEL_FLOPS = _rank("flops_per_token", "Operations that the model needs per token, as the trainer reckons.")
-PEAK_FLOPS = _rank("peak_flops_per_second", "What the rank's device could do at most: the denominator of its MFU.")
-MFU = _rank(
-    "mfu_ratio",
-    "Model FLOPs utilisation: opsd_rank_tokens_per_second x flops_per_token / peak_flops_per_second.",
-    "ratio",
-)
-RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=("run",))
-
-METRICS: Final = (
-    UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
-    LEARNING_RATE, MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
-    *USER_METRICS,
-)  # fmt: skip
-LABELS: Final = {
-    "run": "runs on the node, 64 at most",
-    "rank": "ranks on the node, 256 of a run at most",
-    "phase": "phases of a rank page",
-    "gpu": "GPUs of the node by index",
-    "job_id": "one per rank",
-    "state": "states of a run",
-    "name": "results of the newest evaluation of a run, 32 at most",
-    "source": "sources of a run's data, 32 at most",
-}
-
-
-class PhaseTotals:
-    """Seconds a rank has spent in each phase over all its completed steps, through restarts of its process.
-
-    A page keeps its recent steps only. Steps that came and went between two looks count like the ones still seen.
-    """
-
-    def __init__(self, phases: Sequence[str]) -> None:
-        self._phases = phases
-        self._seconds = [0.0] * len(phases)
-        self._process: tuple[int, float] | None = None
-        self._counted = 0
-
-    def update(self, page: RankPageLike) -> Mapping[str, float]:
-        """Take in what is new on ``page`` and return the seconds per phase."""
-        if self._process != (page.pid, page.created):
-            self._process, self._counted = (page.pid, page.created), 0
-        new = page.steps_reported - self._counted
-        seen = page.steps[-new:] if new > 0 else ()
-        for step in seen:
-            for index, seconds in enumerate(step.phase_s):
-                self._seconds[index] += seconds * new / len(seen)
-        if seen:
-            self._counted = page.steps_reported
-        return dict(zip(self._phases, self._seconds, strict=True))
-
-
-def tokens_per_second(page: RankPageLike, now: float) -> float | None:
-    """Throughput over the last steps; a step that takes longer than the one before drags it down while it lasts."""
-    recent = page.steps[-RATE_STEPS:]
-    if not recent:
-        return None
-    began, last = recent[0].end - recent[0].duration_s, recent[-1]
-    elapsed = max(last.end, now - last.duration_s) - began
-    return sum(step.tokens for step in recent) / elapsed if elapsed > 0 else None
 
 
 class RanksSettings(CollectorSettings):
@@ -160,7 +65,7 @@ class RanksCollector(Generic[P]):
     """
 
     name = "ranks"
-    metrics = METRICS
+    metrics = series.METRICS
 
     def __init__(
         self,
@@ -207,7 +112,7 @@ class _Rank(Generic[P]):
 
     def __init__(self, rank: int, phases: Sequence[str]) -> None:
         self.events = Tail(f"rank-{rank:04d}.page.events.jsonl")
-        self.totals = PhaseTotals(phases)
+        self.totals = series.PhaseTotals(phases)
         self.page: P | None = None
         self.steps: tuple[StepFact, ...] = ()
 
@@ -243,7 +148,7 @@ class _Run(Generic[P]):
         facts: list[Fact] = []
         if run is not None:
             facts.append(run)
-            samples += _run_samples(run)
+            samples += series.run_samples(run)
         for page in pages:
             process = self._client.process_state(page)
             supervised = run is not None and run.alive and run.takes_part
@@ -258,7 +163,7 @@ class _Run(Generic[P]):
             if facts or errors:
                 samples += told.samples()
         if facts or errors:
-            samples.append(Sample(PAGE_ERRORS, errors, (self._run,)))
+            samples.append(Sample(series.PAGE_ERRORS, errors, (self._run,)))
         return Reading(tuple(samples), events, tuple(facts))
 
     def _read_run(self, folder: int, now: float, wall: float) -> RunFact | None:
@@ -323,25 +228,25 @@ class _Run(Generic[P]):
     def _rank_samples(self, fact: RankFact, page: RankPageLike, now: float) -> Iterator[Sample]:
         labels = (self._run, str(fact.rank))
         live = fact.live and fact.process != "Z"
-        yield Sample(UP, float(live), labels)
-        yield Sample(TOKENS, page.tokens, labels)
+        yield Sample(series.UP, float(live), labels)
+        yield Sample(series.TOKENS, page.tokens, labels)
         for phase, seconds in self._ranks[fact.rank].totals.update(page).items():
-            yield Sample(PHASE_SECONDS, seconds, (*labels, phase))
+            yield Sample(series.PHASE_SECONDS, seconds, (*labels, phase))
         if fact.committed_step is not None:
-            yield Sample(COMMITTED, fact.committed_step, labels)
+            yield Sample(series.COMMITTED, fact.committed_step, labels)
         if fact.steps:
-            yield from _step_samples(fact.steps[-1], labels)
+            yield from series.step_samples(fact.steps[-1], labels)
         if not live:
             return
         for phase in self._client.PHASES:
-            yield Sample(PHASE, float(phase == fact.phase), (*labels, phase))
-        yield Sample(PHASE_AGE, max(0.0, now - fact.phase_since), labels)
-        yield Sample(CHANGE_AGE, max(0.0, now - fact.changed), labels)
-        if (rate := tokens_per_second(page, now)) is not None:
-            yield Sample(TOKENS_RATE, rate, labels)
-            yield from _model_samples(page, rate, labels)
+            yield Sample(series.PHASE, float(phase == fact.phase), (*labels, phase))
+        yield Sample(series.PHASE_AGE, max(0.0, now - fact.phase_since), labels)
+        yield Sample(series.CHANGE_AGE, max(0.0, now - fact.changed), labels)
+        if (rate := series.tokens_per_second(page, now)) is not None:
+            yield Sample(series.TOKENS_RATE, rate, labels)
+            yield from series.model_samples(page, rate, labels)
         if fact.gpu is not None:
-            yield Sample(JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
+            yield Sample(series.JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
 
 
 def _newest(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -356,32 +261,6 @@ def _identity(event: Event) -> tuple[object, ...]:
     return str(event.data.get("rank")), event.data["event"], event.at
 
 
-def _step_samples(step: StepFact, labels: tuple[str, ...]) -> Iterator[Sample]:
-    yield Sample(STEP, step.step, labels)
-    yield Sample(STEP_SECONDS, step.duration_s, labels)
-    for metric, value in ((LOSS, step.loss), (GRAD_NORM, step.grad_norm), (LEARNING_RATE, step.learning_rate)):
-        if value is not None and not math.isnan(value):
-            yield Sample(metric, value, labels)
-
-
-def _model_samples(page: RankPageLike, rate: float, labels: tuple[str, ...]) -> Iterator[Sample]:
-    """``rate`` is in tokens per second; nothing if the trainer has not told what a token takes."""
-    if page.flops_per_token is None or page.peak_flops is None:
-        return
-    yield Sample(MODEL_FLOPS, page.flops_per_token, labels)
-    yield Sample(PEAK_FLOPS, page.peak_flops, labels)
-    yield Sample(MFU, rate * page.flops_per_token / page.peak_flops, labels)
-
-
-def _run_samples(run: RunFact) -> Iterator[Sample]:
-    for state in RUN_STATES:
-        yield Sample(RUN_STATE, float(state == run.state), (run.run, state))
-    yield Sample(RUN_GENERATION, run.generation, (run.run,))
-    yield Sample(RUN_UP, float(run.alive), (run.run,))
-
-
-def _make(settings: RanksSettings, context: Context) -> Collector:
-    return RanksCollector(settings.root, context.rank_pages)
-
-
-COLLECTOR = Plugin("ranks", RanksSettings, _make, LABELS)
+COLLECTOR = Plugin(
+    "ranks", RanksSettings, lambda settings, context: RanksCollector(settings.root, context.rank_pages), series.LABELS
+)

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from pydantic import Field
 
-from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.settings.section import CollectorSettings
 
 STATES: Final = ("idle", "allocated", "mixed", "down", "error", "future", "unknown")
@@ -193,8 +193,9 @@ def _job_samples(jobs: Sequence[JobView]) -> Iterator[Sample]:
         yield Sample(JOB, 1.0, (str(job.id), job.user, job.partition, job.state))
 
 
-def _make(settings: SlurmSettings, context: Context) -> Collector:
-    return SlurmCollector(context.slurm_reports(context.node, settings.interval_s), context.node)
-
-
-COLLECTOR = Plugin("slurm", SlurmSettings, _make, LABELS)
+COLLECTOR = Plugin(
+    "slurm",
+    SlurmSettings,
+    lambda settings, context: SlurmCollector(context.slurm_reports(context.node, settings.interval_s), context.node),
+    LABELS,
+)

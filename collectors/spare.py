@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Metric, NoData, Plugin, Reading, Sample
 from opsd.settings.spare import SpareSettings
 
 FILE: Final = "spare.json"
@@ -52,8 +52,6 @@ def parse(content: bytes, now: float) -> tuple[Sample, ...]:
     return (Sample(READY, float(ready)), Sample(AGE, age), Sample(STAGED, staged))
 
 
-def _make(settings: SpareSettings, context: Context) -> Collector:
-    return SpareCollector(context.state and context.state / FILE)
-
-
-COLLECTOR = Plugin("spare", SpareSettings, _make)
+COLLECTOR = Plugin(
+    "spare", SpareSettings, lambda _settings, context: SpareCollector(context.state and context.state / FILE)
+)

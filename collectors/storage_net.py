@@ -1,6 +1,6 @@
 """Size of the network file systems, and how long each took to tell.
 
-Hangs while a server does not answer; asked seldom, because every node of a cluster asks the same servers.
+Hangs while a server does not answer; asked rarely, because every node of a cluster asks the same servers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from opsd.collectors.base import Collector, Context, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.storage import series
 from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, read_mounts
 from opsd.settings.section import CollectorSettings
@@ -74,8 +74,9 @@ class StorageNetCollector:
         yield from series.space(mount, status)
 
 
-def _make(settings: StorageNetSettings, context: Context) -> Collector:
-    return StorageNetCollector(interval_s=settings.interval_s)
-
-
-COLLECTOR = Plugin("storage_net", StorageNetSettings, _make, series.MOUNT_LABEL)
+COLLECTOR = Plugin(
+    "storage_net",
+    StorageNetSettings,
+    lambda settings, _context: StorageNetCollector(interval_s=settings.interval_s),
+    series.MOUNT_LABEL,
+)

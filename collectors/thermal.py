@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Metric, NoData, Plugin, Reading, Sample
 from opsd.settings.section import CollectorSettings
 
 MAX_ZONES: Final = 64
@@ -87,8 +87,4 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _make(settings: ThermalSettings, context: Context) -> Collector:
-    return ThermalCollector()
-
-
-COLLECTOR = Plugin("thermal", ThermalSettings, _make, LABELS)
+COLLECTOR = Plugin("thermal", ThermalSettings, lambda _settings, _context: ThermalCollector(), LABELS)

@@ -1,8 +1,8 @@
-"""What a runbook is: the page a person reads at 3 a.m. and the pure functions that detect, diagnose and remedy.
+"""What a runbook is: the guide for the person on call, and the pure functions that detect, diagnose and remedy.
 
 A runbook is one file that ends in ``RUNBOOK = Runbook(...)``. Its functions see the last minutes of samples
-(``View``) and the latest facts, and nothing else: no clock, no files, no processes. What they want done they
-return as ``Action`` values, which the agent's policy admits or not and one module carries out.
+(``View``) and the latest facts, and nothing else: no clock, no files, no processes. They return the actions
+that they want as ``Action`` values, which the agent's policy admits or refuses and one module executes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Severity(StrEnum):
 
 
 class State(StrEnum):
-    """Where an incident stands; see ``opsd.agent.incidents`` for the transitions."""
+    """The state of an incident; see ``opsd.agent.lifecycle`` for the transitions."""
 
     OPEN = "open"
     ACTING = "acting"
@@ -36,7 +36,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """What is to blame. ``component`` is one of: rank, gpu, node, data, storage, network, user code, unknown."""
+    """The cause. ``component`` is one of: rank, gpu, node, data, storage, network, user code, unknown."""
 
     component: str
     node: str | None = None
@@ -97,7 +97,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something to be done, as data. ``verb`` names a method of the agent's action executor, ``args`` are JSON-able."""
+    """An action as data. ``verb`` names a method of the agent's action executor, ``args`` are JSON-able."""
 
     verb: str
     target: str
@@ -107,9 +107,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A finding with a history. Times are wall-clock seconds; ``actions`` is what was done or recommended so far.
+    """A finding with a history. Times are wall-clock seconds; ``actions`` are those executed or recommended so far.
 
-    ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it was over and
+    ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it ended and
     came back, the last time at ``reopened_at``.
     """
 
@@ -233,11 +233,11 @@ Common = Literal["gpu", "rank", "run", "node"]
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Incidents of another ``kind`` can bring about those of a runbook if the two share their ``by``.
+    """Incidents of another ``kind`` can cause those of a runbook if the two have ``by`` in common.
 
-    The cause lasts: a symptom may open while it is current and up to ``lag_s`` after its end. With ``within_s`` it
-    strikes: the symptom opens at most that many seconds from a moment at which it did. ``fits`` looks at the two
-    incidents, symptom and cause, for what else must be so.
+    A symptom may open while the cause is current and up to ``lag_s`` after its end. With ``within_s`` the cause is a
+    momentary event: the symptom opens at most that many seconds from one of its occurrences. ``fits`` checks further
+    conditions on the two incidents, symptom and cause.
     """
 
     kind: str
@@ -251,14 +251,13 @@ class Cause:
 class Runbook:
     """One kind of incident.
 
-    ``healed`` answers whether the trouble is over: True, False, or None if that cannot be known right now (which
+    ``healed`` returns whether the fault is over: True, False, or None if that is unknown now (which
     is not healthy). An incident opens once it was found for ``open_after_s`` and resolves once healed for
     ``clear_after_s``. ``verify_s`` is how long a remedy may take to show its effect before the next attempt or
     escalation; after ``max_attempts`` the incident escalates. ``needs`` are the collectors without which the
-    runbook is blind. What is found again within ``hold_s`` of its end is the same incident come back; None is what the
-    policy says, 0 is for events of which each stands for itself. ``causes`` are other kinds of incident that can bring
-    this one about, the likeliest first. A detector that is dear looks only every
-    ``look_every_s``; what it found stands meanwhile.
+    runbook is blind. A finding within ``hold_s`` of the end reopens the incident; None takes the policy's value, 0 is
+    for independent events. ``causes`` are other kinds of incident that can cause this one, the likeliest first. An
+    expensive detector runs only every ``look_every_s``; its findings stay valid meanwhile.
     """
 
     kind: str

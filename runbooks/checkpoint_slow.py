@@ -1,4 +1,4 @@
-"""Checkpoints hold the training up for longer than they used to, or become durable more slowly than they are made."""
+"""Checkpoints block the training longer than before, or become durable more slowly than they are made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _stalls(view: View, rank: RankFact) -> list[float]:
 
 
 def _stuck(view: View, run: str) -> list[RankFact]:
-    """The ranks that stand in a checkpoint for too long right now."""
+    """The ranks that a checkpoint is blocking for too long now."""
     ranks = [rank for rank in ranks_of(view, run) if rank.live and rank.phase == PHASE]
     return [rank for rank in ranks if view.now - rank.phase_since > _limit(view, rank)]
 
@@ -142,31 +142,31 @@ GUIDE = Guide.parse("""
 # Checkpoints are slow
 
 ## Meaning
-One of these: ranks stand in a checkpoint for more than three times as long as in the ten minutes before, and at least
-20 s (two minutes for the first one seen); the last two checkpoints held the training up three times longer than those
-before; or a checkpoint becomes durable about as slowly as the next one is made, so that saving falls behind.
+One of these: a checkpoint has blocked ranks for more than three times as long as in the ten minutes before, and for at
+least 20 s (two minutes for the first one); the last two checkpoints blocked the training three times longer than those
+before; or a checkpoint takes about as long to become durable as the interval to the next one.
 
 ## Impact
-While ranks stand in a checkpoint every GPU of the job waits. Slow saving in the background costs nothing until a
-failure, which then loses more steps; it also slows the training by the memory and disk it uses.
+While a checkpoint blocks ranks, every GPU of the job waits. Slow background saves lose more steps at the next failure,
+and slow the training by the memory and disk bandwidth that they use.
 
 ## Diagnosis
-1. `opsd incidents show ID`: which of the three, the seconds now and before, and whether one rank holds the others up.
+1. `opsd incidents show ID`: which of the three, the seconds now and before, and whether one rank blocks the others.
 2. `iostat -x 1 5`: the disk that checkpoints go to: `w_await`, `%util`. A drive that is nearly full or hot writes
    slowly: `smartctl -a /dev/nvme0`, `df -h FOLDER`.
 3. Network storage: `findmnt -T FOLDER`, `journalctl -k --since -1hour | grep -iE "nfs|lustre"`, and whether all nodes
    of the job write at the same moment.
 4. One rank only: `py-spy dump --pid PID`, and `cat /proc/PID/io` twice: does it write at all?
-5. `opsd checkpoint list FOLDER`: sizes; a checkpoint that has grown is not slow.
+5. `opsd checkpoint list FOLDER`: sizes; a larger checkpoint takes longer.
 
 ## Mitigation
 - Write to local NVMe or memory first, and upload from there in the background.
-- Fewer checkpoints for now: the cost of one is a stall, the cost of none is every step since the last.
-- The disk: swap the node out, `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
+- Save less often for now. Keep saving: without checkpoints a failure loses every step since the last one.
+- A bad disk: swap the node out, `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
 
 ## What opsd does by itself
 - observe: opens the incident with its cost, resolves it once a checkpoint was as fast as before.
-- recommend, act: the same, and notifies. It does not interrupt a save: one that is slow often gets through.
+- recommend, act: the same, and notifies. It does not interrupt a save: slow ones often succeed.
 """)
 
 RUNBOOK = Runbook(

@@ -73,7 +73,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a newer checkpoint is durable, or the run has ended in good order."""
+    """True once a newer checkpoint is durable, or the run has ended as planned."""
     run = text(incident.data, "run")
     committed = _committed(view, run)
     if committed is not None and committed > integer(incident.data, "committed"):
@@ -86,30 +86,27 @@ GUIDE = Guide.parse("""
 # Checkpoints have stopped
 
 ## Meaning
-The run goes on training, but the step of its newest durable checkpoint is more than two and a half usual intervals
-behind. Counted in steps, so that pauses do not matter. Saves in the background may fail without stopping the
-training.
+The run trains, but the step of its newest durable checkpoint is more than two and a half usual intervals behind. The
+interval is counted in steps, so that pauses do not matter. Background saves may fail without stopping the training.
 
 ## Impact
 None now. The next failure costs all steps since the last checkpoint: the incident says how many GPU-hours that is.
 
 ## Diagnosis
-1. `opsd incidents show ID`: newest checkpoint, usual interval, what is at stake.
-2. `opsd checkpoint list FOLDER`: does the folder agree? A folder without a manifest is a save that was never
-   completed.
+1. `opsd incidents show ID`: newest checkpoint, usual interval, GPU-hours that would be lost.
+2. `opsd checkpoint list FOLDER`: does the folder agree? A folder without a manifest is an incomplete save.
 3. Space and health of where it is written: `df -h FOLDER`, `df -i FOLDER`, `journalctl -k --since -1hour | grep -iE
    "nvme|I/O error|nfs"`.
-4. The rank's log in the run folder, and its process that persists checkpoints: `ps --ppid PID -o
-   pid,stat,wchan,comm`.
+4. The rank's log in the run folder, and its process that persists checkpoints: `ps --ppid PID -o pid,stat,wchan,comm`.
 
 ## Mitigation
-- Disk full: make room, the next save will succeed by itself. Never remove the newest checkpoint that verifies.
-- Writer dead or stuck: stop the run in good order, which saves first (`kill -USR1 LAUNCHER_PID`), and start it again.
-- Storage gone: point checkpoints to another disk at the next restart.
+- Disk full: free space; the next save then succeeds. Never remove the newest checkpoint that verifies.
+- Writer dead or stuck: stop the run, which saves first (`kill -USR1 LAUNCHER_PID`), and restart it.
+- Storage failed: write checkpoints to another disk after the next restart.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once a newer checkpoint is durable.
-- recommend, act: the same, and notifies. It does not stop a run that trains.
+- recommend, act: the same, and notifies. It does not stop a run that makes progress.
 """)
 
 RUNBOOK = Runbook(

@@ -8,7 +8,7 @@ from statistics import median
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 
 BOOTED = "opsd_host_boot_time_seconds"
-"""The kernel reckons it from the wall clock, so that it moves by as much as that is stepped."""
+"""The kernel derives it from the wall clock, so that it moves by as much as that is stepped."""
 
 WINDOW_S, STEADY_S = 600.0, 300.0
 STEP_S = 3.0
@@ -65,31 +65,32 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 GUIDE = Guide.parse("""
-# The clock was moved
+# The clock was stepped
 
 ## Meaning
-The node's wall clock went at least 3 s forward or back against the clock that counts from boot. Somebody set it, or
-time synchronisation found it wrong and stepped it. Before or after that step it is wrong: the incident does not know
-which. An offset that was there all along is not seen here, nor one of less than seconds.
+The node's wall clock jumped by at least 3 s against the monotonic clock. A person set it, or time synchronisation
+corrected it. It was wrong either before or after the step; the incident does not know which. Constant offsets and
+offsets of less than 3 s are not detected.
 
 ## Impact
-Training does not care, nor do opsd's own times. Slurm and everything else that signs with MUNGE stop talking to the
-node beyond five minutes; certificates, file times and `make` misbehave; logs of several nodes no longer line up.
+Training and opsd's own measurements are not affected. With an offset of more than five minutes, Slurm and other users
+of MUNGE lose contact with the node. Certificates and file times may be wrong, and logs of several nodes cannot be
+compared.
 
 ## Diagnosis
 1. `opsd incidents show ID`: by how much, and which way.
-2. `chronyc tracking` and `chronyc sources -v`: synchronised now? With which source, and how far off was it?
-3. `journalctl --since -1hour -u chronyd -u systemd-timesyncd -u ntpd`: the step, and why.
-4. `journalctl -k --since -1day | grep -iE "clocksource|tsc"`: a clock source that the kernel has given up.
+2. `chronyc tracking` and `chronyc sources -v`: is it synchronised now, with which source, and how large was the offset?
+3. `journalctl --since -1hour -u chronyd -u systemd-timesyncd -u ntpd`: the step and its reason.
+4. `journalctl -k --since -1day | grep -iE "clocksource|tsc"`: a clock source that the kernel has rejected.
 5. Many nodes at once: the time server.
 
 ## Mitigation
-- Right now: nothing else to do, the incident ends by itself.
-- Wrong now: `chronyc makestep`, and find out who set it.
-- It runs away again: the board's clock or battery; drain (`opsd drain NODE --incident ID --reason WHY`).
+- The clock is right now: nothing to do, the incident resolves by itself.
+- The clock is wrong now: `chronyc makestep`, and find out what set it.
+- It drifts again: the board's clock or battery is faulty; drain (`opsd drain NODE --incident ID --reason WHY`).
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it once the clock has been steady for five minutes.
+- observe: opens the incident; resolves it once the clock had no step for five minutes.
 - recommend, act: the same, and notifies. It never sets a clock.
 """)
 

@@ -12,7 +12,7 @@ from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
 
 NAMES_EARLY_S = 30.0
-"""NCCL may have told of the trouble this long before the ranks were found to stand still."""
+"""NCCL may have reported the fault this many seconds before the hang was detected."""
 
 SILENT = ("incomplete", "dead")
 BEHIND = ("mismatch", "error")
@@ -131,34 +131,34 @@ GUIDE = Guide.parse("""
 # A collective hangs
 
 ## Meaning
-All ranks of this node have done the same steps and wait in the same collective, in good health, for far longer than
-their past explains. What they wait for is not here: the network, or a rank of another node. A rank of this node that
-stands out is `rank_hang` instead. Where PyTorch's flight recorder has left dumps, or NCCL's RAS service answers, the
-rank that did not come is named; if every rank has come, it is the network.
+All ranks of this node are healthy, have done the same steps and wait in the same collective, for far longer than is
+usual for this run. The cause is the network or a rank on another node; if a rank of this node stands out, the incident
+is `rank_hang` instead. With dumps of PyTorch's flight recorder or answers of NCCL's RAS service, the incident names the
+rank that did not join. If every rank has joined, the network is the cause.
 
 ## Impact
-Every GPU of the job waits. NCCL's watchdog ends the job after ten minutes, the launcher restarts it before.
+Every GPU of the job waits. NCCL's watchdog would end the job after ten minutes; the launcher restarts it earlier.
 
 ## Diagnosis
-1. `opsd incidents show ID`: who is named and by whom, the operation, the stacks.
+1. `opsd incidents show ID`: the rank that is named and the source, the operation, the stacks.
 2. The same incident on other nodes of the job: the one that has a `rank_hang` or a GPU incident instead has the cause.
 3. `printf "CLIENT PROTOCOL 2\\nVERBOSE STATUS\\n" | nc localhost 28028` on the node of rank 0: RAS names ranks that lag
-   or are silent. It has also said OK in a real hang.
-4. Everybody has come: `ibstat`, `nvidia-smi nvlink -s`, and `journalctl -k --since -30min | grep -iE "mlx5|NVRM|xid"`
-   on all nodes of the job.
-5. A different order of collectives on some ranks is a fault of the program: the sequence numbers and operations in
-   the stacks differ.
+   or are silent. It may say OK in spite of a hang.
+4. Every rank has joined: `ibstat`, `nvidia-smi nvlink -s`, and `journalctl -k --since -30min | grep -iE
+   "mlx5|NVRM|xid"` on all nodes of the job.
+5. If sequence numbers and operations in the stacks differ between ranks, the program calls collectives in different
+   orders.
 
 ## Mitigation
 - Nothing, if the incident resolved: the launcher has restarted the generation.
 - A rank named twice: drain its node, `opsd drain NODE --incident ID --reason WHY`, and `scontrol requeue JOB`.
-- No launcher: `scontrol requeue JOB`, or end the named rank so that the others notice.
+- No launcher: `scontrol requeue JOB`, or kill the named rank so that the job fails and restarts.
 
 ## What opsd does by itself
 Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
 
 - observe: opens the incident, and resolves it once a step is completed.
-- recommend, act: the same. A run without a launcher has nothing that could restart it, so that people are notified.
+- recommend, act: the same. If the run has no launcher, nothing restarts it, and opsd notifies.
 """)
 
 RUNBOOK = Runbook(

@@ -173,32 +173,31 @@ GUIDE = Guide.parse("""
 
 ## Meaning
 One of two patterns, over at least two minutes of this run. Either the time that a step waits for its batch grows
-steadily with the number of the step, by at least 3 % of a step within the window, clearly more than it scatters. Or
-long waits come again after the same number of steps and cost at least 5 % of the throughput. A jump is neither: that is
-a drop in throughput.
+steadily with the step number, by at least 3 % of a step within the window and clearly more than the noise. Or long
+waits repeat after the same number of steps and cost at least 5 % of the throughput. A sudden jump is `throughput_drop`.
 
 ## Impact
-All ranks wait for the slowest loader. What grows goes on growing: SmolLM3 lost throughput to an index that was built
-for all steps of the run, and more of it the longer the run was.
+All ranks wait for the slowest loader, and growing waits continue to grow: SmolLM3 lost more and more throughput to an
+index that was built for all steps of the run.
 
 ## Diagnosis
 1. `opsd incidents show ID`: seconds a step at first and now, or the period and the length of the waits.
-2. Grows on every rank: what a batch costs depends on the step. `py-spy record -d 60 -o loader.svg --pid PID` on the
-   loader process twice, some thousand steps apart: what has become wider? An index that is scanned or copied, a list
-   of what has been seen, a file that is read from its beginning.
+2. Grows on every rank: the cost of a batch depends on the step. `py-spy record -d 60 -o loader.svg --pid PID` on the
+   loader process twice, some thousand steps apart: which frames have become wider? An index that is scanned or copied,
+   a list of samples already seen, a file that is read from its beginning.
 3. Grows on one rank: the memory of its loader, `cat /proc/PID/status`, its disk, `iostat -x 1 3`.
-4. Periodic: what has that period in steps? The end of a shard, an epoch, a buffer that is filled at once, a checkpoint
+4. Periodic: what has that period in steps? The end of a shard or epoch, a buffer that is filled in one go, a checkpoint
    of the loader's state. `iostat -x 1 60` over one period.
-5. Memory of the node that shrinks with it: `cat /proc/pressure/memory`, evictions from the page cache.
+5. Is the node's free memory shrinking at the same time? `cat /proc/pressure/memory`, evictions from the page cache.
 
 ## Mitigation
-- A restart starts a leak afresh, and does nothing about a cost that depends on the step.
-- Use an order that is computed from the step and not stored; map shards into memory, read ahead across their ends.
-- For the time being a deeper prefetch hides periodic waits that are shorter than what it holds.
+- A restart helps against a leak, but not against a cost that depends on the step.
+- Compute the order of samples from the step instead of storing it; map shards into memory and read ahead across them.
+- A deeper prefetch hides periodic waits that are shorter than its content, as a workaround.
 
 ## What opsd does by itself
 - observe: opens the incident with its pattern and cost, resolves it once the waits are as short as before.
-- recommend, act: the same, and notifies. A loader that is slow by construction is not cured by ending it.
+- recommend, act: the same, and notifies. Killing a loader that is slow by design does not help.
 """)
 
 RUNBOOK = Runbook(

@@ -1,4 +1,4 @@
-"""The NVIDIA driver does not answer: a question to it does not return."""
+"""The NVIDIA driver does not answer: a call into it does not return."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 
 def _stuck(view: View) -> list[RankFact]:
-    """Ranks that stand still, or wait in the kernel for something that cannot be interrupted."""
+    """Ranks that make no progress, or wait uninterruptibly in the kernel."""
     return [
         rank
         for rank in view.ranks
@@ -87,25 +87,26 @@ GUIDE = Guide.parse("""
 # The NVIDIA driver hangs
 
 ## Meaning
-The agent has asked the driver for the state of its GPUs, and the call has not returned for ten seconds. The agent
-goes on with everything else; of the GPUs it knows nothing in the meantime. Usually one GPU does not answer (Xid 119:
-its system processor) and the driver holds a lock while it waits for it.
+The agent's call to the driver for the state of its GPUs has not returned for ten seconds. The agent continues with
+everything else, but knows nothing about the GPUs meanwhile. Usually one GPU does not answer (Xid 119: its system
+processor), and the driver holds a lock while it waits.
 
 ## Impact
-Ranks hang in the driver sooner or later, and cannot even be killed: a process in state D ends only when its call does.
-New programs hang at their first CUDA call, tools like nvidia-smi at once.
+Ranks will hang in the driver and cannot be killed: a process in state D ends only when its call returns. New programs
+hang at their first CUDA call, tools like nvidia-smi immediately.
 
 ## Diagnosis
-1. `opsd incidents show ID`: Xids of the last minutes, the GPU they name, ranks that stand still.
+1. `opsd incidents show ID`: Xids of the last minutes, the GPU they name, ranks that make no progress.
 2. `journalctl -k --since -1hour | grep -iE "NVRM|xid|blocked for more than"`: which GPU, which processes.
-3. `ps -eo pid,stat,wchan:32,comm | grep " D"`: who hangs in the driver. Do not start nvidia-smi, it will hang too.
+3. `ps -eo pid,stat,wchan:32,comm | grep " D"`: processes that hang in the driver. Do not start nvidia-smi, it would
+   hang too.
 4. `cat /proc/PID/stack` of one of them as root: where in the driver.
 
 ## Mitigation
 - `opsd drain NODE --incident ID --reason WHY`, and requeue the job elsewhere: `scontrol requeue JOB`.
-- It does not come back within minutes: reboot, by the management controller if need be (`ipmitool chassis power
-  cycle`), as processes in state D hold up an orderly one.
-- Again on the same GPU: have it replaced. Again on many nodes: the driver's version.
+- It does not recover within minutes: reboot, if necessary with the management controller (`ipmitool chassis power
+  cycle`), as processes in state D block a normal reboot.
+- Again on the same GPU: replace it. On many nodes: suspect the driver's version.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the driver answers.

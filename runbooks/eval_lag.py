@@ -120,7 +120,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a later evaluation is not behind in any result that was, or the run has ended in good order."""
+    """True once a later evaluation is not behind in any result that was, or the run has ended as planned."""
     run, names = text(incident.data, "run"), incident.data.get("names")
     later = [results for step, results in _evaluations(view, run) if step > integer(incident.data, "step")]
     if later and isinstance(names, list | tuple):
@@ -135,30 +135,30 @@ GUIDE = Guide.parse("""
 # A run lags behind its reference
 
 ## Meaning
-The last three evaluations of a run have the same result behind that of a reference run at equal tokens: a loss by more
-than 2 %, a score by more than 5 % of the reference. The reference is the `evaluations.jsonl` that the setting
-`evaluation.reference` names. Only results that both have are compared, and only within the tokens of the reference.
+In the last three evaluations of a run the same result was worse than that of a reference run at equal tokens: a loss by
+more than 2 %, a score by more than 5 %. The reference is the `evaluations.jsonl` in the setting `evaluation.reference`.
+Only results that both runs have are compared, and only within the tokens of the reference.
 
 ## Impact
-Nothing crashes and the loss may fall as it should. SmolLM3's ranks of a tensor-parallel group were initialised with the
-same seed; at 1 T tokens the model was behind a smaller one in its evaluations, and the training began anew.
+Nothing crashes and the loss may fall as expected. SmolLM3's tensor-parallel ranks were initialised with the same seed;
+at 1 T tokens the model had worse evaluations than a smaller one, and the training was started over.
 
 ## Diagnosis
 1. `opsd incidents show ID`: which results, by how much, and since which step; `cat RUN_FOLDER/evaluations.jsonl`.
-2. All results or some? All speak for the model or its settings; those of one kind, say mathematics, for the data.
+2. All results or some? All: suspect the model or its settings. Only one kind, for example mathematics: the data.
 3. Tensor-parallel shards that are copies: `opsd checkpoint audit FOLDER`; incidents of kind `tp_seed`.
 4. What differs from the reference: settings, tokenizer, weights of the sources, learning rate at equal tokens.
 5. Is the evaluation the same? `diff REFERENCE/config.json RUN_FOLDER/config.json`; evaluate a checkpoint of the
    reference with `python -m opsd.trainer.evaluate REFERENCE STEP`.
 
 ## Mitigation
-- From the beginning behind: stop, and compare a run of some thousand steps with the reference before going on.
-- Fallen behind at a step: compare the checkpoints before and after it, and look at what changed there (stage, restart).
-- The reference is not comparable: take `evaluation.reference` out of the settings.
+- Behind from the beginning: stop, and compare a run of some thousand steps with the reference first.
+- Behind since a step: compare the checkpoints before and after it, and find what changed there (stage, restart).
+- The reference is not comparable: remove `evaluation.reference` from the settings.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once an evaluation is no longer behind.
-- recommend, act: the same, and notifies. It does not stop a run that trains.
+- recommend, act: the same, and notifies. It does not stop a run that makes progress.
 """)
 
 RUNBOOK = Runbook(

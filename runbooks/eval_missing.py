@@ -1,4 +1,4 @@
-"""Checkpoints of a run are no longer evaluated although they used to be: nobody would see that the model is bad."""
+"""Checkpoints of a run are no longer evaluated although they used to be, so that a bad model would go unnoticed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Backlog:
 
     @property
     def late(self) -> bool:
-        """True if more wait than the usual course of things explains."""
+        """True if more wait than usual."""
         return self.waiting > max(LEAST_BACKLOG, FACTOR * self.usual)
 
 
@@ -99,7 +99,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a later checkpoint has results, or the run has ended in good order."""
+    """True once a later checkpoint has results, or the run has ended as planned."""
     run = text(incident.data, "run")
     backlog = _backlog(view, run)
     if backlog is not None and backlog.evaluated > integer(incident.data, "evaluated"):
@@ -112,31 +112,31 @@ GUIDE = Guide.parse("""
 # Evaluations are missing
 
 ## Meaning
-The run has been evaluated at its checkpoints before, and now more than three of them, and more than twice as many as
-usual, are later than the newest results. An evaluation counts once it has results: jobs that start and fail do not.
-A run that is not evaluated, or was once by hand, is left alone.
+The run's checkpoints were evaluated before, and now more than three checkpoints, and more than twice as many as usual,
+are newer than the newest results. Only evaluations with results count, not jobs that fail. Runs without regular
+evaluations are ignored.
 
 ## Impact
-None on the training. A model that gets worse, or does not get better, is noticed that much later: SmolLM3's
-tensor-parallel fault was found by comparing evaluations with an older run's, after a trillion tokens.
+None on the training. A model that gets worse, or does not improve, is noticed later: SmolLM3's tensor-parallel fault
+was found by comparing evaluations with an older run's, after a trillion tokens.
 
 ## Diagnosis
-1. `opsd incidents show ID`: newest step with results, checkpoints that wait, evaluations that had none.
+1. `opsd incidents show ID`: newest step with results, checkpoints that wait, evaluations without results.
 2. Do the jobs wait? `squeue --user USER --name NAME --start`: no idle node, a reservation, a limit of the account.
 3. Did they fail? `sacct --user USER --starttime now-1day --format jobid,jobname,state,exitcode,elapsed`, then the log
    of the newest.
-4. Is nothing submitted at all? The hook that queues evaluations, and its last lines in the log of rank 0.
-5. `opsd checkpoint list FOLDER`: are the checkpoints there that it would read?
+4. Is nothing submitted? Check the hook that queues evaluations, and its last lines in the log of rank 0.
+5. `opsd checkpoint list FOLDER`: do the checkpoints that it would read exist?
 
 ## Mitigation
 - Evaluate the newest checkpoint by hand first; it says most about the model.
-- Keep those that wait: retention must not remove a checkpoint before it has been evaluated.
-- No node free: idle spares can run them where their partition may be preempted: an evaluation then gives way within
-  seconds. Elsewhere spares stay idle, or a swap waits for the evaluation; `opsd slurm check` says which it is.
+- Keep checkpoints that wait: retention must not remove them before they are evaluated.
+- No free node: idle spares can run evaluations in a preemptible partition, where an evaluation ends within seconds if
+  the spare is needed. Without preemption a swap would wait for the evaluation. `opsd slurm check` says which applies.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once a later checkpoint has results.
-- recommend, act: the same, and notifies. It does not submit evaluations by itself.
+- recommend, act: the same, and notifies. It does not submit evaluations.
 """)
 
 RUNBOOK = Runbook(

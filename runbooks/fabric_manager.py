@@ -56,7 +56,7 @@ def _fatal(view: View) -> Iterator[Event]:
 
 
 def _cured(view: View, since: float) -> bool:
-    """True if node or driver have started anew after wall second ``since``, or several ranks still train well after."""
+    """True if node or driver were restarted after epoch second ``since``, or several ranks train long after it."""
     proven = view.wall - since - PROOF_S
     trained = [rank for rank in view.ranks if rank.steps and view.now - rank.steps[-1].end < proven]
     return driver_restarted(view, since) or len(trained) > 1
@@ -119,28 +119,28 @@ GUIDE = Guide.parse("""
 ## Meaning
 On boards with NVSwitches a service, the fabric manager, connects the GPUs. One of these is true: every link of every
 GPU has been down for a minute; a rank ended because CUDA said "system not yet initialized" (error 802); a switch has
-reported a fatal error (SXid). Links that come up within a minute of a boot, and cards whose bridge is simply not
-there, are no incident.
+reported a fatal error (SXid). Links that come up within a minute of a boot, and cards without an NVLink bridge, are no
+incident.
 
 ## Impact
 CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one GPU can run on the node.
 
 ## Diagnosis
 1. `opsd incidents show ID`: links, the switch's message, or the rank's error.
-2. `journalctl -u nvidia-fabricmanager --since -1hour`: running? The same version as the driver? That is the usual
-   cause after an update.
+2. `journalctl -u nvidia-fabricmanager --since -1hour`: is it running, and in the driver's version? Different versions
+   are the usual cause after an update.
 3. `nvidia-smi -q -i 0`: the section Fabric says completed, in progress, or what failed. `nvidia-smi nvlink -s`: links.
 4. `journalctl -k --since -1hour | grep -iE "SXid|NVSwitch"`: a fatal SXid names switch and link.
 
 ## Mitigation
 - Versions differ: install the fabric manager of the driver's version, then restart both.
-- Service stopped: with no job on the node restart it, `systemctl restart nvidia-fabricmanager`.
+- Service stopped: restart it when no job is on the node, `systemctl restart nvidia-fabricmanager`.
 - Fatal SXid: drain (`opsd drain NODE --incident ID --reason WHY`), and reboot: GPUs and switches can only be reset
   together.
-- The same switch again: the vendor.
+- The same switch again: call the vendor.
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it once links are up and ranks train, or node or driver have started anew.
+- observe: opens the incident; resolves it once links are up and ranks train, or node or driver have restarted.
 - recommend, act: the same, and notifies. It restarts no services.
 """)
 

@@ -200,26 +200,26 @@ GUIDE = Guide.parse("""
 # A fan fails
 
 ## Meaning
-At the same power a GPU becomes steadily hotter than its peers of this node: at least 4 °C within ten minutes, clearly
-more than it scatters, and so fast that it reaches its slowdown temperature within the next hour. That horizon is all
-the prediction claims. Warming up with a new load, a warmer room, or a GPU that has always been hotter is not one.
+At the same power a GPU becomes steadily hotter than its peers of this node: by at least 4 °C within ten minutes,
+clearly more than the noise, and so fast that it reaches its slowdown temperature within the next hour. The prediction
+covers only that hour. Warming up under a new load, a warmer room, or a GPU that was always hotter do not count.
 
 ## Impact
-None yet. At its limit the GPU is throttled, and a synchronous job then runs at its pace.
+None yet. At its limit the GPU is throttled, and a synchronous job then runs at that GPU's speed.
 
 ## Diagnosis
 1. `opsd incidents show ID`: which GPUs, how fast, and in how many minutes the limit is reached.
-2. `ipmitool sdr type Fan`: a fan that stands or turns slower than its neighbours; GPUs that warm up together share it.
+2. `ipmitool sdr type Fan`: a fan that is stopped or slower than its neighbours; GPUs that warm up together share it.
 3. `ipmitool sdr type Temperature` and `ipmitool sel list`: inlet and exhaust air, events of the fan controller.
-4. `nvidia-smi --query-gpu=index,temperature.gpu,power.draw,clocks.sm --format=csv -l 5`: the same power, another
+4. `nvidia-smi --query-gpu=index,temperature.gpu,power.draw,clocks.sm --format=csv -l 5`: the same power, a higher
    temperature.
-5. All fans turn: dust, a loose heat sink, old paste; on liquid cooling flow and pressure of the loop.
+5. All fans turn: dust, a loose heat sink, old thermal paste; with liquid cooling, flow and pressure of the loop.
 
 ## Mitigation
 - Swap the node out at the next checkpoint, before it throttles: `opsd swap NODE`, then `opsd drain NODE --incident ID
   --reason WHY`.
-- Until then less power gives time: `nvidia-smi -i GPU -pl WATTS`, 15 % below its limit.
-- Fans are replaced while the server runs on most boards; look again under load.
+- Until then a lower power limit gains time: `nvidia-smi -i GPU -pl WATTS`, 15 % below its limit.
+- On most boards fans can be replaced while the server runs; check again under load.
 
 ## What opsd does by itself
 - observe: opens the incident; resolves it once the GPU is as cool as before at the same power.

@@ -53,7 +53,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True after a reset of the GPU (its volatile counter starts anew), or after quiet minutes with nothing pending."""
+    """True after a reset of the GPU (its counter restarts at 0), or after minutes without errors or pending remaps."""
     data = incident.data
     uuid = text(data, "uuid")
     found = by_gpu(view, ERRORS, type=text(data, "errors"), counter="volatile").get(uuid)
@@ -72,9 +72,9 @@ GUIDE = Guide.parse("""
 # A GPU has memory errors
 
 ## Meaning
-Uncorrected: data in the GPU's memory was lost; the driver kills the process that used it (Xid 48, 63, 94, 95) and
-marks the row for replacement. Corrected in a burst (more than 100 a minute): nothing was lost, but the memory is on
-its way there. Single corrected errors are normal and no incident.
+Uncorrected: data in the GPU's memory was lost; the driver kills the process that used it (Xid 48, 63, 94, 95) and marks
+the row for replacement. Corrected in a burst (more than 100 a minute): nothing was lost, but the memory is likely to
+fail. Single corrected errors are normal and no incident.
 
 ## Impact
 An uncorrected error ends the rank, and with it the generation. The GPU may need a reset before it can be used again.
@@ -86,13 +86,13 @@ An uncorrected error ends the rank, and with it the generation. The GPU may need
    reset.
 
 ## Mitigation
-- Restart of the job on this GPU is safe after a contained error without pending remap.
+- After a contained error without pending remap the job can be restarted on this GPU.
 - Otherwise drain (`opsd drain NODE --incident ID --reason WHY`), then reset when no process uses it: `nvidia-smi -r -i
   GPU`, or reboot.
-- Corrected bursts that come back after a reset: have the GPU replaced.
+- Corrected bursts that come back after a reset: replace the GPU.
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it after a reset, or after five quiet minutes with nothing pending.
+- observe: opens the incident; resolves it after a reset, or after five minutes without errors and with nothing pending.
 - recommend, act: the same, and notifies. The launcher restarts the killed rank in every mode.
 """)
 

@@ -84,23 +84,22 @@ GUIDE = Guide.parse("""
 # A GPU corrects more and more memory errors
 
 ## Meaning
-The number of corrected ECC errors a minute has grown over the last ten minutes, steadily and not in one burst, and
-will be a burst (100 a minute) within a day if it goes on. A robust line through the minutes says so; the incident
-shows when. A few corrected errors are what ECC is for.
+The number of corrected ECC errors per minute has grown steadily over the last ten minutes, and will reach 100 per
+minute within a day if this continues. The prediction is a robust linear fit; the incident shows the time. A few
+corrected errors are normal.
 
 ## Impact
-None yet. Memory that fails this way ends in a row that has to be replaced, or in an error that cannot be corrected,
-which ends the rank.
+None yet. Such memory eventually needs a row remap, or has an uncorrectable error, which ends the rank.
 
 ## Diagnosis
-1. `opsd incidents show ID`: errors a minute, then and now, and the outlook.
+1. `opsd incidents show ID`: errors per minute, then and now, and the prediction.
 2. `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`: which kind of memory, rows replaced, rows that wait for a reset.
-3. `nvidia-smi -q -d TEMPERATURE -i GPU`: memory that is too hot makes errors and is not broken.
+3. `nvidia-smi -q -d TEMPERATURE -i GPU`: memory that is too hot has errors without being defective.
 
 ## Mitigation
-- Let the run go on; reset the GPU between two runs (`nvidia-smi -r -i GPU`): pending rows are replaced then.
-- Errors that come back after the reset: plan its replacement.
-- Hot memory: see to the cooling first.
+- Let the run continue; reset the GPU between two runs (`nvidia-smi -r -i GPU`), which remaps pending rows.
+- Errors that come back after the reset: plan the GPU's replacement.
+- Hot memory: fix the cooling first.
 
 ## What opsd does by itself
 - observe: opens the incident; resolves it after five minutes with less than half the errors.

@@ -52,23 +52,23 @@ GUIDE = Guide.parse("""
 # A GPU is lost
 
 ## Meaning
-The driver cannot reach a GPU any more ("GPU is lost", Xid 79 "fallen off the bus"). Its PCIe link is down or its
-firmware hangs. It does not come back without a reset of the GPU, mostly a reboot of the node.
+The driver can no longer reach a GPU ("GPU is lost", Xid 79 "fallen off the bus"). Its PCIe link is down or its firmware
+hangs. It needs a GPU reset, usually a reboot of the node.
 
 ## Impact
-The rank on it dies or hangs with the next kernel, and the job with it. Other calls to the driver may become slow.
+The rank on it dies or hangs at its next kernel, and with it the job. Other calls to the driver may become slow.
 
 ## Diagnosis
-1. `opsd incidents show ID`: what the driver says, and Xids of the last minute.
+1. `opsd incidents show ID`: the driver's message, and Xids of the last minute.
 2. `nvidia-smi -L`: is it missing from the list, or listed as lost?
-3. `journalctl -k --since -1hour | grep -iE "NVRM|xid|pcieport|AER"`: Xid 79 alone speaks for the GPU or its power,
-   PCIe errors before it for the slot or riser.
+3. `journalctl -k --since -1hour | grep -iE "NVRM|xid|pcieport|AER"`: Xid 79 alone: suspect the GPU or its power; PCIe
+   errors before it: the slot or riser.
 4. `ipmitool sel list`: power or temperature events of the board at the same time.
 
 ## Mitigation
 - `opsd drain NODE --incident ID --reason WHY`, then requeue: `scontrol requeue JOB`.
-- Reboot the node (`scontrol reboot ASAP NODE`). Back again: run the node's acceptance tests before it trains.
-- Lost again within a week: have GPU, riser and power supply checked by the vendor.
+- Reboot the node (`scontrol reboot ASAP NODE`). If the GPU is back, run the node's acceptance tests before it trains.
+- Lost again within a week: let the vendor check GPU, riser and power supply.
 
 ## What opsd does by itself
 - observe: opens the incident, and resolves it once the same GPU answers again.

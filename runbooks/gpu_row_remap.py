@@ -62,12 +62,11 @@ GUIDE = Guide.parse("""
 # A row of GPU memory is being replaced
 
 ## Meaning
-After memory errors the GPU replaces the bad row by a spare one. Pending: the replacement becomes effective with the
-next reset, until then errors may come back. Failed: no spare row is left in that bank, and the GPU has to be
-replaced.
+After memory errors the GPU replaces the bad row by a spare one. Pending: the remap takes effect at the next reset;
+until then errors may come back. Failed: no spare row is left in that bank, and the GPU must be replaced.
 
 ## Impact
-Pending: none right now, the next error in the same row may end the rank. Failed: do not train on it.
+Pending: none now, but the next error in the same row may end the rank. Failed: do not train on it.
 
 ## Diagnosis
 1. `opsd incidents show ID`: pending or failed, and how many rows were replaced before.
@@ -76,7 +75,7 @@ Pending: none right now, the next error in the same row may end the rank. Failed
 
 ## Mitigation
 - Pending: when the job has ended, `nvidia-smi -r -i GPU`, or reboot the node.
-- Failed: `opsd drain NODE --incident ID --reason WHY`, and have the GPU replaced.
+- Failed: `opsd drain NODE --incident ID --reason WHY`, and replace the GPU.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it when neither flag is set any more.

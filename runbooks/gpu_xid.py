@@ -1,4 +1,4 @@
-"""The driver reports an Xid: what it calls for, whom to blame (the GPU or its program), and whether it comes back."""
+"""The driver reports an Xid: the required action, the culprit (GPU or program), and whether it repeats."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _called_for(xids: Sequence[Event], asked: str | None) -> str:
 
 
 def _back(view: View, uuid: str, since: float) -> bool:
-    """True if node, driver or GPU have started anew after the wall second ``since``, or the driver asks no longer."""
+    """True if node, driver or GPU were restarted after the epoch second ``since``, or the driver requires no action."""
     if driver_restarted(view, since):
         return True
     for metric, well in (("opsd_gpu_up", 1.0), (ASKED, 0.0)):
@@ -125,7 +125,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 
 def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding | None:
-    """What the Xids of one GPU amount to, None if nothing has to be done about them."""
+    """The finding about the Xids of one GPU, None if they require no action."""
     day, asked = xids.get(gpu.pci, ()), _asked(view, gpu.uuid)
     codes = [code for code in dict.fromkeys(map(code_of, day)) if code not in ECHOES]
     excuses = {code: why for code in codes if code in AMBIGUOUS and (why := program_to_blame(view, gpu, code, xids))[0]}
@@ -197,40 +197,39 @@ GUIDE = Guide.parse("""
 # The driver reports an Xid
 
 ## Meaning
-An Xid is a numbered error report of the NVIDIA driver about one GPU. Each calls for something: nothing, a restart of
-the program, a reset of the GPU, a reboot, work on the hardware. What the driver itself asks for (Xid 154, or its
-recovery action) goes before NVIDIA's table. Codes that call for nothing are no incident; 45 only follows whatever
-ended the program.
+An Xid is a numbered error report of the NVIDIA driver about one GPU. NVIDIA's catalogue has the action for each: none,
+restart of the program, GPU reset, reboot, or hardware diagnosis. The driver's own recovery action (Xid 154) takes
+precedence. Codes without an action are no incident; 45 only follows another end of the program.
 
-13, 31, 43 and 94 can be the program's fault as well as the hardware's. The program is blamed if the code came on
-another GPU too, if it failed at the same step each time, or if it died with an error of its own. The GPU is blamed
-if the code keeps coming back on it alone: Xid 31 twice, any other code five times in a day.
+13, 31, 43 and 94 can be caused by the program or by the hardware. The program is named as culprit if the code also came
+on another GPU, if it failed at the same step each time, or if it died with its own error. The GPU is named if the code
+repeats only there: Xid 31 twice, any other code five times in a day.
 
 ## Impact
 The driver ends the program that used the GPU, or the GPU stops working for it; the job restarts or hangs. A GPU that
 should have been reset fails again soon.
 
 ## Diagnosis
-1. `opsd incidents show ID`: the driver's lines, what they call for, and who is to blame and why.
-2. `journalctl -k --since -1hour | grep -iE "NVRM|xid"`: the first Xid is the cause, those after it are its echo.
+1. `opsd incidents show ID`: the driver's lines, the required action, and the culprit with the reason.
+2. `journalctl -k --since -1hour | grep -iE "NVRM|xid"`: the first Xid is the cause, later ones follow from it.
 3. `nvidia-smi -q -i GPU`: the recovery action, ECC counts, pending row remappings, the state of the link.
-4. The program to blame? Its last lines are in the run folder; the same step again means the program or its data. Run
-   it on another GPU: the code follows the program, or stays with the GPU.
+4. Is the program the cause? Its last log lines are in the run folder; failures at the same step mean the program or its
+   data. Run it on another GPU: does the code follow the program, or stay with the GPU?
 
 ## Mitigation
 - Restart: nothing to do under `opsd launch`, it has restarted the generation.
 - Reset: `opsd drain NODE --incident ID --reason WHY`; once nothing uses the GPU, `nvidia-smi -r -i GPU`.
 - Reboot: drain, then `scontrol reboot ASAP NODE`.
 - Diagnostics: drain, run the node's acceptance tests for an hour. A GPU that passes and fails again is replaced.
-- Two reboots without a cure: the vendor.
+- Two reboots without success: call the vendor.
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it once the node, driver or GPU has started anew or the driver asks for nothing
-  any more, and where a restart is enough, once the rank trains again.
-- recommend: the same, and notifies with what the Xid calls for.
-- act: if that cannot be done under a running job, a run on several nodes with a spare swaps this node for it, and the
-  node is drained if policy.drain allows it. Resets and reboots are left to people and to Slurm; the launcher restarts
-  ranks in every mode.
+- observe: opens the incident; resolves it once the node, driver or GPU was restarted or the driver requires no action
+  any more, and if a restart of the program is enough, once the rank trains again.
+- recommend: the same, and notifies with the required action.
+- act: if that action is impossible under a running job, a run on several nodes with a spare swaps this node for it, and
+  the node is drained if policy.drain allows it. Resets and reboots are left to people and to Slurm; the launcher
+  restarts ranks in every mode.
 """)
 
 RUNBOOK = Runbook(

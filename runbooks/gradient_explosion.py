@@ -64,7 +64,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the norm is back near its level, or a later generation trains, or the run has ended in good order."""
+    """True once the norm is back near its level, or a later generation trains, or the run has ended as planned."""
     data = incident.data
     run, before = text(data, "run"), number(data, "before")
     over = recovered(view, run, integer(data, "generation"))
@@ -79,24 +79,25 @@ GUIDE = Guide.parse("""
 # The gradient explodes
 
 ## Meaning
-At least three of the last five steps have a gradient norm of more than ten times this run's own level of the last ten
-minutes. The norm is the one before clipping.
+In at least three of the last five steps the gradient norm, before clipping, is more than ten times its level in the
+last ten minutes.
 
 ## Impact
-With clipping such steps hardly train the model; without it they can ruin it within a few steps, and the loss follows.
+With clipping such steps hardly train the model. Without clipping they can damage it within a few steps; the loss
+follows.
 
 ## Diagnosis
 1. `opsd incidents show ID`: norms, losses of the same steps, level before.
-2. The loss rises too: the model is being damaged. It stays: clipping holds, for now.
-3. What has changed: learning rate schedule (warm-up just over?), data stage, batch size, a restart with other
-   settings? `opsd ledger RUN_DIR` shows when the run was restarted.
-4. One rank alone? Its norm is reduced over all ranks, so that needs the program's own per-rank norms, or `nvidia-smi
-   -q -d ECC -i GPU` on each node.
+2. If the loss rises too, the model is being damaged. If it stays level, clipping works for now.
+3. What has changed: learning rate schedule (warm-up just over?), data stage, batch size, a restart with other settings?
+   `opsd ledger RUN_DIR` shows when the run was restarted.
+4. One rank alone? The norm is reduced over all ranks, so check the program's own per-rank norms, or `nvidia-smi -q -d
+   ECC -i GPU` on each node.
 
 ## Mitigation
-- Loss unharmed: wait some hundred steps.
-- Loss rising: stop, go back to the checkpoint before it, lower the learning rate or lengthen the warm-up.
-- It comes at the same batches again: skip them.
+- Loss not affected: wait some hundred steps.
+- Loss rising: stop, return to the checkpoint before it, lower the learning rate or lengthen the warm-up.
+- It repeats at the same batches: skip them.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the norm is within three times its level for five steps.

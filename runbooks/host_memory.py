@@ -70,28 +70,29 @@ GUIDE = Guide.parse("""
 # The node runs out of memory
 
 ## Meaning
-Less than 5 % of main memory can be had without swapping (critical below 2 %), or the kernel reports that all tasks
-together waited for memory in a tenth of the last seconds. The alert of this name fires below 3 %.
+Less than 5 % of main memory is available without swapping (critical below 2 %), or the kernel reports that all tasks
+were stalled on memory for a tenth of the last seconds. The alert of this name fires below 3 %.
 
 ## Impact
-Next the kernel kills a process: often a rank or a loader, as the largest on the node, and the job restarts. Before
-that, everything becomes slow, first of all the loaders.
+The kernel will kill a process, often a rank or a loader as the largest, and the job restarts. Before that everything
+becomes slow, loaders first.
 
 ## Diagnosis
-1. `opsd incidents show ID`: what is left, whether tasks already wait, and whether it is shared memory.
-2. `ps -eo pid,rss,comm --sort=-rss`: loaders that grow with every epoch, several copies of an index, a stranger.
-3. `df -h /dev/shm` and `ls -laS /dev/shm`: staged checkpoints, segments that dead processes left.
-4. `journalctl -k --since -1hour | grep -iE "oom|out of memory"`: who was killed already.
-5. Does it grow with the step count? A loader's index that grows does so for weeks and then kills the run.
+1. `opsd incidents show ID`: available memory, whether tasks are stalled, and whether shared memory is the cause.
+2. `ps -eo pid,rss,comm --sort=-rss`: loaders that grow with every epoch, several copies of an index, an unrelated
+   process.
+3. `df -h /dev/shm` and `ls -laS /dev/shm`: staged checkpoints, segments left by dead processes.
+4. `journalctl -k --since -1hour | grep -iE "oom|out of memory"`: processes that were already killed.
+5. Does it grow with the step count? A growing index of a loader may take weeks until it kills the run.
 
 ## Mitigation
-- Segments of dead processes in `/dev/shm`: remove those that nobody has open.
+- Segments of dead processes in `/dev/shm`: remove those that no process has open.
 - Fewer loader processes, a shallower prefetch, checkpoints staged to disk instead of memory.
-- A stranger: end it, and keep others off training nodes.
+- An unrelated process: end it, and keep such processes off training nodes.
 
 ## What opsd does by itself
-- observe: opens the incident, resolves it once there is room again.
-- recommend, act: the same, and notifies. It ends no process for its size.
+- observe: opens the incident, resolves it once enough memory is available.
+- recommend, act: the same, and notifies. It does not kill processes for their size.
 """)
 
 RUNBOOK = Runbook(

@@ -150,26 +150,26 @@ GUIDE = Guide.parse("""
 # A network link is down, slow or flapping
 
 ## Meaning
-A port that had a link has none (for 3 s under a job of several nodes, for 30 s without one), or never got one
-although its peers have; or it came up at a lower rate than it had or its peers have; or it has lost its link twice in
-ten minutes, or three times for 25 s or more in twelve hours. Ports that nobody has ever connected are no incident.
+One of these: a port has lost its link (for 3 s under a job of several nodes, for 30 s otherwise), or never had one
+although its peers have; its rate is lower than before or than that of its peers; it has lost its link twice in ten
+minutes, or three times for 25 s or more in twelve hours. Ports that were never connected are no incident.
 
 ## Impact
-NCCL uses every rail: collectives with other nodes wait for the lost one, then abort. A slow rail slows all of them. A
-link that flaps passes every test that is shorter than the time between its faults.
+NCCL uses every rail: collectives with other nodes wait for the lost one, then abort. One slow rail slows all. A
+flapping link passes every test that is shorter than the time between its faults.
 
 ## Diagnosis
-1. `opsd incidents show ID`: which port, for how long, and what its physical state says about the cause.
+1. `opsd incidents show ID`: which port, for how long, and its physical state, which hints at the cause.
 2. `ibstat DEVICE`: state, physical state, rate. Polling: no signal. Armed or initialising: the subnet manager.
-3. `journalctl -k --since -1hour | grep -i mlx5`: unplugged cable, overheated module, health of the adapter.
+3. `journalctl -k --since -1hour | grep -i mlx5`: unplugged cable, overheated module, errors of the adapter.
 4. All ports of the node at once: driver or switch. The same minute on neighbouring nodes: the switch.
 5. The switch's side: error counters and the module's light levels on the port that is named in `iblinkinfo`.
 
 ## Mitigation
-- Take the node out, the job goes on without it: `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
+- Take the node out of the job: `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
 - Reseat the module at both ends, clean the fibre, then swap the cable, then the port. Change one thing at a time.
-- Lower rate: most often a lane of the cable. It has to be replaced even though the link is up.
-- Back again: run a bandwidth test over this port for half an hour before it trains.
+- Lower rate: usually a lane of the cable. Replace the cable even though the link is up.
+- Link restored: run a bandwidth test over this port for half an hour before it trains.
 
 ## What opsd does by itself
 - observe: opens the incident; resolves it after five minutes with the link up at its rate.

@@ -1,4 +1,4 @@
-"""The loss of a run is no number any more."""
+"""The loss of a run has become NaN or infinite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, recovered, run_of
 from opsd.runbooks.lib.signals import counted, integer, text
 
 BACK_STEPS = 5
-"""Steps with a finite loss after which the run is well again: one skipped batch is not a cure."""
+"""Steps with a finite loss after which the run has recovered; one skipped batch is not enough."""
 
 
 def _first_bad(steps: Sequence[StepFact]) -> int | None:
@@ -93,7 +93,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the run is past the step with finite losses, or has ended in good order."""
+    """True once the run is past the step with finite losses, or has ended as planned."""
     data = incident.data
     run, step = text(data, "run"), integer(data, "step")
     rank = rank_of(view, run, integer(data, "rank"))
@@ -107,31 +107,30 @@ GUIDE = Guide.parse("""
 # The loss is not a number
 
 ## Meaning
-A step reported NaN or infinity as its loss after steps with a finite one. From then on the weights are most likely
-spoilt, and every further step is for nothing. If only one rank reports it while others are finite at the same step,
-that rank's GPU is the suspect; if all do, it can be data, learning rate, overflow or hardware: the loss is averaged
-over all ranks.
+A step reported a loss of NaN or infinity after steps with a finite one. The weights are most likely damaged, and every
+further step is wasted. If only one rank reports it, suspect that rank's GPU. If all do, data, learning rate, overflow
+or hardware may be the cause, as the loss is averaged over all ranks.
 
 ## Impact
-All training since that step is lost. A checkpoint saved after it holds spoilt weights.
+All training since that step is lost. A checkpoint saved after it has damaged weights.
 
 ## Diagnosis
 1. `opsd incidents show ID`: first bad step, losses and gradient norms before it, newest checkpoint.
 2. Norms that grew for many steps before: learning rate or an unstable layer. No sign before: one batch, or hardware.
-3. Replay from the checkpoint before, same data: the same step fails again: data or program. It passes: hardware.
+3. Replay from the checkpoint before it with the same data. The same step fails: data or program. It passes: hardware;
    `nvidia-smi -q -d ECC -i GPU`, `journalctl -k --since -1hour | grep -i xid`.
 4. `opsd checkpoint list FOLDER`: is the newest checkpoint from before that step?
 
 ## Mitigation
-- Restart from the newest checkpoint before the first bad step. Do not go on from a later one.
+- Restart from the newest checkpoint before the first bad step. Do not continue from a later one.
 - It fails again at the same step: skip that batch, look at its documents, lower the learning rate.
-- It passes: take the suspect's node out and test it, `opsd drain NODE --incident ID --reason WHY`.
+- It passes: take the suspected node out and test it, `opsd drain NODE --incident ID --reason WHY`.
 
 ## What opsd does by itself
-- observe: opens the incident, resolves it once the run is past the step with finite losses.
+- observe: opens the incident, resolves it once the run has passed the step with finite losses.
 - recommend: names the restart.
-- act: asks the launcher to restart from the newest checkpoint if that is from before the first bad step, which
-  replays it; otherwise it notifies. If the same step fails again it escalates and does not replay a second time.
+- act: asks the launcher to restart from the newest checkpoint if that is from before the first bad step, which replays
+  it; otherwise it notifies. If the same step fails again it escalates and does not replay a second time.
 """)
 
 RUNBOOK = Runbook(

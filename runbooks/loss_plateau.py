@@ -124,32 +124,32 @@ GUIDE = Guide.parse("""
 # The loss no longer falls
 
 ## Meaning
-In the first half of the window the loss fell clearly; in the second half it has done at most 15 % of what its own
-course promised. The course is taken over the logarithm of the step, in which a healthy loss is close to a straight
-line. The window is ten minutes: a plateau is seen where ten minutes of training are a good part of the run. Late in a
-long run they are not, and nothing is said; there the curve of evaluations is the judge.
+In the first half of the window the loss fell clearly; in the second half it fell by at most 15 % of what its course
+predicts. The course is a line over the logarithm of the step, which fits a healthy loss well. The window is ten
+minutes, so that plateaus are detected only while ten minutes are a large part of the run. Late in a long run use the
+evaluations instead.
 
 ## Impact
-Nothing is broken. The steps cost as much as ever and the model learns next to nothing in them.
+Nothing fails. The steps cost as much as before, but the model learns very little.
 
 ## Diagnosis
-1. `opsd incidents show ID`: the fall that was expected and the one that came, the gradient norm.
-2. `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step. A learning rate near its end, or
-   near zero by mistake: the schedule was made for fewer steps, or began anew at a resume.
-3. The norm has vanished: dead activations, a loss scale that underflows, parameters that are not in the optimizer.
-4. Norm and learning rate are as before: the data. The same batches again (an epoch that repeats without a shuffle, a
-   loader that has gone back), or a source that is as predictable as it gets.
-5. `opsd checkpoint list FOLDER`: evaluate the newest one on a fixed set and compare with that before the plateau.
+1. `opsd incidents show ID`: the expected and the actual fall, the gradient norm.
+2. `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step. A learning rate near its end, or near
+   zero by mistake: the schedule was made for fewer steps, or was restarted at a resume.
+3. The norm is close to 0: dead activations, a loss scale that underflows, parameters that are not in the optimizer.
+4. Norm and learning rate are as before: suspect the data. Repeated batches (an epoch without a new shuffle, a loader
+   that was set back), or a source that is too predictable.
+5. `opsd checkpoint list FOLDER`: evaluate the newest one on a fixed set and compare it with one before the plateau.
 
 ## Mitigation
-- Schedule: go back to the checkpoint before the plateau with the right number of steps.
+- Schedule: return to the checkpoint before the plateau with the right number of steps.
 - Data: check the order of samples first, then the mixture.
-- It may be what the model can do. A smaller learning rate for some hundred steps tells: if the loss drops at once, the
-  rate was too high for going on.
+- The model may have reached its limit. Test with a smaller learning rate for some hundred steps: if the loss drops, the
+  rate was too high.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the loss falls again.
-- recommend, act: the same, and notifies. Schedules and data are for people to change.
+- recommend, act: the same, and notifies. It does not change schedules or data.
 """)
 
 RUNBOOK = Runbook(

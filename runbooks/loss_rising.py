@@ -105,7 +105,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once half of the rise is gone, or a later generation trains, or the run has ended in good order."""
+    """True once half of the rise is gone, or a later generation trains, or the run has ended as planned."""
     data = incident.data
     run, limit = text(data, "run"), number(data, "limit")
     over = recovered(view, run, integer(data, "generation"))
@@ -120,30 +120,29 @@ GUIDE = Guide.parse("""
 # The loss rises slowly
 
 ## Meaning
-Over minutes, the whole window at most, the loss has risen by at least 2 % of itself: steadily, in both halves of that
-time, and clearly more than it scatters. A jump is a spike; a new data stage is a jump that stays. In its first hundred
-steps a run is left alone.
+Over some minutes, at most ten, the loss has risen by at least 2 %: steadily, in both halves of that time, and clearly
+more than the noise. A jump is `loss_spike`; a new data stage is a permanent jump. The first hundred steps of a run are
+ignored.
 
 ## Impact
-A run that diverges slowly loses all steps since the rise began, and the longer nobody looks the further back is the
-checkpoint that is still good.
+A run that diverges slowly loses all steps since the rise began.
 
 ## Diagnosis
-1. `opsd incidents show ID`: losses, pace, gradient norm at first and now.
-2. The norm grows with it: unstable training. Where is the learning rate in its schedule? End of the warm-up, a
-   schedule that was made for another number of steps, a resume that began it anew.
-3. The norm stays: the data. Has the mixture moved to harder or other sources? Compare the loss per source, or on a
-   fixed evaluation set: `opsd checkpoint list FOLDER` has what can be evaluated.
+1. `opsd incidents show ID`: losses, rate of the rise, gradient norm at first and now.
+2. The norm grows too: unstable training. Where is the learning rate in its schedule? End of the warm-up, a schedule for
+   another number of steps, a schedule restarted at a resume.
+3. The norm is unchanged: suspect the data. Has the mixture moved to harder or other sources? Compare the loss per
+   source, or on a fixed evaluation set: `opsd checkpoint list FOLDER` lists what can be evaluated.
 4. The run's own numbers: `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step.
 
 ## Mitigation
-- Learning rate: go back to the checkpoint before the rise and go on with a lower one, or a longer warm-up.
+- Learning rate: return to the checkpoint before the rise and continue with a lower one, or a longer warm-up.
 - Data: nothing, if an evaluation on a fixed set still improves.
 - Attention or output logits that grow: z-loss, QK-norm, weight decay on the right tensors.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once half of the rise is gone.
-- recommend, act: the same, and notifies. Learning rates are for people to change.
+- recommend, act: the same, and notifies. It does not change learning rates.
 """)
 
 RUNBOOK = Runbook(

@@ -85,7 +85,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once most of the jump is gone, or a later generation trains, or the run has ended in good order."""
+    """True once most of the jump is gone, or a later generation trains, or the run has ended as planned."""
     data = incident.data
     run, before, top = text(data, "run"), number(data, "before"), number(data, "top")
     over = recovered(view, run, integer(data, "generation"))
@@ -100,30 +100,28 @@ GUIDE = Guide.parse("""
 # The loss has a spike
 
 ## Meaning
-At least three of the last five steps have a loss far above what this run had in the last ten minutes. Most spikes
-come from a run of unusual batches and fall by themselves within some hundred steps; some do not, and the model has
-been damaged.
+At least three of the last five steps have a loss far above that of the last ten minutes. Most spikes come from unusual
+batches and end by themselves within some hundred steps. If not, the model was damaged.
 
 ## Impact
-A spike that falls again costs nothing lasting. One that does not costs the steps back to the last checkpoint before
-it.
+A spike that ends by itself has no lasting cost. Otherwise all steps since the last checkpoint before it are lost.
 
 ## Diagnosis
 1. `opsd incidents show ID`: the losses, the level before, and whether it is falling.
-2. The gradient norm: it jumped before the loss did: unstable training (learning rate, a layer without normalisation).
-   At the same step: the data.
+2. If the gradient norm jumped before the loss: unstable training (learning rate, a layer without normalisation). If at
+   the same step: the data.
 3. The batches around the first step of the spike: which source, which documents, an unusual length or language?
 4. The same on every rank? If only one differs, suspect its GPU: `nvidia-smi -q -d ECC -i GPU`.
 5. `opsd checkpoint list FOLDER`: which checkpoint is from before it.
 
 ## Mitigation
 - Falling: wait. Look again after two hundred steps.
-- Not falling: go back to the checkpoint before the spike and skip those batches.
-- Again without such batches: lower the learning rate, or clip gradients more strictly.
+- Not falling: return to the checkpoint before the spike and skip those batches.
+- It repeats without these batches: lower the learning rate, or clip gradients more strictly.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once most of the jump is gone.
-- recommend, act: the same, and notifies. Going back is for people to decide: most spikes fall by themselves.
+- recommend, act: the same, and notifies. It does not roll back, as most spikes end by themselves.
 """)
 
 RUNBOOK = Runbook(

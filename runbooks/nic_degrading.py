@@ -1,4 +1,4 @@
-"""A network port works but makes errors: bit errors, packets sent again, complaints of the adapter."""
+"""A network port works but has errors: bit errors, retransmissions, messages of the adapter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ERRORS = "opsd_ib_errors_total"
 BIT_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors")
 RECOVERIES = ("link_error_recovery",)
 REPEATS = ("packet_seq_err", "local_ack_timeout_err", "roce_adp_retrans", "retrans_pkts", "retrans_timeout_events")
-"""Errors of the line; links that had to be trained anew; packets that were lost on the way and sent again."""
+"""Bit errors; link retraining; packets that were lost and sent again."""
 
 FAST_S, FAST = 10.0, 100.0
 """Ten bit errors a second are a link that is about to fail (NVSentinel calls that fatal) ..."""
@@ -46,7 +46,7 @@ QUIET_S = 300.0
 FAST_A_MINUTE = FAST / FAST_S * 60
 HORIZON_H = 24.0
 ELSEWHERE = "Cable unplugged"
-"""A complaint of the driver that is a lost link, and that incident's business."""
+"""A driver message about a lost link, which ``ib_link`` handles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,34 +158,33 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 GUIDE = Guide.parse("""
-# A network port makes errors
+# A network port has errors
 
 ## Meaning
-The link is up, but bits arrive wrong (`symbol_error` and the like: 10 a second, or 120 an hour spread over minutes),
-it had to be trained anew while it was up, it sends far more packets again than its peers, or the adapter's driver
-complains (heat, power, health). It is what a cable, a module or an adapter does before it fails. Where the errors
-grow, the incident says when they will come ten a second, a day ahead at most. Repeats on all ports alike are
-congestion, and no incident of a port.
+The link is up, but one of these is true: bit errors (`symbol_error` and others: 10 per second, or 120 per hour spread
+over minutes), link retraining, far more retransmissions than its peers, or messages of the adapter's driver (heat,
+power, health). A cable, a module or an adapter is about to fail. If errors grow, the incident predicts when they reach
+ten per second, at most a day ahead. Retransmissions on all ports alike are congestion and no incident.
 
 ## Impact
-Some bandwidth now. Later the link flaps or is lost, and the job with it.
+A small loss of bandwidth now. Later the link may flap or fail, and the job with it.
 
 ## Diagnosis
-1. `opsd incidents show ID`: which port, which counter, how fast, and the outlook.
+1. `opsd incidents show ID`: which port, which counter, how fast, and the prediction.
 2. `cat /sys/class/infiniband/DEVICE/ports/1/counters/symbol_error` twice, a minute apart; the same for
    `link_error_recovery`.
 3. `journalctl -k --since -1day | grep -i mlx5`: temperature, power, module events.
-4. The switch's counters on the other end: errors on both sides are the cable, on one side that side's module.
+4. The switch's counters on the other end: errors on both sides: the cable; on one side: that side's module.
 5. `ibstat DEVICE`: still at its full rate?
 
 ## Mitigation
-- At the next service: clean the fibre, reseat, then replace cable, module, adapter, one at a time.
-- Ten a second, or it grows: do not wait, swap the node out at the next checkpoint: `opsd swap NODE`, then `opsd drain
-  NODE --incident ID --reason WHY`.
+- At the next maintenance: clean the fibre, reseat, then replace cable, module, adapter, one at a time.
+- Ten errors per second, or growing: do not wait, swap the node out at the next checkpoint: `opsd swap NODE`, then `opsd
+  drain NODE --incident ID --reason WHY`.
 - Heat: the air flow at the rear of the node, and the module's own temperature.
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it after five minutes that were nearly free of errors.
+- observe: opens the incident; resolves it after five minutes with almost no errors.
 - recommend: the same, and notifies.
 - act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
   policy.drain allows it.

@@ -13,7 +13,7 @@ STATE, FLAG, REASON = "opsd_slurm_node_state", "opsd_slurm_node_flag", "opsd_slu
 
 SILENT = "not responding"
 """The reason that slurmctld itself gives a node that it sets down after SlurmdTimeout (slurm.conf); any other reason
-comes from a person, a health check or a reboot, and is no question of reach."""
+comes from a person, a health check or a reboot, and says nothing about the network."""
 
 
 PAST_S, HOLD_S = 600.0, 45.0
@@ -125,17 +125,17 @@ GUIDE = Guide.parse("""
 # A node cannot be reached
 
 ## Meaning
-Either the launcher of a run has heard nothing more of one of its nodes: no peer can tell a dead node from a dead
-network, so the incident says only who is silent, and for how long. Or Slurm cannot reach the node on which this agent
-runs, so that node is up and its slurmd or the management network is not. A node that is drained, rebooted or set down
-by somebody is not unreachable.
+Either the launcher of a run has lost contact with one of its nodes; a dead node cannot be distinguished from a dead
+network, so the incident says only which node is silent, and for how long. Or Slurm cannot reach the node on which this
+agent runs: that node is up, and its slurmd or the management network is down. Nodes that were drained, rebooted or set
+down on purpose do not count.
 
 ## Impact
-A synchronous job stands still until it is started again without the node. If only Slurm cannot reach it, the job goes
-on, until Slurm gives it up after SlurmdTimeout (300 s by default).
+A synchronous job stops until it is restarted without the node. If only Slurm cannot reach the node, the job continues
+until Slurm ends it after SlurmdTimeout (300 s by default).
 
 ## Diagnosis
-1. `opsd incidents show ID`: which node, who misses it, for how long.
+1. `opsd incidents show ID`: which node, which peers have lost it, for how long.
 2. `scontrol show node NODE`: state, reason, `LastBusyTime`, `BootTime`; `scontrol ping` for the controller.
 3. Over the management board: `ipmitool -I lanplus -H BMC chassis power status`, `ipmitool -I lanplus -H BMC sel list`
    (power, watchdog, uncorrectable errors), and its serial console for a kernel panic.
@@ -145,15 +145,14 @@ on, until Slurm gives it up after SlurmdTimeout (300 s by default).
 ## Mitigation
 - Dead: restart the job on another node first, then `ipmitool -I lanplus -H BMC chassis power cycle`. Preflight it
   before it gets work again: `opsd preflight --help`.
-- slurmd only: start it again on the node; running jobs survive that. Then `scontrol update nodename=NODE
-  state=resume`.
+- slurmd only: restart it on the node; running jobs survive that. Then `scontrol update nodename=NODE state=resume`.
 - Keep it out until the cause is known: `opsd drain NODE --incident ID --reason WHY`.
 
 ## What opsd does by itself
-The launcher restarts a run without the lost node, or with a spare in its place, in every mode.
+In every mode the launcher restarts the run without the lost node, or with a spare in its place.
 
 - observe: opens the incident, resolves it once the run trains again or Slurm reaches the node.
-- recommend, act: the same, and notifies. It does not cut the power of a node that may only be silent.
+- recommend, act: the same, and notifies. It does not power off a node that may only be unreachable.
 """)
 
 RUNBOOK = Runbook(

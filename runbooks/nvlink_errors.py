@@ -1,4 +1,4 @@
-"""NVLink between the GPUs of a node: a link that went down, links that recover from errors again and again."""
+"""NVLink between the GPUs of a node: a link that went down, or links with repeated errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from opsd.runbooks.lib.swap import swap_out
 ERRORS, UP = "opsd_gpu_nvlink_errors_total", "opsd_gpu_nvlink_up"
 SHORT_S = 60.0
 LIMITS: Mapping[str, float] = {"recovery": 1.0, "replay": 30.0, "crc_flit": 1000.0, "crc_data": 30.0}
-"""Errors in a minute. A recovery stops the link and trains it anew; the others are repaired by sending again and matter
-only in numbers."""
+"""Errors per minute. A recovery stops and retrains the link; the others are repaired by retransmission and matter only
+in large numbers."""
 
 QUIET_S = 300.0
 
@@ -96,27 +96,25 @@ GUIDE = Guide.parse("""
 # NVLink errors
 
 ## Meaning
-A link between GPUs of the node is down, or its error counters grow: `recovery` counts links that had to be trained
-anew, `replay` and `crc` count packets sent again. After a boot links come up within seconds, which is no incident;
-all links down at once is the fabric manager.
+A link between GPUs of the node is down, or its error counters grow: `recovery` counts link retraining, `replay` and
+`crc` count packets sent again. Links that come up within seconds of a boot are no incident; if all links are down at
+once, it is the fabric manager.
 
 ## Impact
-Tensor-parallel and intra-node collectives wait for the slowest link; a recovery stops the link for milliseconds, and
-NCCL may abort. An intermittent link is the worst kind: it passes every test that is shorter than the time between its
-faults.
+Tensor-parallel and intra-node collectives wait for the slowest link. A recovery stops the link for milliseconds, and
+NCCL may abort. An intermittent link passes every test that is shorter than the time between its faults.
 
 ## Diagnosis
 1. `opsd incidents show ID`: which GPU, which link, which counter and how fast.
-2. `nvidia-smi nvlink -s -i GPU` (state) and `nvidia-smi nvlink -e -i GPU` (errors); the peer at the other end of the
-   link usually counts as well.
+2. `nvidia-smi nvlink -s -i GPU` (state) and `nvidia-smi nvlink -e -i GPU` (errors); the other end of the link usually
+   counts errors as well.
 3. `journalctl -k --since -1day | grep -iE "xid.*: 74|SXid"`: Xid 74 names the link, SXid the switch.
 4. Fabric manager: `journalctl -u nvidia-fabricmanager --since -1day`.
 
 ## Mitigation
 - Move the job to another node at the next checkpoint, and drain this one: `opsd swap NODE`, then `opsd drain NODE
   --incident ID --reason WHY`.
-- Reset all GPUs of the node together, or reboot; run an all-reduce over all GPUs for at least half an hour
-  afterwards.
+- Reset all GPUs of the node together, or reboot; run an all-reduce over all GPUs for at least half an hour afterwards.
 - The same link again: it is hardware (GPU, baseboard or switch). Do not bring the node back because a short test
   passed.
 

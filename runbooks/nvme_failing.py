@@ -125,27 +125,27 @@ GUIDE = Guide.parse("""
 # An NVMe drive is failing
 
 ## Meaning
-The drive gives one of its critical warnings (spare blocks, heat, reliability, read-only), could not read back what
-was written, or its rated endurance will be used up within 30 days. The last is reckoned from the drive's own life:
-what a byte has worn so far, times what is written now, or its average pace if that is faster.
+The drive reports a critical warning (spare blocks, heat, reliability, read-only) or media errors, or its rated
+endurance will be used up within 30 days. The prediction is the wear per byte written so far, times the present or the
+average write rate, whichever is higher.
 
 ## Impact
-The shards that are staged on it and the local tier of the checkpoints. A drive that turns read-only stops every save
-to it; training goes on.
+Staged shards and local checkpoints on it may be lost. A drive that becomes read-only fails every save to it; training
+continues.
 
 ## Diagnosis
-1. `opsd incidents show ID`: which drive, what it says, and how many days are left.
+1. `opsd incidents show ID`: which drive, its warnings, and how many days are left.
 2. `smartctl -a /dev/nvme0` (or `nvme smart-log /dev/nvme0`): critical warning, percentage used, media errors.
 3. `journalctl -k --since -1day | grep -i nvme`: resets and time-outs.
-4. `findmnt -S /dev/nvme0n1`: what lies on it.
+4. `findmnt -S /dev/nvme0n1`: where it is mounted.
 
 ## Mitigation
-- Warning or media errors: take the node out at the next checkpoint and have the drive replaced.
+- Warning or media errors: take the node out at the next checkpoint and replace the drive.
 - Worn out within the month: plan the replacement; stage the data elsewhere, or write fewer local checkpoints.
-- Heat: see to the air flow; the drive throttles itself meanwhile.
+- Heat: improve the air flow; the drive throttles itself meanwhile.
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it once another drive answers, or this one has nothing to say any more.
+- observe: opens the incident; resolves it once another drive is installed, or this one reports no problem.
 - recommend, act: the same, and notifies.
 """)
 

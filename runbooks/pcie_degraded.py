@@ -101,24 +101,23 @@ GUIDE = Guide.parse("""
 # A PCIe link is degraded
 
 ## Meaning
-The link between a GPU and its host came up with fewer lanes or at a lower generation than both ends can do, or it
-repeats packets all the time. It was never right, or it trained down after errors. A lower generation of an idle GPU
-is power saving and no incident.
+The link between a GPU and its host has fewer lanes or a lower generation than both ends support, or constantly resends
+packets. It came up that way, or was degraded after errors. A lower generation of an idle GPU is power saving and no
+incident.
 
 ## Impact
-Loading data, staging checkpoints and, with GPUDirect, the network run at a half or a quarter of their speed on this
-GPU. In a synchronous job the others wait for it.
+On this GPU data loading, checkpoint staging and, with GPUDirect, the network run at half or a quarter of their speed.
+In a synchronous job the others wait for it.
 
 ## Diagnosis
-1. `opsd incidents show ID`: lanes, generation and repeats beside what they should be.
-2. `nvidia-smi -q -d PERFORMANCE -i GPU` and `nvidia-smi
-   --query-gpu=index,pcie.link.gen.current,pcie.link.width.current --format=csv`: all GPUs of the node side by side,
-   under load.
+1. `opsd incidents show ID`: lanes, generation and replays, and their expected values.
+2. `nvidia-smi -q -d PERFORMANCE -i GPU` and `nvidia-smi --query-gpu=index,pcie.link.gen.current,pcie.link.width.current
+   --format=csv`: all GPUs of the node side by side, under load.
 3. `journalctl -k --since -1day | grep -iE "AER|pcieport"`: corrected errors on the same slot.
 
 ## Mitigation
-- A reboot often trains the link up again: `scontrol reboot ASAP NODE`, and look again before it trains.
-- It comes back: reseat the GPU or riser, then replace. `opsd drain NODE --incident ID --reason WHY`.
+- A reboot often restores the link: `scontrol reboot ASAP NODE`, and check it before the node trains.
+- It degrades again: reseat the GPU or riser, then replace it. `opsd drain NODE --incident ID --reason WHY`.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the link is as it should be under load.

@@ -85,23 +85,21 @@ GUIDE = Guide.parse("""
 # A rank crashed
 
 ## Meaning
-The process of one rank ended while the run was going on. The launcher saw it end before any other rank did, so it is
-the cause; the others were stopped with it because a synchronous job cannot go on without it.
+The process of one rank ended while the run was active. It ended before any other rank, so it is the cause; the others
+were stopped because a synchronous job cannot continue without it.
 
 ## Impact
-The whole job stands still until the next generation has completed a step. Steps since the last checkpoint are
-computed again.
+The whole job stops until the next generation has completed a step. Steps since the last checkpoint are repeated.
 
 ## Diagnosis
 1. `opsd incidents show ID`: exit status, Python error, last log lines.
-2. `signal SIGKILL` without an error comes from outside. `journalctl -k --since -10min | grep -i oom` shows the
+2. `signal SIGKILL` without an error: another program killed it. `journalctl -k --since -10min | grep -i oom` shows the
    kernel's out-of-memory killer, `sacct -j JOB --format=JobID,State,ExitCode,MaxRSS` shows Slurm.
-3. A Python error of the program (component `user code`): read where it was raised and the rank's log in the run
-   folder. It comes back on any node.
-4. A CUDA error can be the program's or the GPU's: `journalctl -k --since -10min | grep -i xid`, then `nvidia-smi -q
-   -d ECC,ROW_REMAPPER -i GPU`. The same rank failing on another GPU speaks for the program.
-5. A failed collective (component `network`) is often the echo of a rank on another node: look for that node's
-   incident.
+3. A Python error of the program (component `user code`): read where it was raised and the rank's log in the run folder.
+   It fails on any node.
+4. A CUDA error can be the program's or the GPU's: `journalctl -k --since -10min | grep -i xid`, then `nvidia-smi -q -d
+   ECC,ROW_REMAPPER -i GPU`. If the same rank fails on another GPU, suspect the program.
+5. A failed collective (component `network`) often follows a failure on another node: look for that node's incident.
 
 ## Mitigation
 - Nothing, if the incident resolved: the next generation is training.
@@ -110,7 +108,7 @@ computed again.
 - The same GPU again: `opsd drain NODE --incident ID --reason WHY`, then `scontrol requeue JOB`.
 
 ## What opsd does by itself
-In every mode the launcher restarts the generation; it gives up when the same failure came back three times.
+In every mode the launcher restarts the generation; it gives up after the same failure three times.
 
 - observe, recommend, act: the agent takes no action of its own. It resolves the incident once a later generation has
   completed a step, and escalates it if the launcher gave up or no step follows.
@@ -118,7 +116,7 @@ In every mode the launcher restarts the generation; it gives up when the same fa
 
 
 def _killed_for_memory(crash: Incident, host_memory: Incident) -> bool:
-    """The kernel ends ranks with SIGKILL for want of memory; one that ends otherwise has another reason."""
+    """The kernel ends ranks with SIGKILL when memory runs out."""
     return "SIGKILL" in crash.summary and host_memory.severity == Severity.CRITICAL
 
 

@@ -1,4 +1,4 @@
-"""The job stands still although every process is there: which rank the others wait for, and why it does not move."""
+"""The job makes no progress although every process exists: which rank the others wait for, and why."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def state_of(rank: RankFact, now: float) -> RankState:
 
 
 def limit_of(rank: RankFact) -> float:
-    """Seconds that the rank may stand still in its phase, by its own past."""
+    """Seconds without progress that are normal for the rank in its phase, by its own past."""
     if rank.phase in SLOW_PHASES or len(rank.steps) < SETTLED_STEPS:
         return SLOW_PHASE_LIMIT_S
     return max(FLOOR_S, FACTOR * max(step.duration_s for step in rank.steps))
 
 
 def _from_pages(view: View, run: str) -> Finding | None:
-    """The hang of a run without a launcher: nobody moves, and the rank to blame stands longer than its past allows."""
+    """The hang of a run without a launcher: no rank makes progress, and the culprit's stop is unusually long."""
     ranks = [rank for rank in ranks_of(view, run) if rank.live]
     states = [state_of(rank, view.now) for rank in ranks]
     if not states or min(state.stuck_s for state in states) < FLOOR_S:
@@ -174,30 +174,30 @@ GUIDE = Guide.parse("""
 # A rank hangs
 
 ## Meaning
-All processes of the job are there but none makes progress: one rank has not moved for far longer than its own past
-explains, and the others wait for it. Named is the rank that is stopped, a zombie or stuck in the kernel; if there is
-none, the one with the lowest step, then the one that is not yet in the collective that the others are in, then the
-one that changed first. If all ranks here wait in a collective, none of them is to blame: that is `collective_hang`.
+All processes of the job exist but none makes progress: one rank has not changed phase or step for far longer than is
+usual, and the others wait for it. The incident names the rank that is stopped, a zombie or blocked in the kernel; if
+there is none, the one with the lowest step, then the one that has not reached the collective of the others, then the
+one that stopped first. If all ranks here wait in a collective, the incident is `collective_hang`.
 
 ## Impact
-Every GPU of the job waits. Lost are that time and, after the restart, the steps since the last checkpoint.
+Every GPU of the job waits. After the restart the steps since the last checkpoint are repeated.
 
 ## Diagnosis
 1. `opsd incidents show ID`: every rank's phase, process state and step, and the file with all stacks.
-2. Process state T: somebody sent SIGSTOP (a debugger, a suspended job). `kill -CONT PID` lets it go on.
+2. Process state T: it got SIGSTOP (a debugger, a suspended job). `kill -CONT PID` continues it.
 3. Process state D: a hung driver or file server. `cat /proc/PID/wchan`, `journalctl -k --since -30min`.
-4. A live look: `py-spy dump --native --pid PID` on the rank named and on one that waits.
+4. Live stacks: `py-spy dump --native --pid PID` on the named rank and on one that waits.
 
 ## Mitigation
 - Nothing, if the incident resolved: the launcher has restarted the generation.
 - The same rank and GPU twice: `opsd drain NODE --incident ID --reason WHY`, then `scontrol requeue JOB`.
-- No launcher: end the named rank with `kill -KILL PID`; the job's own fault tolerance takes over from there.
+- No launcher: end the named rank with `kill -KILL PID`, so that the job fails and its own fault tolerance restarts it.
 
 ## What opsd does by itself
 Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
 
 - observe: the agent opens the incident, and resolves it once a step is completed.
-- recommend, act: the same. A run without a launcher has nothing that could restart it, so that people are notified.
+- recommend, act: the same. If the run has no launcher, nothing restarts it, and opsd notifies.
 """)
 
 RUNBOOK = Runbook(

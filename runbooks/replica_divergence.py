@@ -165,33 +165,33 @@ GUIDE = Guide.parse("""
 # Replicas have diverged
 
 ## Meaning
-Weights or optimizer state that data-parallel replicas hold in common have different checksums. All replicas apply the
-same gradients in the same order, so that nothing but a wrong computation, a wrong bit in memory or a program that does
-something else on one rank can make them differ. No ECC error and no Xid need to go with it: that is what makes the
-corruption silent. The rank whose checksum is in the minority is the suspect; with two replicas there is no majority.
+Weights or optimizer state that must be equal on all data-parallel replicas have different checksums. All replicas apply
+the same gradients in the same order, so that only a wrong computation, a memory error or different behaviour of the
+program on one rank can make them differ. There may be no ECC error and no Xid (silent data corruption). The rank whose
+checksum is in the minority is the suspect; with two replicas there is no majority.
 
 ## Impact
-Every all-reduce mixes the wrong values into all replicas. What was trained since the last comparison that was equal
-has to be trained again; a checkpoint written since then may hold the wrong replica.
+Every all-reduce mixes the wrong values into all replicas. All steps since the last equal comparison must be repeated; a
+checkpoint written since then may have the wrong values.
 
 ## Diagnosis
-1. `opsd incidents show ID`: tensor, step, checksum of each rank, who is in the minority, when they were last equal.
-2. Is it one rank, and one tensor or all? One tensor on one rank: its GPU. Many ranks in groups: the program (a seed, a
-   branch on the rank, a collective left out), or a kernel that is not deterministic where it has to be.
-3. The suspect's GPU: `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`, `journalctl -k --since -1hour | grep -i xid`. No error
-   there does not acquit it.
-4. `opsd preflight --help`: the burn-in compares results bit by bit, which is what finds such a GPU.
+1. `opsd incidents show ID`: tensor, step, checksum of each rank, the minority, and when they were last equal.
+2. Which ranks and tensors? One tensor on one rank: its GPU. Many ranks in groups: the program (a seed, a branch on the
+   rank, a missing collective), or a kernel that should be deterministic and is not.
+3. The suspect's GPU: `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`, `journalctl -k --since -1hour | grep -i xid`. The GPU
+   may be faulty without an error there.
+4. `opsd preflight --help`: the burn-in compares results bit by bit, which finds such a GPU.
 
 ## Mitigation
-- Go back to a checkpoint from a step at which they were equal: `opsd checkpoint list FOLDER`.
-- Take the suspect's node out and test it: `opsd drain NODE --incident ID --reason WHY`.
-- The same tensor again on other hardware: it is the program.
+- Return to a checkpoint of a step at which they were equal: `opsd checkpoint list FOLDER`.
+- Take the suspected node out and test it: `opsd drain NODE --incident ID --reason WHY`.
+- The same tensor again on other hardware: the program is the cause.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once a later start of the run trains.
 - recommend: names the restart if the newest checkpoint is from a step at which the replicas were equal; notifies.
-- act: carries out that restart and notifies. With a newer checkpoint it only notifies: that one may hold the wrong
-  values. It does not take the node out by itself.
+- act: requests that restart and notifies. With a newer checkpoint it only notifies, as that may have the wrong values.
+  It does not take the node out.
 """)
 
 RUNBOOK = Runbook(

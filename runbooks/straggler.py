@@ -162,7 +162,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the rank keeps up over as many steps as it took to find it, or its run has ended in good order."""
+    """True once the rank keeps up over as many steps as it took to find it, or its run has ended as planned."""
     run, number = text(incident.data, "run"), integer(incident.data, "rank")
     for ranks in _groups(view):
         if ranks[0].run == run and any(rank.rank == number for rank in ranks):
@@ -175,31 +175,31 @@ GUIDE = Guide.parse("""
 # A rank is a straggler
 
 ## Meaning
-Over its recent steps one rank has computed at least 7 % longer than the median of its peers, clearly outside of what
-the ranks differ by among themselves, and in nearly every step. Time spent waiting in collectives, for data and in
-checkpoints is taken out: the others wait for the straggler, and so look slow as well if one looks at whole steps. A
-rank whose GPU is known to be throttled or lost is not reported here: that incident is the cause.
+In nearly all of its recent steps one rank has computed at least 7 % longer than the median of its peers, clearly more
+than the usual differences. Waiting in collectives and for data, and checkpoints, are not counted, because the other
+ranks wait for the straggler and so have equally long steps. A rank whose GPU is throttled or lost is not reported here:
+that incident is the cause.
 
 ## Impact
-A synchronous job runs at the pace of its slowest rank: 10 % on one GPU are 10 % of all.
+A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10 % of all.
 
 ## Diagnosis
 1. `opsd incidents show ID`: seconds of computing per step beside the peers', and the GPU's clock if it is behind.
 2. `nvidia-smi --query-gpu=index,clocks.sm,power.draw,temperature.gpu --format=csv -l 1`: a low clock, or power far
    below its peers at full utilization.
-3. Same clock and yet slow: the host. `ps -eo pid,psr,pcpu,comm --sort=-pcpu` for a stranger on the rank's cores,
+3. Same clock but slow: the host. `ps -eo pid,psr,pcpu,comm --sort=-pcpu` for other processes on the rank's cores,
    `numactl --show` for a rank bound to the wrong socket, `nvidia-smi topo -m` for its GPU's socket.
 4. `py-spy record --native -d 20 -o rank.svg --pid PID` on this rank and on a peer, side by side.
-5. Different by nature? The last stage of a pipeline, or a rank that writes logs, computes longer. Balance the stages.
+5. Is more work expected? The last pipeline stage, or a rank that writes logs, computes longer. Balance the stages.
 
 ## Mitigation
-- A stranger on the cores: end it. Wrong socket: restart with the right binding.
+- Another process on the cores: end it. Wrong socket: restart with the right binding.
 - The GPU: swap the node out at the next checkpoint, `opsd swap NODE`, then `opsd drain NODE --incident ID --reason
   WHY`, and run its acceptance tests.
 
 ## What opsd does by itself
 - observe: opens the incident with its cost, resolves it once the rank keeps up.
-- recommend, act: the same, and notifies. It does not end a rank that makes progress.
+- recommend, act: the same, and notifies. It does not kill a rank that makes progress.
 """)
 
 RUNBOOK = Runbook(

@@ -158,7 +158,7 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the run is within 5 % of what it did before, or has ended in good order."""
+    """True once the run is within 5 % of what it did before, or has ended as planned."""
     data = incident.data
     run, before = text(data, "run"), number(data, "before") or 0.0
     leader = next((rank for rank in leaders(view) if rank.run == run and rank.live), None)
@@ -174,27 +174,27 @@ GUIDE = Guide.parse("""
 # Throughput has dropped
 
 ## Meaning
-The run trains at least 10 % fewer tokens per second than in the ten minutes before, checkpoints and evaluation taken
-out, and no single rank or GPU of this node explains it: a straggler, a throttled GPU or a stalled loader have
-incidents of their own. The time per step is compared with the run's own past in three parts: waiting for data,
-collectives, computing.
+The run trains at least 10 % fewer tokens per second than in the ten minutes before, not counting checkpoints and
+evaluations, and no single rank or GPU of this node is the cause: stragglers, throttled GPUs and stalled loaders have
+their own incidents. The time per step is compared with the past in three parts: waiting for data, collectives,
+computing.
 
-The alert of this name compares the whole run with its median of the last six hours, and fires once it is a fifth below.
-There may be no incident then, the drop being older than ten minutes or on another node: begin with `opsd diagnose`.
+The alert of this name compares the whole run with its median of the last six hours, and fires 20 % below it. There may
+be no incident if the drop is older than ten minutes or on another node: begin with `opsd diagnose`.
 
 ## Impact
-The share named in the incident, on every GPU of the job, for as long as it lasts.
+Every GPU of the job loses the share named in the incident, for as long as it lasts.
 
 ## Diagnosis
 In this order, as opsd does; `opsd incidents show ID` has the seconds per step of each part.
 
-1. Data: one rank's loader, or all of them. `iostat -x 1 3`, `df -h`, `findmnt -t nfs4,lustre`; was the dataset
-   evicted from the cache, has a new data stage begun?
-2. Network: collectives take longer on every rank. `ibstat`, `nvidia-smi nvlink -e`, and incidents on the other nodes
-   of the job: a slow rank there looks like a slow network here.
+1. Data: one rank's loader, or all of them. `iostat -x 1 3`, `df -h`, `findmnt -t nfs4,lustre`; was the dataset evicted
+   from the cache, or has a new data stage begun?
+2. Network: collectives take longer on every rank. `ibstat`, `nvidia-smi nvlink -e`, and incidents on the other nodes of
+   the job: a slow rank there looks like a slow network here.
 3. Kernels: computing takes longer on every rank. `nvidia-smi -q -d PERFORMANCE,CLOCK`: clocks and power caps of the
    whole node; longer sequences, another attention kernel, a recompilation.
-4. `py-spy record --native -d 20 -o rank.svg --pid PID` if nothing of this explains it.
+4. `py-spy record --native -d 20 -o rank.svg --pid PID` if the cause is still unknown.
 
 ## Mitigation
 - Data: move the dataset to local NVMe; more loader processes.

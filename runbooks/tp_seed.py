@@ -69,38 +69,37 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a later generation, whose audit has found nothing, trains, or the run has ended in good order."""
+    """True once a later generation, whose audit has found nothing, trains, or the run has ended as planned."""
     return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
 
 
 GUIDE = Guide.parse("""
-# Tensor-parallel shards are copies
+# Tensor-parallel shards are equal
 
 ## Meaning
-A weight that is split over tensor-parallel ranks has the same bits on several of them. The trainer compares
-checksums of its shards at every start, of tensors that are initialised at random only, so that ones and zeros do not
-count. Nearly always each rank has set the same seed and drawn "its" shard from it; sometimes a checkpoint was loaded
-with one rank's file for all.
+A weight that is split over tensor-parallel ranks has the same bits on several of them. The trainer compares checksums
+of shards at every start, only of randomly initialised tensors, so that constants do not count. Nearly always each rank
+has drawn its shard with the same seed; sometimes a checkpoint was loaded with one rank's file for all.
 
 ## Impact
-Copies get the same gradients where their inputs are the same, so that the model learns as if it were narrower. Nothing
-crashes and the loss falls; it falls more slowly than it should. SmolLM3 was restarted after a trillion tokens for it.
+Equal shards get equal gradients for equal inputs, so that the model learns as if it were narrower. Nothing crashes; the
+loss falls, but more slowly than it should. SmolLM3 was started over after a trillion tokens because of this.
 
 ## Diagnosis
 1. `opsd incidents show ID`: which tensors, which ranks.
-2. All tensors that are split: the seed. `grep -rn manual_seed SOURCE`: it has to differ between tensor-parallel ranks
-   and be the same between data-parallel ones, or the whole tensor is drawn and then split.
-3. Only some: how these are made. An initialisation after the split, a layer that was added later.
-4. From the first step or since a resume? `opsd checkpoint list FOLDER`: audit the checkpoint that was loaded.
+2. All tensors that are split: the seed. `grep -rn manual_seed SOURCE`: it must differ between tensor-parallel ranks and
+   be equal between data-parallel ones, or the whole tensor must be drawn and then split.
+3. Only some tensors: check how they are created. An initialisation after the split, a layer that was added later.
+4. Since the first step or since a resume? `opsd checkpoint list FOLDER`: audit the checkpoint that was loaded.
 
 ## Mitigation
-- Stop the run now; every further step is trained for nothing.
+- Stop the run now; every further step is wasted.
 - Draw each tensor whole and split it afterwards, or seed with the tensor-parallel rank; start again from step 0.
-- Going on from a checkpoint with copies does not help: they stay alike. Compare with a one-rank run at equal tokens.
+- Continuing from such a checkpoint does not help: the shards stay equal. Compare with a one-rank run at equal tokens.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once a later start of the run trains without the finding.
-- recommend, act: the same, and notifies. It does not stop a run for it: that is for its owners to decide.
+- recommend, act: the same, and notifies. It does not stop the run: its owners decide.
 """)
 
 RUNBOOK = Runbook(

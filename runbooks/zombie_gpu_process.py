@@ -1,4 +1,4 @@
-"""Something holds a GPU that should be free: a process of an ended run, memory without a process, a stranger."""
+"""A GPU is in use that should be free: a process of an ended run, memory without a process, an unrelated process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _works(rank: RankFact) -> bool:
 
 
 def _ended(view: View, rank: RankFact) -> bool:
-    """True if the run of a rank that is gone has ended; a launcher that still lives may be starting it anew."""
+    """True if the run of a rank that is gone has ended; a live launcher may be restarting it."""
     run = run_of(view, rank.run)
     return run is None or not run.alive or not run.takes_part or run.state in ENDED
 
 
 def _undead(gpu: GpuFact, dead: float) -> str:
-    """Processes that are dead and that the driver still counts: it hangs in their cleaning up."""
+    """Dead processes that the driver still lists, because it hangs in their cleanup."""
     pids = f" (pid {', '.join(map(str, gpu.orphans))})" if gpu.orphans else ""
     return f"{_counted(dead)} held by the driver though dead{pids}" if dead else ""
 
@@ -62,7 +62,7 @@ def _strangers(view: View, extra: Mapping[int, float], gpu: GpuFact) -> str:
 
 
 def _ownerless(view: View, gpu: GpuFact, used: float) -> str:
-    """Memory in use for a while without any process that holds it."""
+    """Memory in use for a while without a process."""
     memory, processes = by_gpu(view, USED).get(gpu.uuid), by_gpu(view, PROCESSES).get(gpu.uuid)
     if used < LEAST_MIB or not memory or not processes:
         return ""
@@ -73,7 +73,7 @@ def _ownerless(view: View, gpu: GpuFact, used: float) -> str:
 
 
 def _held(view: View) -> dict[str, tuple[GpuFact, str]]:
-    """The GPUs that something holds, by UUID, and what it is."""
+    """The GPUs in use, by UUID, and by what."""
     processes, used, dead = newest(view, PROCESSES), newest(view, USED), newest(view, DEAD_PROCESSES)
     working = {gpu.index: sum(_works(rank) for rank in view.ranks if rank.gpu == gpu.index) for gpu in view.gpus}
     counts = {gpu.index: processes[gpu.uuid] for gpu in view.gpus if gpu.uuid in processes}
@@ -132,32 +132,31 @@ GUIDE = Guide.parse("""
 # A process holds a GPU that should be free
 
 ## Meaning
-One of these has been so for half a minute: a process has died and the driver still counts it; a run has ended but
-processes are left on its GPU; memory of a GPU is in use although no process holds it; beside the ranks of a run a
-further process uses one of its GPUs, and not the others. GPUs that no run under opsd has used are nobody's business
-here.
+One of these for half a minute: a process has died and the driver still lists it; a run has ended but processes are left
+on its GPU; memory of a GPU is in use without a process; or an unrelated process uses one GPU of a run, but not its
+others. GPUs that no run under opsd has used are ignored.
 
 ## Impact
-The next job on the node dies with "out of memory" while it loads, or trains slower beside a stranger. A process that
-cannot be ended points to a driver that hangs.
+The next job on the node dies with "out of memory" while it loads, or is slowed down by the other process. A process
+that cannot be killed points to a driver that hangs.
 
 ## Diagnosis
 1. `opsd incidents show ID`: which GPU, how much memory, and whose process it was.
-2. `nvidia-smi --query-compute-apps=pid,used_memory,gpu_uuid --format=csv`: pids. None listed, memory in use: a
-   process in another container or one that is half dead: `fuser -v /dev/nvidia2` for GPU 2.
-3. `ps -o pid,ppid,stat,user,lstart,cmd -p PID`: state Z has been ended and waits for its parent, D hangs in the
-   driver and cannot be ended.
+2. `nvidia-smi --query-compute-apps=pid,used_memory,gpu_uuid --format=csv`: pids. None listed, but memory in use: a
+   process in another container or one that is still ending: `fuser -v /dev/nvidia2` for GPU 2.
+3. `ps -o pid,ppid,stat,user,lstart,cmd -p PID`: state Z has ended and waits for its parent, D hangs in the driver and
+   cannot be killed.
 4. `squeue -w NODE`: is it a job that may use this node? An epilog that did not clean up?
 
 ## Mitigation
-- A process of an ended run: `kill -KILL PID`. State Z: end its parent.
+- A process of an ended run: `kill -KILL PID`. State Z: kill its parent.
 - State D, or memory without a process: drain (`opsd drain NODE --incident ID --reason WHY`), then `nvidia-smi -r -i
   GPU`, or reboot.
-- A stranger: its owner, and constrain devices in Slurm (`ConstrainDevices=yes`), so that it cannot happen again.
+- An unrelated process: contact its owner, and constrain devices in Slurm (`ConstrainDevices=yes`) to prevent it.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the GPU is free or only used by ranks.
-- recommend, act: the same, and notifies. It ends no process that it cannot tell the owner of.
+- recommend, act: the same, and notifies. It does not kill processes.
 """)
 
 RUNBOOK = Runbook(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from opsd import config
-from opsd.commands import reference
 from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts import build as rules
 from opsd.dashboards.build import rendered as boards
+from tests import reference
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +27,7 @@ def rendered() -> dict[Path, str]:
 def _interface() -> list[str]:
     """What dashboards, alerts and runbooks are written against: one line a metric, sorted by name.
 
-    Whoever renames a metric breaks somebody's alert, and silence looks like health: the difference is for review.
+    A renamed metric breaks somebody's alert without a sound, so that the difference is for review.
     """
     return sorted(f"{m.name} {m.kind} {m.unit or '-'} {','.join(m.labels) or '-'}" for _, m in catalogue())
 

@@ -24,7 +24,7 @@ FAILED, USAGE = 1, 2
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("config")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
-@click.option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run can be had.")
+@click.option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run is available.")
 def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
     """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b).
 

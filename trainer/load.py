@@ -99,7 +99,7 @@ def copy_file(path: Path, state: State) -> tuple[list[str], str]:
             for at in range(0, len(whole), _BLOCK):
                 block = whole[at : at + _BLOCK]
                 if file.readinto(block) != len(block):
-                    raise CheckpointError(f"{path} has been cut off", path.name)
+                    raise CheckpointError(f"{path} is truncated", path.name)
                 hashing.submit(digest.update, block)
             if not direct:
                 local.copy_(target)

@@ -150,7 +150,7 @@ class Receiver:
             self._admit(host, connection)
             try:
                 threading.Thread(target=self._handle, args=(host, connection), daemon=True).start()
-            except RuntimeError:  # no thread can be had for now
+            except RuntimeError:  # no thread is available for now
                 self._discard_connection(connection)
                 connection.close()
 

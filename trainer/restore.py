@@ -142,7 +142,7 @@ def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, *, fresh: 
         return
     elif unread:
         place = without_user(unread)
-        why = f"{root} has no checkpoint and none can be had from {place}; put it right, or pass --fresh to begin anew"
+        why = f"{root} has no checkpoint and none is available from {place}; fix that, or start over with --fresh"
     elif any(is_there(folder, REJECTED) for _, folder in folders(root)):
         why = f"every checkpoint in {root} is damaged; bring one back, or pass --fresh to begin again at step 0"
     else:
@@ -245,7 +245,7 @@ def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
             reporter.event("checkpoint_rejected", step=step, file=error.file, why=str(error))
             if not isinstance(error, Unreadable):
                 _set_aside(folder)
-        world.least(0)  # nobody looks again before it is set aside
+        world.least(0)  # no rank looks again before it is set aside
         passed_over.add(step)
 
 

@@ -40,7 +40,7 @@ class LineCutter:
 
 
 class Tail:
-    """The lines appended to a file, each exactly once; a file made anew is read from its start."""
+    """The lines appended to a file, each exactly once; a file that was replaced is read from its start."""
 
     def __init__(self, name: str) -> None:
         self._name = name

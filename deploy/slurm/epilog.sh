@@ -1,9 +1,9 @@
 #!/bin/sh
-# Slurm's Epilog: name what a job has left behind, in the system's log, for the agent and the next prolog. slurm.conf:
+# Slurm's Epilog: write what a job has left behind to the system log, for the agent and the next prolog. slurm.conf:
 #
 #   Epilog=/etc/slurm/opsd/epilog.sh
 #
-# It never fails: an Epilog that does drains the node, and leftovers are found again by the prolog of the next job.
+# It never fails, because a failed Epilog drains the node; the prolog of the next job finds leftovers again.
 PATH=${PATH:-/usr/sbin:/usr/bin:/sbin:/bin} # Slurm sets none
 export PATH
 OPSD=${OPSD:-/opt/opsd/bin/opsd}

@@ -1,18 +1,18 @@
 #!/bin/sh
-# Slurm's Prolog: no job starts on a node that is not fit for it. It is for nodes that one job has at a time: where jobs
-# share a node, the processes of one count as left behind when the next one starts. slurm.conf:
+# Slurm's Prolog: no job starts on a bad node. For exclusive nodes only: on shared nodes, the processes of one job would
+# count as leftovers when the next one starts. slurm.conf:
 #
 #   Prolog=/etc/slurm/opsd/prolog.sh
 #   PrologFlags=Alloc
 #   BatchStartTimeout=180
 #
-# The quick profile takes one to two minutes on a node with GPUs. It gets 150 s and 15 more to end; BatchStartTimeout,
-# and PrologEpilogTimeout if you set it, must be longer.
+# The quick profile takes one to two minutes on a node with GPUs. Its limit is 150 s, plus 15 s to end;
+# BatchStartTimeout, and PrologEpilogTimeout if set, must be longer.
 #
-# A Prolog that fails drains the node and puts the job back into the queue, so it fails only for a node that failed.
-# Where the preflight cannot be run or takes too long, the job starts and the system's log says so: the GPUs need torch
-# (`deploy/install --train` or preflight.python), and checks that may be unable to run belong into preflight.optional.
-# Slurm's own commands must not be called from here, so never add --act.
+# A failed Prolog drains the node and requeues the job, so it fails only if the node failed. If the preflight cannot run
+# or takes too long, the job starts and the system log says so: testing GPUs needs torch (`deploy/install --train` or
+# preflight.python), and checks that may be unable to run belong in preflight.optional. A Prolog must not call Slurm's
+# commands, so never add --act.
 PATH=${PATH:-/usr/sbin:/usr/bin:/sbin:/bin} # Slurm sets none
 export PATH
 OPSD=${OPSD:-/opt/opsd/bin/opsd}

@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from opsd import rank_page
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
+from opsd.collectors.slurm import SlurmReport
 from opsd.config import Settings
 from opsd.slurm.commands import CommandSlurm
-from opsd.slurm.watch import NodeWatch
+from opsd.slurm.port import Slurm, SlurmError, SlurmMissing
+
+
+class NodeWatch:
+    """The newest report about ``node``. Slurm is polled every ``period_s`` seconds after the first call."""
+
+    def __init__(
+        self,
+        slurm: Slurm,
+        node: str,
+        *,
+        period_s: float = 20.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slurm = slurm
+        self._node = node
+        self._period_s = period_s
+        self._clock = clock
+        self._report = SlurmReport()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self) -> SlurmReport:
+        """The newest report; returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._ask_forever, name="slurm-watch", daemon=True)
+            self._thread.start()
+        return self._report
+
+    def refresh(self) -> SlurmReport:
+        """Ask now and return the report; takes as long as Slurm does. Does not raise SlurmError."""
+        try:
+            _ = self._slurm.version
+            nodes = self._slurm.nodes([self._node])
+            jobs = self._slurm.jobs(node=self._node) if nodes else ()
+            self._report = SlurmReport(self._clock(), nodes[0] if nodes else None, jobs)
+        except SlurmMissing as error:
+            self._report = SlurmReport(problem=str(error), absent=True)
+        except SlurmError as error:
+            self._report = replace(self._report, problem=str(error), absent=False)
+        return self._report
+
+    def _ask_forever(self) -> None:
+        while True:
+            self.refresh()
+            time.sleep(self._period_s)
 
 
 def build(settings: Settings, state: Path | None = None) -> list[Collector]:

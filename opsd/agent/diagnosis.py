@@ -26,7 +26,7 @@ HANGS = "does it hang?"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DiagnosisStep:
     """The answer to one question. ``suspect`` is True if the time is spent here, None if unknown."""
 
     question: str
@@ -40,7 +40,7 @@ class Diagnosis:
 
     run: str
     job: str
-    findings: tuple[Finding, ...]
+    findings: tuple[DiagnosisStep, ...]
     conclusion: str
 
 
@@ -92,7 +92,7 @@ def _diagnose(run: str, ranks: Sequence[RankFact], node: str, now: float) -> Dia
     return Diagnosis(run, ranks[0].job, findings, _conclusion(findings[2:], slower))
 
 
-def _moving(ranks: Sequence[RankFact], now: float) -> tuple[Finding, str]:
+def _moving(ranks: Sequence[RankFact], now: float) -> tuple[DiagnosisStep, str]:
     """Whether any rank makes progress, and which rank blocks the others if none does."""
     states = [state_of(rank, now) for rank in ranks if rank.live or rank.state == "running"]
     facts = tuple(
@@ -100,10 +100,10 @@ def _moving(ranks: Sequence[RankFact], now: float) -> tuple[Finding, str]:
     )
     limit = max(_patience(rank) for rank in ranks)
     if not states or min(state.stuck_s for state in states) < limit:
-        return Finding(HANGS, False, facts), ""
+        return DiagnosisStep(HANGS, False, facts), ""
     found = blame(states)
     sure = f"{found.confidence:.0%} sure"
-    return Finding(HANGS, True, facts), f"it hangs: rank {found.rank} holds it up, {found.reason} ({sure})"
+    return DiagnosisStep(HANGS, True, facts), f"it hangs: rank {found.rank} holds it up, {found.reason} ({sure})"
 
 
 def _patience(rank: RankFact) -> float:
@@ -137,9 +137,9 @@ def _spent(rank: RankFact, seconds: Callable[[StepFact], float]) -> _Spent:
     )
 
 
-def _speed(whole: Sequence[_Spent], slower: bool) -> Finding:
+def _speed(whole: Sequence[_Spent], slower: bool) -> DiagnosisStep:
     facts = (f"rank {s.rank}: {s.now:.3f} s a step, {s.before:.3f} s before" for s in whole)
-    return Finding("is it slower than before?", slower, tuple(facts))
+    return DiagnosisStep("is it slower than before?", slower, tuple(facts))
 
 
 def _phase(
@@ -148,7 +148,7 @@ def _phase(
     among: Callable[[Sequence[float]], float],
     total: float,
     slower: bool,
-) -> Finding:
+) -> DiagnosisStep:
     """Whether the time is spent in a phase.
 
     One rank that waits for data is enough (``among`` is max). The network is suspect only if all ranks spend longer in
@@ -156,10 +156,10 @@ def _phase(
     """
     grown, share = among([s.growth for s in spent]), among([s.share for s in spent])
     suspect = grown >= 0.5 * total if slower else share >= COSTLY
-    return Finding(f"is it {name}?", suspect, tuple(map(str, spent)))
+    return DiagnosisStep(f"is it {name}?", suspect, tuple(map(str, spent)))
 
 
-def _kernels(ranks: Sequence[RankFact], node: str, now: float, total: float, slower: bool) -> Finding:
+def _kernels(ranks: Sequence[RankFact], node: str, now: float, total: float, slower: bool) -> DiagnosisStep:
     spent = [_spent(rank, _computing) for rank in ranks]
     window = Window(node)
     window.begin(now, 0.0)
@@ -170,10 +170,10 @@ def _kernels(ranks: Sequence[RankFact], node: str, now: float, total: float, slo
         for s in late
     ] or [f"no rank computes {SLOW:.0%} longer than its peers"]
     grown = slower and median(s.growth for s in spent) >= 0.5 * total
-    return Finding("is it kernels?", bool(late) or grown, (*map(str, spent), *facts))
+    return DiagnosisStep("is it kernels?", bool(late) or grown, (*map(str, spent), *facts))
 
 
-def _conclusion(findings: Sequence[Finding], slower: bool) -> str:
+def _conclusion(findings: Sequence[DiagnosisStep], slower: bool) -> str:
     how = "slower than before" if slower else "as fast as before"
     suspect = next((finding for finding in findings if finding.suspect), None)
     if suspect is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from opsd.agent import lifecycle
-from opsd.agent.lifecycle import Observed, Outcome, Rules
+from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Finding, Incident, State
 
 PENDING_GAP_S = 2.5
@@ -49,7 +49,7 @@ def is_over(incident: Incident, transition: Transition) -> bool:
 
 
 def reduce(
-    book: Book, observed: Observed, rules: Mapping[str, Rules], now: float
+    book: Book, observed: Observed, rules: Mapping[str, IncidentRules], now: float
 ) -> tuple[Book, tuple[Incident, ...], tuple[Transition, ...]]:
     """One tick: the new book, the incidents that ended in it, and every change of state. ``now`` is epoch seconds."""
     found = {(finding.kind, finding.key): finding for finding in observed.findings}
@@ -60,7 +60,7 @@ def reduce(
     ended: list[Incident] = []
     transitions: list[Transition] = []
     for name, incident in book.incidents.items():
-        rule = rules.get(incident.kind, Rules())
+        rule = rules.get(incident.kind, IncidentRules())
         after = lifecycle.settled(incident, outcomes.get(incident.id, ()), rule, now)
         finding = found.get(name)
         if finding is not None:
@@ -74,7 +74,7 @@ def reduce(
             ended.append(after)
     pending, recent = _waiting(book, found, now), _holding(book, rules, now)
     for name, finding in found.items():
-        rule = rules.get(finding.kind, Rules())
+        rule = rules.get(finding.kind, IncidentRules())
         if name in book.incidents or now - pending[name][0] < rule.open_after_s:
             continue
         del pending[name]
@@ -110,10 +110,10 @@ def _waiting(
     return pending
 
 
-def _holding(book: Book, rules: Mapping[str, Rules], now: float) -> dict[tuple[str, str], Incident]:
+def _holding(book: Book, rules: Mapping[str, IncidentRules], now: float) -> dict[tuple[str, str], Incident]:
     """The ended incidents within their hold time."""
     return {
         name: incident
         for name, incident in book.recent.items()
-        if incident.resolved_at is not None and now - incident.resolved_at < rules.get(name[0], Rules()).hold_s
+        if incident.resolved_at is not None and now - incident.resolved_at < rules.get(name[0], IncidentRules()).hold_s
     }

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from opsd.agent.incidents import Transition
-from opsd.agent.policy import Past
-from opsd.agent.store import Memory, Row, Store, StoreError
+from opsd.agent.policy import PastAction
+from opsd.agent.store import JournalContent, Row, Store, StoreError
 from opsd.runbooks.base import Incident
 
 MAX_BACKLOG = 10_000
@@ -41,7 +41,7 @@ class Journal:
         self.lost = 0
         self._on_problem = on_problem
         self._retry_s, self._wall = retry_s, wall
-        self._memory: Memory | None = None
+        self._memory: JournalContent | None = None
         self._incidents: dict[str, Incident] = {}
         self._rows: list[Row] = []
         self._state = threading.Condition()
@@ -53,12 +53,12 @@ class Journal:
         """Records not written yet."""
         return len(self._incidents) + len(self._rows)
 
-    def open(self, patience_s: float = 2.0) -> Memory:
+    def open(self, patience_s: float = 2.0) -> JournalContent:
         """Start writing and return the journal's content, which is empty if it cannot be read within ``patience_s``."""
         self._thread.start()
         with self._state:
             self._state.wait_for(lambda: self._memory is not None, patience_s)
-            return self._memory or Memory()
+            return self._memory or JournalContent()
 
     def incident(self, incident: Incident) -> None:
         """Record the incident as it is now."""
@@ -75,7 +75,7 @@ class Journal:
         statement = "INSERT INTO transitions (incident, at, before, after, text) VALUES (?, ?, ?, ?, ?)"
         self._append((statement, (t.incident, t.at, t.before, t.after, t.text)))
 
-    def action(self, incident: str, past: Past) -> None:
+    def action(self, incident: str, past: PastAction) -> None:
         """Record that an action was begun."""
         statement = "INSERT INTO actions (incident, kind, verb, target, at) VALUES (?, ?, ?, ?, ?)"
         self._append((statement, (incident, past.kind, past.verb, past.target, past.at)))
@@ -110,7 +110,7 @@ class Journal:
             except StoreError as error:
                 self._set_problem(str(error))
                 with self._state:
-                    self._memory = self._memory or Memory()
+                    self._memory = self._memory or JournalContent()
                     self._state.notify_all()
                     self._state.wait_for(lambda: self._closing, self._retry_s)
 

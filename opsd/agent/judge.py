@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from opsd.agent.lifecycle import Rules
+from opsd.agent.lifecycle import IncidentRules
 from opsd.agent.logs import Log
 from opsd.runbooks.base import Action, Finding, Incident, Runbook, View
 
@@ -30,7 +30,7 @@ class Judge:
     ) -> None:
         self.runbooks = {runbook.kind: runbook for runbook in runbooks}
         self.rules = {
-            r.kind: Rules(
+            r.kind: IncidentRules(
                 r.open_after_s,
                 r.clear_after_s,
                 r.verify_s,

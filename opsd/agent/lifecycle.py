@@ -40,7 +40,7 @@ RESTARTED = "the agent was restarted while this was under way; whether it was ca
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class IncidentRules:
     """The times and limits of a runbook; see ``runbooks.base.Runbook``. Seconds."""
 
     open_after_s: float = 0.0
@@ -136,7 +136,7 @@ def _same(action: Mapping[str, object]) -> tuple[object, ...]:
     return action.get("verb"), action.get("target"), action.get("outcome"), action.get("detail")
 
 
-def reopened(old: Incident, finding: Finding, rule: Rules, now: float) -> Incident:
+def reopened(old: Incident, finding: Finding, rule: IncidentRules, now: float) -> Incident:
     """The incident ``old``, found again. One that was escalated stays escalated."""
     relapses = old.relapses + 1
     flapping = relapses >= rule.max_relapses
@@ -207,7 +207,7 @@ def _evidence(incident: Incident, finding: Finding) -> tuple[Evidence, ...]:
     return opening + tuple(e for e in finding.evidence if e not in opening)[: MAX_EVIDENCE - len(opening)]
 
 
-def settled(incident: Incident, outcomes: Sequence[Outcome], rule: Rules, now: float) -> Incident:
+def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules, now: float) -> Incident:
     """The incident after outcomes of actions. After the last one the effect is verified, or a failure tried again."""
     if not outcomes or incident.state is not State.ACTING:
         return incident
@@ -231,7 +231,7 @@ def settled(incident: Incident, outcomes: Sequence[Outcome], rule: Rules, now: f
 
 
 def judged(
-    incident: Incident, observed: Observed, found: bool, rule: Rules, watching_since: float, now: float
+    incident: Incident, observed: Observed, found: bool, rule: IncidentRules, watching_since: float, now: float
 ) -> Incident:
     """The incident after this tick: ended, given up, tried again or escalated if its time has come."""
     answer = observed.healed.get(incident.id)
@@ -260,7 +260,7 @@ def judged(
     return incident
 
 
-def _after_attempt(incident: Incident, rule: Rules, watching_since: float, now: float) -> Incident:
+def _after_attempt(incident: Incident, rule: IncidentRules, watching_since: float, now: float) -> Incident:
     assert incident.acted_at is not None
     if now - max(incident.acted_at, watching_since) < rule.verify_s:
         return incident

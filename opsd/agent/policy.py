@@ -53,7 +53,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PastAction:
     """An action executed at the epoch second ``at`` for an incident of ``kind``."""
 
     kind: str
@@ -75,7 +75,7 @@ def decide(
     incident: Incident,
     actions: Sequence[Action],
     mode: str,
-    history: Sequence[Past],
+    history: Sequence[PastAction],
     limits: Limits,
     started_at: float,
     now: float,
@@ -98,7 +98,7 @@ def _decide(
     incident: Incident,
     actions: Sequence[Action],
     mode: str,
-    history: Sequence[Past],
+    history: Sequence[PastAction],
     limits: Limits,
     started_at: float,
     now: float,
@@ -134,7 +134,7 @@ def _in_maintenance(kind: str, limits: Limits, now: float) -> str:
     return limits.muted(kind, now) if active_silence(limits.maintenance, kind, now) else ""
 
 
-def _cooling(kind: str, action: Action, history: Sequence[Past], limits: Limits, now: float) -> str:
+def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: Limits, now: float) -> str:
     if action.verb in HARMLESS:
         return ""
     cooldown_s = limits.cooldowns.get(kind, limits.cooldown_s)
@@ -142,7 +142,7 @@ def _cooling(kind: str, action: Action, history: Sequence[Past], limits: Limits,
     return f"acted on {action.target} for {kind} less than {cooldown_s:g} s ago" if recent else ""
 
 
-def _too_many(actions: Sequence[Action], history: Sequence[Past], limits: Limits, now: float) -> str:
+def _too_many(actions: Sequence[Action], history: Sequence[PastAction], limits: Limits, now: float) -> str:
     wanted = sum(action.verb not in HARMLESS for action in actions)
     recent = sum(now - past.at < HOUR_S and past.verb not in HARMLESS for past in history)
     limit = limits.max_actions_per_hour

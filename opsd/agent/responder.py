@@ -16,7 +16,7 @@ from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
-from opsd.agent.policy import Decision, Limits, Past, Verdict, decide
+from opsd.agent.policy import Decision, Limits, PastAction, Verdict, decide
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
 from opsd.runbooks.base import Action, Incident, State, View
 
@@ -154,7 +154,7 @@ class Responder:
         text = f"attempt {after.attempts}"
         self._journal.transition(Transition(after.id, after.kind, incident.state, after.state, wall, text))
         for number, action in enumerate(actions, len(incident.actions)):
-            past = Past(incident.kind, action.verb, action.target, wall)
+            past = PastAction(incident.kind, action.verb, action.target, wall)
             self._history.append(past)
             self._journal.action(incident.id, past)
             said = {"verb": action.verb, "target": action.target, "reason": action.reason}

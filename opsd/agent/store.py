@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from opsd.agent.policy import Past
+from opsd.agent.policy import PastAction
 from opsd.runbooks.base import Cost, Culprit, Evidence, Incident, Severity, State
 
 SCHEMA_VERSION = 1
@@ -55,12 +55,12 @@ class _DamagedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class JournalContent:
     """The records of an earlier agent: current incidents, recently ended ones (newest first), recent actions."""
 
     current: Sequence[Incident] = ()
     ended: Sequence[Incident] = ()
-    actions: Sequence[Past] = ()
+    actions: Sequence[PastAction] = ()
 
 
 class Store:
@@ -83,16 +83,16 @@ class Store:
                 self._database = _open(path, now)
             undo.pop_all()
 
-    def load(self, now: float) -> Memory:
+    def load(self, now: float) -> JournalContent:
         """What the file remembers. Raises StoreError."""
         current = "SELECT document FROM incidents WHERE resolved_at IS NULL ORDER BY opened_at"
         ended = "SELECT document FROM incidents WHERE resolved_at IS NOT NULL ORDER BY opened_at DESC LIMIT ?"
         actions = "SELECT kind, verb, target, at FROM actions WHERE at > ? ORDER BY at"
         with self._reporting():
-            return Memory(
+            return JournalContent(
                 tuple(_documents(self._database.execute(current))),
                 tuple(_documents(self._database.execute(ended, (MAX_ENDED,)))),
-                tuple(Past(*row) for row in self._database.execute(actions, (now - KEEP_ACTIONS_S,))),
+                tuple(PastAction(*row) for row in self._database.execute(actions, (now - KEEP_ACTIONS_S,))),
             )
 
     def write(self, incidents: Iterable[Incident], rows: Iterable[Row]) -> None:

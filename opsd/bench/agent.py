@@ -50,7 +50,7 @@ def run() -> dict[str, float | int | str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class BenchNode:
     """The simulated node: ``folder`` has its ports and its run, ``library`` its driver, ``state`` its GPUs."""
 
     folder: Path
@@ -59,7 +59,7 @@ class Node:
 
 
 @contextlib.contextmanager
-def node() -> Iterator[Node]:
+def node() -> Iterator[BenchNode]:
     """A node with a training run, until the end of the block."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
@@ -71,7 +71,7 @@ def node() -> Iterator[Node]:
             gpu.set_processes([(os.getpid(), 60 << 30)])
         ports = [Port(folder / "infiniband" / f"mlx5_{index}") for index in range(PORTS)]
         stack.enter_context(_training(folder / "shm" / "bench", ports))
-        yield Node(folder, library, gpus.path)
+        yield BenchNode(folder, library, gpus.path)
 
 
 class Exporter:
@@ -132,7 +132,7 @@ class Exporter:
 
 
 @contextlib.contextmanager
-def ours(place: Node) -> Iterator[Exporter]:
+def ours(place: BenchNode) -> Iterator[Exporter]:
     """The agent on that node, once it has all its series."""
     folder, port = place.folder, _free_port()
     settings = {
@@ -152,7 +152,7 @@ def ours(place: Node) -> Iterator[Exporter]:
 
 
 @contextlib.contextmanager
-def nvitop(place: Node) -> Iterator[list[Exporter]]:
+def nvitop(place: BenchNode) -> Iterator[list[Exporter]]:
     """nvitop-exporter on that node, once it has all its series; none where it is not installed."""
     program, port = shutil.which("nvitop-exporter", path=str(Path(sys.executable).parent)), _free_port()
     if program is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from opsd.scenarios.model import Scenario, ScenarioError, files, load
 from opsd.scenarios.player import play
-from opsd.scenarios.verdict import Verdict, judge
+from opsd.scenarios.verdict import ScenarioResult, judge
 
 SCENARIOS = Path(__file__).parents[2] / "tests" / "scenarios"
 NODES, HOURS = 12, 6.0
@@ -38,19 +38,19 @@ def run() -> dict[str, Any]:
     if not found:
         raise ScenarioError(f"{SCENARIOS}: no scenarios; run `opsd bench detect` in a clone of opsd")
     return {
-        **score(_verdict(load(path)) for path in found),
+        **score(_result(load(path)) for path in found),
         "healthy_hours": NODES * HOURS,
         "healthy_look_s": LOOK_S,
         "healthy_false_alarms": sum(len(false_alarms(seed, HOURS)) for seed in range(NODES)),
     }
 
 
-def score(verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """The statistics of verdicts. Without any incident expected or found, precision, recall and accuracy are 1.
+def score(results: Iterable[ScenarioResult]) -> dict[str, Any]:
+    """The statistics of results. Without any incident expected or found, precision, recall and accuracy are 1.
 
     ``flawed`` are scenarios with any difference from what was expected: too late, a wrong action or severity.
     """
-    known = list(verdicts)
+    known = list(results)
     hits = [hit for verdict in known for hit in verdict.hits]
     missed = [kind for verdict in known for kind in verdict.missed]
     alarms = [kind for verdict in known for kind in verdict.false_alarms]
@@ -98,7 +98,7 @@ def healthy_node(seed: int, hours: float) -> Scenario:
     return Scenario.model_validate({**node, "at": changes})
 
 
-def _verdict(scenario: Scenario) -> Verdict:
+def _result(scenario: Scenario) -> ScenarioResult:
     mode = "act" if "act" in scenario.played_in else scenario.played_in[0]
     return judge(scenario, play(scenario, mode))
 

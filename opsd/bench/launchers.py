@@ -67,7 +67,7 @@ class States:
         _STATE.pack_into(self._memory, (launcher - 1) * _STATE.size, *state)
 
 
-class Simulated:
+class SimulatedLauncher:
     """One launcher and its listener; as leader it gives each live launcher a slot, once all ``expected`` are alive."""
 
     def __init__(self, number: int, members: Sequence[Member], settings: Mapping[str, Any], states: States) -> None:
@@ -139,7 +139,7 @@ def _fork(number: int, members: Sequence[Member], settings: Mapping[str, Any], s
     if number > LEADERS:
         os.nice(NICE)
     if os.getppid() == parent:
-        Simulated(number, members, settings, states).loop.run()
+        SimulatedLauncher(number, members, settings, states).loop.run()
     os._exit(1)
 
 

@@ -26,7 +26,7 @@ class _Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Teller:
+class FaultReporter:
     """Reports what happens: on the terminal as sentences or JSON lines, and always in the system log."""
 
     as_json: bool
@@ -42,7 +42,7 @@ class Teller:
         syslog.syslog(syslog.LOG_WARNING, f"{event} {fault.name}: {text}")
 
 
-def perform(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
+def perform(fault: Fault, for_s: float, folder: Path, tell: FaultReporter) -> int:
     """Cause ``fault`` and return once it is undone, after ``for_s`` seconds or a signal; returns the exit code.
 
     Records are written to ``folder``.
@@ -58,7 +58,7 @@ def perform(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
         return exitcodes.FAILED
 
 
-def _guarded(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
+def _guarded(fault: Fault, for_s: float, folder: Path, tell: FaultReporter) -> int:
     assert fault.undo is not None
     id = f"{fault.name}-{secrets.token_hex(3)}"
     record = FaultRecord(id, fault.name, fault.text, fault.run, for_s, encode(fault.undo))
@@ -75,10 +75,10 @@ def _guarded(fault: Fault, for_s: float, folder: Path, tell: Teller) -> int:
     except (ChaosError, OSError) as error:
         tell("failed", fault, f"opsd chaos {fault.name}: {error}", id=id)
         code, result = exitcodes.FAILED, guard.close()
-    return _told(fault, result, code, id, tell)
+    return _reported(fault, result, code, id, tell)
 
 
-def _told(fault: Fault, result: Result, code: int, id: str, tell: Teller) -> int:
+def _reported(fault: Fault, result: Result, code: int, id: str, tell: FaultReporter) -> int:
     if result.undone:
         tell("undone", fault, f"{fault.name}: undone, {result.text}", id=id)
         return code

@@ -15,7 +15,7 @@ import click
 from opsd import exitcodes
 from opsd.chaos import faults, network, records, target
 from opsd.chaos.faults import Fault
-from opsd.chaos.perform import Teller, perform
+from opsd.chaos.perform import FaultReporter, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.commands.options import options
@@ -256,7 +256,7 @@ def undo(ids: tuple[str, ...]) -> int:
 
 def _do(fault: Fault, for_s: float, *, yes: bool, as_json: bool) -> int:
     _confirm(fault, for_s, yes=yes)
-    return perform(fault, for_s, records.folder_of(memory_root(), os.geteuid()), Teller(as_json))
+    return perform(fault, for_s, records.folder_of(memory_root(), os.geteuid()), FaultReporter(as_json))
 
 
 def _confirm(fault: Fault, for_s: float, *, yes: bool) -> None:

@@ -21,11 +21,11 @@ from rich.live import Live
 from opsd import exitcodes
 from opsd.commands.ledger import ledger_table
 from opsd.demo import report
-from opsd.demo.faults import FAULTS, Director, Stage
+from opsd.demo.faults import FAULTS, Director, FaultTargets
 from opsd.demo.scene import TEXT_BYTES, DemoError, Gpus, Scene, open_scene, prepare_gpus
 from opsd.demo.text import copy_text
 from opsd.demo.view import View
-from opsd.demo.world import Eyes, Snapshot
+from opsd.demo.world import RunObserver, RunSnapshot
 from opsd.ledger.ledger import read_ledger
 
 TICK_S = 0.2
@@ -98,7 +98,7 @@ class Demo:
         faults = tuple(fault for fault in FAULTS if gpus.simulated or not fault.simulated)
         breakable = dict(enumerate(gpus.simulated)) if gpus.simulated else None
         checkpoints = self.scene.folder / "disturbed" / "checkpoints"
-        director = Director(Stage(checkpoints, self.scene.shm / "disturbed", breakable), faults)
+        director = Director(FaultTargets(checkpoints, self.scene.shm / "disturbed", breakable), faults)
         view = View(simulated_gpus=gpus.simulated is not None)
         view.stage = f"2 of 2: the same {steps} steps, {len(faults)} faults"
         last = self._run("disturbed", steps, gpus, view, director)
@@ -143,24 +143,24 @@ class Demo:
         self.console.print(f"run       {steps} steps of {step_s * 1e3:.0f} ms on 2 ranks")
         return steps
 
-    def _run(self, name: str, steps: int, gpus: Gpus, view: View, director: Director | None) -> Snapshot:
+    def _run(self, name: str, steps: int, gpus: Gpus, view: View, director: Director | None) -> RunSnapshot:
         """One supervised run from start to end; returns its last snapshot."""
         process = self.scene.start_run(name, self._program(steps))
-        eyes = Eyes(self.scene.shm / name, self.scene.folder / name / "events.jsonl", self.scene.agent_url)
+        observer = RunObserver(self.scene.shm / name, self.scene.folder / name / "events.jsonl", self.scene.agent_url)
         live = Live(console=self.console, refresh_per_second=5, transient=False) if self.console.is_terminal else None
         with live or nullcontext():
-            now = self._watch(process, eyes, gpus, view, director, live)
+            now = self._watch(process, observer, gpus, view, director, live)
         if process.wait() != 0:
             raise DemoError(f"the run ended with exit code {process.returncode}:\n{self.scene.tail(f'{name}.log')}")
         return now
 
     def _watch(
-        self, process: subprocess.Popen[bytes], eyes: Eyes, gpus: Gpus, view: View,
+        self, process: subprocess.Popen[bytes], observer: RunObserver, gpus: Gpus, view: View,
         director: Director | None, live: Live | None,
-    ) -> Snapshot:  # fmt: skip
+    ) -> RunSnapshot:  # fmt: skip
         ended: float | None = None
         while True:
-            now = eyes.look(time.time())
+            now = observer.look(time.time())
             gpus.follow(now)
             injected = director.tick(now) if director else None
             elapsed = now.wall - self.began

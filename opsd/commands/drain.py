@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from opsd.commands.node_service import node_options, open_desk, write_evidence
+from opsd.commands.node_service import node_options, node_service, write_evidence
 from opsd.commands.settings import load
 from opsd.slurm import ownership
 from opsd.slurm.deferred import DeferredUpdate
@@ -36,7 +36,7 @@ def drain(
     """
     settings = load(file, overrides)
     kind = kind or (incident.rsplit("-", 2)[0] if incident else "maintenance")
-    desk = open_desk(settings)
-    evidence = "" if dry_run else write_evidence(settings, file, nodes, text, incident, desk)
+    service = node_service(settings)
+    evidence = "" if dry_run else write_evidence(settings, file, nodes, text, incident, service)
     told = ownership.reason(kind, text, incident=incident or ownership.MANUAL, evidence=evidence)
-    return desk.apply(DeferredUpdate("drain", nodes, desk.now, told, force), dry_run, evidence)
+    return service.apply(DeferredUpdate("drain", nodes, service.now, told, force), dry_run, evidence)

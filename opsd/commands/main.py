@@ -24,7 +24,6 @@ COMMANDS = {
     "demo": "Train a small model, break it six ways, watch it recover.",
     "deploy": "List, show or copy systemd units, batch scripts, rules, Ansible.",
     "diagnose": "Why a run stands still or trains slowly: data, network or kernels.",
-    "docs": "Write the reference pages, or check that they are current.",
     "drain": "Let nodes finish their jobs and take no new ones.",
     "incidents": "List the incidents of this node, show one, sum them up.",
     "launch": "Start and supervise the ranks of a job, where torchrun is used today.",
@@ -45,7 +44,7 @@ COMMANDS = {
 }
 """What each command does; NAME is the function of that name in ``opsd/commands/NAME.py``, ``return`` in ``return_``."""
 
-CHECKOUT_ONLY = frozenset({"bench", "docs", "stack"})
+CHECKOUT_ONLY = frozenset({"bench", "stack"})
 """Commands for the development of opsd: packages do not have them."""
 
 

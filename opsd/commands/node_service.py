@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused
+from opsd.commands.options import options
 from opsd.config import Settings
 from opsd.files import write_text
 from opsd.slurm import node_comment, ownership
@@ -24,8 +24,6 @@ from opsd.slurm.hostlist import HostlistError, expand
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 
 def _names(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
     try:
@@ -34,20 +32,16 @@ def _names(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) 
         raise click.BadParameter(str(error)) from error
 
 
-def node_options(command: Command) -> Command:
-    """Add the nodes, --config, --set and --dry-run to ``command``."""
-    for option in (
-        click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
-        click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting."),
-        click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE."),
-        click.argument("nodes", nargs=-1, required=True, callback=_names, metavar="NODE..."),
-    ):
-        command = option(command)
-    return command
+node_options = options(
+    click.argument("nodes", nargs=-1, required=True, callback=_names, metavar="NODE..."),
+    click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE."),
+    click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting."),
+    click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class NodeService:
     """What both commands work with. ``say`` is told each sentence, ``now`` is in epoch seconds."""
 
     slurm: Slurm
@@ -132,27 +126,27 @@ class Desk:
         return True
 
 
-def open_desk(settings: Settings) -> Desk:
-    """The desk of this machine."""
-    return Desk(
+def node_service(settings: Settings) -> NodeService:
+    """The service of this machine."""
+    return NodeService(
         choose().slurm, Rules.of(settings.policy), DeferredUpdates(settings.agent.state_dir), click.echo, time.time()
     )
 
 
 def write_evidence(
-    settings: Settings, file: Path | None, nodes: Sequence[str], text: str, incident: str | None, desk: Desk
+    settings: Settings, file: Path | None, nodes: Sequence[str], text: str, incident: str | None, service: NodeService
 ) -> str:
     """Keep why and by whom, and the incident as the agent knows it, beside the journal; the file's name."""
     document: Mapping[str, object] = {
-        "nodes": nodes, "reason": text, "by": getpass.getuser(), "at": desk.now, "incident": incident,
+        "nodes": nodes, "reason": text, "by": getpass.getuser(), "at": service.now, "incident": incident,
         "document": _incident(file, incident) if incident else None,
     }  # fmt: skip
-    path = settings.agent.state_dir / "evidence" / f"node-{desk.now:.0f}-{'-'.join(nodes)[:100]}.json"
+    path = settings.agent.state_dir / "evidence" / f"node-{service.now:.0f}-{'-'.join(nodes)[:100]}.json"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_text(path, json.dumps(document, indent=1) + "\n")
     except OSError as error:
-        desk.say(f"the evidence was not kept as {path}: {error.strerror}")
+        service.say(f"the evidence was not kept as {path}: {error.strerror}")
         return ""
     return str(path)
 

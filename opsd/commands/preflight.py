@@ -24,11 +24,12 @@ from opsd.config import Settings
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS, run_alerts
-from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, quarantine, say
+from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError
+from opsd.preflight.quarantine import quarantine
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.trends import render
 from opsd.slurm.connect import choose

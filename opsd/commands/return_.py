@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from opsd.commands.node_service import node_options, open_desk, write_evidence
+from opsd.commands.node_service import node_options, node_service, write_evidence
 from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.preflight.checks import CHECKS
@@ -45,11 +45,11 @@ def return_(
     if force != (text is not None):
         raise click.UsageError("--force and --reason belong together: say why the checks are passed over")
     settings = load(file, overrides)
-    desk = open_desk(settings)
+    service = node_service(settings)
     proved = proofs(settings, nodes, [_read_report(path) for path in reports])
     by_force = force and not dry_run
-    evidence = write_evidence(settings, file, nodes, f"given back by force: {text}", None, desk) if by_force else ""
-    return desk.apply(DeferredUpdate("return", nodes, desk.now, "", force, proved), dry_run, evidence)
+    evidence = write_evidence(settings, file, nodes, f"given back by force: {text}", None, service) if by_force else ""
+    return service.apply(DeferredUpdate("return", nodes, service.now, "", force, proved), dry_run, evidence)
 
 
 def proofs(settings: Settings, nodes: Sequence[str], reports: Sequence[Report]) -> dict[str, PreflightResult]:

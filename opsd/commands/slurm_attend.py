@@ -1,4 +1,4 @@
-"""``opsd slurm attend``: the launcher of a node, and beside it somebody who fetches spares for the run."""
+"""``opsd slurm attend``: the launcher of a node, and a process beside it that requests spares for the run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from opsd.slurm.spare_jobs import SpareJob, SpareRequester
 
 LOOK_S = 0.2
 _HANDED_ON = ("SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT", BATCH, "LC_ALL")
-"""Of the environment, what Slurm's commands run without and a guest has to have."""
+"""Variables that Slurm's commands run without but a spare's launcher needs."""
 
 
 def attend_command(
     opsd: Sequence[str], pool: str, folder: Path, told: Sequence[str], launcher: Sequence[str]
 ) -> tuple[str, ...]:
-    """The command that runs ``launcher`` and fetches spares, to which ``opsd launch`` is ``told`` the same."""
+    """The command that runs ``launcher`` and requests spares, whose ``opsd launch`` gets the options ``told``."""
     own = ("slurm", "attend", f"--pool={pool}", f"--run-dir={folder}", f"--opsd={len(opsd)}", f"--told={len(told)}")
     return (*opsd, *own, "--", *opsd, *told, *launcher)
 
@@ -34,21 +34,23 @@ def attend_command(
 @click.command(hidden=True)
 @click.option("--pool", required=True)
 @click.option("--run-dir", "folder", type=click.Path(path_type=Path), required=True)
-@click.option("--opsd", "of_opsd", type=int, required=True, help="So many of the ARGS are the opsd of a guest,")
-@click.option("--told", "of_guest", type=int, required=True, help="and so many what its launcher is told.")
+@click.option("--opsd", "of_opsd", type=int, required=True, help="Number of ARGS that are the opsd command of a spare.")
+@click.option(
+    "--told", "of_spare", type=int, required=True, help="Number of ARGS after those that are its launcher's options."
+)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, required=True)
 @click.pass_context
-def attend(context: click.Context, pool: str, folder: Path, of_opsd: int, of_guest: int, args: tuple[str, ...]) -> None:
-    """Become the launcher in ARGS, after a process was parted off that fetches spares as long as it lives."""
-    opsd, told, launcher = args[:of_opsd], args[of_opsd : of_opsd + of_guest], args[of_opsd + of_guest :]
+def attend(context: click.Context, pool: str, folder: Path, of_opsd: int, of_spare: int, args: tuple[str, ...]) -> None:
+    """Become the launcher in ARGS, after starting a detached process that requests spares while the launcher lives."""
+    opsd, told, launcher = args[:of_opsd], args[of_opsd : of_opsd + of_spare], args[of_opsd + of_spare :]
     try:
         job = allocation(os.environ)
     except AllocationError as error:
         raise click.UsageError(str(error)) from error
     handed = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
     spare = SpareJob((*pool_options(pool, job),), tuple(opsd), tuple(told), handed)
-    fetcher = SpareRequester(folder, job.node, job, spare, lambda: choose().slurm, say=_say)
-    part_off(fetcher)
+    requester = SpareRequester(folder, job.node, job, spare, lambda: choose().slurm, say=_say)
+    run_detached(requester)
     try:
         os.execvp(launcher[0], launcher)  # noqa: S606
     except OSError as error:
@@ -57,7 +59,7 @@ def attend(context: click.Context, pool: str, folder: Path, of_opsd: int, of_gue
 
 
 def pool_options(pool: str, job: Allocation) -> tuple[str, ...]:
-    """The options of sbatch that name the ``pool``: a partition, ``reservation:NAME``, or ``same``."""
+    """The sbatch options for ``pool``: a partition, ``reservation:NAME``, or ``same``."""
     account = (f"--account={job.account}",) if job.account else ()
     kind, _, name = pool.rpartition(":")
     if kind == "reservation":
@@ -65,10 +67,10 @@ def pool_options(pool: str, job: Allocation) -> tuple[str, ...]:
     return (f"--partition={job.partition if pool == 'same' else pool}", *account)
 
 
-def part_off(fetcher: SpareRequester) -> None:
-    """Have ``fetcher`` work beside this process until it ends, in one that is no child of it.
+def run_detached(requester: SpareRequester) -> None:
+    """Run ``requester`` until this process ends, in a process that is not its child.
 
-    The launcher that this process becomes takes what descends from it for its ranks', and Slurm signals it directly.
+    The launcher that this process becomes takes its descendants for ranks', and Slurm signals it directly.
     """
     launcher = os.getpid()
     child = os.fork()
@@ -80,15 +82,15 @@ def part_off(fetcher: SpareRequester) -> None:
     try:
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
-        _fetch(fetcher, launcher)
+        _request_until_end(requester, launcher)
     finally:
         os._exit(0)
 
 
-def _fetch(fetcher: SpareRequester, launcher: int) -> None:
+def _request_until_end(requester: SpareRequester, launcher: int) -> None:
     ended = os.pidfd_open(launcher)
     while not select.select([ended], [], [], LOOK_S)[0]:
-        fetcher.look()
+        requester.look()
 
 
 def _say(sentence: str) -> None:

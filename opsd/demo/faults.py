@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opsd.checkpoints import manifest
-from opsd.demo.world import Snapshot
+from opsd.demo.world import RunSnapshot
 from opsd.rank_page import RankPage
 
 
@@ -24,7 +24,7 @@ class Gpu(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class FaultTargets:
     """What faults change: the run's checkpoints, its shared memory and, if simulated, the GPUs."""
 
     checkpoints: Path
@@ -33,7 +33,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class DemoFault:
     """``inject`` causes the fault and returns the expected culprit, as a subset of the incident's fields.
 
     ``restarts`` says that the ranks must be restarted, for which the demo first waits for warm interpreters.
@@ -44,9 +44,9 @@ class Fault:
     kind: str
     title: str
     runbook: str
-    inject: Callable[[Stage, Snapshot], dict[str, object]]
-    recovered: Callable[[Trial, Snapshot], float | None]
-    ready: Callable[[Trial | None, Snapshot], bool] = lambda _previous, _now: True
+    inject: Callable[[FaultTargets, RunSnapshot], dict[str, object]]
+    recovered: Callable[[Trial, RunSnapshot], float | None]
+    ready: Callable[[Trial | None, RunSnapshot], bool] = lambda _previous, _now: True
     restarts: bool = True
     symptoms: tuple[str, ...] = ()
     simulated: bool = False
@@ -56,7 +56,7 @@ class Fault:
 class Trial:
     """One fault and what the demo has observed about it; times are epoch seconds."""
 
-    fault: Fault
+    fault: DemoFault
     injected_at: float
     injected_step: int
     expected: dict[str, object]
@@ -88,7 +88,7 @@ class Trial:
         return tuple(symptom["kind"] for symptom in (self.incident or {}).get("symptoms", ()))
 
 
-def observe(trial: Trial, now: Snapshot) -> None:
+def observe(trial: Trial, now: RunSnapshot) -> None:
     """Update a trial with what is known now. An incident from before the injection never counts."""
     if trial.incident is None or trial.incident["state"] not in ("resolved", "escalated"):
         for incident in now.incidents or ():
@@ -111,45 +111,45 @@ def _resumed_after(trial: Trial, event: Mapping[str, Any]) -> bool:
     return event["event"] == "resumed" and trial.injected_at <= float(event["t"]) <= end
 
 
-def _resumed(trial: Trial, now: Snapshot) -> float | None:
+def _resumed(trial: Trial, now: RunSnapshot) -> float | None:
     return next((e["t"] for e in now.events if _resumed_after(trial, e)), None)
 
 
-def _stepping_again(trial: Trial, now: Snapshot) -> float | None:
+def _stepping_again(trial: Trial, now: RunSnapshot) -> float | None:
     if resumed := _resumed(trial, now):
         return resumed
     return now.wall if now.step > trial.injected_step + 1 else None
 
 
-def _incident_resolved(trial: Trial, _now: Snapshot) -> float | None:
+def _incident_resolved(trial: Trial, _now: RunSnapshot) -> float | None:
     if trial.incident is None or trial.incident["state"] != "resolved":
         return None
     return float(trial.incident["resolved_at"])
 
 
-def _rank(now: Snapshot, rank: int) -> RankPage:
+def _rank(now: RunSnapshot, rank: int) -> RankPage:
     return next(page for page in now.pages if page.rank == rank)
 
 
-def _kill_rank(_stage: Stage, now: Snapshot) -> dict[str, object]:
+def _kill_rank(_targets: FaultTargets, now: RunSnapshot) -> dict[str, object]:
     os.kill(_rank(now, 1).pid, signal.SIGKILL)
     return {"component": "rank", "rank": 1}
 
 
-def _stop_rank(_stage: Stage, now: Snapshot) -> dict[str, object]:
+def _stop_rank(_targets: FaultTargets, now: RunSnapshot) -> dict[str, object]:
     os.kill(_rank(now, 1).pid, signal.SIGSTOP)
     return {"component": "rank", "rank": 1}
 
 
-def _stall_loader(_stage: Stage, now: Snapshot) -> dict[str, object]:
+def _stall_loader(_targets: FaultTargets, now: RunSnapshot) -> dict[str, object]:
     pid = next(pid for pid, role in _rank(now, 0).workers if role == "data")
     os.kill(pid, signal.SIGSTOP)
     return {"component": "data", "rank": 0}
 
 
-def _corrupt_and_crash(stage: Stage, now: Snapshot) -> dict[str, object]:
+def _corrupt_and_crash(targets: FaultTargets, now: RunSnapshot) -> dict[str, object]:
     """Flip one bit in the largest file of the newest checkpoint, then kill a rank and delete the copy in memory."""
-    folder = manifest.folder_of(stage.checkpoints, manifest.steps(stage.checkpoints)[-1])
+    folder = manifest.folder_of(targets.checkpoints, manifest.steps(targets.checkpoints)[-1])
     entry = max(manifest.read(folder).files, key=lambda file: file.size)
     with open(folder / entry.name, "r+b") as file:
         file.seek(entry.size // 2)
@@ -157,41 +157,41 @@ def _corrupt_and_crash(stage: Stage, now: Snapshot) -> dict[str, object]:
         file.seek(entry.size // 2)
         file.write(bytes([byte[0] ^ 0x10]))
     os.kill(_rank(now, 0).pid, signal.SIGKILL)
-    for kept in stage.shm.glob("rank-0000.state*"):
+    for kept in targets.shm.glob("rank-0000.state*"):
         kept.unlink(missing_ok=True)
     return {"component": "storage", "detail": entry.name}
 
 
-def _committed(_previous: Trial | None, now: Snapshot) -> bool:
+def _committed(_previous: Trial | None, now: RunSnapshot) -> bool:
     return any(event["event"] == "checkpoint_committed" for event in now.events)
 
 
-def _just_committed(previous: Trial | None, now: Snapshot) -> bool:
+def _just_committed(previous: Trial | None, now: RunSnapshot) -> bool:
     since = previous.recovered_at if previous and previous.recovered_at else 0.0
     committed = [e["t"] for e in now.events if e["event"] == "checkpoint_committed" and e["t"] > since]
     return bool(committed) and now.wall - committed[-1] < 1.0
 
 
-def _fail_memory(stage: Stage, now: Snapshot) -> dict[str, object]:
+def _fail_memory(targets: FaultTargets, now: RunSnapshot) -> dict[str, object]:
     """A contained uncorrectable memory error: the driver reports Xid 94 and ends the affected program."""
-    assert stage.gpus is not None
-    stage.gpus[0].raise_xid(94)
+    assert targets.gpus is not None
+    targets.gpus[0].raise_xid(94)
     os.kill(_rank(now, 0).pid, signal.SIGKILL)
     return {"component": "gpu", "gpu": 0, "rank": 0}
 
 
-def _block_fan(stage: Stage, _now: Snapshot) -> dict[str, object]:
+def _block_fan(targets: FaultTargets, _now: RunSnapshot) -> dict[str, object]:
     """Cooling that is too weak for full load, but sufficient at a power limit 15 % lower."""
-    assert stage.gpus is not None
-    stage.gpus[1].thermal_tau_s = 2.0
-    stage.gpus[1].cooling = 0.59
+    assert targets.gpus is not None
+    targets.gpus[1].thermal_tau_s = 2.0
+    targets.gpus[1].cooling = 0.59
     return {"component": "gpu", "gpu": 1, "rank": 1}
 
 
 FAULTS = (
-    Fault("kill_rank", "rank 1 killed (SIGKILL)", "rank_crash", _kill_rank, _resumed, ready=_committed),
-    Fault("stop_rank", "rank 1 stopped (SIGSTOP)", "rank_hang", _stop_rank, _resumed),
-    Fault(
+    DemoFault("kill_rank", "rank 1 killed (SIGKILL)", "rank_crash", _kill_rank, _resumed, ready=_committed),
+    DemoFault("stop_rank", "rank 1 stopped (SIGSTOP)", "rank_hang", _stop_rank, _resumed),
+    DemoFault(
         "stall_dataloader",
         "data worker stopped",
         "dataloader_stall",
@@ -199,7 +199,7 @@ FAULTS = (
         _stepping_again,
         restarts=False,
     ),
-    Fault(
+    DemoFault(
         "corrupt_checkpoint",
         "checkpoint damaged, rank and memory lost",
         "checkpoint_corrupt",
@@ -207,7 +207,7 @@ FAULTS = (
         _resumed,
         ready=_just_committed,
     ),
-    Fault(
+    DemoFault(
         "fail_gpu_memory",
         "GPU 0 memory error (simulated)",
         "gpu_xid",
@@ -216,7 +216,7 @@ FAULTS = (
         symptoms=("rank_crash",),
         simulated=True,
     ),
-    Fault(
+    DemoFault(
         "throttle_gpu",
         "GPU 1 overheats (simulated)",
         "gpu_throttle",
@@ -237,8 +237,8 @@ class Director:
     and that the launcher has warm interpreters again; the wait for these is at most ``warm_s``.
     """
 
-    stage: Stage
-    faults: tuple[Fault, ...]
+    targets: FaultTargets
+    faults: tuple[DemoFault, ...]
     gap_steps: int = 12
     gap_s: float = 1.5
     warm_s: float = 10.0
@@ -250,7 +250,7 @@ class Director:
         self._steady_step: int | None = None
         self._steady_at = 0.0
 
-    def tick(self, now: Snapshot) -> str | None:
+    def tick(self, now: RunSnapshot) -> str | None:
         """Process one snapshot; returns the title of a fault that was just injected, or None."""
         for trial in self.trials:
             observe(trial, now)
@@ -265,7 +265,7 @@ class Director:
             return None
         del self._waiting[0]
         self.trials.append(Trial(fault, now.wall, now.step, expected={}))
-        self.trials[-1].expected = fault.inject(self.stage, now)
+        self.trials[-1].expected = fault.inject(self.targets, now)
         self._steady_step = None
         return fault.title
 
@@ -274,7 +274,7 @@ class Director:
         """True once every fault was injected and its incident has ended, or its time is up."""
         return not self._waiting and all(t.incident and t.incident["state"] == "resolved" for t in self.trials)
 
-    def _steady(self, now: Snapshot) -> bool:
+    def _steady(self, now: RunSnapshot) -> bool:
         if now.step < 0 or now.incidents is None:
             return False
         if self._steady_step is None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd.demo.world import Snapshot
+from opsd.demo.world import RunSnapshot
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, SimulationError, build
 
 SIMULATED_GPUS = 8
@@ -126,7 +126,7 @@ class Gpus:
     simulated: SimulatedGpus | None
     why: str = ""
 
-    def follow(self, now: Snapshot) -> None:
+    def follow(self, now: RunSnapshot) -> None:
         """Put load on the simulated GPUs of live ranks; the others are idle."""
         if self.simulated is None:
             return

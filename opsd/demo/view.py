@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from opsd.demo.world import Snapshot
+from opsd.demo.world import RunSnapshot
 from opsd.rank_page import RankPage
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -35,7 +35,7 @@ class View:
     _logged_actions: dict[str, int] = field(default_factory=dict)
     _last_step: int = -1
 
-    def update(self, now: Snapshot, elapsed: float) -> list[str]:
+    def update(self, now: RunSnapshot, elapsed: float) -> list[str]:
         """Process a snapshot; returns the new log lines."""
         fresh = [*self._from_events(now), *self._from_incidents(now)]
         lines = [f"{elapsed:6.1f} s  {line}" for line in fresh]
@@ -52,7 +52,7 @@ class View:
         self.log.append(line)
         return line
 
-    def render(self, now: Snapshot, elapsed: float) -> RenderableType:
+    def render(self, now: RunSnapshot, elapsed: float) -> RenderableType:
         """The whole screen."""
         title = Text.assemble((" opsd demo ", "reverse bold"), f"  {self.stage}  ", (f"{elapsed:.0f} s", "dim"))
         return Group(
@@ -71,12 +71,12 @@ class View:
             (sparkline(list(self.losses), 60), "cyan"), f"  {self.losses[0]:.3f} → {self.losses[-1]:.3f}"
         )
 
-    def _from_events(self, now: Snapshot) -> list[str]:
+    def _from_events(self, now: RunSnapshot) -> list[str]:
         fresh = now.events[self._logged_events :]
         self._logged_events = len(now.events)
         return [line for event in fresh if (line := describe_event(event))]
 
-    def _from_incidents(self, now: Snapshot) -> list[str]:
+    def _from_incidents(self, now: RunSnapshot) -> list[str]:
         lines = []
         for incident in reversed(now.incidents or ()):
             key, state = incident["id"], incident["state"]
@@ -134,7 +134,7 @@ def describe_action(action: Mapping[str, Any]) -> str:
     return f"{action['verb']}: {action['outcome']}" + (f", {detail}" if detail else "")
 
 
-def _ranks(now: Snapshot) -> Table:
+def _ranks(now: RunSnapshot) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("rank", "gen", "step", "phase", "for", "loss", "tokens/s", "step time", "data wait"):
         table.add_column(column, justify="left" if column == "phase" else "right", min_width=6)
@@ -143,7 +143,7 @@ def _ranks(now: Snapshot) -> Table:
     return table
 
 
-def _rank_row(page: RankPage, now: Snapshot) -> list[str | Text]:
+def _rank_row(page: RankPage, now: RunSnapshot) -> list[str | Text]:
     last = page.last_step
     age = max(0.0, now.wall - page.created_wall - (page.phase_since - page.created))
     cells: list[str | Text] = [
@@ -178,7 +178,7 @@ def _gpus(gpus: Mapping[int, Mapping[str, float]] | None) -> RenderableType:
     return table
 
 
-def _incidents(now: Snapshot) -> RenderableType:
+def _incidents(now: RunSnapshot) -> RenderableType:
     if now.incidents is None:
         return Text("the agent does not answer", style="red")
     if not now.incidents:

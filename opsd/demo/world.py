@@ -25,7 +25,7 @@ GPU_METRICS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RunSnapshot:
     """The run at one moment. ``wall`` is epoch seconds; ``incidents`` and ``gpus`` are None without the agent.
 
     ``standby`` is the number of warm interpreters that the launcher has ready.
@@ -52,7 +52,7 @@ class Snapshot:
 
 
 @dataclass
-class Eyes:
+class RunObserver:
     """Takes snapshots. ``folder`` is the run's shared-memory folder, ``events`` the launcher's event file."""
 
     folder: Path
@@ -61,11 +61,11 @@ class Eyes:
     _offset: int = 0
     _seen: list[dict[str, Any]] = field(default_factory=list)
 
-    def look(self, wall: float) -> Snapshot:
+    def look(self, wall: float) -> RunSnapshot:
         """A snapshot of now; parts that cannot be read are absent."""
         self._tail()
         incidents = self._get("/api/v1/incidents?symptoms=1")
-        return Snapshot(
+        return RunSnapshot(
             wall=wall,
             pages=tuple(_pages(self.folder)),
             events=self._seen,

@@ -9,36 +9,29 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich.console import Console
 
+from opsd import __version__
 from opsd.files import write_text
-from opsd.preflight import burnin, formats, interpreter, series, view
+from opsd.preflight import burnin, formats, series, view
 from opsd.preflight.base import Check, Context, Demand, Limits
-from opsd.preflight.engine import CheckRun, SelectionError, find, run, select
+from opsd.preflight.engine import CheckRun, SelectionError, find, run, select, unmet_need
 from opsd.preflight.fleet import Fleet
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.judge import Yardsticks
-from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report
 from opsd.preflight.training import demand_by
 from opsd.preflight.trends import render
 from opsd.settings.preflight import PreflightSettings
-from opsd.slurm.connect import choose
-from opsd.slurm.drainer import SlurmDrainer
-from opsd.slurm.ownership import Rules
-from opsd.slurm.port import SlurmError
-
-if TYPE_CHECKING:
-    from opsd.config import Settings
 
 HISTORY: Final = "preflight.sqlite"
 BURN_IN_H: Final = 24.0
@@ -85,7 +78,7 @@ def preflight(
     fleet = Fleet.read(Path(settings.fleet)) if settings.fleet else None
     history = History(request.state_dir / HISTORY)
     known, python = context(request, settings), settings.python or sys.executable
-    interpreter.ensure(python, selected, known, settings.optional)
+    ensure_torch(python, selected, known, settings.optional)
     known = replace(known, demand=demand_by(python, known))
     with _logs(request.state_dir) as logs, view.watching(console) as watcher:
         check_run = CheckRun(
@@ -131,6 +124,49 @@ def _burn_in(request: Request, check_run: CheckRun, watcher: view.View, console:
     if curves:
         console.print(render(curves))
     return report
+
+
+_QUESTION: Final = """
+from importlib.util import find_spec
+from opsd import __version__
+print(__version__, find_spec("torch") is not None)
+"""
+_PATIENCE_S: Final = 60.0
+"""The first start from a cold network file system takes many seconds."""
+
+
+def ensure_torch(python: str, checks: Iterable[Check], context: Context, optional: Collection[str] = ()) -> None:
+    """Check that ``python`` can run those of ``checks`` that need torch and apply here; ``optional`` ones may lack it.
+
+    Raises SelectionError with the remedy.
+    """
+    root = os.geteuid() == 0
+    wanting = [c.name for c in checks if "torch" in c.needs and unmet_need(c, context, root=root) is None]
+    if not wanting:
+        return
+    has_torch = _ask(python)
+    demanded = ",".join(name for name in wanting if name not in optional)
+    if demanded and not has_torch:
+        raise SelectionError(
+            f"torch is not installed in {python}: install it with `deploy/install --train`, name the Python of the "
+            f"training in preflight.python, or leave out what needs it with --skip {demanded}"
+        )
+
+
+def _ask(python: str) -> bool:
+    """Whether ``python`` has torch. Raises SelectionError if it cannot be started or lacks this opsd."""
+    command = [python, "-P", "-c", _QUESTION]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except OSError as error:
+        raise SelectionError(f"preflight.python: {python} cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SelectionError(f"preflight.python: {python} did not start within {_PATIENCE_S:.0f} s") from error
+    version, _, torch = done.stdout.strip().partition(" ")
+    if done.returncode or version != __version__:
+        found = f"has opsd {version}" if version else "has no opsd that works"
+        raise SelectionError(f"preflight.python: {python} {found}; install opsd {__version__} there, as it is here")
+    return torch == "True"
 
 
 def validate(settings: PreflightSettings, checks: Sequence[Check]) -> None:
@@ -200,27 +236,6 @@ def keep(report: Report, targets: Mapping[str, Path], history: History | None, c
         history.record(report)
     except HistoryError as error:
         say(console, f"{error}; the verdict stands")
-
-
-def quarantine(report: Report, settings: Settings, written: Path | None, console: Console) -> None:
-    """Tell Slurm the verdict, within the limits of the policy, and print what was done.
-
-    ``written`` is the report as JSON if that was requested; otherwise a copy is stored in the state folder as evidence.
-    """
-    evidence = written
-    if evidence is None or str(evidence) == "-":
-        evidence = settings.agent.state_dir / f"preflight-{report.node}-{report.started:.0f}.json"
-        keep(report, {"json": evidence}, None, console)
-    slurm = cache(lambda: choose().slurm)
-    rules = Rules.of(settings.policy)
-    drainer = SlurmDrainer(slurm, report.node, rules)
-    try:
-        done = act(report, evidence.absolute(), drainer, slurm, rules)
-    except SlurmError as error:
-        say(console, f"{report.node} was left as it is: {error}")
-    else:
-        if done:
-            console.print(done, highlight=False, markup=False, soft_wrap=True)
 
 
 def say(console: Console, sentence: str) -> None:

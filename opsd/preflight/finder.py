@@ -2,7 +2,7 @@
 
 A group test lets every pair of a group exchange data and tells the bandwidth of the slowest pair, so it fails if the
 group contains a bad node or both ends of a bad link. Which pair was slowest cannot be trusted (a node that is late
-makes its next partners late), and a hang tells nothing at all; hence the search:
+makes its next partners late), and a hang tells nothing at all; so the search is:
 
 1. screen about sqrt(N) groups, side by side, none left out and none split by a switch if that can be avoided;
 2. bisect the failing groups side by side, a single node with a known-good partner;

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
+
+from opsd.config import Settings
+from opsd.preflight.command import keep, say
 from opsd.preflight.report import Report
+from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
+from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import PreflightResult, Rules, give_back
 from opsd.slurm.port import Slurm, SlurmError
 
@@ -50,3 +57,24 @@ def act(
         return f"gave {report.node} back to Slurm" if back else ""
     except SlurmError as error:
         raise SlurmError(f"Slurm: {error}") from error
+
+
+def quarantine(report: Report, settings: Settings, written: Path | None, console: Console) -> None:
+    """Tell Slurm the verdict, within the limits of the policy, and print what was done.
+
+    ``written`` is the report as JSON if that was requested; otherwise a copy is stored in the state folder as evidence.
+    """
+    evidence = written
+    if evidence is None or str(evidence) == "-":
+        evidence = settings.agent.state_dir / f"preflight-{report.node}-{report.started:.0f}.json"
+        keep(report, {"json": evidence}, None, console)
+    slurm = cache(lambda: choose().slurm)
+    rules = Rules.of(settings.policy)
+    drainer = SlurmDrainer(slurm, report.node, rules)
+    try:
+        done = act(report, evidence.absolute(), drainer, slurm, rules)
+    except SlurmError as error:
+        say(console, f"{report.node} was left as it is: {error}")
+    else:
+        if done:
+            console.print(done, highlight=False, markup=False, soft_wrap=True)

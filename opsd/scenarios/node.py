@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from opsd.agent.gather import Health
 from opsd.agent.metrics import COLLECTOR_STATE
 from opsd.collectors import host, infiniband, kmsg, nvme, storage, storage_net
-from opsd.collectors import ranks as ranks_collector
 from opsd.collectors import slurm as slurm_collector
 from opsd.collectors.base import Event, GpuFact, Metric, NoData, Reading, Sample
 from opsd.collectors.infiniband import ERRORS, FLAPS, RATE, STATE
 from opsd.collectors.kmsg import KmsgCollector
+from opsd.collectors.lib import rank_series
 from opsd.collectors.lib.ib_link import LinkHistory, PortReading
 from opsd.collectors.lib.nvml import series as nvml
 from opsd.scenarios import healthy
@@ -37,7 +37,7 @@ COLLECTORS = {
     "storage_net": storage_net.StorageNetCollector.metrics,
     "nvme": nvme.METRICS,
     "slurm": slurm_collector.METRICS,
-    "ranks": ranks_collector.METRICS,
+    "ranks": rank_series.METRICS,
 }
 _RANK_USES = {nvml.PROCESSES.name: 1.0, nvml.FB_USED.name: 70_000.0}
 """Processes, and MiB of memory."""
@@ -201,20 +201,20 @@ class SimulatedNode:
     def _rank_samples(self) -> Iterator[Sample]:
         for rank in self.job.ranks:
             labels = (self.job.settings.run, str(rank.number))
-            yield Sample(ranks_collector.UP, float(rank.process is not None and rank.state == "running"), labels)
+            yield Sample(rank_series.UP, float(rank.process is not None and rank.state == "running"), labels)
             for phase, seconds in rank.totals.items():
-                yield Sample(ranks_collector.PHASE_SECONDS, seconds, (*labels, phase))
+                yield Sample(rank_series.PHASE_SECONDS, seconds, (*labels, phase))
             if rank.steps:
                 last = rank.steps[-1]
-                recent = list(rank.steps)[-ranks_collector.RATE_STEPS :]
+                recent = list(rank.steps)[-rank_series.RATE_STEPS :]
                 elapsed = max(last.end, self.now - last.duration_s) - (recent[0].end - recent[0].duration_s)
-                yield Sample(ranks_collector.STEP, last.step, labels)
-                yield Sample(ranks_collector.STEP_SECONDS, last.duration_s, labels)
-                yield Sample(ranks_collector.TOKENS_RATE, sum(step.tokens for step in recent) / elapsed, labels)
+                yield Sample(rank_series.STEP, last.step, labels)
+                yield Sample(rank_series.STEP_SECONDS, last.duration_s, labels)
+                yield Sample(rank_series.TOKENS_RATE, sum(step.tokens for step in recent) / elapsed, labels)
                 if math.isfinite(last.loss):
-                    yield Sample(ranks_collector.LOSS, last.loss, labels)
+                    yield Sample(rank_series.LOSS, last.loss, labels)
                 if math.isfinite(last.grad_norm):
-                    yield Sample(ranks_collector.GRAD_NORM, last.grad_norm, labels)
+                    yield Sample(rank_series.GRAD_NORM, last.grad_norm, labels)
 
     def _gpu_facts(self) -> tuple[GpuFact, ...]:
         return tuple(

@@ -26,7 +26,7 @@ from opsd.scenarios.node import COLLECTORS, NODE, SimulatedNode
 
 
 @dataclass
-class Played:
+class PlayedScenario:
     """What the agent did in a scenario, in its seconds. ``actions`` were executed; ``errors`` are bugs of the agent."""
 
     mode: Mode
@@ -37,7 +37,7 @@ class Played:
     errors: list[str] = field(default_factory=list)
 
 
-class _Hands(Executor):
+class _SimulatedExecutor(Executor):
     """Actions end at once, with the result that the scenario says; their effect comes later."""
 
     def __init__(self, player: _Player) -> None:
@@ -51,7 +51,7 @@ class _Hands(Executor):
 
 class _Player:
     def __init__(self, scenario: Scenario, mode: Mode, look_s: float) -> None:
-        self.played = Played(mode)
+        self.played = PlayedScenario(mode)
         self._scenario, self._look_s = scenario, look_s
         self._node = SimulatedNode(scenario)
         self._order = itertools.count()
@@ -66,7 +66,7 @@ class _Player:
             heapq.heappush(self._due, (self._node.second + reaction.after, next(self._order), reaction))
         return next((reaction.fails for reaction in reactions if reaction.fails), "")
 
-    def play(self) -> Played:
+    def play(self) -> PlayedScenario:
         with tempfile.TemporaryDirectory(prefix="opsd-scenario-") as folder:
             journal = Journal(Path(folder), lambda _problem: None)
             window, responder = Window(NODE, interval_s=self._look_s), self._responder(journal)
@@ -95,7 +95,7 @@ class _Player:
         log = Log(self._logged)
         return Responder(
             Judge(RUNBOOKS, log),
-            _Hands(self),
+            _SimulatedExecutor(self),
             journal,
             log,
             mode_of=lambda _kind: self.played.mode,
@@ -126,7 +126,7 @@ class _Player:
         return stepped
 
 
-def play(scenario: Scenario, mode: Mode, look_s: float = 1.0) -> Played:
+def play(scenario: Scenario, mode: Mode, look_s: float = 1.0) -> PlayedScenario:
     """Play ``scenario`` once, in real code and virtual time; the agent looks every ``look_s`` seconds.
 
     Raises ScenarioError for a series that does not exist.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from opsd.runbooks.base import Incident
 from opsd.scenarios.model import Expectation, Scenario
-from opsd.scenarios.player import Played
+from opsd.scenarios.player import PlayedScenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ScenarioResult:
     """``problems`` are sentences, none if all is as expected. ``missed`` and ``false_alarms`` are kinds."""
 
     hits: tuple[Hit, ...]
@@ -29,7 +29,7 @@ class Verdict:
     problems: tuple[str, ...]
 
 
-def judge(scenario: Scenario, played: Played) -> Verdict:
+def judge(scenario: Scenario, played: PlayedScenario) -> ScenarioResult:
     """Match incidents with expectations: each expectation takes the first incident of its kind with its culprit."""
     unclaimed = sorted(played.incidents.values(), key=lambda incident: played.opened[incident.id])
     hits, missed, problems = list[Hit](), list[str](), list(played.errors)
@@ -53,7 +53,7 @@ def judge(scenario: Scenario, played: Played) -> Verdict:
         f"false alarm at {played.opened[i.id]:.0f} s: {i.kind}, culprit {i.culprit}: {i.summary}" for i in false_alarms
     ]
     named = tuple(f"[{played.mode}] {problem}" for problem in problems)
-    return Verdict(tuple(hits), tuple(missed), tuple(i.kind for i in false_alarms), named)
+    return ScenarioResult(tuple(hits), tuple(missed), tuple(i.kind for i in false_alarms), named)
 
 
 def _culprit_right(wanted: Expectation, incident: Incident) -> bool:
@@ -64,7 +64,7 @@ def _culprit_right(wanted: Expectation, incident: Incident) -> bool:
     )
 
 
-def _problems(wanted: Expectation, incident: Incident, latency: float, played: Played) -> Iterator[str]:
+def _problems(wanted: Expectation, incident: Incident, latency: float, played: PlayedScenario) -> Iterator[str]:
     if not 0 <= latency <= wanted.within:
         yield f"{wanted.kind} was found {latency:.0f} s after the fault, expected within {wanted.within:.0f} s"
     if not _culprit_right(wanted, incident):

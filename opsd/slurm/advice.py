@@ -51,7 +51,7 @@ def _requeue(config: Mapping[str, str], version: Version) -> Iterator[Advice]:
     delay = _option(config, "SchedulerParameters", "requeue_delay", expire) if _has_requeue_delay(version) else expire
     if (seconds(delay) or 0) <= 10:
         return
-    why = "a requeued job may not start for this many seconds unless somebody sets its start time"
+    why = "a requeued job may not start for this many seconds unless its start time is set"
     if _has_requeue_delay(version):
         yield Advice("requeue_delay", delay, "add requeue_delay=0 to SchedulerParameters", why)
     else:
@@ -95,15 +95,15 @@ def _spares(config: Mapping[str, str], partitions: Sequence[Partition]) -> Itera
         yield Advice(
             "PreemptType", f"{kind or 'unset'} with PreemptMode {mode}",
             "PreemptType=preempt/partition_prio PreemptMode=REQUEUE",
-            "idle spares can then run evaluations that give way within a second; without it they must stay idle",
+            "idle spares can then run evaluations that are preempted within a second; without it they must stay idle",
         )  # fmt: skip
         return
     giving_way = [low for high, low in permutations(partitions, 2) if _evicts(high, low)]
     if not giving_way:
         yield Advice(
-            "PriorityTier", "no partition has jobs that give way to those of another one on the same nodes",
+            "PriorityTier", "no partition can preempt the jobs of another one on the same nodes",
             "two partitions over the spares: spares with PriorityTier=10, evaluations with PriorityTier=1",
-            "evaluations on idle spares would not give way to a run that needs one; see deploy/slurm/evaluate.sbatch",
+            "a run that needs a spare would not preempt evaluations on it; see deploy/slurm/evaluate.sbatch",
         )  # fmt: skip
     for low in giving_way:
         if low.grace_s > 0:

@@ -126,7 +126,7 @@ class Batch:
         try:
             claim, lease = claims.newest(self.folder), claims.lease(self.folder)
         except ClaimError as error:
-            self._tell(f"the run's folder cannot be read and will be looked into again: {error.strerror}")
+            self._tell(f"the run's folder cannot be read and will be read again: {error.strerror}")
             return None
         if self._gone_at is not None:
             if self._lease is not None and lease != self._lease:
@@ -162,7 +162,7 @@ class Batch:
         self._interrupted = self._interrupted or signal.SIGINT in came
         name = min(came).name
         if came == {signal.SIGTERM} and self._ending_by_slurm():
-            self._tell("Slurm ends the job; the launchers were told as well")
+            self._tell("Slurm ends the job; the launchers were signalled as well")
             return
         self._asked += 1
         if signal.SIGINT in came and self._asked > 1:
@@ -204,7 +204,7 @@ class Batch:
             return exitcodes.FAILED
         count = 0 if end.reported or end.lost else self._silent_starts.note(self._events.step, lasted_s)
         if count >= MAX_SILENT_STARTS:
-            self._tell(f"that was start {count} in a row without a word and without progress; it is the last")
+            self._tell(f"that was start {count} in a row without an outcome and without progress; giving up")
             self._cancel_spares()
             return exitcodes.FAILED
         return self._requeue(end)

@@ -112,7 +112,7 @@ class Worker:
         assert process.stderr is not None
         ready = select.select([process.stderr], [], [], self._deadline_s)[0]
         said = os.read(process.stderr.fileno(), 65_536).decode(errors="replace").strip() if ready else ""
-        return said.splitlines()[-1] if said else "it ended without a word"
+        return said.splitlines()[-1] if said else "it ended without a message"
 
 
 class PyslurmSlurm:

@@ -7,13 +7,14 @@ and ``give_back`` apply them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.settings.policy import PolicySettings
-from opsd.slurm import budget, node_comment
 from opsd.slurm import drain as effects
+from opsd.slurm import node_comment
 from opsd.slurm.node_comment import NodeHistory
 from opsd.slurm.port import Node, Slurm, SlurmRejected
 
@@ -77,6 +78,25 @@ def kind_of(told: str) -> str:
     return (incident if about.startswith(" ") or not words else words[0]).rstrip(":;")
 
 
+def allowance(nodes: Sequence[Node], share: float) -> int:
+    """How many of ``nodes`` opsd may hold: their ``share`` (0 to 1) rounded down, at least one."""
+    return max(1, math.floor(share * len(nodes) + 1e-9))
+
+
+def held(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that opsd has drained or set down, in order of time; nodes drained by others do not count.
+
+    Ties are broken by name, so that agents that drained in the same second agree on the order.
+    """
+    ours = [node for node in nodes if effects.owned(node) and ("drain" in node.flags or node.state == "down")]
+    return sorted(ours, key=lambda node: (node.reason_at if node.reason_at is not None else math.inf, node.name))
+
+
+def surplus(nodes: Sequence[Node], name: str, share: float) -> bool:
+    """Whether ``name`` is held beyond the allowance: several agents may have drained at the same time."""
+    return name in {node.name for node in held(nodes)[allowance(nodes, share) :]}
+
+
 def drain_objections(
     nodes: Sequence[Node], records: Mapping[str, NodeHistory], names: Sequence[str], rules: Rules, now: float
 ) -> list[str]:
@@ -88,7 +108,7 @@ def drain_objections(
     against += [
         sentence for name in fresh if (sentence := _resting(name, records.get(name, NodeHistory()), rules, now))
     ]
-    ours, limit = budget.held(nodes), budget.allowance(nodes, rules.share)
+    ours, limit = held(nodes), allowance(nodes, rules.share)
     if fresh and len(ours) + len(fresh) > limit:
         listed = f" ({', '.join(node.name for node in ours[:5])}{' …' if len(ours) > 5 else ''})" if ours else ""
         against.append(
@@ -123,7 +143,7 @@ def drain(
     if against and not force:
         raise Refused("; ".join(against))
     fresh = effects.drain(slurm, names, told)
-    late = [name for name in fresh if not force and budget.surplus(slurm.nodes(), name, rules.share)]
+    late = [name for name in fresh if not force and surplus(slurm.nodes(), name, rules.share)]
     if late:
         effects.give_back(slurm, late)
         raise Refused(f"other nodes were drained at the same time; {', '.join(late)} went back into service")

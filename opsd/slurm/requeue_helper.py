@@ -60,7 +60,7 @@ def requeue_from_inside(
             sleep,
             say,
         )
-        say(f"job {helper} will see to it that job {allocation.job} starts again at once")
+        say(f"job {helper} will restart job {allocation.job} without delay")
         has_helper = True
         if _batch_host_lost(slurm, allocation, excluded) and _runs(slurm, helper, clock, sleep):
             return Requeued(allocation.job, "running", allocation.restarts, handed_over=True)

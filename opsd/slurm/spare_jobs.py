@@ -123,18 +123,18 @@ class SpareRequester:
         except FileExistsError:
             raise
         except OSError as error:
-            self._say(f"no spare is asked for: {path} cannot be made: {error.strerror}")
+            self._say(f"no spare is requested: {path} cannot be created: {error.strerror}")
             return
         with open(descriptor, "w", encoding="utf-8") as file:
             try:
                 asked = self._submit()
             except SlurmUnavailable as error:
-                self._say(f"Slurm does not answer and will be asked for a spare again: {error}")
+                self._say(f"Slurm does not answer; the request for a spare will be repeated: {error}")
                 self._due[key] = self._clock() + RETRY_S
                 path.unlink(missing_ok=True)
                 return
             except SlurmError as error:
-                self._say(f"no spare can be had: {error}")
+                self._say(f"no spare is available: {error}")
                 asked = None
             json.dump({"job": asked, "for": self._job.job, "restarts": self._job.restarts, "by": self._node}, file)
 
@@ -156,7 +156,7 @@ class SpareRequester:
                 raise
             # The pool may allow less time than the job has: its launcher requests a successor and leaves in time.
             asked = slurm.submit(*self._spare.job(self._job, self._refused, None, log))
-        self._say(f"job {asked} is to bring the run a spare")
+        self._say(f"job {asked} will add a spare to the run")
         return asked
 
 
@@ -171,7 +171,7 @@ def cancel_spares(slurm: Slurm, folder: Path, job: Allocation, say: Callable[[st
     for found in slurm.jobs(asked) if asked else ():
         if found.state == "pending":
             slurm.cancel(found.id)
-            say(f"job {found.id}, which was to bring a spare, is not needed any more")
+            say(f"job {found.id}, for a spare, is no longer needed")
 
 
 def _key(record: Mapping[str, Any]) -> str:

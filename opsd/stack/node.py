@@ -24,7 +24,7 @@ MODEL_FLOPS, PEAK_FLOPS = 19.2e9, 989e12
 """FLOPs per token of a 3 B model, and per second of an H100 in bf16."""
 
 
-class Node:
+class StackNode:
     """The files that the agent reads, in ``folder``. Raises NoCompilerError if GPUs cannot be simulated."""
 
     def __init__(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from opsd.dashboards.alerts.build import rendered
 from opsd.preflight.inbox import Inbox
-from opsd.stack.node import Node
+from opsd.stack.node import StackNode
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROGRAMS = ("prometheus", "prometheus-alertmanager")
@@ -64,7 +64,7 @@ class Stack:
             f"http://127.0.0.1:{port}" for port in (agent, prometheus, alertmanager)
         )
         self.inbox = Inbox()
-        self.node = Node(folder)
+        self.node = StackNode(folder)
         try:
             self._start(agent, prometheus, alertmanager)
         except BaseException:

@@ -1,7 +1,7 @@
-"""Pages of the alerts that no agent can raise as an incident: about opsd itself, and about a run as a whole.
+"""Guides of the alerts that no agent can raise as an incident: about opsd itself, and about a run as a whole.
 
-Prometheus raises them from series of many nodes, or because a series is missing. Their pages have the form of a
-runbook's, and are found where those are: ``opsd runbook show NAME`` and ``/runbooks/NAME`` of any agent.
+Prometheus raises them from series of many nodes, or because a series is missing. Like those of runbooks they are shown
+by ``opsd runbook show NAME`` and at ``/runbooks/NAME`` of any agent.
 """
 
 from __future__ import annotations
@@ -11,54 +11,52 @@ from typing import Final
 
 from opsd.runbooks.base import Guide
 
-NOTHING = (
-    "\n## What opsd does by itself\nNothing, in every mode: observe, recommend and act. This one is for a person.\n"
-)
+NOTHING = "\n## What opsd does by itself\nNothing, in every mode: observe, recommend and act. A person has to act.\n"
 
 GUIDES: Final[Mapping[str, Guide]] = {
     "goodput_burn": Guide.parse("""
 # A run makes too little progress
 
 ## Meaning
-The run's new steps, at its usual step time, fill less of the wall clock than its objective allows, over a short and
-a long window. Steps done again after a failure are not new. The label `window` is the longer of the two: 1h is a
-page, 6h is for today, 3d is for this week.
+Goodput is below the run's objective, over a short and a long window. Goodput is the number of new steps times the usual
+step time, divided by the elapsed time; steps repeated after a failure are not new. The label `window` is the longer
+window and the urgency: 1h is a page, 6h is for today, 3d is for this week.
 
 ## Impact
-GPU hours are being paid for that bring no training. At 14.4 times the budget a month's allowance is gone in two days.
+GPU-hours are lost. At 14.4 times the budget, a month's error budget is used up in two days.
 
 ## Diagnosis
-1. The job board: is the run down, does it restart again and again, or is it slow?
-2. `opsd incidents` on its nodes: causes come before symptoms, with what each costs.
+1. The job board: is the run down, does it restart repeatedly, or is it slow?
+2. `opsd incidents` on its nodes: root causes with their symptoms, and the cost of each.
 3. `opsd ledger RUN_DIR`: which bucket grows: recomputed, restart, checkpoint_stall, data_stall?
 4. `opsd diagnose` while it is slow: data, network or kernels.
 
 ## Mitigation
-- Restarts: the runbook of the incident that keeps coming back.
+- Restarts: follow the runbook of the incident that keeps coming back.
 - Recomputed steps: save more often, or find out why checkpoints are rejected (`opsd checkpoint list FOLDER`).
 - Slow steps: `opsd runbook show throughput_drop`.
 
 ## What opsd does by itself
-- observe, recommend: nothing beyond the incidents that are the cause.
-- act: what the runbooks of those incidents say.
+- observe, recommend: only what it does about the incidents that are the cause.
+- act: the actions in the runbooks of those incidents.
 """),
     "run_unsupervised": Guide.parse(
         """
 # A run has lost its launcher
 
 ## Meaning
-`run.json` says that the run goes on, and the process of `opsd launch` that wrote it no longer exists.
+`run.json` says that the run is active, but the `opsd launch` process that wrote it no longer exists.
 
 ## Impact
-Ranks may still train, but nobody notices hangs, nobody restarts them, and SIGTERM leads to no checkpoint.
+Ranks may still train, but nothing detects hangs or restarts ranks, and SIGTERM does not trigger a checkpoint.
 
 ## Diagnosis
 1. `opsd status`: are ranks of the run alive?
-2. `journalctl -k --grep "Killed process"`: did the kernel kill the launcher for memory?
+2. `journalctl -k --grep "Killed process"`: did the kernel kill the launcher for lack of memory?
 3. `sacct -j JOB --format=JobID,State,ExitCode`: did Slurm end the step?
 
 ## Mitigation
-- Ranks alive: wait for the next checkpoint (`opsd checkpoint list FOLDER`), then end and start the job again.
+- Ranks alive: wait for the next checkpoint (`opsd checkpoint list FOLDER`), then end and restart the job.
 - Ranks dead: `scontrol requeue JOB`.
 """
         + NOTHING
@@ -68,22 +66,22 @@ Ranks may still train, but nobody notices hangs, nobody restarts them, and SIGTE
 # An agent does not answer
 
 ## Meaning
-Prometheus cannot scrape the agent of a node: the node is off, cut off, or its agent is down.
+Prometheus cannot scrape the agent of a node: the node is off or unreachable, or its agent is down.
 
 ## Impact
-Nothing is known of the node's GPUs, and its incidents are neither found nor remedied. Alerts that need its series
-are silent.
+Nothing is known about the node's GPUs, and its incidents are neither detected nor remedied. Alerts that need its series
+do not fire.
 
 ## Diagnosis
-1. `scontrol show node NODE`: does Slurm hear from it?
+1. `scontrol show node NODE`: does Slurm reach it?
 2. On the node `journalctl -u opsd -n 50`: why did the agent end, or what does it wait for?
-3. On the node `opsd status`: it answers there but not here means a firewall, or that it listens on loopback only
-   (`agent.listen`), or that TLS or a password was switched on and Prometheus does not know.
+3. On the node `opsd status`. If it answers there but not to Prometheus: a firewall, an agent that listens on loopback
+   only (`agent.listen`), or TLS or a password that Prometheus is not configured for.
 
 ## Mitigation
 - The node is gone: `opsd runbook show node_unreachable`.
-- The agent is down: have systemd start it again, which it otherwise does by itself; `opsd config check` says whether
-  its settings are good.
+- The agent is down and systemd does not restart it: `opsd config check` says whether its settings are valid, then start
+  it.
 """
         + NOTHING
     ),
@@ -92,18 +90,18 @@ are silent.
 # Prometheus scrapes no agent
 
 ## Meaning
-The job `opsd` of Prometheus has no targets at all.
+The scrape job `opsd` of Prometheus has no targets.
 
 ## Impact
-Every other alert about nodes and runs is silent, whatever happens.
+No other alert about nodes and runs can fire.
 
 ## Diagnosis
 1. `cat /etc/prometheus/opsd-targets.json`: is the list of nodes there and not empty?
-2. `opsd targets`: does Slurm tell which nodes there are?
-3. `grep -n opsd /etc/prometheus/prometheus.yml`: is the job named `opsd`? The rules ask for that name.
+2. `opsd targets`: does Slurm return the list of nodes?
+3. `grep -n opsd /etc/prometheus/prometheus.yml`: is the job named `opsd`? The rules require that name.
 
 ## Mitigation
-- Write the list anew: `opsd targets --out /etc/prometheus/opsd-targets.json`. It keeps the old list if Slurm is down.
+- Write the list again: `opsd targets --out /etc/prometheus/opsd-targets.json`. It keeps the old list if Slurm is down.
 """
         + NOTHING
     ),
@@ -112,42 +110,43 @@ Every other alert about nodes and runs is silent, whatever happens.
 # A collector is blind
 
 ## Meaning
-A source of the agent raises an error each time, or a call into it has not returned.
+A collector of the agent fails each time, or a call in it has not returned.
 
 ## Impact
-What it watches is unknown. Runbooks that need it find nothing, and heal nothing.
+The state of what it watches is unknown. Runbooks that need it open and resolve no incidents.
 
 ## Diagnosis
 1. `opsd status`: the collector's state and its reason, in one sentence.
-2. `opsd agent --once`: the same from a second process; if that works, the source was down for a while only.
+2. `opsd agent --once`: the same in a second process; if that works, the source was down only temporarily.
 3. `journalctl -u opsd -n 50`: since when.
 
 ## Mitigation
 - No permission: compare the unit with the one that opsd ships (`cat /etc/systemd/system/opsd.service`).
-- A source that this node does not have: switch the collector off in the configuration; `opsd config show` has it all.
+- A source that this node does not have: disable the collector in the configuration; `opsd config show` lists all
+  settings.
 - The driver hangs: `opsd runbook show driver_hang`.
 """
         + NOTHING
     ),
     "agent_slow": Guide.parse(
         """
-# An agent leaves out ticks
+# An agent misses ticks
 
 ## Meaning
-A tick of the agent's loop takes longer than its interval, so that ticks are left out.
+Ticks of the agent's loop take longer than their interval, so that some are skipped.
 
 ## Impact
 Incidents are detected later than they should be.
 
 ## Diagnosis
 1. `opsd status`: which collector takes long?
-2. `opsd top`: is the node short of processor time?
-3. `cat /proc/pressure/cpu`: the share of the time, in percent, in which tasks waited for a processor. Kernels without
-   pressure information lack the file.
+2. `opsd top`: is the node short of CPU time?
+3. `cat /proc/pressure/cpu`: the percentage of time in which tasks waited for a CPU. Kernels without pressure stall
+   information lack the file.
 
 ## Mitigation
-- A collector that is dear here: give it a longer `interval_s`.
-- A node that is short of processors: leave one for the system (`CoreSpecCount` in slurm.conf).
+- A slow collector: give it a longer `interval_s`.
+- A node that is short of CPU time: reserve a core for the system (`CoreSpecCount` in slurm.conf).
 """
         + NOTHING
     ),
@@ -159,7 +158,7 @@ Incidents are detected later than they should be.
 The agent cannot write its SQLite journal. Records wait in memory.
 
 ## Impact
-If the agent restarts now, incidents of this time are forgotten, and so is how often something was tried already.
+If the agent restarts now, it loses the incidents since then, and how often each action was already tried.
 
 ## Diagnosis
 1. `opsd status`: the problem in one sentence.
@@ -167,7 +166,7 @@ If the agent restarts now, incidents of this time are forgotten, and so is how o
 3. `findmnt -T /var/lib/opsd -o TARGET,OPTIONS`: has it become read-only?
 
 ## Mitigation
-- Make room, or mount it writable again. The agent goes on by itself and loses nothing that still waits.
+- Make room, or mount it writable again. The agent then writes everything that waits, without a restart.
 """
         + NOTHING
     ),
@@ -176,14 +175,14 @@ If the agent restarts now, incidents of this time are forgotten, and so is how o
 # A runbook raises errors
 
 ## Meaning
-A function of a runbook raised an exception: a bug in opsd, or input that nobody thought of.
+A function of a runbook raised an exception: a bug in opsd, or unexpected input.
 
 ## Impact
-This kind of incident may go unnoticed on that node; all others are looked for as usual.
+This kind of incident may go unnoticed on that node. All others are detected as usual.
 
 ## Diagnosis
 1. `journalctl -u opsd --grep "runbook"`: the exception and where it was raised.
-2. `opsd metrics --list`: which series it reads, and whether one of them has values that make no sense.
+2. `opsd metrics --list`: which series it reads, and whether one of them has invalid values.
 
 ## Mitigation
 - Watch for this kind yourself (`opsd runbook show KIND`), and report the exception.
@@ -198,14 +197,14 @@ This kind of incident may go unnoticed on that node; all others are looked for a
 The kernel wrote messages faster than the agent read them, or more than its buffer holds.
 
 ## Impact
-An Xid may be among what is lost. The driver's own event queue usually still tells of it.
+An Xid may be among the lost messages. The driver's own event queue usually still reports it.
 
 ## Diagnosis
-1. `journalctl -k -n 200`: what floods the log?
+1. `journalctl -k -n 200`: which messages flood the log?
 2. `opsd status`: does the collector `kmsg` keep up now?
 
 ## Mitigation
-- End the flood at its source. A larger buffer (`log_buf_len=4M` on the kernel's command line) outlasts bursts.
+- Stop the source of the messages. A larger buffer (`log_buf_len=4M` on the kernel's command line) absorbs bursts.
 """
         + NOTHING
     ),
@@ -214,14 +213,14 @@ An Xid may be among what is lost. The driver's own event queue usually still tel
 # Rank pages cannot be read
 
 ## Meaning
-Files that should be rank pages of a run are damaged, of another release of opsd, or still being made.
+Rank pages of a run are damaged, incomplete, or from an incompatible release of opsd.
 
 ## Impact
 These ranks are not watched: hangs and stragglers among them go unnoticed.
 
 ## Diagnosis
 1. `opsd status`: which ranks of the run are seen?
-2. `ls -l /dev/shm/opsd/RUN`: pages of size 0 are of a full shared memory (`df -h /dev/shm`).
+2. `ls -l /dev/shm/opsd/RUN`: pages of size 0 mean that shared memory is full (`df -h /dev/shm`).
 3. `opsd --version` on the node and in the environment of the job: are they the same?
 
 ## Mitigation
@@ -234,18 +233,18 @@ These ranks are not watched: hangs and stragglers among them go unnoticed.
 # Slurm does not answer
 
 ## Meaning
-The agent's questions to Slurm have failed for five minutes.
+The agent's requests to Slurm have failed for five minutes.
 
 ## Impact
-Node states and jobs are unknown there, and nothing can be drained or requeued. Running jobs go on.
+The agent does not know node states and jobs, and cannot drain or requeue. Running jobs continue.
 
 ## Diagnosis
 1. `opsd slurm check`: which Slurm this is, and what fails, in one sentence.
-2. `scontrol ping`: does the controller answer anybody?
+2. `scontrol ping`: does the controller answer at all?
 3. `journalctl -u slurmctld -n 50` on the controller; `journalctl -u munge -n 20` on the node.
 
 ## Mitigation
-- One node only: its munge or its network. All of them: the controller.
+- One node only: fix its munge or its network. All nodes: fix the controller.
 """
         + NOTHING
     ),
@@ -254,21 +253,21 @@ Node states and jobs are unknown there, and nothing can be drained or requeued. 
 # No spare is ready
 
 ## Meaning
-The cluster has spares, and for five minutes none of them was both ready and free of ranks: they have taken the place
-of nodes that failed, or their data, software or preflight is not known to be good.
+For five minutes none of the cluster's spares was both ready and free of ranks. They have replaced failed nodes, or
+their data, software or preflight is missing, outdated or failed.
 
 ## Impact
 None now. The next node that fails costs its job a requeue, or the time until the node is repaired.
 
 ## Diagnosis
 1. `opsd spare list`: each spare, and why it is not ready.
-2. On the spare: `opsd spare verify` says what lacks, data, software or preflight, in one sentence each.
-3. `sinfo -R`: nodes that are drained and could come back; `opsd return --dry-run NODE` says what stands against it.
+2. On the spare: `opsd spare verify` says in one sentence each what is wrong with data, software or preflight.
+3. `sinfo -R`: drained nodes that could return; `opsd return --dry-run NODE` says what prevents it.
 
 ## Mitigation
 - Stale or damaged data: `opsd spare stage`, then `opsd spare verify`, on the spare.
-- Software differs: update it as the other nodes; preflight failed or old: `opsd preflight --profile spare`.
-- All in use: repair and return the nodes that they stand in for, or reserve more, `opsd spare reserve --nodes 2`.
+- Software differs: install the other nodes' version. Preflight failed or old: `opsd preflight --profile spare`.
+- All in use: repair and return the nodes that they replace, or reserve more: `opsd spare reserve --nodes 2`.
 """
         + NOTHING
     ),
@@ -277,17 +276,17 @@ None now. The next node that fails costs its job a requeue, or the time until th
 # An incident waits for a person
 
 ## Meaning
-opsd has done what it may about an incident and it did not help, or there is nothing that it may do.
+The permitted actions did not resolve an incident, or there are none.
 
 ## Impact
 That of the incident itself; its cost is shown with it.
 
 ## Diagnosis
-1. `opsd incidents`: the ones in state escalated.
-2. `opsd incidents show ID`: evidence, culprit, what was tried, and what helped in incidents like it.
+1. `opsd incidents`: those in state escalated.
+2. `opsd incidents show ID`: evidence, culprit, what was tried, and what helped in similar incidents.
 
 ## Mitigation
-- Follow the incident's own page: `opsd runbook show KIND`. It closes by itself once its cause is gone.
+- Follow the incident's runbook: `opsd runbook show KIND`. It is resolved automatically once its cause is gone.
 """
         + NOTHING
     ),
@@ -296,10 +295,10 @@ That of the incident itself; its cost is shown with it.
 # An action failed
 
 ## Meaning
-The agent tried to do something about an incident and could not.
+An action of the agent against an incident failed.
 
 ## Impact
-The incident goes on. The agent tries again, as often as the runbook allows, and then escalates.
+The incident stays open. The agent retries as often as the runbook allows, then escalates.
 
 ## Diagnosis
 1. `opsd incidents`: the incident whose action failed.
@@ -307,9 +306,9 @@ The incident goes on. The agent tries again, as often as the runbook allows, and
 
 ## Mitigation
 - No permission: compare the unit with the one that opsd ships (`cat /etc/systemd/system/opsd.service`).
-- Otherwise do by hand what the page of the incident says: `opsd runbook show KIND`.
+- Otherwise follow the mitigation in the incident's runbook by hand: `opsd runbook show KIND`.
 """
         + NOTHING
     ),
 }
-"""Pages by name: the alert's name in snake case."""
+"""Guides by name: the alert's name in snake case."""

@@ -1,7 +1,7 @@
-"""Which rank holds a hung job up, from what each rank's page and process say.
+"""Which rank blocks a hung job, from each rank's page and process.
 
-In synchronous training every rank stops when one does, so that the question is never who stands still but who
-made the others wait. The launcher asks it when it detects a hang, the runbooks when no launcher is there.
+In synchronous training every rank stops when one does, so the question is which rank made the others wait. The
+launcher asks it when it detects a hang, the runbooks ask it for runs without a launcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROGRESS = {"data": 1, "forward": 2, "backward": 2, "collective": 3, "optimizer
 checkpoint, evaluation and everything else come before the step's first batch."""
 
 _APART_S = 0.5
-"""Ranks whose last change lies closer together than this stopped together."""
+"""Ranks whose last changes are closer together than this, in seconds, stopped together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The rank that holds the others up, why it is that one, and how sure that is (0 to 1)."""
+    """The rank that blocks the others, the reason, and the confidence (0 to 1)."""
 
     rank: int
     reason: str
@@ -85,7 +85,7 @@ _RULES: tuple[tuple[Rule, float], ...] = (
 
 
 def blame(ranks: Sequence[RankState]) -> Blame:
-    """The rank that holds the others up. ``ranks`` are those of one run and generation, at least one.
+    """The rank that blocks the others. ``ranks`` are those of one run and generation, at least one.
 
     Each rule narrows the suspects that the ones before it left; the first that narrows decides how sure the answer is.
     Among ranks that look alike the one that changed first is named, with little confidence: if all wait in one

@@ -1,4 +1,4 @@
-"""Pure helpers about GPUs that runbooks share: which one a series belongs to, who works on it, whether it is loaded."""
+"""Pure helpers about GPUs: which one a series belongs to, which rank uses it, whether it is under load."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def driver_restarted(view: View, since: float) -> bool:
 
 
 def job_text(rank: RankFact | None) -> str:
-    """Whose work it is, as the end of a sentence."""
+    """The job or run of the rank, as the end of a sentence."""
     if rank is None:
         return "no rank works on it"
     whose = f"job {rank.job}" if rank.job else f"run {rank.run}"

@@ -1,4 +1,4 @@
-"""Pure helpers about RDMA ports that runbooks share: their names, their likes, and who depends on them."""
+"""Pure helpers about RDMA ports: their names, their peers, and the ranks that depend on them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dependent(view: View) -> RankFact | None:
 
 
 def job_text(rank: RankFact | None) -> str:
-    """Who depends on the network, as a sentence."""
+    """Whether a job depends on the network, as a sentence."""
     if rank is None:
         return "no job of several nodes runs here"
     return f"{f'job {rank.job}' if rank.job else f'run {rank.run}'} has ranks on other nodes"

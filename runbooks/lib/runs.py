@@ -1,4 +1,4 @@
-"""Pure helpers about runs and ranks that runbooks share: who belongs to a run, whether it went on, what it cost."""
+"""Pure helpers about runs and ranks: the ranks of a run, whether it recovered, and the cost."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ REMEMBERED_S = 600.0
 """How far back a runbook looks for events."""
 
 GOOD_EXITS = (0, 75)
-"""Exit codes of a launcher whose run ended in good order: done, or checkpointed to be requeued."""
+"""Exit codes of a launcher whose run ended normally: done, or checkpointed to be requeued."""
 
 FRESH_S = 10.0
-"""An event this young is reported even if the run has recovered from it in the meantime; longer than hiccups of a
-collector last, so that a crash repaired while nobody looked is still told."""
+"""An event at most this many seconds old is reported even if the run has recovered; longer than a collector fails, so
+that a crash during such a failure is still reported."""
 
 
 def ranks_of(view: View, run: str) -> list[RankFact]:
@@ -46,15 +46,15 @@ def run_events(view: View, kind: str, run: str, seconds: float = REMEMBERED_S) -
 
 
 def resumed_event(view: View, run: str, generation: int) -> Event | None:
-    """The launcher's word that a generation after ``generation`` has completed its first step."""
+    """The launcher's event that a generation after ``generation`` has completed its first step."""
     later = (e for e in run_events(view, "resumed", run) if integer(e.data, "generation") > generation)
     return next(later, None)
 
 
 def recovered(view: View, run: str, generation: int) -> bool | None:
-    """Whether ``run`` has got over what ended ``generation``.
+    """Whether ``run`` has recovered from the end of ``generation``.
 
-    True once a later generation has completed a step or the run has ended in good order, False if its launcher gave
+    True once a later generation has completed a step or the run has ended as planned, False if its launcher gave
     up or died or no step is done yet, None while the rank pages cannot be read or nothing is known of the run.
     """
     if not view.known("ranks"):
@@ -79,9 +79,9 @@ def unsolved(view: View, kind: str) -> Iterator[Event]:
 
 
 def downtime(view: View, event: Event, last_step_at: float) -> Cost:
-    """What a stop of the whole job has cost: every GPU of it from the last step before to the first one after.
+    """The cost of a stop of the whole job: its GPUs from the last step before it to the first after it.
 
-    A run that its launcher has given up costs no more from then on.
+    The cost ends when the launcher gives the run up.
     """
     run, generation = text(event.data, "run"), integer(event.data, "generation")
     back = resumed_event(view, run, generation)
@@ -108,7 +108,7 @@ def world_size(view: View, run: str) -> int:
 
 
 def leaders(view: View) -> Iterator[RankFact]:
-    """One rank of each run for what is the same on all of them, loss for instance: the lowest that has done a step."""
+    """One rank of each run for values that are equal on all, like the loss: the lowest with a completed step."""
     for run in sorted({rank.run for rank in view.ranks}):
         stepped = [rank for rank in ranks_of(view, run) if rank.steps]
         if stepped:

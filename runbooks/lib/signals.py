@@ -63,7 +63,7 @@ def seconds_spent(series: Series, seconds: float) -> float:
 def growth(series: Series, seconds: float) -> float:
     """How much a counter has grown in the last ``seconds``; a reset counts nothing.
 
-    A value that the samples on both sides contradict is left out, so that one wild sample is no growth. The newest
+    A value that the samples on both sides contradict is left out, so that one outlier is no growth. The newest
     value counts once the next sample confirms it.
     """
     values = [value for _, value in series.values(seconds)]

@@ -1,4 +1,4 @@
-"""What runbooks whose remedy is another node have in common: the planned swap."""
+"""The planned swap, the remedy of runbooks that need another node."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from opsd.runbooks.lib.runs import ranks_of, supervised
 
 
 def swap_out(incident: Incident, view: View) -> Iterator[Action]:
-    """A planned swap of this node for every run that has ranks here and on other nodes and a living launcher.
+    """A planned swap of this node for every run that has ranks here and on other nodes and a live launcher.
 
-    The agent asks the launcher whether there is a spare, has the node swapped, and drains it where it may.
+    The agent asks the launcher for a swap if there is a spare, and drains the node if permitted.
     """
     for run in view.runs:
         here = [rank for rank in ranks_of(view, run.run) if rank.live]

@@ -1,4 +1,4 @@
-"""Pure helpers about slow changes: robust trends that no outlier bends, of series thinned out to block medians."""
+"""Pure helpers about slow changes: robust trends of block medians of series."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW_S = 600.0
 LEAST_MINUTES = 4
 
 SURE = 4.0
-"""A rise is a trend if it is this many times what the points scatter around it."""
+"""A rise is a trend if it is this many times the scatter around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def each_minute(series: Series, seconds: float) -> list[float]:
 
 
 def hours_until(limit: float, minutes: Sequence[float]) -> float | None:
-    """Hours until what happens each minute reaches ``limit`` if it goes on growing; None if it does not surely grow."""
+    """Hours until the number per minute reaches ``limit`` at its present growth; None without clear growth."""
     if len(minutes) < LEAST_MINUTES:
         return None
     course = trend(list(enumerate(minutes)))

@@ -1,4 +1,4 @@
-"""Pure helpers about Xids: whose they are, how often they came, and whether the program or the GPU is to blame."""
+"""Pure helpers about Xids: their GPU and rank, their frequency, and whether the program or the GPU is the cause."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from opsd.runbooks.lib.signals import integer, text
 
 DAY_S = 86_400.0
 BURST_GAP_S = 60.0
-"""Xids of one code on one GPU that lie closer together than this are one burst: one fault, told many times."""
+"""Xids of one code on one GPU that lie closer together than this are one burst: one fault, reported many times."""
 
 PAGE_FAULT = 31
 BURSTS, PAGE_FAULT_BURSTS = 5, 2
 """Bursts in a day after which a GPU needs diagnostics; page faults count earlier."""
 
 ECHOES = (45, 154)
-"""45 follows whatever ended the program, 154 is the driver's verdict on the Xid before it."""
+"""45 follows any end of the program, 154 is the driver's recovery action for the Xid before it."""
 
 AMBIGUOUS = (13, 31, 43, 94)
-"""The program's fault as well as the hardware's: out-of-range accesses, page faults, contained memory errors."""
+"""Caused by the program or the hardware: out-of-range accesses, page faults, contained memory errors."""
 
 EXIT_BEFORE_S, EXIT_AFTER_S = 5.0, 60.0
 """A program that ends this long before or after an Xid ended with it."""
@@ -84,11 +84,10 @@ def too_often(events: Sequence[Event], code: int) -> bool:
 
 
 def program_to_blame(view: View, gpu: Gpu, code: int, xids: Mapping[str, Sequence[Event]]) -> tuple[str, float]:
-    """Why an ambiguous ``code`` is the program's fault, and how sure that is; "" if it is not, or nobody can tell.
+    """Why an ambiguous ``code`` is the program's fault, and the confidence; "" if it is not, or if unknown.
 
-    ``xids`` are those of the last day by PCI address. A program that is wrong takes its error along to other GPUs, or
-    fails at the same step again. An error of its own speaks for the program unless the same GPU shows the code too
-    often.
+    ``xids`` are those of the last day by PCI address. A faulty program fails on other GPUs too, or at the same
+    step again. Its own error also indicates the program, unless the same GPU shows the code too often.
     """
     elsewhere = next((pci for pci, events in xids.items() if pci != gpu.pci and bursts(events, code)), None)
     if elsewhere is not None:

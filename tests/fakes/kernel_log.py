@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class RingLog:
-    """The log of one boot. ``size`` records fit into it. Each call opens it at its oldest record."""
+    """The log of one boot. ``size`` records fit into it. Each call opens it again at its oldest record."""
 
     def __init__(self, size: int = 1_000_000) -> None:
         self._size = size

@@ -8,7 +8,7 @@ from dataclasses import replace
 from opsd.slurm.port import Job, Node, NodeUpdate, SlurmDenied, SlurmRejected, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
-ATTENDANT = 8
+HELPER = 8
 COMPLETING_LOOKS = 2
 """How often a job is seen completing once nothing holds it up."""
 
@@ -24,7 +24,7 @@ class FakeQueue(FakeSlurm):
     ``calls`` are the requests that changed something, ``submitted`` the scripts and their options. The controller is
     away at the requests whose numbers are in ``away``; a requeue counts twice, and may be carried out unheard. A job
     that is completing takes no changes, and one that ``needs_all`` nodes is held once one is excluded.
-    ``excluded_at`` are those that opsd keeps it off, ``with_steps`` the nodes on which it has steps. An attendant that
+    ``excluded_at`` are those that opsd keeps it off, ``with_steps`` the nodes on which it has steps. A helper that
     was submitted runs if there is ``room`` for it.
     """
 
@@ -67,7 +67,7 @@ class FakeQueue(FakeSlurm):
             if self._looks > COMPLETING_LOOKS:
                 again = self.job.restarts + 1
                 self.job = replace(self.job, state="pending", reason="BeginTime", nodes=(), restarts=again)
-        helper = [replace(self.job, id=ATTENDANT, state="running" if self._room else "pending", nodes=())]
+        helper = [replace(self.job, id=HELPER, state="running" if self._room else "pending", nodes=())]
         known = [self.job, *(helper if self.submitted else [])]
         return [found for found in known if not ids or found.id in ids]
 
@@ -92,7 +92,7 @@ class FakeQueue(FakeSlurm):
         self._answer()
         assert not self.calls
         self.submitted.append((script, tuple(options)))
-        return ATTENDANT
+        return HELPER
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
         self._change()

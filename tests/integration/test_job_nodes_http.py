@@ -66,8 +66,8 @@ def test_they_are_asked_over_tls_with_a_password(tmp_path: Path) -> None:
         admitted = Asker(settings.model_copy(update={"peer_credentials_file": tmp_path / "credentials"}))(HOST, "4242")
     finally:
         server.close()
-    assert (refused.told, refused.problem) == (None, "answers what is not understood (401)")
-    assert admitted.told is not None and admitted.told.ranks == 2
+    assert (refused.summary, refused.problem) == (None, "answers what is not understood (401)")
+    assert admitted.summary is not None and admitted.summary.ranks == 2
 
 
 def test_they_are_asked_in_the_clear_where_there_is_only_a_password(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_they_are_asked_in_the_clear_where_there_is_only_a_password(tmp_path: Pa
         )(HOST, "4242")
     finally:
         server.close()
-    assert admitted.told is not None and admitted.told.ranks == 2
+    assert admitted.summary is not None and admitted.summary.ranks == 2
     assert admitted.url == f"http://{HOST}:{server.server_port}"
 
 
@@ -111,5 +111,5 @@ def test_what_answers_need_not_be_an_agent(answer: bytes, said: str) -> None:
 
         threading.Thread(target=serve, daemon=True).start()
         found = Asker(AgentSettings(listen=f"0.0.0.0:{listener.getsockname()[1]}"))("127.0.0.1", "4242")
-    assert found.told is None
+    assert found.summary is None
     assert said in found.problem

@@ -17,7 +17,7 @@ import pytest
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.history import History
-from opsd.agent.web.ledgers import Ledgers, Made
+from opsd.agent.web.ledgers import LedgerResult, Ledgers
 from opsd.agent.web.server import Server
 from tests.fakes.agent import SILENT
 from tests.fakes.incidents import incident
@@ -50,7 +50,7 @@ def node() -> tuple[Snapshot, History]:
 
 def application() -> App:
     shown, history = node()
-    ledgers = Ledgers(lambda _: Made(LEDGER))
+    ledgers = Ledgers(lambda _: LedgerResult(LEDGER))
     for _ in range(100):
         if ledgers.of(shown.runs[0]).ledger:
             break

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from opsd import __version__
-from opsd.preflight import interpreter
 from opsd.preflight.base import Context, Verdict
 from opsd.preflight.checks import CHECKS, gpu_burn
+from opsd.preflight.command import ensure_torch
 from opsd.preflight.engine import CheckRun, SelectionError, run, unmet_need
 from opsd.preflight.training import demand_by, demand_of
 from opsd.preflight.view import PlainView
@@ -57,7 +57,7 @@ def test_a_missing_torch_is_said_with_what_mends_it(node: Context, without_torch
     """Every check of the profile that needs it is in the sentence, ready to be pasted."""
     quick = [check for check in CHECKS if "quick" in check.seconds]
     with pytest.raises(SelectionError) as said:
-        interpreter.ensure(without_torch, quick, node)
+        ensure_torch(without_torch, quick, node)
     assert str(said.value) == (
         f"torch is not installed in {without_torch}: install it with `deploy/install --train`, name the Python of the "
         "training in preflight.python, or leave out what needs it with "
@@ -68,10 +68,10 @@ def test_a_missing_torch_is_said_with_what_mends_it(node: Context, without_torch
 def test_torch_is_asked_for_only_where_something_would_use_it(node: Context, without_torch: str, tmp_path: Path):
     """Not on a node without a GPU, not for a run that was not named, and not by a check that is optional."""
     bare = Context("node-1", "quick", 0.0, sys=str(tmp_path / "none"))
-    interpreter.ensure("/no/python", CHECKS, bare)
-    interpreter.ensure("/no/python", [fake.OF_THE_RUN], node)
-    interpreter.ensure(without_torch, [fake.NEEDS_TORCH], node, optional=["needs_torch"])
-    interpreter.ensure(sys.executable, CHECKS, node)
+    ensure_torch("/no/python", CHECKS, bare)
+    ensure_torch("/no/python", [fake.OF_THE_RUN], node)
+    ensure_torch(without_torch, [fake.NEEDS_TORCH], node, optional=["needs_torch"])
+    ensure_torch(sys.executable, CHECKS, node)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_torch_is_asked_for_only_where_something_would_use_it(node: Context, wit
 def test_an_interpreter_without_this_opsd_is_said(node: Context, tmp_path: Path, text: str, said: str):
     """Its checks would answer in a language of their own."""
     with pytest.raises(SelectionError, match=said):
-        interpreter.ensure(program(tmp_path / "python", text), [gpu_burn.CHECK], node)
+        ensure_torch(program(tmp_path / "python", text), [gpu_burn.CHECK], node)
     with pytest.raises(SelectionError, match="cannot be started: No such file"):
-        interpreter.ensure(str(tmp_path / "none"), [gpu_burn.CHECK], node)
+        ensure_torch(str(tmp_path / "none"), [gpu_burn.CHECK], node)
 
 
 def test_only_checks_that_need_torch_run_in_the_training_s_python(node: Context, tmp_path: Path):

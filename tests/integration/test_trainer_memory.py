@@ -145,7 +145,7 @@ def test_a_copy_that_cannot_be_read_is_not_none(run: Run, tmp_path: Path) -> Non
     unreadable.mkdir(parents=True)
     remote = {"checkpoint__remote": f"file://{bucket}", "run__steps": 5}
     assert run.start(**remote).wait() == [1, 1]
-    assert f"none can be had from file://{bucket}" in run.printed()
+    assert f"none is available from file://{bucket}" in run.printed()
     assert "--fresh" in run.printed()
     assert not (run.folder / "metrics.jsonl").exists()
     run.finish("--fresh", **remote)

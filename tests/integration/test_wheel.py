@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 OTHERS = ("trainer.py", "dashboards.py", "runbooks.py", "collectors/__init__.py", "deploy/__init__.py")
 """Names that the folders of the repository have as well."""
-DEVELOPMENT = ("bench", "scenarios", "stack", "commands/bench.py", "commands/docs.py", "commands/stack.py")
+DEVELOPMENT = ("bench", "scenarios", "stack", "commands/bench.py", "commands/stack.py")
 
 
 def hatch(source: Path, target: Path, form: str) -> Path:

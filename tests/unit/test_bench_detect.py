@@ -6,17 +6,17 @@ import pytest
 
 from opsd.bench.detect import PREDICTIONS, false_alarms, score
 from opsd.runbooks import RUNBOOKS
-from opsd.scenarios.verdict import Hit, Verdict
+from opsd.scenarios.verdict import Hit, ScenarioResult
 
 
 def test_shares_are_of_incidents_and_not_of_scenarios() -> None:
     """Three found of four, one false alarm, one wrong culprit."""
-    verdicts = [
-        Verdict((Hit("gpu_xid", 1.0, True), Hit("gpu_xid", 4.0, False)), ("gpu_lost",), (), ("late",)),
-        Verdict((Hit("straggler", 30.0, True),), (), ("loss_spike",), ("false alarm",)),
-        Verdict((), (), (), ()),
+    results = [
+        ScenarioResult((Hit("gpu_xid", 1.0, True), Hit("gpu_xid", 4.0, False)), ("gpu_lost",), (), ("late",)),
+        ScenarioResult((Hit("straggler", 30.0, True),), (), ("loss_spike",), ("false alarm",)),
+        ScenarioResult((), (), (), ()),
     ]
-    result = score(verdicts)
+    result = score(results)
     assert (result["precision"], result["recall"]) == (0.75, 0.75)
     assert result["culprit_accuracy"] == pytest.approx(2 / 3)
     assert (result["scenarios"], result["flawed"]) == (3, 2)
@@ -26,11 +26,11 @@ def test_shares_are_of_incidents_and_not_of_scenarios() -> None:
 
 def test_predictions_have_shares_of_their_own() -> None:
     """Two failures foreseen of three, and one foretold that did not come; what is no prediction does not count."""
-    verdicts = [
-        Verdict((Hit("fan_failing", 60.0, True), Hit("gpu_lost", 1.0, True)), ("nvme_failing",), (), ()),
-        Verdict((Hit("gpu_ecc_trend", 60.0, True),), ("straggler",), ("nic_degrading", "loss_nan"), ()),
+    results = [
+        ScenarioResult((Hit("fan_failing", 60.0, True), Hit("gpu_lost", 1.0, True)), ("nvme_failing",), (), ()),
+        ScenarioResult((Hit("gpu_ecc_trend", 60.0, True),), ("straggler",), ("nic_degrading", "loss_nan"), ()),
     ]
-    result = score(verdicts)
+    result = score(results)
     assert result["prediction_precision"] == result["prediction_recall"] == pytest.approx(2 / 3)
 
 

@@ -35,10 +35,39 @@ _BASE_UNITS = {
 }
 
 
+DCGM_EXPORTER_DEFAULTS = {
+    "DCGM_FI_DEV_SM_CLOCK": "gauge",
+    "DCGM_FI_DEV_MEM_CLOCK": "gauge",
+    "DCGM_FI_DEV_MEMORY_TEMP": "gauge",
+    "DCGM_FI_DEV_GPU_TEMP": "gauge",
+    "DCGM_FI_DEV_POWER_USAGE": "gauge",
+    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "counter",
+    "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": "counter",
+    "DCGM_FI_DEV_GPU_UTIL": "gauge",
+    "DCGM_FI_DEV_MEM_COPY_UTIL": "gauge",
+    "DCGM_FI_DEV_ENC_UTIL": "gauge",
+    "DCGM_FI_DEV_DEC_UTIL": "gauge",
+    "DCGM_FI_DEV_XID_ERRORS": "gauge",
+    "DCGM_FI_DEV_FB_FREE": "gauge",
+    "DCGM_FI_DEV_FB_USED": "gauge",
+    "DCGM_FI_DEV_FB_RESERVED": "gauge",
+    "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL": "counter",
+    "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": "counter",
+    "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": "counter",
+    "DCGM_FI_DEV_ROW_REMAP_FAILURE": "gauge",
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": "gauge",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "gauge",
+    "DCGM_FI_PROF_DRAM_ACTIVE": "gauge",
+    "DCGM_FI_PROF_PCIE_TX_BYTES": "gauge",
+    "DCGM_FI_PROF_PCIE_RX_BYTES": "gauge",
+}
+"""What of default-counters.csv in NVIDIA/dcgm-exporter 4.4 a bare-metal GPU's NVML can tell."""
+
+
 @pytest.mark.parametrize("metric", [metric for _, metric in catalogue()], ids=lambda metric: metric.name)
 def test_a_metric_follows_the_naming_rules(metric) -> None:
     """Help, base unit at the end of the name, _total for counters and _info for infos, valid labels."""
-    assert metric.help
+    assert metric.help.endswith(".")
     assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", metric.name)
     assert len(set(metric.labels)) == len(metric.labels)
     assert all(re.fullmatch(r"[a-zA-Z][a-zA-Z0-9_]*", label) for label in metric.labels)
@@ -47,6 +76,14 @@ def test_a_metric_follows_the_naming_rules(metric) -> None:
     assert metric.unit in _BASE_UNITS
     if metric.unit and metric.name.startswith("opsd_"):
         assert metric.name.removesuffix("_total").endswith("_" + metric.unit)
+
+
+def test_dcgm_exporters_defaults_are_all_there() -> None:
+    """Dashboards and alerts written for dcgm-exporter find its names, its labels and a type that fits."""
+    ours = {metric.name: metric for _, metric in catalogue()}
+    for name, kind in DCGM_EXPORTER_DEFAULTS.items():
+        assert ours[name].kind == {"gauge": "gauge", "counter": "untyped"}[kind], name
+        assert ours[name].labels == ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"), name
 
 
 def test_no_name_is_used_twice() -> None:

@@ -13,30 +13,30 @@ import pytest
 
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, checksum, commit, folder_of, verify
 from opsd.client import Reporter
-from opsd.demo.faults import FAULTS, Director, Fault, Stage, Trial, observe
+from opsd.demo.faults import FAULTS, DemoFault, Director, FaultTargets, Trial, observe
 from opsd.demo.report import differing_steps, losses
 from opsd.demo.scene import Scene, prepare_gpus
 from opsd.demo.text import copy_text
 from opsd.demo.view import culprit_name, describe_event, sparkline
-from opsd.demo.world import Snapshot, parse_gpus
+from opsd.demo.world import RunSnapshot, parse_gpus
 from opsd.rank_page import read_page
 
-NOTHING = Snapshot(wall=0.0, pages=(), events=(), incidents=(), gpus={}, standby=1)
+NOTHING = RunSnapshot(wall=0.0, pages=(), events=(), incidents=(), gpus={}, standby=1)
 
 
-def recovered_when_stepping(trial: Trial, now: Snapshot) -> float | None:
+def recovered_when_stepping(trial: Trial, now: RunSnapshot) -> float | None:
     return now.wall if now.step > trial.injected_step else None
 
 
 class Injections(list[str]):
     """Records what was injected instead of breaking anything."""
 
-    def fault(self, kind: str, **expected: object) -> Fault:
-        def inject(_stage: Stage, _now: Snapshot) -> dict[str, object]:
+    def fault(self, kind: str, **expected: object) -> DemoFault:
+        def inject(_targets: FaultTargets, _now: RunSnapshot) -> dict[str, object]:
             self.append(kind)
             return expected
 
-        return Fault(kind, kind, runbook=f"{kind}_runbook", inject=inject, recovered=recovered_when_stepping)
+        return DemoFault(kind, kind, runbook=f"{kind}_runbook", inject=inject, recovered=recovered_when_stepping)
 
 
 def incident(kind: str, opened_at: float, state: str = "open", **culprit: object) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def at_step(tmp_path: Path):
     """Snapshots of a one-rank run at a given step and time."""
     reporter = Reporter(tmp_path / "rank-0000.page")
 
-    def snapshot(step: int, wall: float, **fields: Any) -> Snapshot:
+    def snapshot(step: int, wall: float, **fields: Any) -> RunSnapshot:
         reporter.step(step=step)
         return replace(NOTHING, wall=wall, pages=(read_page(tmp_path / "rank-0000.page"),), **fields)
 
@@ -56,14 +56,14 @@ def at_step(tmp_path: Path):
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path, tmp_path, None)
+def targets(tmp_path: Path) -> FaultTargets:
+    return FaultTargets(tmp_path, tmp_path, None)
 
 
-def test_faults_come_one_after_the_other_on_a_steady_run(at_step, stage: Stage) -> None:
+def test_faults_come_one_after_the_other_on_a_steady_run(at_step, targets: FaultTargets) -> None:
     """The next fault waits until the last one is repaired and the run has been steady for a while."""
     done = Injections()
-    director = Director(stage, (done.fault("a"), done.fault("b")), gap_steps=5, gap_s=1)
+    director = Director(targets, (done.fault("a"), done.fault("b")), gap_steps=5, gap_s=1)
     director.tick(at_step(0, 0.0))
     director.tick(at_step(4, 2.0))
     assert done == []
@@ -76,10 +76,10 @@ def test_faults_come_one_after_the_other_on_a_steady_run(at_step, stage: Stage) 
     assert done == ["a", "b"]
 
 
-def test_a_cold_launcher_is_waited_for_but_not_for_ever(at_step, stage: Stage) -> None:
+def test_a_cold_launcher_is_waited_for_but_not_for_ever(at_step, targets: FaultTargets) -> None:
     """A fault waits for warm interpreters, and comes without them when they do not turn up."""
     done = Injections()
-    director = Director(stage, (done.fault("a"),), gap_steps=1, gap_s=0, warm_s=10)
+    director = Director(targets, (done.fault("a"),), gap_steps=1, gap_s=0, warm_s=10)
     for step, wall in enumerate((0.0, 2.0, 9.0)):
         director.tick(at_step(step, wall, standby=0))
     assert done == []
@@ -87,10 +87,10 @@ def test_a_cold_launcher_is_waited_for_but_not_for_ever(at_step, stage: Stage) -
     assert done == ["a"]
 
 
-def test_an_unrepaired_fault_does_not_stop_the_show(at_step, stage: Stage) -> None:
+def test_an_unrepaired_fault_does_not_stop_the_show(at_step, targets: FaultTargets) -> None:
     """After its time is up the next fault is injected, and the trial stays failed."""
     done = Injections()
-    director = Director(stage, (done.fault("a"), done.fault("b")), gap_steps=1, gap_s=0, limit_s=10)
+    director = Director(targets, (done.fault("a"), done.fault("b")), gap_steps=1, gap_s=0, limit_s=10)
     for step, wall in enumerate((0.0, 1.0, 5.0, 12.0, 13.0)):
         director.tick(at_step(step, wall))
     assert done == ["a", "b"]
@@ -98,7 +98,7 @@ def test_an_unrepaired_fault_does_not_stop_the_show(at_step, stage: Stage) -> No
     assert not director.done
 
 
-def test_only_an_incident_after_the_injection_counts(at_step, stage: Stage) -> None:
+def test_only_an_incident_after_the_injection_counts(at_step, targets: FaultTargets) -> None:
     """An old incident of the same kind is not a detection."""
     trial = Trial(Injections().fault("a"), injected_at=10.0, injected_step=3, expected={})
     observe(trial, at_step(9, 11.0, incidents=[incident("a", 9.0)]))
@@ -189,7 +189,7 @@ def test_sparkline_fits_and_falls() -> None:
     assert sparkline([float("nan")], 10) == ""
 
 
-def test_an_incident_told_twice_fails_the_trial(at_step, stage: Stage) -> None:
+def test_an_incident_told_twice_fails_the_trial(at_step, targets: FaultTargets) -> None:
     """What a fault brings about must be put down to it, not told as an incident of its own."""
     fault = replace(Injections().fault("a"), symptoms=("rank_crash",))
     trial = Trial(fault, injected_at=1.0, injected_step=0, expected={})
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_all_that_is_left(tmp_path: Path) -> None:
     (fault,) = (fault for fault in FAULTS if fault.kind == "corrupt_checkpoint")
     with subprocess.Popen(["sleep", "600"]) as rank:
         page = replace(read_page(written(tmp_path)), pid=rank.pid)
-        expected = fault.inject(Stage(tmp_path / "checkpoints", tmp_path, None), replace(NOTHING, pages=(page,)))
+        expected = fault.inject(FaultTargets(tmp_path / "checkpoints", tmp_path, None), replace(NOTHING, pages=(page,)))
         assert rank.wait(10) == -signal.SIGKILL
     assert expected == {"component": "storage", "detail": "rank-0000.safetensors"}
     with pytest.raises(CheckpointError, match="checksum"):

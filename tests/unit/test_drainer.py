@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from opsd.agent.actions import Executor
 from opsd.runbooks.base import Action
-from opsd.slurm.budget import allowance, held, surplus, why_not
 from opsd.slurm.drainer import SlurmDrainer
-from opsd.slurm.ownership import Rules
+from opsd.slurm.ownership import Rules, allowance, drain_objections, held, surplus
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
@@ -118,7 +117,7 @@ nodes = st.lists(
 def test_the_budget_is_never_exceeded(cluster_nodes: list[Node], name: str, share: float) -> None:
     """What may be drained fits in; what is surplus is exactly what does not."""
     ours, limit = held(cluster_nodes), allowance(cluster_nodes, share)
-    if not why_not(cluster_nodes, name, share) and name not in {node.name for node in ours}:
+    if not drain_objections(cluster_nodes, {}, [name], Rules(share), 0.0) and name not in {node.name for node in ours}:
         assert len(ours) + 1 <= limit
     beyond = [node for node in ours if surplus(cluster_nodes, node.name, share)]
     assert len(beyond) == max(0, len(ours) - limit)

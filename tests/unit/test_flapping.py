@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent.incidents import Book, reduce
-from opsd.agent.lifecycle import Observed, Rules
+from opsd.agent.lifecycle import IncidentRules, Observed
 from opsd.runbooks.base import Incident, State
 from tests.fakes.incidents import WALL, finding
 
 CLEAR_S, HOLD_S, RELAPSES = 2.0, 60.0, 3
-RULES = {"trouble": Rules(clear_after_s=CLEAR_S, hold_s=HOLD_S, max_relapses=RELAPSES)}
+RULES = {"trouble": IncidentRules(clear_after_s=CLEAR_S, hold_s=HOLD_S, max_relapses=RELAPSES)}
 
 
 class Course:

@@ -13,8 +13,8 @@ import pytest
 
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import MAX_BACKLOG, Journal
-from opsd.agent.policy import Past
-from opsd.agent.store import SCHEMA_VERSION, Memory, from_document, to_document
+from opsd.agent.policy import PastAction
+from opsd.agent.store import SCHEMA_VERSION, JournalContent, from_document, to_document
 from opsd.runbooks.base import State
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
@@ -54,16 +54,18 @@ def test_a_document_is_the_incident() -> None:
 def test_an_agent_that_is_restarted_knows_what_it_knew(tmp_path: Path, log: Log) -> None:
     """Current incidents keep their id, ended ones their end, and the policy its history."""
     over = incident("b", state=State.RESOLVED, resolved_at=time.time())
-    past = Past("trouble", "kill_process", "r", time.time())
+    past = PastAction("trouble", "kill_process", "r", time.time())
     journal = Journal(tmp_path / "state", log)
-    assert journal.open(PATIENCE_S) == Memory()
+    assert journal.open(PATIENCE_S) == JournalContent()
     journal.incident(incident("a"))
     journal.incident(over)
     journal.incident(incident("a", attempts=1))
     journal.transition(Transition("a", "trouble", None, State.OPEN, 1.0, "opened"))
     journal.action("a", past)
     journal.close(PATIENCE_S)
-    assert Journal(tmp_path / "state", log).open(PATIENCE_S) == Memory((incident("a", attempts=1),), (over,), (past,))
+    assert Journal(tmp_path / "state", log).open(PATIENCE_S) == JournalContent(
+        (incident("a", attempts=1),), (over,), (past,)
+    )
     assert log == ["", ""]
     assert not (tmp_path / "state").stat().st_mode & 0o077
 
@@ -94,7 +96,7 @@ def test_a_journal_on_a_read_only_disk_keeps_its_records_until_it_can_be_written
     """A file system that the kernel has made read-only after an error is the usual way for a disk to die."""
     journal = Journal(small_disk / "state", log, retry_s=0.05)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert journal.open(PATIENCE_S) == Memory()
+    assert journal.open(PATIENCE_S) == JournalContent()
     journal.incident(incident())
     assert eventually(lambda: "Read-only file system" in journal.problem)
     assert journal.backlog == 1
@@ -107,7 +109,7 @@ def test_a_state_folder_that_cannot_be_made_is_a_problem_and_not_the_end(tmp_pat
     """A file in the way; once it is gone the journal begins."""
     (tmp_path / "state").write_text("in the way")
     journal = Journal(tmp_path / "state", log, retry_s=0.05)
-    assert journal.open(PATIENCE_S) == Memory()
+    assert journal.open(PATIENCE_S) == JournalContent()
     journal.incident(incident())
     assert eventually(lambda: "cannot be written" in journal.problem)
     (tmp_path / "state").unlink()
@@ -141,7 +143,7 @@ def test_a_journal_of_a_newer_opsd_is_left_alone(tmp_path: Path, log: Log) -> No
     database.close()
     before = (tmp_path / "journal.db").read_bytes()
     journal = Journal(tmp_path, log)
-    assert journal.open(PATIENCE_S) == Memory()
+    assert journal.open(PATIENCE_S) == JournalContent()
     journal.incident(incident())
     assert eventually(lambda: "newer opsd" in journal.problem)
     journal.close(PATIENCE_S)
@@ -153,7 +155,7 @@ def test_two_agents_do_not_share_a_journal(tmp_path: Path, log: Log) -> None:
     first = Journal(tmp_path, log)
     first.open(PATIENCE_S)
     second = Journal(tmp_path, Log(), retry_s=0.05)
-    assert second.open(PATIENCE_S) == Memory()
+    assert second.open(PATIENCE_S) == JournalContent()
     assert "in use by another agent" in second.problem
     second.incident(incident())
     first.close(PATIENCE_S)

@@ -15,11 +15,11 @@ import pytest
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App, PageCache, Request
 from opsd.agent.web.history import History
-from opsd.agent.web.job_nodes import Answer, NodeOfJob, Others, Told
+from opsd.agent.web.job_nodes import Answer, IncidentSummary, NodeOfJob, OtherNodes
 from opsd.agent.web.job_page import job_page, node_of_job
-from opsd.agent.web.ledgers import FRESH_S, REST, Ledgers, Made, make_ledger
+from opsd.agent.web.ledgers import FRESH_S, REST, LedgerResult, Ledgers, make_ledger
 from opsd.collectors.base import Metric, Sample
-from opsd.collectors.ranks import MFU
+from opsd.collectors.lib.rank_series import MFU
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.incidents import incident
 from tests.unit.test_page import HOSTILE, Structure, rank, run, snapshot
@@ -33,7 +33,7 @@ LEDGER = {
     "finished": False,
     "notes": ["the run has not finished"],
 }
-MADE = Made(LEDGER)
+MADE = LedgerResult(LEDGER)
 TOKENS = Metric("opsd_rank_tokens_per_second", "Tokens.", labels=("run", "rank"))
 
 
@@ -45,7 +45,7 @@ def speeds(run: str, ranks: Sequence[int]) -> tuple[Sample, ...]:
     )
 
 
-def page(id: str = "4242", made: Made = MADE, others: Others | None = None, **changes: Any) -> bytes | None:
+def page(id: str = "4242", made: LedgerResult = MADE, others: OtherNodes | None = None, **changes: Any) -> bytes | None:
     shown = snapshot(samples=(speeds("train", (0, 1)),), **changes)
     return job_page(
         shown, History(), lambda _: made, id, "node-17", 1001.0, None if others is None else lambda _: others
@@ -86,8 +86,8 @@ def test_a_run_has_it_under_its_name_too() -> None:
 def test_all_nodes_of_the_job_are_on_it() -> None:
     """Those with an incident first, then those that say nothing; the sums are over all that told."""
     silent = Answer("node-19", "http://node-19:9477", problem="does not answer: timed out")
-    ill = told("node-20", live=7, incidents=(Told(severity="critical", summary="GPU 3 is lost"),))
-    found = page(others=Others((told("node-18"), silent, ill), "10 more are not asked."))
+    ill = told("node-20", live=7, incidents=(IncidentSummary(severity="critical", summary="GPU 3 is lost"),))
+    found = page(others=OtherNodes((told("node-18"), silent, ill), "10 more are not asked."))
     assert found is not None
     text = Structure(found).text
     for said in ("3 of 4 answer", "17 of 18", "225,000", "timed out", "GPU 3 is lost", "10 more are not asked."):
@@ -99,8 +99,8 @@ def test_all_nodes_of_the_job_are_on_it() -> None:
 
 def test_a_job_of_very_many_nodes_is_still_a_small_page() -> None:
     """At most 50 KB, with the sums of all of them."""
-    incidents = (Told(severity="warning", summary="x" * 200),)
-    found = page(others=Others(tuple(told(f"node-{number:04d}", incidents=incidents) for number in range(128))))
+    incidents = (IncidentSummary(severity="warning", summary="x" * 200),)
+    found = page(others=OtherNodes(tuple(told(f"node-{number:04d}", incidents=incidents) for number in range(128))))
     assert found is not None and len(found) <= 50_000
     assert "and 96 more" in Structure(found).text and "129 of 129" in Structure(found).text
 
@@ -130,16 +130,16 @@ def test_a_node_tells_others_what_it_knows_of_a_job() -> None:
 
 def test_without_a_ledger_it_says_why() -> None:
     """The rest of the page is there."""
-    found = page(made=Made(None, "events.jsonl: Permission denied"))
+    found = page(made=LedgerResult(None, "events.jsonl: Permission denied"))
     assert found is not None and "No ledger: events.jsonl: Permission denied" in Structure(found).text
 
 
 def test_what_was_written_into_names_has_no_effect() -> None:
     """Script in names, notes and errors is text."""
     shown = {"runs": [run(HOSTILE, job=HOSTILE)], "ranks": [rank(0, run=HOSTILE, job=HOSTILE)]}
-    hostile = told(HOSTILE, state=HOSTILE[:32], incidents=(Told(severity="bad", summary=HOSTILE),))
-    others = Others((Answer(HOSTILE, HOSTILE, hostile.told), Answer(HOSTILE, HOSTILE, problem=HOSTILE)), HOSTILE)
-    for made in (Made(None, HOSTILE), Made({**LEDGER, "buckets": {HOSTILE: 1.0}, "notes": [HOSTILE]})):
+    hostile = told(HOSTILE, state=HOSTILE[:32], incidents=(IncidentSummary(severity="bad", summary=HOSTILE),))
+    others = OtherNodes((Answer(HOSTILE, HOSTILE, hostile.summary), Answer(HOSTILE, HOSTILE, problem=HOSTILE)), HOSTILE)
+    for made in (LedgerResult(None, HOSTILE), LedgerResult({**LEDGER, "buckets": {HOSTILE: 1.0}, "notes": [HOSTILE]})):
         found = page(HOSTILE, made=made, others=others, **shown)
         assert found is not None
         assert not {tag for tag, _ in Structure(found).tags} & {"script", "img"}
@@ -149,11 +149,11 @@ def test_a_ledger_is_made_when_somebody_looks() -> None:
     """Once at a time, and again after a rest that grows with the work."""
     clock, may_end, folders = FakeClock(), threading.Event(), []
 
-    def make(folder: Path) -> Made:
+    def make(folder: Path) -> LedgerResult:
         folders.append(str(folder))
         assert may_end.wait(20)
         clock.advance(10.0)
-        return Made(LEDGER)
+        return LedgerResult(LEDGER)
 
     ledgers, one, other = Ledgers(make, clock=clock.monotonic), run(folder="/a"), run(folder="/b")
     for _ in range(3):
@@ -217,10 +217,10 @@ def test_a_ledger_is_made_where_priorities_may_not_be_set(tmp_path: Path) -> Non
 def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:
     """Whatever goes wrong with one."""
 
-    def make(folder: Path) -> Made:
+    def make(folder: Path) -> LedgerResult:
         if folder.name == "a":
             raise RuntimeError("a bug")
-        return Made(LEDGER)
+        return LedgerResult(LEDGER)
 
     ledgers = Ledgers(make)
     assert "being made" in ledgers.of(run(folder="/a")).problem
@@ -229,7 +229,7 @@ def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:
 
 
 def test_a_page_is_made_once_a_second() -> None:
-    """For everybody who asks for the same one; a newer snapshot or another second makes it anew."""
+    """For everybody who asks for the same one; a newer snapshot or another second renders it again."""
     pages, first, second = PageCache(), snapshot(), snapshot()
     made = []
 

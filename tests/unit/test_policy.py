@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from opsd.agent.policy import Limits, Past, Verdict, decide
+from opsd.agent.policy import Limits, PastAction, Verdict, decide
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Incident, Severity, State
 
 NOW, START = 10_000.0, 9_000.0
@@ -34,7 +34,7 @@ def test_the_mode_decides(mode: str, expected: list[Verdict]) -> None:
 
 def test_the_same_target_is_left_alone_for_the_cool_down() -> None:
     """The cool-down is per kind and target."""
-    recent = Past("dataloader_stall", "restart_generation", KILL.target, NOW - 59)
+    recent = PastAction("dataloader_stall", "restart_generation", KILL.target, NOW - 59)
     assert verdicts(history=[recent]) == [Verdict.REFUSE]
     assert verdicts(history=[replace(recent, at=NOW - 60)]) == [Verdict.RUN]
     assert verdicts(history=[replace(recent, target="other")]) == [Verdict.RUN]
@@ -43,17 +43,17 @@ def test_the_same_target_is_left_alone_for_the_cool_down() -> None:
 
 def test_actions_per_hour_are_limited_over_all_kinds() -> None:
     """The fourth action within an hour is refused; notifications do not count."""
-    past = [Past("k", "set_power_limit", str(i), NOW - 100 * i) for i in range(3)]
+    past = [PastAction("k", "set_power_limit", str(i), NOW - 100 * i) for i in range(3)]
     assert verdicts(history=past) == [Verdict.REFUSE]
     assert verdicts(history=past[:2]) == [Verdict.RUN]
-    assert verdicts(history=[*past[:2], Past("k", "notify", "x", NOW)]) == [Verdict.RUN]
+    assert verdicts(history=[*past[:2], PastAction("k", "notify", "x", NOW)]) == [Verdict.RUN]
     assert verdicts(history=[*past[:2], replace(past[2], at=NOW - 3601)]) == [Verdict.RUN]
     assert verdicts((TELL,), history=past) == [Verdict.RUN]
 
 
 def test_no_half_of_an_attempt_is_carried_out() -> None:
     """If one action is refused, so are those that go with it."""
-    history = [Past("dataloader_stall", "kill_process", KILL.target, NOW - 1)]
+    history = [PastAction("dataloader_stall", "kill_process", KILL.target, NOW - 1)]
     decisions = decide(INCIDENT, (KILL, Action("set_power_limit", "gpu")), "act", history, Limits(), START, NOW)
     assert [d.verdict for d in decisions] == [Verdict.REFUSE, Verdict.REFUSE]
     assert "part of an attempt" in decisions[1].reason

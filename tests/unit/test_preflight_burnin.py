@@ -63,7 +63,7 @@ def test_a_round_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
 
 
 def test_what_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
-    """After a crash or Ctrl-C only the rounds that are missing are run; finished, the next one begins anew."""
+    """After a crash or Ctrl-C only the missing rounds are run; after a finished one the next starts over."""
     cut, _ = burn(tmp_path, [hour(started=1e9), hour(started=1e9 + HOUR, interrupted=True)])
     assert cut.interrupted and not cut.passed
     assert cut.results[0].verdict is Verdict.PASS, "what the whole round found stays"

@@ -144,7 +144,7 @@ def test_a_counter_is_judged_by_its_growth_since_the_last_run():
 
 
 def test_a_counter_that_was_reset_counts_from_zero():
-    """After a reboot the counter starts anew; 6 since then is growth by 6."""
+    """After a reboot the counter starts at 0; 6 since then is growth by 6."""
     flaps = Measure("flaps", "", "number of lost links", growth=Limits(fail=5))
     yardsticks = Yardsticks(past={("flaps", ""): past(100)})
     assert judge(check(flaps), Outcome((Measurement("flaps", 6),)), NOW, yardsticks).verdict is Verdict.FAIL

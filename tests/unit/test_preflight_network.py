@@ -14,7 +14,7 @@ from opsd import __version__
 from opsd.preflight.base import Verdict
 from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
 from opsd.preflight.grouptest import Level
-from opsd.preflight.network import patterns, plan
+from opsd.preflight.network import measure, plan
 from opsd.preflight.network.bandwidth import Timing, busbw, sizes
 from opsd.preflight.network.check import join_outcome
 from opsd.preflight.network.coordinator import slowest
@@ -58,7 +58,7 @@ def test_sizes_go_from_a_kilobyte_to_eight_gigabytes():
 @given(RANKS)
 def test_the_circle_method_lets_everybody_meet_everybody_once(n: int):
     """n-1 rounds of disjoint pairs for an even n, n rounds for an odd one, every pair exactly once."""
-    rounds = patterns.circle(n)
+    rounds = measure.circle(n)
     assert len(rounds) == (n - 1 if n % 2 == 0 else n)
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
@@ -69,7 +69,7 @@ def test_the_circle_method_lets_everybody_meet_everybody_once(n: int):
 @given(RANKS, st.integers(0, 5), st.integers())
 def test_in_a_permutation_everybody_sends_to_one_other_and_receives_from_one(n: int, count: int, seed: int):
     """Nobody sends to himself."""
-    for pairs in patterns.permutations(n, count, Random(seed)):
+    for pairs in measure.permutations(n, count, Random(seed)):
         assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == [*range(n)]
         assert all(a != b for a, b in pairs)
 
@@ -77,9 +77,9 @@ def test_in_a_permutation_everybody_sends_to_one_other_and_receives_from_one(n: 
 @given(RANKS)
 def test_ring_and_incast(n: int):
     """Everybody sends to the next one; everybody sends to the first one."""
-    assert [b for _, b in patterns.ring(n)[0]] == [*range(1, n), 0]
-    assert {b for _, b in patterns.incast(n)[0]} == {0}
-    assert len(patterns.incast(n)[0]) == n - 1
+    assert [b for _, b in measure.ring(n)[0]] == [*range(1, n), 0]
+    assert {b for _, b in measure.incast(n)[0]} == {0}
+    assert len(measure.incast(n)[0]) == n - 1
 
 
 SLURM = {"SLURM_JOB_NODELIST": "n[001-004]", "SLURM_NODEID": "2", "SLURM_JOB_ID": "4242"}

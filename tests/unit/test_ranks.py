@@ -12,8 +12,9 @@ import pytest
 
 from opsd import client, rank_page
 from opsd.collectors.base import NoData, Reading
+from opsd.collectors.lib.rank_series import PhaseTotals, tokens_per_second
 from opsd.collectors.lib.run_files import RUN_STATES
-from opsd.collectors.ranks import PhaseTotals, RanksCollector, tokens_per_second
+from opsd.collectors.ranks import RanksCollector
 from opsd.launch.run.supervisor import State
 from tests.fakes.ranks import FakeRank
 from tests.fakes.run_folder import Clock, ranks, read, reporter, runs, values, write_run

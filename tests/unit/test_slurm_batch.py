@@ -140,7 +140,7 @@ def test_a_start_with_a_node_of_no_use_ends_without_it(scene: Scene) -> None:
         codes.append(scene.run())
     assert codes == [exitcodes.OK, exitcodes.OK, exitcodes.FAILED]
     assert any("the launcher of n2 ended with 127; 3 are needed and 2 are there" in sentence for sentence in scene.said)
-    assert "start 3 in a row without a word and without progress" in scene.said[-1]
+    assert "start 3 in a row without an outcome and without progress" in scene.said[-1]
 
 
 def test_a_node_of_no_use_is_avoided(scene: Scene) -> None:
@@ -279,7 +279,7 @@ def test_the_users_interrupt_saves_and_does_not_run_again(scene: Scene) -> None:
     assert scene.slurm.submitted == []
 
 
-def test_the_job_lives_as_long_as_guests_carry_the_run(scene: Scene) -> None:
+def test_the_job_lives_as_long_as_borrowed_nodes_carry_the_run(scene: Scene) -> None:
     """All launchers on the job's own nodes are gone; somebody renews the lease for a minute, then says the end."""
     claims.create(scene.folder, Claim(1, START, "n8.1"))
 
@@ -291,7 +291,7 @@ def test_the_job_lives_as_long_as_guests_carry_the_run(scene: Scene) -> None:
     assert scene.clock.monotonic() > LEASE_TIMEOUT_S + LEASE_GRACE_S
 
 
-def test_guests_that_fall_silent_are_given_up(scene: Scene) -> None:
+def test_borrowed_nodes_that_fall_silent_are_given_up(scene: Scene) -> None:
     """Nobody has said how the run has ended: it runs again."""
     claims.create(scene.folder, Claim(1, START, "n8.1"))
     began = scene.clock.monotonic()

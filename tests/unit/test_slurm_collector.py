@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Sequence
 
+from opsd.agent.collectors import NodeWatch
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.slurm import METRICS, SlurmCollector, SlurmReport
 from opsd.slurm.port import Job, Node, SlurmMissing, SlurmUnavailable
-from opsd.slurm.watch import NodeWatch
 from tests.fakes.slurm import FakeSlurm
 
 

@@ -113,7 +113,7 @@ def test_a_step_that_ends_with_zero_is_no_end() -> None:
     assert (found.code, found.reported) == (exitcodes.REQUEUE, False)
 
 
-def test_guests_keep_the_job_alive() -> None:
+def test_borrowed_nodes_keep_the_job_alive() -> None:
     """All of the job's own nodes were replaced; somebody renews the lease."""
     assert outcome_of(gone(RUNS, lease_age_s=1.0, n1=0, n2=1), START) is None
     assert outcome_of(gone(RUNS, gone_s=1.0, n1=0, n2=1), START) is None
@@ -121,7 +121,7 @@ def test_guests_keep_the_job_alive() -> None:
 
 
 def test_a_job_does_not_hold_its_nodes_while_another_copy_trains() -> None:
-    """The lease is that copy's, which may take weeks; guests of this one would make claims of this start."""
+    """The lease is that copy's, which may take weeks; borrowed nodes of this one would make claims of this start."""
     younger = Claim(5, "train, job 8.0", "n8.1")
     assert outcome_of(gone(younger, lease_age_s=1.0, n1=76, n2=76), START) == RunOutcome(
         exitcodes.FENCED, "another copy of the run has begun", reported=False
@@ -162,7 +162,7 @@ def test_a_run_that_began_and_ended_without_a_word_is_run_again() -> None:
 
 
 def test_starts_without_a_word_are_counted_while_nothing_is_gained(tmp_path: Path) -> None:
-    """A step further, or a long time, and the count begins anew."""
+    """A step further, or a long time, and the count starts again."""
     counted = BadStarts(tmp_path / "wordless.json")
     assert [counted.note(step, 60.0) for step in (0, 0, 20, 20)] == [1, 2, 1, 2]
     assert counted.note(20, PROGRESS_S) == 1

@@ -23,7 +23,7 @@ ENVIRON = {
     "SLURM_JOB_ACCOUNT": "lab",
 }  # fmt: skip
 JOB = allocation(ENVIRON)
-GUEST = SpareJob(("--partition=spares",), ("/opt/opsd",), ("--nnodes", "3", "train.py", "a b"), {"LC_ALL": "C.UTF-8"})
+SPARE = SpareJob(("--partition=spares",), ("/opt/opsd",), ("--nnodes", "3", "train.py", "a b"), {"LC_ALL": "C.UTF-8"})
 LOST = {"event": "node_lost", "node": "n1", "lost": "n2", "ranks": True}
 
 
@@ -61,7 +61,7 @@ class Scene:
     def on(self, node: str) -> SpareRequester:
         """The fetcher of a node."""
         return SpareRequester(
-            self.folder, node, replace(JOB, node=node), GUEST, lambda: self.pool,
+            self.folder, node, replace(JOB, node=node), SPARE, lambda: self.pool,
             clock=self.clock.monotonic, wall=lambda: 1000.0, say=self.said.append,
         )  # fmt: skip
 
@@ -81,11 +81,11 @@ def test_the_node_of_the_leader_asks_and_nobody_else(scene: Scene) -> None:
     """One job for one loss, however many read of it."""
     leader, other = scene.on("n1"), scene.on("n3")
     scene.happens(**LOST)
-    for fetcher in (other, leader):
-        fetcher.look()
+    for requester in (other, leader):
+        requester.look()
     scene.clock.advance(DEFER_S + 1)
-    for fetcher in (other, leader):
-        fetcher.look()
+    for requester in (other, leader):
+        requester.look()
     assert len(scene.pool.submitted) == 1
     assert len(list((scene.folder / FOLDER).glob("*.json"))) == 1
 
@@ -110,18 +110,18 @@ def test_another_one_asks_if_the_leader_is_gone(scene: Scene) -> None:
 )  # fmt: skip
 def test_what_a_spare_is_asked_for(scene: Scene, event: dict[str, object], asked: int) -> None:
     """For ranks that have no node, not for a spare that is lost; another one for one that must not be used."""
-    fetcher = scene.on("n1")
+    requester = scene.on("n1")
     scene.happens(**event)
-    fetcher.look()
+    requester.look()
     assert len(scene.pool.submitted) == asked
 
 
 def test_a_refused_spare_is_not_asked_for_again(scene: Scene) -> None:
     """Its node is excluded from then on."""
-    fetcher = scene.on("n1")
+    requester = scene.on("n1")
     for name in ("n8", "n9"):
         scene.happens(event="spare_refused", node="n1", refused=name)
-        fetcher.look()
+        requester.look()
     assert [[o for o in options if o.startswith("--exclude")] for _, options in scene.pool.submitted] == [
         ["--exclude=n8"], ["--exclude=n8,n9"],
     ]  # fmt: skip
@@ -130,52 +130,52 @@ def test_a_refused_spare_is_not_asked_for_again(scene: Scene) -> None:
 @pytest.mark.parametrize("change", [{"state": "completing"}, {"restarts": 1}])
 def test_who_cancels_the_job_wants_no_spare(scene: Scene, change: dict[str, object]) -> None:
     """Launchers that end one after the other look like losses."""
-    fetcher = scene.on("n1")
+    requester = scene.on("n1")
     scene.pool.known[7] = replace(scene.pool.known[7], **change)  # type: ignore[arg-type]
     scene.happens(**LOST)
-    fetcher.look()
+    requester.look()
     assert not scene.pool.submitted
 
 
 def test_a_spare_ends_with_the_job_that_it_is_for(scene: Scene) -> None:
     """It has as much time as is left; a pool that allows less gets no limit asked of it."""
     scene.pool.known[7] = replace(scene.pool.known[7], ends_at=1000.0 + 7265.0)
-    fetcher = scene.on("n1")
+    requester = scene.on("n1")
     scene.happens(**LOST)
-    fetcher.look()
+    requester.look()
     scene.clock.advance(1)
     scene.pool.refuses = [SlurmRejected("time limit")]
     scene.happens(**LOST)
-    fetcher.look()
+    requester.look()
     assert ["--time=121" in options for _, options in scene.pool.submitted] == [True, False]
 
 
 def test_a_controller_that_is_away_is_asked_again(scene: Scene) -> None:
     """By the same one, or by another."""
-    fetcher = scene.on("n1")
+    requester = scene.on("n1")
     scene.pool.refuses = [SlurmUnavailable("away")]
     scene.happens(**LOST)
-    fetcher.look()
+    requester.look()
     assert not scene.pool.submitted
     scene.clock.advance(RETRY_S)
-    fetcher.look()
+    requester.look()
     assert len(scene.pool.submitted) == 1
 
 
 def test_what_happened_before_is_nothing_to_this_start(scene: Scene) -> None:
     """The log of events outlives a requeue."""
     scene.happens(**LOST)
-    fetcher = scene.on("n1")
-    fetcher.look()
+    requester = scene.on("n1")
+    requester.look()
     assert not scene.pool.submitted
 
 
 def test_spares_that_still_wait_are_sent_away_at_the_end(scene: Scene) -> None:
     """Those that run end with the run; those of another start are not ours."""
-    fetcher = scene.on("n1")
+    requester = scene.on("n1")
     for _ in range(2):
         scene.happens(**LOST)
-        fetcher.look()
+        requester.look()
         scene.clock.advance(1)
     scene.pool.known[9] = replace(scene.pool.known[9], state="running")
     cancel_spares(scene.pool, scene.folder, replace(JOB, restarts=1))
@@ -184,12 +184,12 @@ def test_spares_that_still_wait_are_sent_away_at_the_end(scene: Scene) -> None:
     assert scene.pool.cancelled == [8]
 
 
-def test_a_guest_is_a_launcher_of_the_runs_job(tmp_path: Path) -> None:
+def test_a_borrowed_node_is_a_launcher_of_the_runs_job(tmp_path: Path) -> None:
     """Bash runs its script: nothing of its own job is left but the node and where Slurm's configuration is."""
     shown = tmp_path / "opsd"
     shown.write_text('#!/bin/sh\nenv | grep -E "^(SLURM|LC_ALL)" | sort\nprintf "%s\\n" "$@"\n')
     shown.chmod(0o755)
-    script, _ = replace(GUEST, opsd=(str(shown),)).job(JOB, (), None, "log")
+    script, _ = replace(SPARE, opsd=(str(shown),)).job(JOB, (), None, "log")
     own = {"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": "n9", "SLURM_JOB_ID": "8", "SLURM_CONF": "/etc/s", "LC_ALL": "C"}
     done = subprocess.run(["bash"], input=script, env=own, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
@@ -210,7 +210,7 @@ def test_a_pool_is_a_partition_or_a_reservation(pool: str, options: tuple[str, .
     assert pool_options(pool, JOB) == options
 
 
-def test_what_a_guest_is_told_survives_the_way_through_srun() -> None:
+def test_the_options_of_a_spares_launcher_survive_the_way_through_srun() -> None:
     """The same options, and the same command for the own launcher."""
     argv = attend_command(["a", "b"], "spares", Path("/r"), ["--nnodes", "3", "--", "x"], ["a", "b", "launch"])
     told = argv[argv.index("--") + 1 :]

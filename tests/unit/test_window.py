@@ -65,7 +65,7 @@ def test_a_slow_counter_far_from_zero_keeps_single_steps() -> None:
 
 
 def test_growth_counts_from_zero_after_a_reset() -> None:
-    """A counter that starts anew counts what it has grown since, not a negative number."""
+    """A counter that restarts counts what it has grown since, not a negative number."""
     window = Window("node", seconds=60)
     feed(window, [1e6, 1e6 + 100, 5.0, 8.0], COUNTER)
     assert window.select("energy_total")[0].increase(60) == 108

@@ -117,14 +117,14 @@ _VICTIM = re.compile(r"oom-kill:.*?,task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P
 
 
 class Trouble(NamedTuple):
-    """What a message tells of. ``data`` holds what it names: device, pid, process, server, pci_bus_id …"""
+    """What a message reports. ``data`` holds what it names: device, pid, process, server, pci_bus_id …"""
 
     kind: str
     data: Mapping[str, object]
 
 
 def parse_trouble(message: str) -> Trouble | None:
-    """The trouble that ``message`` tells of, or None if it is of no known kind."""
+    """The trouble that ``message`` reports, or None if its kind is unknown."""
     for rule in RULES:
         if rule.literal in message and (match := rule.pattern.search(message)):
             named = {name: _value(name, text) for name, text in match.groupdict().items() if text}

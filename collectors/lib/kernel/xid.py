@@ -254,7 +254,7 @@ def xid_event(
 
 
 class XidLedger:
-    """The Xids of this node counted once each, whichever source tells of them first.
+    """The Xids of this node counted once each, whichever source reports them first.
 
     An Xid is the same as the last counted one if that has the same code and GPU, came from another source and is not
     more than ``window_s`` away. Used from the threads of several collectors.

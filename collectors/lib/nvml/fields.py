@@ -157,7 +157,7 @@ def parse_fields(answer: bytes | bytearray, routes: Sequence[Route | None]) -> t
 class FieldReader:
     """Some fields of one GPU, in one call of the driver's nvmlDeviceGetFieldValues with a request that is made once.
 
-    pynvml has this call too, but it builds the request anew each time, which would be most of the collector's work.
+    pynvml has this call too, but it builds the request each time, which would be most of the collector's work.
     """
 
     def __init__(self, call: Callable[..., int], handle: Any, routes: Mapping[FieldKey, Route | None]) -> None:

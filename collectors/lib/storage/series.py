@@ -159,7 +159,7 @@ class Totals:
         yield Sample(IN_FLIGHT, stat.in_flight, (device,))
 
     def nfs(self, mount: NfsMount) -> Iterator[Sample]:
-        """The samples of an NFS mount. Its counters are 64 bits wide and start over when it is mounted anew."""
+        """The samples of an NFS mount. Its counters are 64 bits wide and start over when it is remounted."""
         yield Sample(NFS_BYTES, mount.read, (mount.point, "read"))
         yield Sample(NFS_BYTES, mount.written, (mount.point, "write"))
         for operation in mount.operations:

@@ -40,7 +40,7 @@ class PeerError(Exception):
     """Invalid settings for asking other agents; the message is one sentence."""
 
 
-class Told(BaseModel):
+class IncidentSummary(BaseModel):
     """An incident as ``/api/v1/jobs/ID`` lists it."""
 
     model_config = ConfigDict(frozen=True)
@@ -67,7 +67,7 @@ class NodeOfJob(BaseModel):
     step_s: float | None = None
     silent_s: float | None = None
     tokens_per_second: float | None = None
-    incidents: tuple[Told, ...] = ()
+    incidents: tuple[IncidentSummary, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class Answer:
 
     node: str
     url: str
-    told: NodeOfJob | None = None
+    summary: NodeOfJob | None = None
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class OtherNodes:
     """The other nodes of a job; ``note`` is a remark about all of them."""
 
     answers: tuple[Answer, ...] = ()
@@ -103,43 +103,43 @@ class JobNodes:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node, self._nodes_of, self._ask, self._clock = node, nodes_of, ask, clock
-        self._told: dict[str, tuple[Others, float]] = {}
+        self._known: dict[str, tuple[OtherNodes, float]] = {}
         self._busy: set[str] = set()
         self._guard = threading.Lock()
 
-    def of(self, job: str) -> Others:
+    def of(self, job: str) -> OtherNodes:
         """The other nodes of ``job``, at most some seconds old; the first call says that they are being asked."""
         if not job.isascii() or not job.isdigit():
-            return Others(note="A run without a job in Slurm: only this node is known.")
+            return OtherNodes(note="A run without a job in Slurm: only this node is known.")
         with self._guard:
-            others, stale_at = self._told.get(job, (Others(note="The other nodes are being asked."), 0.0))
+            others, stale_at = self._known.get(job, (OtherNodes(note="The other nodes are being asked."), 0.0))
             if self._clock() >= stale_at and job not in self._busy:
                 self._busy.add(job)
                 threading.Thread(target=self._renew, args=(job,), name="job-nodes", daemon=True).start()
         return others
 
     def _renew(self, job: str) -> None:
-        others = Others(note="The other nodes could not be asked: a bug in opsd.")
+        others = OtherNodes(note="The other nodes could not be asked: a bug in opsd.")
         try:
             others = self._ask_all(job)
         except SlurmError as error:
-            others = Others(note=f"Which other nodes the job has is not known: {error}")
+            others = OtherNodes(note=f"Which other nodes the job has is not known: {error}")
         finally:
             self._remember(job, others)
 
-    def _remember(self, job: str, others: Others) -> None:
+    def _remember(self, job: str, others: OtherNodes) -> None:
         with self._guard:
             self._busy.discard(job)
-            self._told.pop(job, None)
-            self._told[job] = others, self._clock() + FRESH_S
-            while len(self._told) > KEPT:
-                del self._told[next(iter(self._told))]
+            self._known.pop(job, None)
+            self._known[job] = others, self._clock() + FRESH_S
+            while len(self._known) > KEPT:
+                del self._known[next(iter(self._known))]
 
-    def _ask_all(self, job: str) -> Others:
+    def _ask_all(self, job: str) -> OtherNodes:
         nodes = [node for node in self._nodes_of(job) if node != self._node]
         with ThreadPoolExecutor(AT_ONCE, "job-nodes") as threads:
             answers = tuple(threads.map(lambda node: self._ask(node, job), nodes[:MAX_NODES]))
-        return Others(answers, f"{len(nodes) - MAX_NODES} more are not asked." if len(nodes) > MAX_NODES else "")
+        return OtherNodes(answers, f"{len(nodes) - MAX_NODES} more are not asked." if len(nodes) > MAX_NODES else "")
 
 
 class Asker:

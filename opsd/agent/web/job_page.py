@@ -10,8 +10,8 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
 from opsd.agent.web.history import LOSS, TOKENS, History
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.job_nodes import NodeOfJob, Others, Told
-from opsd.agent.web.ledgers import Made
+from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob, OtherNodes
+from opsd.agent.web.ledgers import LedgerResult
 from opsd.agent.web.parts import MAX_INCIDENTS, MAX_RANKS, TONES, incidents, phase_shares, ranks, span
 from opsd.collectors.base import RankFact, RunFact
 
@@ -21,7 +21,7 @@ LEARNING_RATE: Final = "opsd_rank_learning_rate"
 
 MAX_NODES: Final = 32
 """Number of other nodes that are listed; the sums include all."""
-ALONE: Final = Others(
+ALONE: Final = OtherNodes(
     note="Only this node is known: agents ask each other where Slurm runs and agent.listen is no loopback address."
 )
 TONES_BY_NAME: Final = {severity.value: tone for severity, tone in TONES.items()}
@@ -33,11 +33,11 @@ Values = Mapping[tuple[str, str, str], float]
 def job_page(
     snapshot: Snapshot,
     history: History,
-    ledger_of: Callable[[RunFact], Made],
+    ledger_of: Callable[[RunFact], LedgerResult],
     id: str,
     node: str,
     now: float,
-    others_of: Callable[[str], Others] | None = None,
+    others_of: Callable[[str], OtherNodes] | None = None,
 ) -> bytes | None:
     """The page of the job or run ``id`` as UTF-8, None if none of its runs is on this node.
 
@@ -83,7 +83,9 @@ def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob
         step_s=max((step.duration_s for step in last), default=None),
         silent_s=max((max(0.0, now - rank.changed) for rank in live), default=None),
         tokens_per_second=sum(tokens) if tokens else None,
-        incidents=tuple(Told(severity=i.severity.value, summary=i.summary[:200]) for i in current[:MAX_INCIDENTS]),
+        incidents=tuple(
+            IncidentSummary(severity=i.severity.value, summary=i.summary[:200]) for i in current[:MAX_INCIDENTS]
+        ),
     )
 
 
@@ -94,20 +96,22 @@ def _of_job(snapshot: Snapshot, id: str) -> tuple[list[RunFact], list[RankFact],
     return runs, [rank for rank in snapshot.ranks if rank.run in names], names
 
 
-def _nodes(here: NodeOfJob, others: Others) -> Html:
+def _nodes(here: NodeOfJob, others: OtherNodes) -> Html:
     """A row for each node of the job: those with incidents first, then those that do not answer."""
-    asked = sorted(others.answers, key=lambda answer: (not (answer.told and answer.told.incidents), bool(answer.told)))
+    asked = sorted(
+        others.answers, key=lambda answer: (not (answer.summary and answer.summary.incidents), bool(answer.summary))
+    )
     rows = [
         _node(h(here.node), here),
         *(
-            _node(link(f"{answer.url}/", answer.node), answer.told)
-            if answer.told
+            _node(link(f"{answer.url}/", answer.node), answer.summary)
+            if answer.summary
             else (link(f"{answer.url}/", answer.node), pill("not known", "warn"), *"–––––", answer.problem)
             for answer in asked[:MAX_NODES]
         ),
     ]
     left = len(asked) - MAX_NODES
-    told = [here, *(answer.told for answer in asked if answer.told)]
+    told = [here, *(answer.summary for answer in asked if answer.summary)]
     total = facts(
         [
             ("nodes", f"{len(told)} of {1 + len(asked)} answer"),
@@ -197,7 +201,7 @@ def _speed(of_job: Sequence[RankFact], values: Values) -> Html:
     return card("speed", "Speed and learning", table("Speed and learning", columns, rows))
 
 
-def _ledger(run: RunFact, made: Made) -> Html:
+def _ledger(run: RunFact, made: LedgerResult) -> Html:
     title = f"Where the time of {run.run} went"
     if made.ledger is None:
         return card(f"ledger-{h(run.run)}", title, nothing(f"No ledger: {made.problem}"))

@@ -32,7 +32,7 @@ KEPT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class LedgerResult:
     """A ledger as ``opsd ledger --json`` prints it, or None and the reason."""
 
     ledger: Mapping[str, Any] | None
@@ -44,32 +44,34 @@ class Ledgers:
 
     def __init__(
         self,
-        make: Callable[[Path], Made] | None = None,
+        make: Callable[[Path], LedgerResult] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make, self._clock = make or make_ledger, clock
-        self._made: dict[str, tuple[Made, float]] = {}
+        self._made: dict[str, tuple[LedgerResult, float]] = {}
         self._busy = False
         self._guard = threading.Lock()
 
-    def of(self, run: RunFact) -> Made:
+    def of(self, run: RunFact) -> LedgerResult:
         """The ledger of ``run``, at most about a minute old; the first call says that it is being computed."""
         with self._guard:
-            made, stale_at = self._made.get(run.folder, (Made(None, "it is being made: load the page again"), 0.0))
+            made, stale_at = self._made.get(
+                run.folder, (LedgerResult(None, "it is being made: load the page again"), 0.0)
+            )
             if self._clock() >= stale_at and not self._busy:
                 self._busy = True
                 threading.Thread(target=self._renew, args=(run.folder,), name="ledger", daemon=True).start()
         return made
 
     def _renew(self, folder: str) -> None:
-        began, made = self._clock(), Made(None, "it could not be made: the agent's log has why")
+        began, made = self._clock(), LedgerResult(None, "it could not be made: the agent's log has why")
         try:
             made = self._make(Path(folder))
         finally:
             self._keep(folder, made, began)
 
-    def _keep(self, folder: str, made: Made, began: float) -> None:
+    def _keep(self, folder: str, made: LedgerResult, began: float) -> None:
         with self._guard:
             self._busy = False
             ended = self._clock()
@@ -79,7 +81,7 @@ class Ledgers:
                 del self._made[next(iter(self._made))]
 
 
-def make_ledger(folder: Path) -> Made:
+def make_ledger(folder: Path) -> LedgerResult:
     """The ledger of the run in ``folder``, made by ``opsd ledger`` at the lowest priority and within limits."""
     try:
         maker = subprocess.Popen(
@@ -90,7 +92,7 @@ def make_ledger(folder: Path) -> Made:
             text=True,
         )
     except OSError as error:
-        return Made(None, f"opsd ledger cannot be started: {error.strerror}")
+        return LedgerResult(None, f"opsd ledger cannot be started: {error.strerror}")
     try:
         # The service's system call filter forbids it; its unit already has a lower priority than training.
         with contextlib.suppress(PermissionError):
@@ -98,16 +100,16 @@ def make_ledger(folder: Path) -> Made:
         resource.prlimit(maker.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
         out, err = maker.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        return Made(None, f"{folder} does not answer")
+        return LedgerResult(None, f"{folder} does not answer")
     except OSError as error:
-        return Made(None, f"opsd ledger cannot be kept within its limits: {error.strerror}")
+        return LedgerResult(None, f"opsd ledger cannot be kept within its limits: {error.strerror}")
     finally:
         _end(maker)
     if maker.returncode:
         said = err.strip().rpartition("\n")[2]
         too_long = f"the run is too long for the agent: opsd ledger {folder} has it"
-        return Made(None, too_long if said.startswith("MemoryError") else said or "opsd ledger was killed")
-    return Made(json.loads(out))
+        return LedgerResult(None, too_long if said.startswith("MemoryError") else said or "opsd ledger was killed")
+    return LedgerResult(json.loads(out))
 
 
 def _end(maker: subprocess.Popen[str]) -> None:

@@ -51,7 +51,7 @@ def _judge(modes: dict[str, str], idle: int, total: int) -> Iterator[Finding]:
         advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/defrag"
         yield Finding(Verdict.WARN, "every page fault may stall to compact memory (defrag is always)", advice)
     if idle > total * _IDLE_SHARE:
-        summary = f"{idle / 2**30:.1f} GiB of memory are reserved as huge pages that nobody uses"
+        summary = f"{idle / 2**30:.1f} GiB of memory are reserved as huge pages and not used"
         yield Finding(Verdict.WARN, summary, "sysctl -w vm.nr_hugepages=0 unless something needs them")
 
 

@@ -1,4 +1,4 @@
-"""Is the node idle? Pressure stall information says whether somebody waits for processors, memory or disks.
+"""Is the node idle? Pressure stall information says whether tasks wait for processors, memory or disks.
 
 The kernel's documentation (accounting/psi.rst) defines "some" as the share of time in which at least one task was
 stalled and "full" as that in which all were.

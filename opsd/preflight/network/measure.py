@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from opsd.preflight.network import patterns
-from opsd.preflight.network.patterns import Pair
 from opsd.preflight.network.spec import Spec
 
 if TYPE_CHECKING:
@@ -51,12 +49,12 @@ def _rounds(spec: Spec) -> list[list[Pair]]:
     n = len(spec.members)
     match spec.pattern:
         case "ring":
-            return patterns.ring(n)
+            return ring(n)
         case "permutations":
-            return patterns.permutations(n, _PERMUTATIONS, Random(spec.test))
+            return permutations(n, _PERMUTATIONS, Random(spec.test))
         case "incast":
-            return patterns.incast(n)
-    return patterns.circle(n)
+            return incast(n)
+    return circle(n)
 
 
 def exchange(
@@ -141,3 +139,48 @@ def _finish(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+Pair = tuple[int, int]
+
+
+def circle(n: int) -> list[list[Pair]]:
+    """All pairs of n ranks in rounds of disjoint pairs (round-robin tournament, circle method).
+
+    An even n takes n-1 rounds of n/2 pairs; an odd one n rounds, and in each of them one rank is idle.
+    """
+    seats: list[int | None] = [*range(n)] + ([None] if n % 2 else [])
+    rounds = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def ring(n: int) -> list[list[Pair]]:
+    """Neighbours on a ring: every rank sends to the next one at the same time."""
+    return [[(rank, (rank + 1) % n) for rank in range(n)]]
+
+
+def permutations(n: int, count: int, random: Random) -> list[list[Pair]]:
+    """``count`` random assignments in which every rank sends to one other and receives from one other."""
+    rounds = []
+    for _ in range(count):
+        order = [*range(n)]
+        random.shuffle(order)
+        rounds.append(sorted(zip(order, [*order[1:], order[0]], strict=True)))
+    return rounds
+
+
+def incast(n: int, target: int = 0) -> list[list[Pair]]:
+    """All ranks send to one rank at the same time."""
+    return [[(rank, target) for rank in range(n) if rank != target]]
+
+
+def partner(rank: int, pairs: Sequence[Pair]) -> int | None:
+    """The partner of ``rank`` in a round of disjoint pairs, None if it is idle."""
+    for one, other in pairs:
+        if rank in (one, other):
+            return other if rank == one else one
+    return None

@@ -116,7 +116,7 @@ def controller_down(trials: int, note: Callable[[Trial], None]) -> None:
                 ended = time.time()
             times = [line["t"] for line in training.metrics() if began <= line["t"] <= ended]
             pauses = [later - earlier for earlier, later in zip([began, *times], [*times, ended], strict=True)]
-            again = "" if len(training.events("generation_started")) == 1 else "the run has started anew"
+            again = "" if len(training.events("generation_started")) == 1 else "the run has started again"
             note(Trial(max(pauses), 0, again))
             cluster.restore()
 

@@ -125,7 +125,7 @@ class Host:
         self.on = False
 
     def power_on(self) -> None:
-        """Boot again after ``power_off``; daemons have to be started anew."""
+        """Boot again after ``power_off``; daemons have to be started again."""
         self._spaces = self._begin()
         self.connect()
         self.on = True

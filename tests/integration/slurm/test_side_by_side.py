@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.run.launchers import usual_port
+from opsd.launch.run.launchers import default_port
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
 from tests.integration.slurm.templates import USER
@@ -119,7 +119,7 @@ def test_a_node_on_which_a_stranger_has_the_port_is_avoided(cluster: Cluster, fo
     )
     options = ["--requeue", "--open-mode=append", "--no-kill", f"--chdir={folder}", "--output=job.out"]
     job = slurm.submit(script, ["--hold", "--nodes=2", "--exclusive", "--exclude=n4", *options])
-    port = usual_port("r", {"SLURM_JOB_ID": str(job)})
+    port = default_port("r", {"SLURM_JOB_ID": str(job)})
     command = cluster.nodes["n2"].command(sys.executable, "-c", LISTEN, "10.77.0.3", str(port))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == b"listening\n"

@@ -173,7 +173,7 @@ def test_without_a_last_word_the_job_runs_again_and_not_for_ever(submit: Submit)
     assert run.outcome(120) == "FAILED 1:0"
     assert len(run.calls()) == 9
     assert run.said().count("all launchers are gone and none has said why (n") == 3
-    assert "start 3 in a row without a word and without progress; it is the last" in run.said()
+    assert "start 3 in a row without an outcome and without progress; giving up" in run.said()
 
 
 def test_saved_and_stopped_is_requeued(submit: Submit) -> None:

@@ -22,7 +22,7 @@ from opsd.launch.io import protocol
 from opsd.launch.io.handshake import OLDEST, VERSION
 from opsd.trainer.config import Config as TrainerConfig
 
-FOLDER = Path(__file__).parents[2] / "docs"
+FOLDER = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Made by `make generate`; a change made here is lost. -->\n"
 
 

@@ -1,4 +1,4 @@
-"""A requeue: what is done in which order, with rights and without, and that it is done once."""
+"""Requeueing a job: without its lost nodes, once, and started at once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from opsd import exitcodes
 from opsd.commands.main import cli
-from opsd.slurm.allocation import allocation
 from opsd.slurm.dry_run import preview
 from opsd.slurm.job_state import next_step
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import ExcludedNodes, Requeued, requeue_now
-from opsd.slurm.requeue_helper import requeue_from_inside
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
 
 ANYWHERE = ExcludedNodes()
+
+
 NODES = ("n1", "n2", "n3", "n4")
 
 
@@ -256,7 +256,7 @@ def test_a_job_that_has_ended_is_refused(state: str) -> None:
 
 
 def test_what_nobody_is_left_of_is_requeued_at_once() -> None:
-    """The attendant does not wait until its lead is over; and the dead node is down before Slurm asks it to stop."""
+    """The helper does not wait for its delay; and the dead node is down before Slurm asks it to stop."""
     slurm, pauses = queue(dead=("n1",)), list[int]()
 
     def all_leave() -> None:
@@ -282,67 +282,6 @@ def test_a_node_of_another_job_stays_up_though_nobody_is_left() -> None:
     with pytest.raises(SlurmRejected, match="job 7 does not run on n4"):
         ask(slurm, ExcludedNodes(lost=("n4",)))
     assert slurm.calls == []
-
-
-OWN = allocation(
-    {
-        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "2",
-        "SLURM_JOB_PARTITION": "train", "SLURM_JOB_ACCOUNT": "lab",
-    }
-)  # fmt: skip
-
-
-def test_a_launcher_leaves_the_end_to_another_job() -> None:
-    """It will be killed by the requeue: before that it submits a small job that sees it through, off the bad nodes."""
-    slurm = queue(dead=("n2",), restarts=2)
-    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
-    assert done == Requeued(7, "completing", 2, handed_over=True)
-    assert slurm.calls == ["drain n2", "down n2", "requeue"]
-    [(script, options)] = slurm.submitted
-    assert script == (
-        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 --limit=900 '--reason=opsd:4 node_lost' --lost=n2 "
-        "--without=n3\n"
-    )
-    assert {"--partition=train", "--account=lab", "--exclude=n[2-3]", "--no-requeue", "--nodes=1"} <= set(options)
-
-
-def test_what_was_decided_of_an_earlier_start_does_not_end_this_one() -> None:
-    """Number of restarts and patience are the caller's for the job that attends to it as well."""
-    slurm = queue(dead=("n2",), restarts=2)
-    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",)), restarts=1, limit_s=3600.0, command=["opsd"])
-    assert (done.restarts, slurm.calls) == (2, [])
-    [(script, options)] = slurm.submitted
-    assert "--restarts=1 --lead=30 --limit=3600 " in script
-    assert "--time=65" in options
-
-
-@pytest.mark.parametrize(("room", "calls"), [(True, []), (False, ["drain n1", "down n1", "requeue"])])
-def test_without_the_batch_host_all_is_left_to_the_attendant(room: bool, calls: list[str]) -> None:
-    """Once it runs the launcher may go, and must, before the job can stop; in a full cluster it requeues itself."""
-    slurm, clock = queue(dead=("n1",), restarts=2, room=room), FakeClock()
-    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n1",)), clock=clock.monotonic, sleep=clock.advance)
-    assert done.handed_over
-    assert slurm.calls == calls
-
-
-def test_a_launcher_waits_for_the_controller_before_it_ends_its_job() -> None:
-    """Without an attendant nobody would be left to have the job start at once."""
-    slurm, clock, said = queue(dead=("n2",), restarts=2, away=range(1, 31)), FakeClock(), list[str]()
-    done = requeue_from_inside(
-        slurm, OWN, ExcludedNodes(("n2",)), clock=clock.monotonic, sleep=clock.advance, say=said.append
-    )  # fmt: skip
-    assert done.handed_over
-    assert (len(slurm.submitted), slurm.calls) == (1, ["drain n2", "down n2", "requeue"])
-    assert sum("will be asked again" in sentence for sentence in said) == 1
-
-
-def test_a_job_that_its_user_has_cancelled_is_left_alone() -> None:
-    """It stops without a restart being counted: nobody is submitted to see to the next one."""
-    slurm = queue(restarts=2)
-    slurm.job = replace(slurm.job, state="completing")
-    with pytest.raises(SlurmRejected, match="is being ended and is not put back into the queue"):
-        requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",)))
-    assert (slurm.submitted, slurm.calls) == ([], [])
 
 
 @pytest.mark.parametrize(

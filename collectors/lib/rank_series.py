@@ -1,0 +1,129 @@
+"""The series of ranks and runs, and the functions from what rank pages and ``run.json`` say to samples. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from opsd.collectors.base import Metric, MetricKind, RunFact, Sample, StepFact
+from opsd.collectors.lib.pages import RankPageLike
+from opsd.collectors.lib.run_files import RUN_STATES
+from opsd.collectors.lib.user_series import METRICS as USER_METRICS
+
+RATE_STEPS: Final = 10
+"""Steps that the throughput is averaged over."""
+
+
+def _rank(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge") -> Metric:
+    return Metric(f"opsd_rank_{name}", help_text, kind, unit, ("run", "rank", *labels))
+
+
+UP = _rank("up", "1 while the process of the rank lives and has not finished.")
+STEP = _rank("step", "Last completed step.")
+STEP_SECONDS = _rank("step_seconds", "Duration of the last completed step.", "seconds")
+PHASE = _rank("phase", "1 for the phase the rank is in, 0 for the others.", "", "phase")
+PHASE_AGE = _rank("phase_age_seconds", "Time since the rank entered its phase.", "seconds")
+PHASE_SECONDS = _rank("phase_seconds_total", "Time spent in completed steps.", "seconds", "phase", kind="counter")
+CHANGE_AGE = _rank("last_change_age_seconds", "Time since the last change of phase or completed step.", "seconds")
+TOKENS = _rank("tokens_total", "Tokens trained on by this process.", kind="counter")
+TOKENS_RATE = _rank("tokens_per_second", f"Throughput over the last {RATE_STEPS} steps; sinks while no step ends.")
+LOSS = _rank("loss", "Loss of the last completed step.")
+GRAD_NORM = _rank("grad_norm", "Gradient norm of the last completed step.")
+LEARNING_RATE = _rank("learning_rate", "Learning rate of the last completed step.")
+COMMITTED = _rank("committed_step", "Step of the newest checkpoint that is durable.")
+PAGE_ERRORS = Metric("opsd_rank_page_errors", "Rank pages that cannot be used right now.", labels=("run",))
+JOB_INFO = Metric(
+    "opsd_gpu_job_info",
+    "Which rank works on a GPU; join on the label gpu.",
+    "info",
+    labels=("gpu", "job_id", "run", "rank"),
+)
+RUN_STATE = Metric("opsd_run_state", "1 for the state of the run, 0 for the others.", labels=("run", "state"))
+RUN_GENERATION = Metric("opsd_run_generation", "Generation of ranks the run is in.", labels=("run",))
+MODEL_FLOPS = _rank("flops_per_token", "Operations that the model needs per token, as the trainer says.")
+PEAK_FLOPS = _rank("peak_flops_per_second", "What the rank's device could do at most: the denominator of its MFU.")
+MFU = _rank(
+    "mfu_ratio",
+    "Model FLOPs utilisation: opsd_rank_tokens_per_second x flops_per_token / peak_flops_per_second.",
+    "ratio",
+)
+RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=("run",))
+
+METRICS: Final = (
+    UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
+    LEARNING_RATE, MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
+    *USER_METRICS,
+)  # fmt: skip
+LABELS: Final = {
+    "run": "runs on the node, 64 at most",
+    "rank": "ranks on the node, 256 of a run at most",
+    "phase": "phases of a rank page",
+    "gpu": "GPUs of the node by index",
+    "job_id": "one per rank",
+    "state": "states of a run",
+    "name": "results of the newest evaluation of a run, 32 at most",
+    "source": "sources of a run's data, 32 at most",
+}
+
+
+class PhaseTotals:
+    """Seconds a rank has spent in each phase over all its completed steps, through restarts of its process.
+
+    A page keeps its recent steps only. Steps that came and went between two looks count like the ones still seen.
+    """
+
+    def __init__(self, phases: Sequence[str]) -> None:
+        self._phases = phases
+        self._seconds = [0.0] * len(phases)
+        self._process: tuple[int, float] | None = None
+        self._counted = 0
+
+    def update(self, page: RankPageLike) -> Mapping[str, float]:
+        """Take in what is new on ``page`` and return the seconds per phase."""
+        if self._process != (page.pid, page.created):
+            self._process, self._counted = (page.pid, page.created), 0
+        new = page.steps_reported - self._counted
+        seen = page.steps[-new:] if new > 0 else ()
+        for step in seen:
+            for index, seconds in enumerate(step.phase_s):
+                self._seconds[index] += seconds * new / len(seen)
+        if seen:
+            self._counted = page.steps_reported
+        return dict(zip(self._phases, self._seconds, strict=True))
+
+
+def tokens_per_second(page: RankPageLike, now: float) -> float | None:
+    """Throughput over the last steps; a step that takes longer than the one before drags it down while it lasts."""
+    recent = page.steps[-RATE_STEPS:]
+    if not recent:
+        return None
+    began, last = recent[0].end - recent[0].duration_s, recent[-1]
+    elapsed = max(last.end, now - last.duration_s) - began
+    return sum(step.tokens for step in recent) / elapsed if elapsed > 0 else None
+
+
+def step_samples(step: StepFact, labels: tuple[str, ...]) -> Iterator[Sample]:
+    """The samples of a completed step of a rank."""
+    yield Sample(STEP, step.step, labels)
+    yield Sample(STEP_SECONDS, step.duration_s, labels)
+    for metric, value in ((LOSS, step.loss), (GRAD_NORM, step.grad_norm), (LEARNING_RATE, step.learning_rate)):
+        if value is not None and not math.isnan(value):
+            yield Sample(metric, value, labels)
+
+
+def model_samples(page: RankPageLike, rate: float, labels: tuple[str, ...]) -> Iterator[Sample]:
+    """The samples of a rank's MFU, none if the trainer does not say what a token takes; ``rate``: tokens per second."""
+    if page.flops_per_token is None or page.peak_flops is None:
+        return
+    yield Sample(MODEL_FLOPS, page.flops_per_token, labels)
+    yield Sample(PEAK_FLOPS, page.peak_flops, labels)
+    yield Sample(MFU, rate * page.flops_per_token / page.peak_flops, labels)
+
+
+def run_samples(run: RunFact) -> Iterator[Sample]:
+    """The samples of a run."""
+    for state in RUN_STATES:
+        yield Sample(RUN_STATE, float(state == run.state), (run.run, state))
+    yield Sample(RUN_GENERATION, run.generation, (run.run,))
+    yield Sample(RUN_UP, float(run.alive), (run.run,))

@@ -1,0 +1,262 @@
+"""One simulated GPU: what is set on it and what the simulated NVML library makes of that."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from opsd.simulated.layout import LINKS, PROCESSES, XIDS, GpuState
+
+MODEL: Final = "NVIDIA H100 80GB HBM3 (simulated)"
+_COUNTERS = ("sw_power_cap", "sync_boost", "sw_thermal", "hw_thermal", "hw_power_brake")
+_GIB = 1 << 30
+
+
+class SimulatedGpu:
+    """One GPU. Setters take effect at the next driver call of any process; getters return the state after the last."""
+
+    def __init__(self, raw: GpuState, index: int) -> None:
+        self._raw = raw
+        self.index = index
+
+    @property
+    def uuid(self) -> str:
+        return bytes(self._raw.uuid).decode()
+
+    def load(self, *, utilization: float, power_watts: float, memory_ratio: float | None = None) -> None:
+        """Set the load on the GPU: utilization in percent, board power, share of memory in use."""
+        self._raw.utilization = utilization
+        self._raw.memory_utilization = utilization * 0.6
+        self._raw.demand_w = power_watts
+        if memory_ratio is not None:
+            self._raw.memory_used = int(memory_ratio * (self._raw.memory_total - self._raw.memory_reserved))
+
+    @property
+    def utilization(self) -> float:
+        """Percent of time with a kernel running."""
+        return float(self._raw.utilization)
+
+    @utilization.setter
+    def utilization(self, percent: float) -> None:
+        self._raw.utilization = percent
+
+    @property
+    def power_watts(self) -> float:
+        """Board power. Set: the demand of the load; get: the demand as reduced by power limit and throttling."""
+        return float(self._raw.power_w)
+
+    @power_watts.setter
+    def power_watts(self, watts: float) -> None:
+        self._raw.demand_w = watts
+
+    @property
+    def power_limit_watts(self) -> float:
+        return float(self._raw.limit_w)
+
+    @power_limit_watts.setter
+    def power_limit_watts(self, watts: float) -> None:
+        self._raw.limit_w = watts
+
+    @property
+    def cooling(self) -> float:
+        """Cooling efficiency: 1 as designed, 0.6 with a failing fan or a clogged cold plate."""
+        return float(self._raw.cooling)
+
+    @cooling.setter
+    def cooling(self, efficiency: float) -> None:
+        self._raw.cooling = efficiency
+
+    @property
+    def thermal_tau_s(self) -> float:
+        """Thermal time constant: seconds in which the die covers 63 % of the way to its equilibrium temperature."""
+        return float(self._raw.tau_s)
+
+    @thermal_tau_s.setter
+    def thermal_tau_s(self, seconds: float) -> None:
+        self._raw.tau_s = seconds
+
+    @property
+    def temperature(self) -> float:
+        """Die temperature in degrees Celsius."""
+        return float(self._raw.temperature_c)
+
+    @temperature.setter
+    def temperature(self, celsius: float) -> None:
+        self._raw.temperature_c = celsius
+
+    @property
+    def sm_clock_mhz(self) -> int:
+        return int(self._raw.sm_mhz)
+
+    @property
+    def throttle_reasons(self) -> int:
+        """The clocks-event-reason mask; set: bits that are always on, regardless of the simulated physics."""
+        return int(self._raw.reasons)
+
+    @throttle_reasons.setter
+    def throttle_reasons(self, mask: int) -> None:
+        self._raw.forced_reasons = mask
+
+    @property
+    def throttle_counters_work(self) -> bool:
+        """Whether the driver has the cumulative nanosecond counters of the throttle reasons."""
+        return bool(self._raw.counters_work)
+
+    @throttle_counters_work.setter
+    def throttle_counters_work(self, work: bool) -> None:
+        self._raw.counters_work = work
+
+    @property
+    def throttle_counters_s(self) -> dict[str, float]:
+        """Those counters in seconds, by reason."""
+        return dict(zip(_COUNTERS, (nanoseconds / 1e9 for nanoseconds in self._raw.counter_ns), strict=True))
+
+    @property
+    def lost(self) -> bool:
+        """Whether the GPU has fallen off the bus: every call about it returns NVML_ERROR_GPU_IS_LOST."""
+        return bool(self._raw.lost)
+
+    @lost.setter
+    def lost(self, lost: bool) -> None:
+        self._raw.lost = lost
+
+    @property
+    def hang_s(self) -> float:
+        """Calls about the GPU block until this many seconds from now; 0 releases the blocked ones."""
+        return max(0.0, float(self._raw.hang_until) - time.monotonic())
+
+    @hang_s.setter
+    def hang_s(self, seconds: float) -> None:
+        self._raw.hang_until = time.monotonic() + seconds
+
+    @property
+    def nvlink_bytes_per_second(self) -> float:
+        """Traffic over all links, the same in each direction."""
+        return float(self._raw.link_kib_per_s) * 1024
+
+    @nvlink_bytes_per_second.setter
+    def nvlink_bytes_per_second(self, rate: float) -> None:
+        self._raw.link_kib_per_s = rate / 1024
+
+    @property
+    def tensor_share(self) -> float:
+        """Share of the busy time in which the tensor cores are active."""
+        return float(self._raw.tensor_share)
+
+    @tensor_share.setter
+    def tensor_share(self, share: float) -> None:
+        self._raw.tensor_share = share
+
+    @property
+    def pcie_bytes_per_second(self) -> float:
+        """Traffic over PCIe, the same in each direction."""
+        return float(self._raw.pcie_bytes_per_s)
+
+    @pcie_bytes_per_second.setter
+    def pcie_bytes_per_second(self, rate: float) -> None:
+        self._raw.pcie_bytes_per_s = rate
+
+    @property
+    def profiling(self) -> bool:
+        """Whether the GPU has GPM (metrics of its units): Hopper and later."""
+        return bool(self._raw.profiling)
+
+    @profiling.setter
+    def profiling(self, supported: bool) -> None:
+        self._raw.profiling = supported
+
+    @property
+    def calls(self) -> int:
+        """Driver calls about this GPU so far."""
+        return int(self._raw.calls)
+
+    @property
+    def blocking_calls(self) -> int:
+        """Driver calls so far that block by design (nvmlDeviceGetPcieThroughput)."""
+        return int(self._raw.blocking_calls)
+
+    def set_unsupported(self, names: Iterable[str | int]) -> None:
+        """Calls (by name) and fields (by number) that return NVML_ERROR_NOT_SUPPORTED from now on."""
+        self._raw.unsupported = _words(names, 512)
+
+    def set_denied(self, names: Iterable[str]) -> None:
+        """Calls that return NVML_ERROR_NO_PERMISSION from now on."""
+        self._raw.denied = _words(names, 256)
+
+    def set_ecc(self, *, corrected: int = 0, uncorrected: int = 0, aggregate: bool = False) -> None:
+        """Set the ECC error counters: the volatile ones (since the driver was loaded) or the aggregate ones."""
+        self._raw.ecc[aggregate][0], self._raw.ecc[aggregate][1] = corrected, uncorrected
+
+    def set_remapped_rows(
+        self, *, correctable: int = 0, uncorrectable: int = 0, pending: bool = False, failure: bool = False
+    ) -> None:
+        """Set the row-remapping state."""
+        self._raw.remapped[:] = [correctable, uncorrectable, int(pending), int(failure)]
+
+    def set_pcie(self, *, generation: int = 5, width: int = 16, replays: int = 0) -> None:
+        """Set the state of the PCIe link."""
+        self._raw.pcie_gen, self._raw.pcie_width, self._raw.pcie_replays = generation, width, replays
+
+    def set_nvlink(self, link: int, *, active: bool = True, replay: int = 0, recovery: int = 0, crc: int = 0) -> None:
+        """Set the state and the error counters of one link."""
+        self._raw.link_active[link] = active
+        for kind, count in enumerate((replay, recovery, crc)):
+            self._raw.link_errors[kind][link] = count
+
+    def set_recovery_action(self, action: int) -> None:
+        """Set the recovery action of the driver: 0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."""
+        self._raw.recovery_action = action
+
+    def set_fabric(self, *, state: int = 3, status: int = 0, health: int = 0) -> None:
+        """Set the GPU's place in the NVLink fabric: 0 none, 1 not started, 2 in progress, 3 registered."""
+        self._raw.fabric_state, self._raw.fabric_status, self._raw.fabric_health = state, status, health
+
+    def set_processes(self, processes: Iterable[tuple[int, int]]) -> None:
+        """Set the compute processes as (pid, bytes of GPU memory), eight at most."""
+        entries = [*processes]
+        if len(entries) > PROCESSES:
+            raise ValueError(f"{len(entries)} processes, a simulated GPU has room for {PROCESSES}")
+        entries += [(0, 0)] * (PROCESSES - len(entries))
+        for slot, (pid, memory) in enumerate(entries):
+            self._raw.process_pid[slot], self._raw.process_memory[slot] = pid, memory
+
+    def replace(self, board: int) -> None:
+        """Replace the board: idle, without errors, and with the UUID of this number."""
+        bus_id = self._raw.bus_id
+        ctypes.memset(ctypes.addressof(self._raw), 0, ctypes.sizeof(self._raw))
+        make_idle(self._raw, board)
+        self._raw.bus_id = bus_id
+
+    def raise_xid(self, code: int) -> None:
+        """Deliver an Xid to every process that has registered for the GPU's events."""
+        self._raw.xid[self._raw.xid_count % XIDS] = code
+        self._raw.xid_count += 1
+
+
+def _words(names: Iterable[str | int], room: int) -> bytes:
+    text = " ".join(str(name) for name in names).encode()
+    if len(text) >= room:
+        raise ValueError(f"the list is {len(text)} characters long, there is room for {room - 1}")
+    return text
+
+
+def make_idle(gpu: GpuState, index: int) -> None:
+    """Set the state of an idle H100 without errors; ``index`` decides UUID and addresses."""
+    digest = hashlib.sha256(f"opsd simulated GPU {index}".encode()).hexdigest()
+    gpu.uuid = f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}".encode()
+    gpu.name = MODEL.encode()
+    gpu.bus_id = f"00000000:{0x1A + 0x10 * index:02X}:00.0".encode()
+    gpu.serial = f"1650{index:09d}".encode()
+    gpu.vbios = b"96.00.99.00.01"
+    gpu.demand_w = gpu.power_w = 70.0
+    gpu.cooling, gpu.ambient_c, gpu.tau_s = 1.0, 30.0, 5.0
+    gpu.memory_total, gpu.memory_reserved = 80 * _GIB, _GIB // 2
+    gpu.link_active[:] = [1] * LINKS
+    gpu.pcie_gen, gpu.pcie_width, gpu.persistence, gpu.counters_work = 5, 16, 1, 1
+    gpu.profiling, gpu.fabric_state, gpu.tensor_share = 1, 3, 0.5
+    gpu.limit_w, gpu.scale, gpu.sm_mhz, gpu.reasons = 700.0, 1.0, 345, 1
+    gpu.temperature_c = 30.0 + 70.0 * 0.055
+    gpu.updated = time.monotonic()

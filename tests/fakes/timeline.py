@@ -1,0 +1,53 @@
+"""Incidents over time: ticks with findings, health and outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from opsd.agent import lifecycle
+from opsd.agent.incidents import Book, Transition, reduce
+from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity
+
+RULES = {"throttle": IncidentRules(open_after_s=0, clear_after_s=3, verify_s=10, max_attempts=2)}
+T0 = 1_700_000_000.0
+
+
+def finding(key: str = "gpu0", **changes: object) -> Finding:
+    base = Finding(
+        "throttle", key, Severity.WARNING, "GPU 0 is slow", Culprit("gpu", "node", 0), 0.8,
+        (Evidence("too hot", "nvml", T0),), Cost(0.1, 10.0),
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+@dataclass
+class Timeline:
+    """Ticks of one second, with all incidents that ended and all transitions."""
+
+    rules: dict[str, IncidentRules] = field(default_factory=lambda: RULES)
+    book: Book = field(default_factory=Book)
+    now: float = T0
+    ended: list[Incident] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
+
+    def tick(self, *found: Finding, healed: bool | None = None, idle: bool = False, outcomes=(), seconds=1.0) -> None:
+        self.now += seconds
+        ids = [incident.id for incident in self.book.incidents.values()]
+        observed = Observed(found, dict.fromkeys(ids, healed), frozenset(ids if idle else ()), outcomes)
+        self.book, ended, transitions = reduce(self.book, observed, self.rules, self.now)
+        self.ended += ended
+        self.transitions += transitions
+
+    @property
+    def incident(self) -> Incident:
+        (incident,) = self.book.incidents.values()
+        return incident
+
+    def act(self, *records: dict[str, object]) -> None:
+        records = records or ({"verb": "set_power_limit", "target": "gpu0", "outcome": "running", "detail": ""},)
+        name, incident = next(iter(self.book.incidents.items()))
+        self.book = replace(self.book, incidents={name: lifecycle.started(incident, records, self.now)})
+
+    def outcome(self, ok: bool = True, number: int = 0) -> Outcome:
+        return Outcome(self.incident.id, number, ok, "done" if ok else "no permission")

@@ -1,0 +1,87 @@
+"""A requeue from within the job, finished by a helper job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from opsd.slurm.allocation import allocation
+from opsd.slurm.port import Node, SlurmRejected
+from opsd.slurm.requeue import ExcludedNodes, Requeued
+from opsd.slurm.requeue_helper import requeue_from_inside
+from tests.fakes.clock import FakeClock
+from tests.fakes.requeue import FakeQueue, running
+
+ANYWHERE = ExcludedNodes()
+
+
+NODES = ("n1", "n2", "n3", "n4")
+
+
+def queue(*, restarts: int = 0, **more: Any) -> FakeQueue:
+    """A job of n1, n2 and n3 on a cluster of four."""
+    nodes = [Node(name, "idle") for name in NODES]
+    return FakeQueue(nodes, running("n1", "n2", "n3", restarts=restarts), **more)
+
+
+OWN = allocation(
+    {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "2",
+        "SLURM_JOB_PARTITION": "train", "SLURM_JOB_ACCOUNT": "lab",
+    }
+)  # fmt: skip
+
+
+def test_a_launcher_leaves_the_end_to_another_job() -> None:
+    """It will be killed by the requeue: before that it submits a small job that sees it through, off the bad nodes."""
+    slurm = queue(dead=("n2",), restarts=2)
+    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",), ("n3",), "opsd:4 node_lost"), command=["opsd"])
+    assert done == Requeued(7, "completing", 2, handed_over=True)
+    assert slurm.calls == ["drain n2", "down n2", "requeue"]
+    [(script, options)] = slurm.submitted
+    assert script == (
+        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 --limit=900 '--reason=opsd:4 node_lost' --lost=n2 "
+        "--without=n3\n"
+    )
+    assert {"--partition=train", "--account=lab", "--exclude=n[2-3]", "--no-requeue", "--nodes=1"} <= set(options)
+
+
+def test_what_was_decided_of_an_earlier_start_does_not_end_this_one() -> None:
+    """Number of restarts and patience are the caller's for the job that attends to it as well."""
+    slurm = queue(dead=("n2",), restarts=2)
+    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",)), restarts=1, limit_s=3600.0, command=["opsd"])
+    assert (done.restarts, slurm.calls) == (2, [])
+    [(script, options)] = slurm.submitted
+    assert "--restarts=1 --lead=30 --limit=3600 " in script
+    assert "--time=65" in options
+
+
+@pytest.mark.parametrize(("room", "calls"), [(True, []), (False, ["drain n1", "down n1", "requeue"])])
+def test_without_the_batch_host_all_is_left_to_the_helper(room: bool, calls: list[str]) -> None:
+    """Once it runs the launcher may go, and must, before the job can stop; in a full cluster it requeues itself."""
+    slurm, clock = queue(dead=("n1",), restarts=2, room=room), FakeClock()
+    done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n1",)), clock=clock.monotonic, sleep=clock.advance)
+    assert done.handed_over
+    assert slurm.calls == calls
+
+
+def test_a_launcher_waits_for_the_controller_before_it_ends_its_job() -> None:
+    """Without a helper nothing would start the job at once."""
+    slurm, clock, said = queue(dead=("n2",), restarts=2, away=range(1, 31)), FakeClock(), list[str]()
+    done = requeue_from_inside(
+        slurm, OWN, ExcludedNodes(("n2",)), clock=clock.monotonic, sleep=clock.advance, say=said.append
+    )  # fmt: skip
+    assert done.handed_over
+    assert (len(slurm.submitted), slurm.calls) == (1, ["drain n2", "down n2", "requeue"])
+    assert sum("will be asked again" in sentence for sentence in said) == 1
+
+
+def test_a_job_that_its_user_has_cancelled_is_left_alone() -> None:
+    """It stops without a restart being counted: nobody is submitted to see to the next one."""
+    slurm = queue(restarts=2)
+    slurm.job = replace(slurm.job, state="completing")
+    with pytest.raises(SlurmRejected, match="is being ended and is not put back into the queue"):
+        requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",)))
+    assert (slurm.submitted, slurm.calls) == ([], [])
