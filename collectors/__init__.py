@@ -19,6 +19,7 @@ NAMES = (
     "kmsg",
     "host",
     "thermal",
+    "hugepages",
     "infiniband",
     "storage",
     "storage_net",
