@@ -98,7 +98,7 @@ class NvmlCollector:
         except NvmlError as error:
             self._reloads += self._driver is not None and isinstance(error, SessionOverError)
             self._close()
-            raise NvmlError(f"the NVIDIA driver failed and will be opened anew: {error}") from error
+            raise NvmlError(f"the NVIDIA driver failed and will be opened again: {error}") from error
         if not self._known:
             self._close()
             return NoData("the NVIDIA driver sees no GPU on this node")

@@ -246,7 +246,7 @@ own_options = options(
         type=click.IntRange(0),
         default=64,
         show_default=True,
-        help="MiB after which the log of a rank is begun anew; the two before are kept. 0: never.",
+        help="MiB after which the log of a rank starts again; the two before are kept. 0: never.",
     ),
     click.option(
         "--run-id", "run", callback=run_name, help="Name of the run; from the Slurm job or the time by default."

@@ -31,7 +31,7 @@ def test_a_rank_of_the_newest_generation_passes(tmp_path: Path) -> None:
 
 
 def test_a_file_server_that_comes_back_delays_and_nothing_else(tmp_path: Path) -> None:
-    """It is waited for; after the limit the rank fails, so that the run is begun anew."""
+    """It is waited for; after the limit the rank fails, so that the run starts again."""
     (tmp_path / FOLDER).write_text("in the way")
     with pytest.raises(ClaimError, match="whether generation 1 may write cannot be seen"):
         Gate(Reporter(None), Fence(tmp_path, 1), limit_s=0).pass_through()

@@ -52,7 +52,7 @@ def test_after_a_reboot_the_whole_log_is_news(node: Node) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"boot_id": "boot-1"}', '{"boot_id": "boot-1", "sequence": null}'])
 def test_a_damaged_position_is_a_first_start(node: Node, content: str) -> None:
-    """A position file that makes no sense replays nothing and is written anew."""
+    """A position file that makes no sense replays nothing and is written again."""
     node.say(XID_79)
     node.state.write_text(content)
     assert codes(read(node.agent())) == []

@@ -1,4 +1,4 @@
-"""What a launcher with fellows makes of outages, of a new leader, and of signals to its own node."""
+"""What a launcher with peers makes of outages, of a new leader, and of signals to its own node."""
 
 from __future__ import annotations
 

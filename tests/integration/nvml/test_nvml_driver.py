@@ -88,7 +88,7 @@ def test_a_reload_of_the_driver_costs_one_collection(gpus: SimulatedGpus, collec
     """The session that ended is an error once, then there is a new one; how often is counted."""
     assert samples(collector.collect())["opsd_gpu_driver_reloads_total",] == 0
     gpus.reload_driver()
-    with pytest.raises(NvmlError, match="opened anew"):
+    with pytest.raises(NvmlError, match="opened again"):
         collector.collect()
     reading = collector.collect()
     assert len(facts(reading)) == 8
