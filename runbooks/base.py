@@ -270,7 +270,7 @@ class Runbook:
     open_after_s: float = 0.0
     clear_after_s: float = 5.0
     verify_s: float = 60.0
-    max_attempts: int = 2
+    max_attempts: int = 1
     hold_s: float | None = None
     look_every_s: float = 0.0
     causes: tuple[Cause, ...] = ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import (
     FRESH_S,
     REMEMBERED_S,
@@ -84,11 +85,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return _replaced(view, text(data, "run"), integer(data, "step"), number(data, "rejected_at") or incident.opened_at)
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; the file stays where it is for the post-mortem"
-    return (Action("notify", target=text(incident.data, "run"), reason=why),)
-
-
 GUIDE = Guide.parse("""
 # A checkpoint is damaged
 
@@ -130,9 +126,8 @@ RUNBOOK = Runbook(
     kind="checkpoint_corrupt",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run("; the file stays where it is for the post-mortem"),
     healed=_healed,
     needs=("ranks",),
     verify_s=300.0,
-    max_attempts=1,
 )

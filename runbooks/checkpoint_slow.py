@@ -8,7 +8,8 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events
 from opsd.runbooks.lib.signals import counted, integer, number, text
 
@@ -119,11 +120,6 @@ def _finding(
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; look at what checkpoints are written to"
-    return (Action("notify", target=text(incident.data, "run"), reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once no rank stands in a checkpoint and the last one was about as fast as before, or the run ended well."""
     run = text(incident.data, "run")
@@ -173,10 +169,9 @@ RUNBOOK = Runbook(
     kind="checkpoint_slow",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run("; look at what checkpoints are written to"),
     healed=_healed,
     needs=("ranks",),
     verify_s=1800.0,
-    max_attempts=1,
     causes=(Cause("storage_slow", "node", lag_s=60.0),),
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
+from opsd.runbooks.lib.runs import leaders, ranks_of, run_events, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
@@ -67,19 +68,13 @@ def _finding(view: View, leader: RankFact, committed: int, usual: float) -> Find
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; {incident.cost.text}"
-    return (Action("notify", target=text(incident.data, "run"), reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once a newer checkpoint is durable, or the run has ended as planned."""
     run = text(incident.data, "run")
     committed = _committed(view, run)
     if committed is not None and committed > integer(incident.data, "committed"):
         return True
-    over = recovered(view, run, integer(incident.data, "generation"))
-    return False if over and any(rank.live for rank in ranks_of(view, run)) else over
+    return run_over(incident, view)
 
 
 GUIDE = Guide.parse("""
@@ -113,11 +108,10 @@ RUNBOOK = Runbook(
     kind="checkpoint_stale",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run("; {cost}"),
     healed=_healed,
     needs=("ranks",),
     verify_s=1800.0,
-    max_attempts=1,
     causes=(
         Cause("nvme_failing", "node", lag_s=60.0),
         Cause("storage_full", "node", lag_s=60.0),

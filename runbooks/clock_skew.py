@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_node
 
 BOOTED = "opsd_host_boot_time_seconds"
 """The kernel derives it from the wall clock, so that it moves by as much as that is stepped."""
@@ -48,10 +49,6 @@ def _finding(view: View, moved: float) -> Finding:
         cost=Cost(text="nothing itself; Slurm and logs that are compared with other nodes may suffer" if ranks else ""),
         job=ranks[0].job if ranks else "",
     )
-
-
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=f"{incident.summary}: see which of both times was right"),)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -98,10 +95,9 @@ RUNBOOK = Runbook(
     kind="clock_skew",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": see which of both times was right"),
     healed=_healed,
     needs=("host",),
     open_after_s=2.0,
     verify_s=1800.0,
-    max_attempts=1,
 )

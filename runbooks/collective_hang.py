@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, supervised, unsolved
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_unsupervised
+from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of
 from opsd.runbooks.lib.signals import counted, integer, number, text
-from opsd.runbooks.rank_hang import limit_of, moved_on, reported_states, state_of, waits_for_others
+from opsd.runbooks.rank_hang import hangs, limit_of, moved_on, reported_states, state_of, waits_for_others
 
 NAMES_EARLY_S = 30.0
 """NCCL may have reported the fault this many seconds before the hang was detected."""
@@ -71,13 +72,6 @@ def _from_pages(view: View, run: str) -> Finding | None:
     )
 
 
-def _detect(view: View) -> Iterator[Finding]:
-    found = [_from_launcher(event, view) for event in unsolved(view, "hang_detected")]
-    if view.known("ranks"):
-        found += [_from_pages(view, run) for run in sorted({r.run for r in view.ranks}) if not supervised(view, run)]
-    return (finding for finding in found if finding is not None)
-
-
 def _diagnose(finding: Finding, view: View) -> Finding:
     """Who is missing, by PyTorch's flight recorder, else by NCCL's RAS; what NCCL wrote into the logs is added."""
     run, since = text(finding.data, "run"), (number(finding.data, "since") or view.wall) - NAMES_EARLY_S
@@ -120,13 +114,6 @@ def _by_ras(event: Event, view: View) -> Culprit | None:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    run = text(incident.data, "run")
-    if supervised(view, run):
-        return ()
-    return (Action("notify", target=run, reason=f"{incident.summary}; no opsd launcher is there to restart it"),)
-
-
 GUIDE = Guide.parse("""
 # A collective hangs
 
@@ -164,13 +151,12 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
 RUNBOOK = Runbook(
     kind="collective_hang",
     guide=GUIDE,
-    detect=_detect,
+    detect=hangs(_from_launcher, _from_pages),
     diagnose=_diagnose,
-    remedy=_remedy,
+    remedy=notify_unsupervised,
     healed=moved_on,
     needs=("ranks",),
     verify_s=180.0,
-    max_attempts=1,
     causes=(
         Cause("gpu_lost", "gpu", within_s=60.0),
         Cause("gpu_xid", "gpu", within_s=60.0),

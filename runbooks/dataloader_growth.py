@@ -8,7 +8,8 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, step_seconds
 from opsd.runbooks.lib.signals import counted, integer, number, spread, text
 from opsd.runbooks.lib.trends import Point, by_step, condensed, due, thirds, trend
@@ -140,11 +141,6 @@ def _finding(view: View, found: Sequence[_Pattern], ranks: int) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; {incident.cost.text}"
-    return (Action("notify", target=text(incident.data, "run"), reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once the rank waits as little as before, through two periods and a half, or the run has ended."""
     data = incident.data
@@ -204,10 +200,9 @@ RUNBOOK = Runbook(
     kind="dataloader_growth",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run("; {cost}"),
     healed=_healed,
     needs=("ranks",),
     clear_after_s=20.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

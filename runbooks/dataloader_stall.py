@@ -203,5 +203,6 @@ RUNBOOK = Runbook(
     healed=moved_on,
     needs=("ranks",),
     verify_s=20.0,
+    max_attempts=2,
     causes=(Cause("storage_slow", "node"),),
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.blame import UNINTERRUPTIBLE
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import latest, text
 from opsd.runbooks.lib.xids import ECHOES, code_of, gpu_at
 
@@ -72,11 +73,6 @@ def _cost(stuck: Sequence[RankFact], view: View) -> Cost:
     return Cost(1.0, seconds * world, f"{world} GPUs have stood still for {seconds:.0f} s", world)
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}: drain the node; if it does not come back by itself only a reboot helps"
-    return (Action("notify", target=view.node, reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once the driver answers again. A collector that fails in another way says nothing about it."""
     hangs = _hangs(view)
@@ -117,10 +113,9 @@ RUNBOOK = Runbook(
     kind="driver_hang",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": drain the node; if it does not come back by itself only a reboot helps"),
     healed=_healed,
     open_after_s=10.0,
     clear_after_s=10.0,
     verify_s=600.0,
-    max_attempts=1,
 )

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
+from opsd.runbooks.lib.runs import leaders, run_events, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, number, text
 
 HISTORY_S = 7 * 86_400.0
@@ -114,11 +115,6 @@ def _finding(view: View, leader: RankFact, lags: Sequence[_Lag]) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; {incident.cost.text}"
-    return (Action("notify", target=text(incident.data, "run"), reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once a later evaluation is not behind in any result that was, or the run has ended as planned."""
     run, names = text(incident.data, "run"), incident.data.get("names")
@@ -127,8 +123,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
         again = {name: pair for name, pair in later[-1].items() if name in names}
         if again and not any(_behind(name, *pair) for name, pair in again.items()):
             return True
-    over = recovered(view, run, integer(incident.data, "generation"))
-    return False if over and any(rank.live for rank in ranks_of(view, run)) else over
+    return run_over(incident, view)
 
 
 GUIDE = Guide.parse("""
@@ -165,9 +160,8 @@ RUNBOOK = Runbook(
     kind="eval_lag",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run("; {cost}"),
     healed=_healed,
     needs=("ranks",),
     verify_s=3600.0,
-    max_attempts=1,
 )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events, step_seconds
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
+from opsd.runbooks.lib.runs import leaders, run_events, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
@@ -93,19 +94,13 @@ def _finding(view: View, leader: RankFact, backlog: _Backlog) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; {incident.cost.text}"
-    return (Action("notify", target=text(incident.data, "run"), reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once a later checkpoint has results, or the run has ended as planned."""
     run = text(incident.data, "run")
     backlog = _backlog(view, run)
     if backlog is not None and backlog.evaluated > integer(incident.data, "evaluated"):
         return True
-    over = recovered(view, run, integer(incident.data, "generation"))
-    return False if over and any(rank.live for rank in ranks_of(view, run)) else over
+    return run_over(incident, view)
 
 
 GUIDE = Guide.parse("""
@@ -143,9 +138,8 @@ RUNBOOK = Runbook(
     kind="eval_missing",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run("; {cost}"),
     healed=_healed,
     needs=("ranks",),
     verify_s=3600.0,
-    max_attempts=1,
 )

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import driver_restarted
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import REMEMBERED_S, recovered, unsolved
 from opsd.runbooks.lib.signals import integer, number, text
 
@@ -98,11 +99,6 @@ def _said(event: Event) -> str:
     return text(error, "message") if isinstance(error, Mapping) else "the fabric is not ready"
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}: restart the fabric manager, or reset all GPUs and switches of the node together"
-    return (Action("notify", target=view.node, reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once links are up, the switch's error is cured, and the run that was refused trains."""
     data = incident.data
@@ -148,9 +144,8 @@ RUNBOOK = Runbook(
     kind="fabric_manager",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": restart the fabric manager, or reset all GPUs and switches of the node together"),
     healed=_healed,
     clear_after_s=30.0,
     verify_s=1800.0,
-    max_attempts=1,
 )

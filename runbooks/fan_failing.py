@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.gpus import by_gpu, job_text, newest, rank_on
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.trends import Trend, blocks, due, thirds, trend
 
 TEMPERATURE, POWER = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
@@ -182,10 +183,6 @@ def _sentence(gpu: _Rising) -> str:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=f"{incident.summary}: have fans and heat sinks checked"),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once each GPU is at most a quarter of the least rise above where it was, under load."""
     before, offsets = incident.data.get("before"), _offsets(view)
@@ -230,10 +227,9 @@ RUNBOOK = Runbook(
     kind="fan_failing",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": have fans and heat sinks checked"),
     healed=_healed,
     needs=("nvml",),
     clear_after_s=60.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

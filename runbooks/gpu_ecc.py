@@ -104,5 +104,4 @@ RUNBOOK = Runbook(
     healed=_healed,
     needs=("nvml",),
     verify_s=900.0,
-    max_attempts=1,
 )

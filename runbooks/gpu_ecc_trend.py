@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
 from opsd.runbooks.lib.gpus import blamed, by_gpu, job_text, newest
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
 from opsd.runbooks.lib.trends import each_minute, hours_until
 
@@ -66,11 +67,6 @@ def _finding(view: View, series: Series, minutes: Sequence[float], hours: float)
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}: reset it between two runs, and have it replaced if the errors come back"
-    return (Action("notify", target=view.node, reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True after five minutes with less than half the errors; None if the counter cannot be read."""
     found = by_gpu(view, ERRORS, type="corrected", counter="volatile").get(text(incident.data, "uuid"))
@@ -110,10 +106,9 @@ RUNBOOK = Runbook(
     kind="gpu_ecc_trend",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": reset it between two runs, and have it replaced if the errors come back"),
     healed=_healed,
     needs=("nvml",),
     look_every_s=10.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

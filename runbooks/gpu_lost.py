@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from opsd.collectors.base import GpuFact
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import blamed, gpu_of, job_text, xids_of
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import counted, text
-from opsd.runbooks.lib.swap import swap_out
 
 
 def _finding(gpu: GpuFact, view: View) -> Finding:
@@ -35,11 +35,6 @@ def _finding(gpu: GpuFact, view: View) -> Finding:
 
 def _detect(view: View) -> Iterator[Finding]:
     return (_finding(gpu, view) for gpu in view.gpus if gpu.lost is not None and gpu.uuid)
-
-
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}: drain the node and reboot it; twice in a week is a case for the vendor"
-    return (*swap_out(incident, view), Action("notify", target=view.node, reason=why))
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -81,11 +76,10 @@ RUNBOOK = Runbook(
     kind="gpu_lost",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": drain the node and reboot it; twice in a week is a case for the vendor", swap=True),
     healed=_healed,
     needs=("nvml",),
     open_after_s=1.0,
     clear_after_s=30.0,
     verify_s=600.0,
-    max_attempts=1,
 )

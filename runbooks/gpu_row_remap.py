@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from opsd.runbooks.base import Action, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import blamed, job_text, newest
+from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import text
-from opsd.runbooks.lib.swap import swap_out
 
 PENDING = "opsd_gpu_row_remap_pending"
 FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
@@ -93,5 +93,4 @@ RUNBOOK = Runbook(
     needs=("nvml",),
     open_after_s=2.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

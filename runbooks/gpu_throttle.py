@@ -20,8 +20,8 @@ from opsd.runbooks.base import (
     View,
 )
 from opsd.runbooks.lib.gpus import loaded, rank_on
+from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import counted, integer, latest, number, seconds_spent, text, usual
-from opsd.runbooks.lib.swap import swap_out
 
 THERMAL = ("sw_thermal", "hw_thermal")
 REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")
@@ -227,4 +227,5 @@ RUNBOOK = Runbook(
     healed=_healed,
     needs=("nvml",),
     verify_s=60.0,
+    max_attempts=2,
 )

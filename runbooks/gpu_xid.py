@@ -8,9 +8,9 @@ from itertools import pairwise
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, driver_restarted, job_text
+from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.runs import FRESH_S, REMEMBERED_S
 from opsd.runbooks.lib.signals import integer, number, text
-from opsd.runbooks.lib.swap import swap_out
 from opsd.runbooks.lib.xids import (
     AMBIGUOUS,
     DAY_S,
@@ -240,6 +240,5 @@ RUNBOOK = Runbook(
     healed=_healed,
     clear_after_s=10.0,
     verify_s=1800.0,
-    max_attempts=1,
     hold_s=0.0,
 )

@@ -6,36 +6,27 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, rank_of, recovered
-from opsd.runbooks.lib.signals import integer, level, number, text
+from opsd.runbooks.lib.signals import integer, number, text
+from opsd.runbooks.loss_spike import MOST, RECENT, past_level
 
-PAST_S, BUT_LAST_S = 600.0, 20.0
-LEAST_SAMPLES = 60
-SETTLED_STEPS = 30
-RECENT, MOST = 5, 3
 FACTOR, OUTLIER = 10.0, 10.0
 """An explosion is ten times the past level, and as many robust standard deviations away from it."""
 
 CALM_FACTOR = 3.0
 
 
-def _past(view: View, leader: RankFact) -> tuple[float, float] | None:
-    """Level of the gradient norm before now, and the limit above which it explodes."""
-    series = view.select("opsd_rank_grad_norm", run=leader.run, rank=str(leader.rank))
-    past = level(series[0], PAST_S, BUT_LAST_S) if series else None
-    if past is None or past[2] < LEAST_SAMPLES or leader.steps_reported < SETTLED_STEPS:
-        return None
-    middle, noise, _ = past
-    return middle, max(FACTOR * middle, middle + OUTLIER * noise)
-
-
 def _detect(view: View) -> Iterator[Finding]:
     for leader in leaders(view):
         norms = [step.grad_norm for step in leader.steps[-RECENT:]]
-        past = _past(view, leader) if leader.live else None
-        if past is not None and sum(norm > past[1] or math.isinf(norm) for norm in norms) >= MOST:
-            yield _finding(view, leader, norms, past[0])
+        if not leader.live or (past := past_level(view, leader, "opsd_rank_grad_norm")) is None:
+            continue
+        middle, noise = past
+        limit = max(FACTOR * middle, middle + OUTLIER * noise)
+        if sum(norm > limit or math.isinf(norm) for norm in norms) >= MOST:
+            yield _finding(view, leader, norms, middle)
 
 
 def _finding(view: View, leader: RankFact, norms: Sequence[float], before: float) -> Finding:
@@ -57,10 +48,6 @@ def _finding(view: View, leader: RankFact, norms: Sequence[float], before: float
         job=leader.job,
         data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before},
     )
-
-
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=text(incident.data, "run"), reason=incident.summary),)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -108,10 +95,9 @@ RUNBOOK = Runbook(
     kind="gradient_explosion",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run(),
     healed=_healed,
     needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,
-    max_attempts=1,
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import latest, seconds_spent
 
 TOTAL, AVAILABLE = "opsd_host_memory_total_bytes", "opsd_host_memory_available_bytes"
@@ -57,10 +58,6 @@ def _finding(view: View, available: float, share: float, stalled: float) -> Find
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=incident.summary),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     state = _state(view)
     return None if state is None else state[1] >= 1.2 * LOW and state[2] < STALLED / 2
@@ -99,11 +96,10 @@ RUNBOOK = Runbook(
     kind="host_memory",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(),
     healed=_healed,
     needs=("host",),
     open_after_s=5.0,
     clear_after_s=30.0,
     verify_s=900.0,
-    max_attempts=1,
 )

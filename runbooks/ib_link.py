@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.ports import Port, boards, by_port, dependent, job_text, name, port_of
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
 
 STATE, PHYSICAL = "opsd_ib_port_state", "opsd_ib_port_physical_state"
@@ -126,10 +127,6 @@ def _finding(view: View, key: str, who: str, faults: Sequence[_Fault]) -> Findin
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=f"{incident.summary}: look at cable, transceiver and switch"),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True after quiet minutes with the link up at its rate; None if a port cannot be read."""
     listed = incident.data.get("ports")
@@ -180,10 +177,9 @@ RUNBOOK = Runbook(
     kind="ib_link",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": look at cable, transceiver and switch"),
     healed=_healed,
     needs=("infiniband",),
     clear_after_s=10.0,
     verify_s=1800.0,
-    max_attempts=1,
 )

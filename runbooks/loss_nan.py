@@ -141,5 +141,4 @@ RUNBOOK = Runbook(
     healed=_healed,
     needs=("ranks",),
     verify_s=900.0,
-    max_attempts=1,
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, recovered
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
+from opsd.runbooks.lib.runs import leaders
+from opsd.runbooks.lib.signals import counted
 from opsd.runbooks.lib.trends import SURE, by_step, condensed, due, thirds, trend
+from opsd.runbooks.loss_rising import fell_below_limit
 
 LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"
 LOOK_EVERY_S = 10.0
@@ -104,22 +106,6 @@ def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=text(incident.data, "run"), reason=incident.summary),)
-
-
-def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the loss is clearly below the plateau, or a later generation trains, or the run has ended."""
-    data = incident.data
-    run, limit = text(data, "run"), number(data, "limit")
-    over = recovered(view, run, integer(data, "generation"))
-    leader = rank_of(view, run, integer(data, "rank"))
-    if over is not False or leader is None or limit is None or not any(rank.live for rank in ranks_of(view, run)):
-        return over
-    losses = [step.loss for step in leader.steps]
-    return bool(losses) and median(losses) < limit
-
-
 GUIDE = Guide.parse("""
 # The loss no longer falls
 
@@ -156,10 +142,9 @@ RUNBOOK = Runbook(
     kind="loss_plateau",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
-    healed=_healed,
+    remedy=notify_run(),
+    healed=fell_below_limit,
     needs=("ranks",),
     clear_after_s=30.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, recovered
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
+from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, run_recovered
 from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.lib.trends import Trend, by_step, condensed, due, thirds, trend
 
@@ -100,16 +101,11 @@ def _finding(view: View, leader: RankFact, rise: _Rise) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=text(incident.data, "run"), reason=incident.summary),)
-
-
-def _healed(incident: Incident, view: View) -> bool | None:
-    """True once half of the rise is gone, or a later generation trains, or the run has ended as planned."""
-    data = incident.data
-    run, limit = text(data, "run"), number(data, "limit")
-    over = recovered(view, run, integer(data, "generation"))
-    leader = rank_of(view, run, integer(data, "rank"))
+def fell_below_limit(incident: Incident, view: View) -> bool | None:
+    """True once the loss is below the incident's limit, or a later generation trains, or the run ended as planned."""
+    run, limit = text(incident.data, "run"), number(incident.data, "limit")
+    over = run_recovered(incident, view)
+    leader = rank_of(view, run, integer(incident.data, "rank"))
     if over is not False or leader is None or limit is None or not any(rank.live for rank in ranks_of(view, run)):
         return over
     losses = [step.loss for step in leader.steps]
@@ -149,10 +145,9 @@ RUNBOOK = Runbook(
     kind="loss_rising",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
-    healed=_healed,
+    remedy=notify_run(),
+    healed=fell_below_limit,
     needs=("ranks",),
     clear_after_s=30.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

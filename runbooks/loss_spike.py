@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, rank_of, recovered
 from opsd.runbooks.lib.signals import integer, level, number, text
 
@@ -26,14 +27,11 @@ RECOVERED = 0.25
 """The share of the jump that may be left when the spike counts as over."""
 
 
-def _past(view: View, leader: RankFact) -> tuple[float, float] | None:
-    """Level of the loss before now, and the limit above which it is a spike."""
-    series = view.select("opsd_rank_loss", run=leader.run, rank=str(leader.rank))
+def past_level(view: View, leader: RankFact, metric: str) -> tuple[float, float] | None:
+    """Level and spread of the rank's ``metric`` before now, None if too little is known."""
+    series = view.select(metric, run=leader.run, rank=str(leader.rank))
     past = level(series[0], PAST_S, BUT_LAST_S) if series else None
-    if past is None or past[2] < LEAST_SAMPLES or leader.steps_reported < SETTLED_STEPS:
-        return None
-    middle, noise, _ = past
-    return middle, middle + max(OUTLIER * noise, LEAST_RISE * abs(middle))
+    return None if past is None or past[2] < LEAST_SAMPLES or leader.steps_reported < SETTLED_STEPS else past[:2]
 
 
 def _detect(view: View) -> Iterator[Finding]:
@@ -41,9 +39,12 @@ def _detect(view: View) -> Iterator[Finding]:
         losses = [step.loss for step in leader.steps[-RECENT:]]
         if not leader.live or not all(map(math.isfinite, losses)):
             continue
-        past = _past(view, leader)
-        if past is not None and sum(loss > past[1] for loss in losses) >= MOST:
-            yield _finding(view, leader, losses, *past)
+        if (past := past_level(view, leader, "opsd_rank_loss")) is None:
+            continue
+        middle, noise = past
+        limit = middle + max(OUTLIER * noise, LEAST_RISE * abs(middle))
+        if sum(loss > limit for loss in losses) >= MOST:
+            yield _finding(view, leader, losses, middle, limit)
 
 
 def _first_step(view: View, leader: RankFact, limit: float) -> int:
@@ -78,10 +79,6 @@ def _finding(view: View, leader: RankFact, losses: Sequence[float], before: floa
         job=leader.job,
         data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before, "top": top},
     )
-
-
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=text(incident.data, "run"), reason=incident.summary),)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -128,11 +125,10 @@ RUNBOOK = Runbook(
     kind="loss_spike",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run(),
     healed=_healed,
     needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,
-    max_attempts=1,
     hold_s=0.0,
 )

@@ -6,22 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import (
-    Action,
-    Cost,
-    Culprit,
-    Evidence,
-    Finding,
-    Guide,
-    Incident,
-    Runbook,
-    Series,
-    Severity,
-    View,
-)
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.ports import Port, dependent, job_text, name, port_of
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
-from opsd.runbooks.lib.swap import swap_out
 from opsd.runbooks.lib.trends import due, each_minute, hours_until
 
 ERRORS = "opsd_ib_errors_total"
@@ -135,11 +123,6 @@ def _finding(view: View, port: Port, faults: Sequence[_Fault]) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}: clean or replace cable and module before the link is lost"
-    return (*swap_out(incident, view), Action("notify", target=view.node, reason=why))
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True after quiet minutes; None if the port's counters cannot be read."""
     listed = incident.data.get("port")
@@ -194,10 +177,9 @@ RUNBOOK = Runbook(
     kind="nic_degrading",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": clean or replace cable and module before the link is lost", swap=True),
     healed=_healed,
     needs=("infiniband",),
     clear_after_s=10.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
 from opsd.runbooks.lib.signals import counted, integer, latest, number, text
 
@@ -108,10 +109,6 @@ def _detect(view: View) -> Iterator[Finding]:
     yield from _from_slurm(view)
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=text(incident.data, "run") or view.node, reason=incident.summary),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once the run trains without the lost node, or Slurm reaches this one again."""
     run = text(incident.data, "run")
@@ -159,9 +156,8 @@ RUNBOOK = Runbook(
     kind="node_unreachable",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_run(),
     healed=_healed,
     clear_after_s=10.0,
     verify_s=900.0,
-    max_attempts=1,
 )

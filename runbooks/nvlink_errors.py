@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.gpus import blamed, by_gpu, fresh, job_text
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
-from opsd.runbooks.lib.swap import swap_out
 
 ERRORS, UP = "opsd_gpu_nvlink_errors_total", "opsd_gpu_nvlink_up"
 SHORT_S = 60.0
@@ -72,11 +72,6 @@ def _finding(view: View, uuid: str, gpu: int, down: Sequence[str], errors: Seque
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    told = Action("notify", target=view.node, reason=f"{incident.summary}: swap the node out at the next checkpoint")
-    return (*swap_out(incident, view), told)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True after quiet minutes with all links up: an intermittent fault shows itself again within that time or not."""
     uuid = text(incident.data, "uuid")
@@ -129,11 +124,10 @@ RUNBOOK = Runbook(
     kind="nvlink_errors",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": swap the node out at the next checkpoint", swap=True),
     healed=_healed,
     needs=("nvml",),
     open_after_s=10.0,
     look_every_s=2.0,
     verify_s=1800.0,
-    max_attempts=1,
 )

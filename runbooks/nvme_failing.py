@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, latest, text
 
 WEAR, WRITTEN = "opsd_storage_nvme_wear_ratio", "opsd_storage_nvme_written_bytes_total"
@@ -105,11 +106,6 @@ def _finding(view: View, controller: str, faults: Sequence[_Fault]) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}: move checkpoints elsewhere and have the drive replaced"
-    return (Action("notify", target=view.node, reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once another drive is in its place, or it shows nothing any more; None if it does not answer."""
     controller = text(incident.data, "controller")
@@ -153,11 +149,10 @@ RUNBOOK = Runbook(
     kind="nvme_failing",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": move checkpoints elsewhere and have the drive replaced"),
     healed=_healed,
     needs=("nvme",),
     look_every_s=5.0,
     clear_after_s=60.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import blamed, by_gpu, job_text, loaded, newest, rank_on
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
 WIDTH, WIDTH_MAX = "opsd_gpu_pcie_link_width", "opsd_gpu_pcie_link_width_max"
@@ -81,10 +82,6 @@ def _finding(view: View, uuid: str, gpu: int, faults: Sequence[str]) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=f"{incident.summary}: reseat or replace at the next service"),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True if the link is as it should be, under load; an idle link cannot tell its generation."""
     uuid = text(incident.data, "uuid")
@@ -128,12 +125,11 @@ RUNBOOK = Runbook(
     kind="pcie_degraded",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": reseat or replace at the next service"),
     healed=_healed,
     needs=("nvml",),
     open_after_s=10.0,
     look_every_s=2.0,
     clear_after_s=60.0,
     verify_s=3600.0,
-    max_attempts=1,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cause, Culprit, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, recovered, unsolved
+from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, run_recovered, unsolved
 from opsd.runbooks.lib.signals import integer, text
 
 _COMPONENTS: tuple[tuple[str, str, str], ...] = (
@@ -77,10 +77,6 @@ def _detect(view: View) -> Iterator[Finding]:
             yield _finding(event, view)
 
 
-def _healed(incident: Incident, view: View) -> bool | None:
-    return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
-
-
 GUIDE = Guide.parse("""
 # A rank crashed
 
@@ -124,10 +120,9 @@ RUNBOOK = Runbook(
     kind="rank_crash",
     guide=GUIDE,
     detect=_detect,
-    healed=_healed,
+    healed=run_recovered,
     needs=("ranks",),
     verify_s=180.0,
-    max_attempts=1,
     causes=(
         Cause("gpu_lost", "gpu", within_s=60.0),
         Cause("gpu_xid", "gpu", within_s=60.0),

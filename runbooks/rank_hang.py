@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.blame import STOPPED, RankState, blame
+from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import (
     downtime,
     job_of,
@@ -14,7 +15,7 @@ from opsd.runbooks.lib.runs import (
     quoted,
     rank_of,
     ranks_of,
-    recovered,
+    run_recovered,
     supervised,
     unsolved,
 )
@@ -146,28 +147,28 @@ def _from_pages(view: View, run: str) -> Finding | None:
     )
 
 
-def _detect(view: View) -> Iterator[Finding]:
-    found = [_from_launcher(event, view) for event in unsolved(view, "hang_detected")]
-    if view.known("ranks"):
-        found += [_from_pages(view, run) for run in sorted({r.run for r in view.ranks}) if not supervised(view, run)]
-    return (finding for finding in found if finding is not None)
+def hangs(
+    from_launcher: Callable[[Event, View], Finding | None], from_pages: Callable[[View, str], Finding | None]
+) -> Detect:
+    """A detector of what ``from_launcher`` finds in reports of launchers, ``from_pages`` in runs that have none."""
+
+    def detect(view: View) -> Iterator[Finding]:
+        found = [from_launcher(event, view) for event in unsolved(view, "hang_detected")]
+        if view.known("ranks"):
+            found += [from_pages(view, run) for run in sorted({r.run for r in view.ranks}) if not supervised(view, run)]
+        return (finding for finding in found if finding is not None)
+
+    return detect
 
 
 def moved_on(incident: Incident, view: View) -> bool | None:
     """True once the incident's rank has completed a further step, or a later generation has, or the run ended well."""
     run, generation = text(incident.data, "run"), integer(incident.data, "generation")
-    over = recovered(view, run, generation)
+    over = run_recovered(incident, view)
     rank = rank_of(view, run, integer(incident.data, "rank"))
     if over is False and rank is not None and rank.generation == generation and rank.live:
         return last_step(rank) > integer(incident.data, "step")
     return over
-
-
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    run = text(incident.data, "run")
-    if supervised(view, run):
-        return ()
-    return (Action("notify", target=run, reason=f"{incident.summary}; no opsd launcher is there to restart it"),)
 
 
 GUIDE = Guide.parse("""
@@ -203,12 +204,11 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
 RUNBOOK = Runbook(
     kind="rank_hang",
     guide=GUIDE,
-    detect=_detect,
-    remedy=_remedy,
+    detect=hangs(_from_launcher, _from_pages),
+    remedy=notify_unsupervised,
     healed=moved_on,
     needs=("ranks",),
     verify_s=180.0,
-    max_attempts=1,
     causes=(
         Cause("gpu_lost", "gpu", within_s=60.0),
         Cause("gpu_xid", "gpu", within_s=60.0),

@@ -13,8 +13,8 @@ from opsd.runbooks.lib.runs import (
     job_of,
     rank_of,
     ranks_of,
-    recovered,
     run_of,
+    run_recovered,
     step_seconds,
     supervised,
     unsolved,
@@ -156,11 +156,6 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     return (Action("notify", target=run, reason=f"{why}; {incident.culprit}; {advice}"),)
 
 
-def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a later generation, which loads the same state on all replicas, trains, or the run has ended."""
-    return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
-
-
 GUIDE = Guide.parse("""
 # Replicas have diverged
 
@@ -199,9 +194,8 @@ RUNBOOK = Runbook(
     guide=GUIDE,
     detect=_detect,
     remedy=_remedy,
-    healed=_healed,
+    healed=run_recovered,
     needs=("ranks",),
     clear_after_s=10.0,
     verify_s=900.0,
-    max_attempts=1,
 )

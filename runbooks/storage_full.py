@@ -7,19 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from opsd.runbooks.base import (
-    Action,
-    Cost,
-    Culprit,
-    Evidence,
-    Finding,
-    Guide,
-    Incident,
-    Runbook,
-    Series,
-    Severity,
-    View,
-)
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text
 
 COUNTED = (
@@ -127,10 +116,6 @@ def _finding(view: View, mount: str, low: Sequence[_Room]) -> Finding:
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=incident.summary),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     rooms = _room(view).get(text(incident.data, "mount"))
     return None if rooms is None else not any(room.low for room in rooms)
@@ -169,10 +154,9 @@ RUNBOOK = Runbook(
     kind="storage_full",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(),
     healed=_healed,
     open_after_s=5.0,
     clear_after_s=30.0,
     verify_s=1800.0,
-    max_attempts=1,
 )

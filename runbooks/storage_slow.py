@@ -7,20 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import (
-    Action,
-    Cause,
-    Cost,
-    Culprit,
-    Evidence,
-    Finding,
-    Guide,
-    Incident,
-    Runbook,
-    Series,
-    Severity,
-    View,
-)
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, latest, level, number, text
 
 DISK, NFS = "opsd_storage_io_latency_seconds", "opsd_storage_nfs_latency_seconds"
@@ -179,11 +167,6 @@ def _cost(ranks: Sequence[RankFact], share: float) -> Cost:
     return Cost(share, share * world * RECENT_S, f"it costs {share:.0%} of {whose} ({world} GPUs)", world)
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; move the dataset to local NVMe, or the job to a node that has it there"
-    return (Action("notify", target=view.node, reason=why),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once it answers about as fast as before; None if it is not asked anything, or cannot be seen."""
     where, before = text(incident.data, "where"), number(incident.data, "before") or 0.0
@@ -245,12 +228,11 @@ RUNBOOK = Runbook(
     kind="storage_slow",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node("; move the dataset to local NVMe, or the job to a node that has it there"),
     healed=_healed,
     needs=("storage",),
     open_after_s=10.0,
     clear_after_s=30.0,
     verify_s=1800.0,
-    max_attempts=1,
     causes=(Cause("nvme_failing", "node", lag_s=60.0),),
 )

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import CLOCK, unfit_gpus
 from opsd.runbooks.lib.gpus import newest
-from opsd.runbooks.lib.runs import ranks_of, recovered
-from opsd.runbooks.lib.signals import counted, excess, integer, spread, text
+from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.runs import ranks_of, recovered, slowdown
+from opsd.runbooks.lib.signals import excess, integer, spread, text
 
 NOT_COMPUTING = ("collective", "data", "checkpoint", "evaluation", "setup")
 """Phases in which a rank waits for others or for the node; only what is left can make it a straggler."""
@@ -111,7 +112,6 @@ def _finding(found: Straggler, view: View) -> Finding:
     rank = found.rank
     step_s = rank.steps[-1].duration_s
     cost = min(found.extra_s / step_s, 1.0) if step_s > 0 else 0.0
-    whose = f"job {rank.job}" if rank.job else f"run {rank.run}"
     said = f"rank {rank.rank} computes {found.compute_s:.3f} s a step, the median of its {found.peers} peers is"
     return Finding(
         kind="straggler",
@@ -123,11 +123,7 @@ def _finding(found: Straggler, view: View) -> Finding:
         evidence=(
             Evidence(f"{said} {found.peers_s:.3f} s over the same {found.steps} steps", "rank pages", view.wall),
         ),
-        cost=Cost(
-            throughput_ratio=cost,
-            text=f"it costs {cost:.0%} of {whose} ({counted(rank.world_size, 'GPU')})",
-            gpus=rank.world_size,
-        ),
+        cost=slowdown(rank, cost),
         job=rank.job,
         data={"run": rank.run, "rank": rank.rank, "generation": rank.generation},
     )
@@ -155,10 +151,6 @@ def _diagnose(finding: Finding, view: View) -> Finding:
         confidence=0.9,
         evidence=(*finding.evidence, Evidence(behind, "NVML", view.wall)),
     )
-
-
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=f"{incident.summary}; {incident.cost.text}"),)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -207,14 +199,13 @@ RUNBOOK = Runbook(
     guide=GUIDE,
     detect=_detect,
     diagnose=_diagnose,
-    remedy=_remedy,
+    remedy=notify_node("; {cost}"),
     healed=_healed,
     needs=("ranks",),
     open_after_s=10.0,
     look_every_s=5.0,
     clear_after_s=20.0,
     verify_s=600.0,
-    max_attempts=1,
     causes=(
         Cause("gpu_throttle", "gpu", lag_s=60.0),
         Cause("pcie_degraded", "gpu", lag_s=60.0),

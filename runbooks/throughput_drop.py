@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.blame import STOPPED
-from opsd.runbooks.lib.runs import leaders, ranks_of, recovered
-from opsd.runbooks.lib.signals import counted, integer, level, number, text
+from opsd.runbooks.lib.remedies import notify_run
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, slowdown
+from opsd.runbooks.lib.signals import integer, level, number, text
 from opsd.runbooks.straggler import stragglers_of
 
 PAST_S, BUT_LAST_S = 600.0, 60.0
@@ -91,8 +92,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 
 def _finding(view: View, leader: RankFact, before: float, now: float) -> Finding:
-    world, share = leader.world_size, 1 - now / before
-    whose = f"job {leader.job}" if leader.job else f"run {leader.run}"
+    share = 1 - now / before
     fact = f"{now:.0f} tokens/s on rank {leader.rank}, {before:.0f} in the ten minutes before"
     return Finding(
         kind="throughput_drop",
@@ -102,9 +102,7 @@ def _finding(view: View, leader: RankFact, before: float, now: float) -> Finding
         culprit=Culprit("unknown", view.node),
         confidence=0.3,
         evidence=(Evidence(fact, "rank pages", view.wall),),
-        cost=Cost(
-            throughput_ratio=share, text=f"it costs {share:.0%} of {whose} ({counted(world, 'GPU')})", gpus=world
-        ),
+        cost=slowdown(leader, share),
         job=leader.job,
         data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before},
     )
@@ -150,11 +148,6 @@ def _diagnose(finding: Finding, view: View) -> Finding:
     worst = max(growths, key=lambda growth: growth.total)
     said = Evidence(f"per step on rank {worst.rank.rank}: {worst}", "rank pages", view.wall)
     return replace(finding, culprit=culprit, confidence=0.7, evidence=(*finding.evidence, said))
-
-
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; {incident.cost.text}; {incident.culprit}"
-    return (Action("notify", target=text(incident.data, "run"), reason=why),)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -211,13 +204,12 @@ RUNBOOK = Runbook(
     guide=GUIDE,
     detect=_detect,
     diagnose=_diagnose,
-    remedy=_remedy,
+    remedy=notify_run("; {cost}; {culprit}"),
     healed=_healed,
     needs=("ranks",),
     open_after_s=20.0,
     clear_after_s=20.0,
     verify_s=900.0,
-    max_attempts=1,
     causes=(
         Cause("gpu_throttle", "gpu", lag_s=60.0),
         Cause("pcie_degraded", "gpu", lag_s=60.0),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import job_of, recovered, unsolved, world_size
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
+from opsd.runbooks.lib.runs import job_of, run_recovered, unsolved, world_size
 from opsd.runbooks.lib.signals import counted, integer, text
 
 NAMED = 3
@@ -63,16 +64,6 @@ def _sentence(ranks: Sequence[int], names: set[str]) -> str:
     return f"ranks {', '.join(map(str, ranks))} hold the same bits as their shards of {shown}{rest}"
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    why = f"{incident.summary}; stop the run: {incident.cost.text}"
-    return (Action("notify", target=text(incident.data, "run"), reason=why),)
-
-
-def _healed(incident: Incident, view: View) -> bool | None:
-    """True once a later generation, whose audit has found nothing, trains, or the run has ended as planned."""
-    return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
-
-
 GUIDE = Guide.parse("""
 # Tensor-parallel shards are equal
 
@@ -106,10 +97,9 @@ RUNBOOK = Runbook(
     kind="tp_seed",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
-    healed=_healed,
+    remedy=notify_run("; stop the run: {cost}"),
+    healed=run_recovered,
     needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,
-    max_attempts=1,
 )

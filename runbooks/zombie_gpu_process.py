@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import median
 
 from opsd.collectors.base import GpuFact, RankFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, newest
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import run_of
 from opsd.runbooks.lib.signals import text
 
@@ -113,10 +114,6 @@ def _finding(view: View, gpu: GpuFact, what: str, used: float | None) -> Finding
     )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=f"{incident.summary}: end what holds it, or reset the GPU"),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once only ranks use the GPU. What a run has left behind counts even after its pages are forgotten."""
     uuid = text(incident.data, "uuid")
@@ -163,11 +160,10 @@ RUNBOOK = Runbook(
     kind="zombie_gpu_process",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(": end what holds it, or reset the GPU"),
     healed=_healed,
     needs=("nvml",),
     open_after_s=30.0,
     clear_after_s=10.0,
     verify_s=900.0,
-    max_attempts=1,
 )

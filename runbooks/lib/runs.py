@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event, RankFact, RunFact
-from opsd.runbooks.base import Cost, Evidence, View
+from opsd.runbooks.base import Cost, Evidence, Incident, View
 from opsd.runbooks.lib.signals import counted, integer, number, text
 
 REMEMBERED_S = 600.0
@@ -70,6 +70,17 @@ def recovered(view: View, run: str, generation: int) -> bool | None:
     return False if ranks else None
 
 
+def run_recovered(incident: Incident, view: View) -> bool | None:
+    """Whether the incident's run has recovered from the end of the incident's generation; see ``recovered``."""
+    return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
+
+
+def run_over(incident: Incident, view: View) -> bool | None:
+    """The same for incidents that a later generation does not end: False while the run has live ranks here."""
+    over = run_recovered(incident, view)
+    return False if over and any(rank.live for rank in ranks_of(view, text(incident.data, "run"))) else over
+
+
 def unsolved(view: View, kind: str) -> Iterator[Event]:
     """Events of one kind whose run has not recovered, and those too young for that to hide them."""
     for event in view.events(kind, REMEMBERED_S):
@@ -97,6 +108,13 @@ def downtime(view: View, event: Event, last_step_at: float) -> Cost:
         gpu_seconds=gpu_seconds,
         text=f"{counted(world, 'GPU')} stood still for {seconds:.1f} s{steps}",
     )
+
+
+def slowdown(rank: RankFact, share: float) -> Cost:
+    """The cost of a run that loses ``share`` of its throughput."""
+    whose = f"job {rank.job}" if rank.job else f"run {rank.run}"
+    world = rank.world_size
+    return Cost(share, text=f"it costs {share:.0%} of {whose} ({counted(world, 'GPU')})", gpus=world)
 
 
 def world_size(view: View, run: str) -> int:

@@ -1,0 +1,51 @@
+"""Remedies that several runbooks share: a notification, and the planned swap of the node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from opsd.runbooks.base import Action, Incident, Remedy, View
+from opsd.runbooks.lib.runs import ranks_of, supervised
+from opsd.runbooks.lib.signals import text
+
+
+def notify_run(advice: str = "") -> Remedy:
+    """A remedy that only notifies about the incident's run, or about this node if it has none.
+
+    ``advice`` follows the summary; {cost} and {culprit} in it are those of the incident.
+    """
+    return lambda incident, view: (_notice(text(incident.data, "run") or view.node, incident, advice),)
+
+
+def notify_node(advice: str = "", *, swap: bool = False) -> Remedy:
+    """The same about this node; with ``swap`` the node is swapped out of its runs as well."""
+
+    def remedy(incident: Incident, view: View) -> Sequence[Action]:
+        return (*(swap_out(incident, view) if swap else ()), _notice(view.node, incident, advice))
+
+    return remedy
+
+
+def _notice(target: str, incident: Incident, advice: str) -> Action:
+    said = advice.format(cost=incident.cost.text, culprit=incident.culprit)
+    return Action("notify", target=target, reason=f"{incident.summary}{said}")
+
+
+def notify_unsupervised(incident: Incident, view: View) -> Sequence[Action]:
+    """A remedy that notifies if no launcher restarts the run."""
+    run = text(incident.data, "run")
+    if supervised(view, run):
+        return ()
+    return (_notice(run, incident, "; no opsd launcher is there to restart it"),)
+
+
+def swap_out(incident: Incident, view: View) -> Iterator[Action]:
+    """A planned swap of this node for every run that has ranks here and on other nodes and a live launcher.
+
+    The agent asks the launcher for a swap if there is a spare, and drains the node if permitted.
+    """
+    for run in view.runs:
+        here = [rank for rank in ranks_of(view, run.run) if rank.live]
+        if here and run.world_size > len(here) and supervised(view, run.run):
+            args = {"node": view.node, "control": run.control, "incident": incident.id, "kind": incident.kind}
+            yield Action("swap_node", view.node, args, incident.summary)
