@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import latest
 
 TOTAL, STATE, MEMORY = "opsd_hugepages_total_bytes", "opsd_hugepages_state_bytes", "opsd_host_memory_total_bytes"
@@ -39,10 +40,6 @@ def _detect(view: View) -> Iterator[Finding]:
         )
 
 
-def _remedy(incident: Incident, view: View) -> Sequence[Action]:
-    return (Action("notify", target=view.node, reason=incident.summary),)
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     idle = _idle(view)
     return None if idle is None else idle[1] <= SHARE / 2
@@ -73,11 +70,10 @@ RUNBOOK = Runbook(
     kind="hugepages_idle",
     guide=GUIDE,
     detect=_detect,
-    remedy=_remedy,
+    remedy=notify_node(),
     healed=_healed,
     needs=("hugepages", "host"),
     open_after_s=30.0,
     clear_after_s=30.0,
     verify_s=900.0,
-    max_attempts=1,
 )
