@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Query, add_row, board, graph, heat_map, number
+from opsd.dashboards.kit import Query, board, graph, heat_map, number, row
 
 ALL = 'cluster=~"$cluster"'
 THROTTLE = f"instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}"
@@ -17,187 +17,176 @@ ROOM = (
     f"unless on (cluster, instance, mount) opsd_storage_read_only{{{ALL}}} == 1"
 )
 
+NOW = row(
+    "Now",
+    number(
+        "Nodes that do not answer",
+        "Agents that Prometheus cannot scrape. Nothing is known about these nodes.",
+        "none",
+        Query(f'count(up{{job="opsd", {ALL}}} == 0) or vector(0)'),
+        bad_above=1,
+        width=3,
+    ),
+    number(
+        "GPUs lost",
+        "GPUs that no longer answer their driver.",
+        "none",
+        Query(f"count(opsd_gpu_up{{{ALL}}} == 0) or vector(0)"),
+        bad_above=1,
+        width=3,
+    ),
+    number(
+        "GPUs",
+        "GPUs that answer their driver.",
+        "none",
+        Query(f"sum(cluster:opsd_gpu_up:sum{{{ALL}}})"),
+        width=3,
+    ),
+    number(
+        "GPUs with a rank",
+        "Share of the GPUs that a rank of a run is using.",
+        "percentunit",
+        Query(f"count({WORKING}) / sum(cluster:opsd_gpu_up:sum{{{ALL}}}) or vector(0)"),
+        width=3,
+    ),
+    number(
+        "Open incidents",
+        "Incidents that are not resolved, symptoms included.",
+        "none",
+        Query(f"sum(opsd_incidents{{{ALL}}})"),
+        warn_above=1,
+        bad_above=5,
+        width=3,
+    ),
+    number(
+        "Waiting for a person",
+        "Escalated incidents: opsd can do nothing more by itself.",
+        "none",
+        Query(f'sum(opsd_incidents{{{ALL}, state="escalated"}})'),
+        bad_above=1,
+        width=3,
+    ),
+    number(
+        "GPUs throttled",
+        "GPUs throttled by heat, power brake or hardware slowdown for more than 10 % of the last minute.",
+        "none",
+        Query(f"count({THROTTLE} > 0.1) or vector(0)"),
+        bad_above=1,
+        width=3,
+    ),
+    number(
+        "Blind collectors",
+        "Collectors that fail or hang. What they watch is unknown.",
+        "none",
+        Query(f'count(opsd_collector_state{{{ALL}, state=~"error|hung"}} == 1) or vector(0)'),
+        warn_above=1,
+        bad_above=10,
+        width=3,
+    ),
+)
+
+RUNS = row(
+    "Runs",
+    graph(
+        "Goodput",
+        "New steps of the last 30 minutes times the usual step time, divided by 30 minutes.",
+        "percentunit",
+        Query(f"run:opsd_goodput:ratio_rate30m{{{ALL}}}", "{{run}}"),
+    ),
+    graph(
+        "Tokens/s against usual",
+        "Throughput divided by its median of the last six hours.",
+        "percentunit",
+        Query(f"run:opsd_rank_tokens:rate5m{{{ALL}}} / run:opsd_rank_tokens:usual6h{{{ALL}}}", "{{run}}"),
+    ),
+)
+
+GPUS = row(
+    "GPUs",
+    graph(
+        "Tensor cores active",
+        "Lowest, median and highest share of time in which tensor cores were active, over GPUs "
+        "with a rank. GPU utilization says little: it can be 100 % at a fifth of a GPU's throughput.",
+        "percentunit",
+        *(Query(f"quantile({q}, {TENSOR})", n) for q, n in ((0, "lowest"), (0.5, "median"), (1, "highest"))),
+    ),
+    heat_map(
+        "Temperatures",
+        "GPUs by temperature. One hot GPU: its own cooling. All of them: the room.",
+        "celsius",
+        Query(f"DCGM_FI_DEV_GPU_TEMP{{{ALL}}}"),
+    ),
+    graph(
+        "Throttled the most",
+        "The ten GPUs that are throttled for the largest share of time.",
+        "percentunit",
+        Query(f"topk(10, {THROTTLE})", "{{instance}} GPU {{gpu}}"),
+    ),
+    graph(
+        "Power",
+        "Power draw of all GPUs.",
+        "watt",
+        Query(f"sum by (cluster) (DCGM_FI_DEV_POWER_USAGE{{{ALL}}})", "{{cluster}}"),
+    ),
+)
+
+NETWORK_AND_STORAGE = row(
+    "Network and storage",
+    graph(
+        "Ports with errors",
+        "The ten ports with the most errors of any kind.",
+        "cps",
+        Query(
+            f"topk(10, sum by (instance, device, port) (rate(opsd_ib_errors_total{{{ALL}}}[$__rate_interval])))",
+            "{{instance}} {{device}}/{{port}}",
+        ),
+        width=8,
+    ),
+    graph(
+        "Network",
+        "Data sent by all nodes.",
+        "Bps",
+        Query(f"sum(rate(opsd_ib_transmitted_bytes_total{{{ALL}}}[$__rate_interval]))", "sent"),
+        width=8,
+    ),
+    graph(
+        "File systems nearly full",
+        "The ten with the smallest share of free space.",
+        "percentunit",
+        Query(
+            f"bottomk(10, {ROOM})",
+            "{{instance}} {{mount}}",
+        ),
+        width=8,
+    ),
+    collapsed=True,
+)
+
+AGENTS = row(
+    "opsd",
+    graph(
+        "Releases",
+        "Agents by release. Two releases for a long time: an upgrade that stopped half-way.",
+        "none",
+        Query(f"count by (version) (opsd_build_info{{{ALL}}})", "{{version}}"),
+    ),
+    graph(
+        "Slowest agents",
+        "The ten agents with the longest ticks.",
+        "s",
+        Query(f"topk(10, opsd_agent_tick_seconds{{{ALL}}})", "{{instance}}"),
+    ),
+    collapsed=True,
+)
+
 
 def build() -> dashboard.Dashboard:
     """Rows: now, runs, GPUs, network and storage, opsd."""
-    result = board("opsd-cluster", "opsd / cluster", "All GPU nodes of a cluster.", [], within=ALL)
-    for row in (_now, _runs, _gpus, _network_and_storage, _agents):
-        result = row(result)
-    return result
-
-
-def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Now",
-        number(
-            "Nodes that do not answer",
-            "Agents that Prometheus cannot scrape. Nothing is known about these nodes.",
-            "none",
-            Query(f'count(up{{job="opsd", {ALL}}} == 0) or vector(0)'),
-            bad_above=1,
-            width=3,
-        ),
-        number(
-            "GPUs lost",
-            "GPUs that no longer answer their driver.",
-            "none",
-            Query(f"count(opsd_gpu_up{{{ALL}}} == 0) or vector(0)"),
-            bad_above=1,
-            width=3,
-        ),
-        number(
-            "GPUs",
-            "GPUs that answer their driver.",
-            "none",
-            Query(f"sum(cluster:opsd_gpu_up:sum{{{ALL}}})"),
-            width=3,
-        ),
-        number(
-            "GPUs with a rank",
-            "Share of the GPUs that a rank of a run is using.",
-            "percentunit",
-            Query(f"count({WORKING}) / sum(cluster:opsd_gpu_up:sum{{{ALL}}}) or vector(0)"),
-            width=3,
-        ),
-        number(
-            "Open incidents",
-            "Incidents that are not resolved, symptoms included.",
-            "none",
-            Query(f"sum(opsd_incidents{{{ALL}}})"),
-            warn_above=1,
-            bad_above=5,
-            width=3,
-        ),
-        number(
-            "Waiting for a person",
-            "Escalated incidents: opsd can do nothing more by itself.",
-            "none",
-            Query(f'sum(opsd_incidents{{{ALL}, state="escalated"}})'),
-            bad_above=1,
-            width=3,
-        ),
-        number(
-            "GPUs throttled",
-            "GPUs throttled by heat, power brake or hardware slowdown for more than 10 % of the last minute.",
-            "none",
-            Query(f"count({THROTTLE} > 0.1) or vector(0)"),
-            bad_above=1,
-            width=3,
-        ),
-        number(
-            "Blind collectors",
-            "Collectors that fail or hang. What they watch is unknown.",
-            "none",
-            Query(f'count(opsd_collector_state{{{ALL}, state=~"error|hung"}} == 1) or vector(0)'),
-            warn_above=1,
-            bad_above=10,
-            width=3,
-        ),
-    )
-
-
-def _runs(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Runs",
-        graph(
-            "Goodput",
-            "New steps of the last 30 minutes times the usual step time, divided by 30 minutes.",
-            "percentunit",
-            Query(f"run:opsd_goodput:ratio_rate30m{{{ALL}}}", "{{run}}"),
-        ),
-        graph(
-            "Tokens/s against usual",
-            "Throughput divided by its median of the last six hours.",
-            "percentunit",
-            Query(f"run:opsd_rank_tokens:rate5m{{{ALL}}} / run:opsd_rank_tokens:usual6h{{{ALL}}}", "{{run}}"),
-        ),
-    )
-
-
-def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "GPUs",
-        graph(
-            "Tensor cores active",
-            "Lowest, median and highest share of time in which tensor cores were active, over GPUs "
-            "with a rank. GPU utilization says little: it can be 100 % at a fifth of a GPU's throughput.",
-            "percentunit",
-            *(Query(f"quantile({q}, {TENSOR})", n) for q, n in ((0, "lowest"), (0.5, "median"), (1, "highest"))),
-        ),
-        heat_map(
-            "Temperatures",
-            "GPUs by temperature. One hot GPU: its own cooling. All of them: the room.",
-            "celsius",
-            Query(f"DCGM_FI_DEV_GPU_TEMP{{{ALL}}}"),
-        ),
-        graph(
-            "Throttled the most",
-            "The ten GPUs that are throttled for the largest share of time.",
-            "percentunit",
-            Query(f"topk(10, {THROTTLE})", "{{instance}} GPU {{gpu}}"),
-        ),
-        graph(
-            "Power",
-            "Power draw of all GPUs.",
-            "watt",
-            Query(f"sum by (cluster) (DCGM_FI_DEV_POWER_USAGE{{{ALL}}})", "{{cluster}}"),
-        ),
-    )
-
-
-def _network_and_storage(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Network and storage",
-        graph(
-            "Ports with errors",
-            "The ten ports with the most errors of any kind.",
-            "cps",
-            Query(
-                f"topk(10, sum by (instance, device, port) (rate(opsd_ib_errors_total{{{ALL}}}[$__rate_interval])))",
-                "{{instance}} {{device}}/{{port}}",
-            ),
-            width=8,
-        ),
-        graph(
-            "Network",
-            "Data sent by all nodes.",
-            "Bps",
-            Query(f"sum(rate(opsd_ib_transmitted_bytes_total{{{ALL}}}[$__rate_interval]))", "sent"),
-            width=8,
-        ),
-        graph(
-            "File systems nearly full",
-            "The ten with the smallest share of free space.",
-            "percentunit",
-            Query(
-                f"bottomk(10, {ROOM})",
-                "{{instance}} {{mount}}",
-            ),
-            width=8,
-        ),
-        collapsed=True,
-    )
-
-
-def _agents(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "opsd",
-        graph(
-            "Releases",
-            "Agents by release. Two releases for a long time: an upgrade that stopped half-way.",
-            "none",
-            Query(f"count by (version) (opsd_build_info{{{ALL}}})", "{{version}}"),
-        ),
-        graph(
-            "Slowest agents",
-            "The ten agents with the longest ticks.",
-            "s",
-            Query(f"topk(10, opsd_agent_tick_seconds{{{ALL}}})", "{{instance}}"),
-        ),
-        collapsed=True,
+    return board(
+        "opsd-cluster",
+        "opsd / cluster",
+        "All GPU nodes of a cluster.",
+        [],
+        within=ALL,
+        rows=(NOW, RUNS, GPUS, NETWORK_AND_STORAGE, AGENTS),
     )

@@ -4,131 +4,120 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Query, add_row, board, graph, label_variable, number, timeline
+from opsd.dashboards.kit import Query, board, graph, label_variable, number, row, timeline
 
 ALL = 'cluster=~"$cluster", instance=~"$node"'
+_STATES = (("open", "No action yet."), ("acting", "An action is running."), ("verifying", "Checking if it helped."))
+
+NOW = row(
+    "Now",
+    *(
+        number(
+            state.capitalize(),
+            f"Incidents in this state. {said}",
+            "none",
+            Query(f'sum(opsd_incidents{{{ALL}, state="{state}"}})'),
+            warn_above=1,
+            bad_above=10,
+            width=5,
+        )
+        for state, said in _STATES
+    ),
+    number(
+        "Escalated",
+        "Incidents that wait for a person.",
+        "none",
+        Query(f'sum(opsd_incidents{{{ALL}, state="escalated"}})'),
+        bad_above=1,
+        width=5,
+    ),
+    number(
+        "Days between two",
+        "Mean time between incidents of the selected nodes, over a week.",
+        "d",
+        Query(f"7 / clamp_min(sum(increase(opsd_incidents_opened_total{{{ALL}}}[7d])), 1)"),
+        width=4,
+    ),
+)
+
+WHEN = row(
+    "When",
+    timeline(
+        "Incidents",
+        "A bar while at least one incident of the kind is not resolved. No bar: healthy.",
+        Query(f"max by (kind) (opsd_incidents{{{ALL}}}) > 0", "{{kind}}"),
+    ),
+)
+
+OFTEN = row(
+    "How often",
+    graph(
+        "By kind",
+        "Incidents opened per day.",
+        "none",
+        Query(f"sum by (kind) (increase(opsd_incidents_opened_total{{{ALL}}}[1d])) > 0", "{{kind}}"),
+    ),
+    graph(
+        "By node",
+        "The ten nodes with the most incidents in a week. Consider returning the worst to the vendor.",
+        "none",
+        Query(f"topk(10, sum by (instance) (increase(opsd_incidents_opened_total{{{ALL}}}[7d])))", "{{instance}}"),
+    ),
+)
+
+ACTIONS = row(
+    "Actions",
+    graph(
+        "Done",
+        "Actions by verb and outcome, per hour.",
+        "none",
+        Query(f"sum by (verb, outcome) (increase(opsd_actions_total{{{ALL}}}[1h])) > 0", "{{verb}} {{outcome}}"),
+    ),
+    graph(
+        "Xids",
+        "Xids that the drivers reported, by code, per hour.",
+        "none",
+        Query(f"sum by (code) (increase(opsd_xid_total{{{ALL}}}[1h])) > 0", "Xid {{code}}"),
+    ),
+)
+
+ITSELF = row(
+    "opsd itself",
+    graph(
+        "Blind collectors",
+        "Collectors that fail or hang, by name.",
+        "none",
+        Query(
+            f'count by (collector, state) (opsd_collector_state{{{ALL}, state=~"error|hung"}} == 1)',
+            "{{collector}} {{state}}",
+        ),
+        width=8,
+    ),
+    graph(
+        "Errors of runbooks",
+        "Exceptions in runbooks, by kind, per hour.",
+        "none",
+        Query(f"sum by (kind) (increase(opsd_runbook_errors_total{{{ALL}}}[1h])) > 0", "{{kind}}"),
+        width=8,
+    ),
+    graph(
+        "Journals that cannot be written",
+        "Incidents on these nodes are kept only in memory.",
+        "none",
+        Query(f"count(opsd_journal_up{{{ALL}}} == 0) or vector(0)", "nodes"),
+        width=8,
+    ),
+)
 
 
 def build() -> dashboard.Dashboard:
     """Rows: now, when, how often, actions, opsd itself."""
     variables = [label_variable("node", "Node", "opsd_build_info", of="instance", within='cluster=~"$cluster"')]
-    result = board("opsd-incidents", "opsd / incidents", "Incidents and actions of all agents.", variables, within=ALL)
-    for row in (_now, _when, _often, _actions, _itself):
-        result = row(result)
-    return result
-
-
-def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    states = (("open", "No action yet."), ("acting", "An action is running."), ("verifying", "Checking if it helped."))
-    return add_row(
-        result,
-        "Now",
-        *(
-            number(
-                state.capitalize(),
-                f"Incidents in this state. {said}",
-                "none",
-                Query(f'sum(opsd_incidents{{{ALL}, state="{state}"}})'),
-                warn_above=1,
-                bad_above=10,
-                width=5,
-            )
-            for state, said in states
-        ),
-        number(
-            "Escalated",
-            "Incidents that wait for a person.",
-            "none",
-            Query(f'sum(opsd_incidents{{{ALL}, state="escalated"}})'),
-            bad_above=1,
-            width=5,
-        ),
-        number(
-            "Days between two",
-            "Mean time between incidents of the selected nodes, over a week.",
-            "d",
-            Query(f"7 / clamp_min(sum(increase(opsd_incidents_opened_total{{{ALL}}}[7d])), 1)"),
-            width=4,
-        ),
-    )
-
-
-def _when(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "When",
-        timeline(
-            "Incidents",
-            "A bar while at least one incident of the kind is not resolved. No bar: healthy.",
-            Query(f"max by (kind) (opsd_incidents{{{ALL}}}) > 0", "{{kind}}"),
-        ),
-    )
-
-
-def _often(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "How often",
-        graph(
-            "By kind",
-            "Incidents opened per day.",
-            "none",
-            Query(f"sum by (kind) (increase(opsd_incidents_opened_total{{{ALL}}}[1d])) > 0", "{{kind}}"),
-        ),
-        graph(
-            "By node",
-            "The ten nodes with the most incidents in a week. Consider returning the worst to the vendor.",
-            "none",
-            Query(f"topk(10, sum by (instance) (increase(opsd_incidents_opened_total{{{ALL}}}[7d])))", "{{instance}}"),
-        ),
-    )
-
-
-def _actions(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Actions",
-        graph(
-            "Done",
-            "Actions by verb and outcome, per hour.",
-            "none",
-            Query(f"sum by (verb, outcome) (increase(opsd_actions_total{{{ALL}}}[1h])) > 0", "{{verb}} {{outcome}}"),
-        ),
-        graph(
-            "Xids",
-            "Xids that the drivers reported, by code, per hour.",
-            "none",
-            Query(f"sum by (code) (increase(opsd_xid_total{{{ALL}}}[1h])) > 0", "Xid {{code}}"),
-        ),
-    )
-
-
-def _itself(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "opsd itself",
-        graph(
-            "Blind collectors",
-            "Collectors that fail or hang, by name.",
-            "none",
-            Query(
-                f'count by (collector, state) (opsd_collector_state{{{ALL}, state=~"error|hung"}} == 1)',
-                "{{collector}} {{state}}",
-            ),
-            width=8,
-        ),
-        graph(
-            "Errors of runbooks",
-            "Exceptions in runbooks, by kind, per hour.",
-            "none",
-            Query(f"sum by (kind) (increase(opsd_runbook_errors_total{{{ALL}}}[1h])) > 0", "{{kind}}"),
-            width=8,
-        ),
-        graph(
-            "Journals that cannot be written",
-            "Incidents on these nodes are kept only in memory.",
-            "none",
-            Query(f"count(opsd_journal_up{{{ALL}}} == 0) or vector(0)", "nodes"),
-            width=8,
-        ),
+    return board(
+        "opsd-incidents",
+        "opsd / incidents",
+        "Incidents and actions of all agents.",
+        variables,
+        within=ALL,
+        rows=(NOW, WHEN, OFTEN, ACTIONS, ITSELF),
     )

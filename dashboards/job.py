@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Query, add_row, board, graph, heat_map, label_variable, number, timeline
+from opsd.dashboards.kit import Query, board, graph, heat_map, label_variable, number, row, timeline
 
 ALL = 'cluster=~"$cluster"'
 RUN = f'{ALL}, run=~"$run"'
@@ -22,8 +22,241 @@ def _on_gpus(expression: str) -> str:
     return f"{expression} and on (cluster, instance, gpu) {ITS_GPUS}"
 
 
+def _over_gpus(metric: str) -> list[Query]:
+    spread = ((0, "lowest"), (0.5, "median"), (1, "highest"))
+    return [Query(f"quantile({q}, {_on_gpus(f'{metric}{{{ALL}}}')})", name) for q, name in spread]
+
+
 def _on_nodes(expression: str) -> str:
     return f"{expression} and on (cluster, instance) {ITS_NODES}"
+
+
+NOW = row(
+    "Now",
+    number(
+        "Step",
+        "Highest step that any rank has completed.",
+        "none",
+        Query(f"max(run:opsd_rank_step:max{{{RUN}}})"),
+        width=3,
+    ),
+    number(
+        "Last sign of life",
+        "Seconds since any rank last changed phase or finished a step.",
+        "s",
+        Query(f"min(opsd_rank_last_change_age_seconds{{{RUN}}})"),
+        warn_above=60,
+        bad_above=300,
+        width=3,
+    ),
+    number(
+        "Tokens/s",
+        "All ranks together, over five minutes.",
+        "none",
+        Query(f"sum(run:opsd_rank_tokens:rate5m{{{RUN}}})"),
+        width=3,
+    ),
+    number(
+        "Of its usual throughput",
+        "Tokens/s divided by their median of the last six hours.",
+        "percentunit",
+        Query(f"min(run:opsd_rank_tokens:rate5m{{{RUN}}} / run:opsd_rank_tokens:usual6h{{{RUN}}})"),
+        width=3,
+    ),
+    number(
+        "Goodput",
+        "New steps of the last hour times the usual step time, divided by one hour.",
+        "percentunit",
+        Query(f"min(run:opsd_goodput:ratio_rate1h{{{RUN}}})"),
+        width=3,
+    ),
+    number(
+        "Tensor cores active",
+        "Median over the job's GPUs. The closest approximation of MFU without knowing the model.",
+        "percentunit",
+        Query(f"quantile(0.5, {_on_gpus(f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{ALL}}}')})"),
+        width=3,
+    ),
+    number(
+        "Ranks alive",
+        "Share of the ranks whose process is alive.",
+        "percentunit",
+        Query(f"avg(opsd_rank_up{{{RUN}}})"),
+        width=3,
+    ),
+    number(
+        "Open incidents",
+        "On the nodes of this job, symptoms included.",
+        "none",
+        Query(f"sum({_on_nodes(f'opsd_incidents{{{ALL}}}')})"),
+        bad_above=1,
+        width=3,
+    ),
+)
+
+RANKS = row(
+    "Ranks",
+    heat_map(
+        "Step times",
+        "Ranks by the duration of their last step. A second band: one or more stragglers.",
+        "s",
+        Query(f"opsd_rank_step_seconds{{{RUN}}}"),
+    ),
+    graph(
+        "Waiting least",
+        "The ten ranks with the least time in collectives: the others wait for them.",
+        "percentunit",
+        Query(
+            f'bottomk(10, rate(opsd_rank_phase_seconds_total{{{RUN}, phase="collective"}}[$__rate_interval]))',
+            "rank {{rank}} on {{instance}}",
+        ),
+    ),
+    graph(
+        "Where the time goes",
+        "Share of each phase in completed steps, over all ranks.",
+        "percentunit",
+        Query(f"run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}}}", "{{phase}}"),
+    ),
+    graph(
+        "Longest without a sign of life",
+        "The ten ranks that have not changed phase or step for longest.",
+        "s",
+        Query(f"topk(10, opsd_rank_last_change_age_seconds{{{RUN}}})", "rank {{rank}} on {{instance}}"),
+    ),
+)
+
+TIMELINE = row(
+    "Timeline",
+    timeline(
+        "What happened when",
+        "Restarts, and incidents on the nodes of this job. Green: none.",
+        Query(f'max by (run) (opsd_run_state{{{RUN}, state="restarting"}})', "restarting"),
+        Query(f"sum by (kind) ({_on_nodes(f'opsd_incidents{{{ALL}}}')}) > 0", "{{kind}}"),
+    ),
+    graph(
+        "Generation",
+        "Each restart begins a new generation of ranks.",
+        "none",
+        Query(f"max by (run) (opsd_run_generation{{{RUN}}})", "{{run}}"),
+        width=8,
+    ),
+    graph(
+        "Steps behind their checkpoint",
+        "Steps that would be lost if the run failed now.",
+        "none",
+        Query(f"max by (run) (opsd_rank_step{{{RUN}}}) - min by (run) (opsd_rank_committed_step{{{RUN}}})", "{{run}}"),
+        width=8,
+    ),
+    graph(
+        "Loss",
+        "Mean over the ranks.",
+        "none",
+        Query(f"avg by (run) (opsd_rank_loss{{{RUN}}})", "{{run}}"),
+        width=8,
+        floor=None,
+    ),
+)
+
+GPUS = row(
+    "GPUs",
+    graph(
+        "Tensor cores active",
+        "Share of time in which tensor cores were active.",
+        "percentunit",
+        *_over_gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
+    ),
+    graph("Power", "Board power of the job's GPUs.", "watt", *_over_gpus("DCGM_FI_DEV_POWER_USAGE")),
+    graph("Temperature", "Of the job's GPUs.", "celsius", *_over_gpus("DCGM_FI_DEV_GPU_TEMP"), floor=None),
+    graph(
+        "Throttled",
+        "Share of time in which heat, power brake or hardware slowdown throttled a GPU.",
+        "percentunit",
+        Query(
+            f"topk(10, {_on_gpus(f'instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}')})",
+            "{{instance}} GPU {{gpu}}",
+        ),
+    ),
+)
+
+NETWORK = row(
+    "Network",
+    graph(
+        "InfiniBand",
+        "Data sent by each node of the job.",
+        "Bps",
+        Query(
+            f"sum by (instance) ({_on_nodes(INFINIBAND)})",
+            "{{instance}}",
+        ),
+        width=8,
+    ),
+    graph(
+        "NVLink",
+        "Data that the GPUs of each node send over NVLink.",
+        "Bps",
+        Query(
+            f"sum by (instance) ({_on_gpus(NVLINK)})",
+            "{{instance}}",
+        ),
+        width=8,
+    ),
+    graph(
+        "NCCL",
+        "Seconds without progress in a collective, as reported by NCCL RAS.",
+        "s",
+        Query(_on_nodes(f"opsd_nccl_stalled_seconds{{{ALL}}}"), "{{instance}}"),
+        width=8,
+    ),
+)
+
+HARDWARE = row(
+    "Memory errors and hosts",
+    graph(
+        "ECC errors",
+        "New errors of the job's GPUs. No data: healthy.",
+        "none",
+        Query(
+            f"{_on_gpus(f'increase(opsd_gpu_ecc_errors_total{{{ALL}}}[$__rate_interval])')} > 0",
+            "{{instance}} GPU {{gpu}} {{type}}",
+        ),
+        width=8,
+    ),
+    graph(
+        "Processors",
+        "Share of CPU time in use, by node.",
+        "percentunit",
+        Query(f"1 - {_on_nodes(IDLE)}", "{{instance}}"),
+        width=8,
+    ),
+    graph(
+        "Memory left",
+        "Share of each node's memory that is available.",
+        "percentunit",
+        Query(_on_nodes(MEMORY), "{{instance}}"),
+        width=8,
+    ),
+    collapsed=True,
+)
+
+STORAGE = row(
+    "Storage",
+    graph(
+        "Disks",
+        "Data read and written, by node.",
+        "Bps",
+        Query(
+            f"sum by (instance, op) ({_on_nodes(DISKS)})",
+            "{{instance}} {{op}}",
+        ),
+    ),
+    graph(
+        "Network file systems",
+        "Response time of a statfs call, by file system.",
+        "s",
+        Query(_on_nodes(f"opsd_storage_response_seconds{{{ALL}}}"), "{{instance}} {{mount}}"),
+    ),
+    collapsed=True,
+)
 
 
 def build() -> dashboard.Dashboard:
@@ -32,262 +265,11 @@ def build() -> dashboard.Dashboard:
         label_variable("job", "Job", "opsd_gpu_job_info", of="job_id", within=ALL, all_of_them=False),
         label_variable("run", "Run", "opsd_gpu_job_info", within=f'{ALL}, job_id=~"$job"'),
     ]
-    result = board("opsd-job", "opsd / job", "One job on all its nodes.", variables, within=ALL)
-    for row in (_now, _ranks, _timeline, _gpus, _network, _hardware, _storage):
-        result = row(result)
-    return result
-
-
-def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Now",
-        number(
-            "Step",
-            "Highest step that any rank has completed.",
-            "none",
-            Query(f"max(run:opsd_rank_step:max{{{RUN}}})"),
-            width=3,
-        ),
-        number(
-            "Last sign of life",
-            "Seconds since any rank last changed phase or finished a step.",
-            "s",
-            Query(f"min(opsd_rank_last_change_age_seconds{{{RUN}}})"),
-            warn_above=60,
-            bad_above=300,
-            width=3,
-        ),
-        number(
-            "Tokens/s",
-            "All ranks together, over five minutes.",
-            "none",
-            Query(f"sum(run:opsd_rank_tokens:rate5m{{{RUN}}})"),
-            width=3,
-        ),
-        number(
-            "Of its usual throughput",
-            "Tokens/s divided by their median of the last six hours.",
-            "percentunit",
-            Query(f"min(run:opsd_rank_tokens:rate5m{{{RUN}}} / run:opsd_rank_tokens:usual6h{{{RUN}}})"),
-            width=3,
-        ),
-        number(
-            "Goodput",
-            "New steps of the last hour times the usual step time, divided by one hour.",
-            "percentunit",
-            Query(f"min(run:opsd_goodput:ratio_rate1h{{{RUN}}})"),
-            width=3,
-        ),
-        number(
-            "Tensor cores active",
-            "Median over the job's GPUs. The closest approximation of MFU without knowing the model.",
-            "percentunit",
-            Query(f"quantile(0.5, {_on_gpus(f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{ALL}}}')})"),
-            width=3,
-        ),
-        number(
-            "Ranks alive",
-            "Share of the ranks whose process is alive.",
-            "percentunit",
-            Query(f"avg(opsd_rank_up{{{RUN}}})"),
-            width=3,
-        ),
-        number(
-            "Open incidents",
-            "On the nodes of this job, symptoms included.",
-            "none",
-            Query(f"sum({_on_nodes(f'opsd_incidents{{{ALL}}}')})"),
-            bad_above=1,
-            width=3,
-        ),
-    )
-
-
-def _ranks(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Ranks",
-        heat_map(
-            "Step times",
-            "Ranks by the duration of their last step. A second band: one or more stragglers.",
-            "s",
-            Query(f"opsd_rank_step_seconds{{{RUN}}}"),
-        ),
-        graph(
-            "Waiting least",
-            "The ten ranks with the least time in collectives: the others wait for them.",
-            "percentunit",
-            Query(
-                f'bottomk(10, rate(opsd_rank_phase_seconds_total{{{RUN}, phase="collective"}}[$__rate_interval]))',
-                "rank {{rank}} on {{instance}}",
-            ),
-        ),
-        graph(
-            "Where the time goes",
-            "Share of each phase in completed steps, over all ranks.",
-            "percentunit",
-            Query(f"run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}}}", "{{phase}}"),
-        ),
-        graph(
-            "Longest without a sign of life",
-            "The ten ranks that have not changed phase or step for longest.",
-            "s",
-            Query(f"topk(10, opsd_rank_last_change_age_seconds{{{RUN}}})", "rank {{rank}} on {{instance}}"),
-        ),
-    )
-
-
-def _timeline(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Timeline",
-        timeline(
-            "What happened when",
-            "Restarts, and incidents on the nodes of this job. Green: none.",
-            Query(f'max by (run) (opsd_run_state{{{RUN}, state="restarting"}})', "restarting"),
-            Query(f"sum by (kind) ({_on_nodes(f'opsd_incidents{{{ALL}}}')}) > 0", "{{kind}}"),
-        ),
-        graph(
-            "Generation",
-            "Each restart begins a new generation of ranks.",
-            "none",
-            Query(f"max by (run) (opsd_run_generation{{{RUN}}})", "{{run}}"),
-            width=8,
-        ),
-        graph(
-            "Steps behind their checkpoint",
-            "Steps that would be lost if the run failed now.",
-            "none",
-            Query(
-                f"max by (run) (opsd_rank_step{{{RUN}}}) - min by (run) (opsd_rank_committed_step{{{RUN}}})", "{{run}}"
-            ),
-            width=8,
-        ),
-        graph(
-            "Loss",
-            "Mean over the ranks.",
-            "none",
-            Query(f"avg by (run) (opsd_rank_loss{{{RUN}}})", "{{run}}"),
-            width=8,
-            floor=None,
-        ),
-    )
-
-
-def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    spread = ((0, "lowest"), (0.5, "median"), (1, "highest"))
-
-    def over_gpus(metric: str) -> list[Query]:
-        return [Query(f"quantile({q}, {_on_gpus(f'{metric}{{{ALL}}}')})", name) for q, name in spread]
-
-    return add_row(
-        result,
-        "GPUs",
-        graph(
-            "Tensor cores active",
-            "Share of time in which tensor cores were active.",
-            "percentunit",
-            *over_gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
-        ),
-        graph("Power", "Board power of the job's GPUs.", "watt", *over_gpus("DCGM_FI_DEV_POWER_USAGE")),
-        graph("Temperature", "Of the job's GPUs.", "celsius", *over_gpus("DCGM_FI_DEV_GPU_TEMP"), floor=None),
-        graph(
-            "Throttled",
-            "Share of time in which heat, power brake or hardware slowdown throttled a GPU.",
-            "percentunit",
-            Query(
-                f"topk(10, {_on_gpus(f'instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}')})",
-                "{{instance}} GPU {{gpu}}",
-            ),
-        ),
-    )
-
-
-def _network(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Network",
-        graph(
-            "InfiniBand",
-            "Data sent by each node of the job.",
-            "Bps",
-            Query(
-                f"sum by (instance) ({_on_nodes(INFINIBAND)})",
-                "{{instance}}",
-            ),
-            width=8,
-        ),
-        graph(
-            "NVLink",
-            "Data that the GPUs of each node send over NVLink.",
-            "Bps",
-            Query(
-                f"sum by (instance) ({_on_gpus(NVLINK)})",
-                "{{instance}}",
-            ),
-            width=8,
-        ),
-        graph(
-            "NCCL",
-            "Seconds without progress in a collective, as reported by NCCL RAS.",
-            "s",
-            Query(_on_nodes(f"opsd_nccl_stalled_seconds{{{ALL}}}"), "{{instance}}"),
-            width=8,
-        ),
-    )
-
-
-def _hardware(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Memory errors and hosts",
-        graph(
-            "ECC errors",
-            "New errors of the job's GPUs. No data: healthy.",
-            "none",
-            Query(
-                f"{_on_gpus(f'increase(opsd_gpu_ecc_errors_total{{{ALL}}}[$__rate_interval])')} > 0",
-                "{{instance}} GPU {{gpu}} {{type}}",
-            ),
-            width=8,
-        ),
-        graph(
-            "Processors",
-            "Share of CPU time in use, by node.",
-            "percentunit",
-            Query(f"1 - {_on_nodes(IDLE)}", "{{instance}}"),
-            width=8,
-        ),
-        graph(
-            "Memory left",
-            "Share of each node's memory that is available.",
-            "percentunit",
-            Query(_on_nodes(MEMORY), "{{instance}}"),
-            width=8,
-        ),
-        collapsed=True,
-    )
-
-
-def _storage(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result,
-        "Storage",
-        graph(
-            "Disks",
-            "Data read and written, by node.",
-            "Bps",
-            Query(
-                f"sum by (instance, op) ({_on_nodes(DISKS)})",
-                "{{instance}} {{op}}",
-            ),
-        ),
-        graph(
-            "Network file systems",
-            "Response time of a statfs call, by file system.",
-            "s",
-            Query(_on_nodes(f"opsd_storage_response_seconds{{{ALL}}}"), "{{instance}} {{mount}}"),
-        ),
-        collapsed=True,
+    return board(
+        "opsd-job",
+        "opsd / job",
+        "One job on all its nodes.",
+        variables,
+        within=ALL,
+        rows=(NOW, RANKS, TIMELINE, GPUS, NETWORK, HARDWARE, STORAGE),
     )

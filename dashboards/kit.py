@@ -121,15 +121,28 @@ def timeline(title: str, description: str, *queries: Query, width: int = 24) -> 
     return panel
 
 
-def add_row(result: dashboard.Dashboard, title: str, *panels: Panel, collapsed: bool = False) -> dashboard.Dashboard:
-    """A row with its panels; a ``collapsed`` one sends no queries until it is opened."""
-    row = dashboard.Row(title)
-    if collapsed:
-        for panel in panels:
-            row = row.with_panel(panel)
-        return result.with_row(row.collapsed(True))
-    result = result.with_row(row)
-    for panel in panels:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of panels; a ``collapsed`` one sends no queries until it is opened."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    collapsed: bool
+
+
+def row(title: str, *panels: Panel, collapsed: bool = False) -> Row:
+    """The row with these panels."""
+    return Row(title, panels, collapsed)
+
+
+def _add(result: dashboard.Dashboard, row: Row) -> dashboard.Dashboard:
+    head = dashboard.Row(row.title)
+    if row.collapsed:
+        for panel in row.panels:
+            head = head.with_panel(panel)
+        return result.with_row(head.collapsed(True))
+    result = result.with_row(head)
+    for panel in row.panels:
         result = result.with_panel(panel)
     return result
 
@@ -152,9 +165,10 @@ def label_variable(
 
 
 def board(
-    uid: str, title: str, description: str, variables: Iterable[dashboard.QueryVariable], *, within: str = ""
-) -> dashboard.Dashboard:
-    """A board without panels: datasource variable, ``variables``, annotations of incidents that match ``within``."""
+    uid: str, title: str, description: str, variables: Iterable[dashboard.QueryVariable], *, within: str = "",
+    rows: Iterable[Row],
+) -> dashboard.Dashboard:  # fmt: skip
+    """A board of ``rows``: datasource variable, ``variables``, annotations of incidents that match ``within``."""
     result = (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -186,7 +200,7 @@ def board(
         .icon_color("purple")
         .target(written)  # type: ignore[arg-type]  # the SDK knows queries here, Grafana its own tags as well
     )
-    return result.annotation(
+    result = result.annotation(
         dashboard.AnnotationQuery()
         .name("incidents")
         .datasource(DATASOURCE)
@@ -195,6 +209,9 @@ def board(
         .expr(f"increase(opsd_incidents_opened_total{{{within}}}[$__rate_interval]) > 0")
         .title_format("{{kind}} on {{instance}}")
     )
+    for one in rows:
+        result = _add(result, one)
+    return result
 
 
 def to_json(built: dashboard.Dashboard) -> str:

@@ -4,10 +4,133 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Query, add_row, board, graph, label_variable, number
+from opsd.dashboards.kit import Query, board, graph, label_variable, number, row
 
 NODE = 'cluster=~"$cluster", instance=~"$node"'
 GPU = f'{NODE}, gpu=~"$gpu"'
+
+NOW = row(
+    "Now",
+    number(
+        "Open incidents", "Incidents that are not resolved; escalated ones wait for a person.", "none",
+        Query(f'sum(opsd_incidents{{{NODE}, state!="resolved"}})'), bad_above=1,
+    ),
+    number(
+        "GPUs lost", "GPUs that no longer answer their driver.", "none",
+        Query(f"count(opsd_gpu_up{{{NODE}}} == 0) or vector(0)"), bad_above=1,
+    ),
+    number(
+        "Worst throttle", "Largest share of the last minute in which heat, power brake or hardware slowdown "
+        "throttled a GPU. The power cap is not counted: near 700 W it is normal.", "percentunit",
+        Query(
+            f'max(rate(opsd_gpu_throttle_seconds_total{{{NODE}, reason=~"sw_thermal|hw_thermal|hw_slowdown|'
+            'hw_power_brake"}[1m]))'
+        ), warn_above=0.02, bad_above=0.1,
+    ),
+    number(
+        "Tokens/s on this node", "Sum over the ranks of this node.", "none",
+        Query(f"sum(opsd_rank_tokens_per_second{{{NODE}}})"),
+    ),
+    number(
+        "Blind collectors", "Collectors that fail, hang or have not delivered. What they watch is unknown.",
+        "none", Query(f'count(opsd_collector_state{{{NODE}, state=~"error|hung"}} == 1) or vector(0)'),
+        bad_above=1,
+    ),
+    number(
+        "Hottest GPU", "Highest GPU temperature.", "celsius",
+        Query(f"max(DCGM_FI_DEV_GPU_TEMP{{{GPU}}})"), warn_above=80, bad_above=86,
+    ),
+)  # fmt: skip
+
+GPUS = row(
+    "GPUs",
+    graph(
+        "Throttled", "Share of time in which each reason lowered the clocks.", "percentunit",
+        Query(
+            f"rate(opsd_gpu_throttle_seconds_total{{{GPU}}}[$__rate_interval]) > 0", "GPU {{gpu}} {{reason}}"
+        ),
+    ),
+    graph(
+        "SM clock", "A GPU below its neighbours at equal load slows down the whole job.", "suffix: MHz",
+        Query(f"DCGM_FI_DEV_SM_CLOCK{{{GPU}}}", "GPU {{gpu}}"),
+    ),
+    graph(
+        "Temperature", "GPU temperature; the slowdown threshold of an H100 is near 87 degrees.", "celsius",
+        Query(f"DCGM_FI_DEV_GPU_TEMP{{{GPU}}}", "GPU {{gpu}}"), floor=None,
+    ),
+    graph(
+        "Power", "Board power, and the current power limit.", "watt",
+        Query(f"DCGM_FI_DEV_POWER_USAGE{{{GPU}}}", "GPU {{gpu}}"),
+        Query(f"min(opsd_gpu_power_limit_watts{{{GPU}}})", "lowest limit"),
+    ),
+    graph(
+        "NVLink traffic", "Data sent and received over all links of a GPU.", "binBps",
+        Query(f"1024 * rate(DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL{{{GPU}}}[$__rate_interval])", "GPU {{gpu}}"),
+    ),
+    graph(
+        "Memory used", "Framebuffer memory in use.", "mbytes",
+        Query(f"DCGM_FI_DEV_FB_USED{{{GPU}}}", "GPU {{gpu}}"),
+    ),
+)  # fmt: skip
+
+ERRORS = row(
+    "GPU errors",
+    graph(
+        "ECC errors", "New errors since the driver was loaded, by type.", "none",
+        Query(
+            f'increase(opsd_gpu_ecc_errors_total{{{GPU}, counter="volatile"}}[$__rate_interval])',
+            "GPU {{gpu}} {{type}}",
+        ), width=8,
+    ),
+    graph(
+        "NVLink errors", "New errors on all links of a GPU.", "none",
+        Query(f"increase(opsd_gpu_nvlink_errors_total{{{GPU}}}[$__rate_interval])", "GPU {{gpu}} {{type}}"),
+        width=8,
+    ),
+    graph(
+        "PCIe replays", "Packets sent again. A rising rate: the link is failing.", "none",
+        Query(f"increase(DCGM_FI_DEV_PCIE_REPLAY_COUNTER{{{GPU}}}[$__rate_interval])", "GPU {{gpu}}"), width=8,
+    ),
+)  # fmt: skip
+
+TRAINING = row(
+    "Training",
+    graph(
+        "Step time", "Duration of the last step of every rank on this node.", "s",
+        Query(f"opsd_rank_step_seconds{{{NODE}}}", "{{run}} rank {{rank}}"),
+    ),
+    graph(
+        "Phases", "Where the ranks of this node spend their time.", "percentunit",
+        Query(
+            f"sum by (phase) (rate(opsd_rank_phase_seconds_total{{{NODE}}}[$__rate_interval])) / scalar("
+            f"sum(rate(opsd_rank_phase_seconds_total{{{NODE}}}[$__rate_interval])))", "{{phase}}",
+        ),
+    ),
+    graph(
+        "Since the last sign of life", "Seconds since a rank last changed phase or finished a step.", "s",
+        Query(f"opsd_rank_last_change_age_seconds{{{NODE}}}", "{{run}} rank {{rank}}"),
+    ),
+    graph(
+        "Loss", "Loss of the last step.", "none", Query(f"opsd_rank_loss{{{NODE}}}", "{{run}} rank {{rank}}"),
+        floor=None,
+    ),
+)  # fmt: skip
+
+AGENT = row(
+    "opsd",
+    graph(
+        "Collection time", "How long each collector takes; each has its own deadline.", "s",
+        Query(f"opsd_collector_duration_seconds{{{NODE}}}", "{{collector}}"), width=8,
+    ),
+    graph(
+        "Incidents opened", "Incidents that the agent opened, by kind.", "none",
+        Query(f"increase(opsd_incidents_opened_total{{{NODE}}}[$__rate_interval]) > 0", "{{kind}}"), width=8,
+    ),
+    graph(
+        "Actions", "What the agent did, by verb and outcome.", "none",
+        Query(f"increase(opsd_actions_total{{{NODE}}}[$__rate_interval]) > 0", "{{verb}} {{outcome}}"), width=8,
+    ),
+)  # fmt: skip
 
 
 def build() -> dashboard.Dashboard:
@@ -18,142 +141,11 @@ def build() -> dashboard.Dashboard:
         ),
         label_variable("gpu", "GPU", "opsd_gpu_up", within=NODE),
     ]
-    result = board(
-        "opsd-node", "opsd / node", "One GPU node and what runs on it, from its opsd agent.", variables, within=NODE
+    return board(
+        "opsd-node",
+        "opsd / node",
+        "One GPU node and what runs on it, from its opsd agent.",
+        variables,
+        within=NODE,
+        rows=(NOW, GPUS, ERRORS, TRAINING, AGENT),
     )
-    for row in (_now, _gpus, _errors, _training, _agent):
-        result = row(result)
-    return result
-
-
-def _now(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result, "Now",
-        number(
-            "Open incidents", "Incidents that are not resolved; escalated ones wait for a person.", "none",
-            Query(f'sum(opsd_incidents{{{NODE}, state!="resolved"}})'), bad_above=1,
-        ),
-        number(
-            "GPUs lost", "GPUs that no longer answer their driver.", "none",
-            Query(f"count(opsd_gpu_up{{{NODE}}} == 0) or vector(0)"), bad_above=1,
-        ),
-        number(
-            "Worst throttle", "Largest share of the last minute in which heat, power brake or hardware slowdown "
-            "throttled a GPU. The power cap is not counted: near 700 W it is normal.", "percentunit",
-            Query(
-                f'max(rate(opsd_gpu_throttle_seconds_total{{{NODE}, reason=~"sw_thermal|hw_thermal|hw_slowdown|'
-                'hw_power_brake"}[1m]))'
-            ), warn_above=0.02, bad_above=0.1,
-        ),
-        number(
-            "Tokens/s on this node", "Sum over the ranks of this node.", "none",
-            Query(f"sum(opsd_rank_tokens_per_second{{{NODE}}})"),
-        ),
-        number(
-            "Blind collectors", "Collectors that fail, hang or have not delivered. What they watch is unknown.",
-            "none", Query(f'count(opsd_collector_state{{{NODE}, state=~"error|hung"}} == 1) or vector(0)'),
-            bad_above=1,
-        ),
-        number(
-            "Hottest GPU", "Highest GPU temperature.", "celsius",
-            Query(f"max(DCGM_FI_DEV_GPU_TEMP{{{GPU}}})"), warn_above=80, bad_above=86,
-        ),
-    )  # fmt: skip
-
-
-def _gpus(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result, "GPUs",
-        graph(
-            "Throttled", "Share of time in which each reason lowered the clocks.", "percentunit",
-            Query(
-                f"rate(opsd_gpu_throttle_seconds_total{{{GPU}}}[$__rate_interval]) > 0", "GPU {{gpu}} {{reason}}"
-            ),
-        ),
-        graph(
-            "SM clock", "A GPU below its neighbours at equal load slows down the whole job.", "suffix: MHz",
-            Query(f"DCGM_FI_DEV_SM_CLOCK{{{GPU}}}", "GPU {{gpu}}"),
-        ),
-        graph(
-            "Temperature", "GPU temperature; the slowdown threshold of an H100 is near 87 degrees.", "celsius",
-            Query(f"DCGM_FI_DEV_GPU_TEMP{{{GPU}}}", "GPU {{gpu}}"), floor=None,
-        ),
-        graph(
-            "Power", "Board power, and the current power limit.", "watt",
-            Query(f"DCGM_FI_DEV_POWER_USAGE{{{GPU}}}", "GPU {{gpu}}"),
-            Query(f"min(opsd_gpu_power_limit_watts{{{GPU}}})", "lowest limit"),
-        ),
-        graph(
-            "NVLink traffic", "Data sent and received over all links of a GPU.", "binBps",
-            Query(f"1024 * rate(DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL{{{GPU}}}[$__rate_interval])", "GPU {{gpu}}"),
-        ),
-        graph(
-            "Memory used", "Framebuffer memory in use.", "mbytes",
-            Query(f"DCGM_FI_DEV_FB_USED{{{GPU}}}", "GPU {{gpu}}"),
-        ),
-    )  # fmt: skip
-
-
-def _errors(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result, "GPU errors",
-        graph(
-            "ECC errors", "New errors since the driver was loaded, by type.", "none",
-            Query(
-                f'increase(opsd_gpu_ecc_errors_total{{{GPU}, counter="volatile"}}[$__rate_interval])',
-                "GPU {{gpu}} {{type}}",
-            ), width=8,
-        ),
-        graph(
-            "NVLink errors", "New errors on all links of a GPU.", "none",
-            Query(f"increase(opsd_gpu_nvlink_errors_total{{{GPU}}}[$__rate_interval])", "GPU {{gpu}} {{type}}"),
-            width=8,
-        ),
-        graph(
-            "PCIe replays", "Packets sent again. A rising rate: the link is failing.", "none",
-            Query(f"increase(DCGM_FI_DEV_PCIE_REPLAY_COUNTER{{{GPU}}}[$__rate_interval])", "GPU {{gpu}}"), width=8,
-        ),
-    )  # fmt: skip
-
-
-def _training(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result, "Training",
-        graph(
-            "Step time", "Duration of the last step of every rank on this node.", "s",
-            Query(f"opsd_rank_step_seconds{{{NODE}}}", "{{run}} rank {{rank}}"),
-        ),
-        graph(
-            "Phases", "Where the ranks of this node spend their time.", "percentunit",
-            Query(
-                f"sum by (phase) (rate(opsd_rank_phase_seconds_total{{{NODE}}}[$__rate_interval])) / scalar("
-                f"sum(rate(opsd_rank_phase_seconds_total{{{NODE}}}[$__rate_interval])))", "{{phase}}",
-            ),
-        ),
-        graph(
-            "Since the last sign of life", "Seconds since a rank last changed phase or finished a step.", "s",
-            Query(f"opsd_rank_last_change_age_seconds{{{NODE}}}", "{{run}} rank {{rank}}"),
-        ),
-        graph(
-            "Loss", "Loss of the last step.", "none", Query(f"opsd_rank_loss{{{NODE}}}", "{{run}} rank {{rank}}"),
-            floor=None,
-        ),
-    )  # fmt: skip
-
-
-def _agent(result: dashboard.Dashboard) -> dashboard.Dashboard:
-    return add_row(
-        result, "opsd",
-        graph(
-            "Collection time", "How long each collector takes; each has its own deadline.", "s",
-            Query(f"opsd_collector_duration_seconds{{{NODE}}}", "{{collector}}"), width=8,
-        ),
-        graph(
-            "Incidents opened", "Incidents that the agent opened, by kind.", "none",
-            Query(f"increase(opsd_incidents_opened_total{{{NODE}}}[$__rate_interval]) > 0", "{{kind}}"), width=8,
-        ),
-        graph(
-            "Actions", "What the agent did, by verb and outcome.", "none",
-            Query(f"increase(opsd_actions_total{{{NODE}}}[$__rate_interval]) > 0", "{{verb}} {{outcome}}"), width=8,
-        ),
-    )  # fmt: skip
