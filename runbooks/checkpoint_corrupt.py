@@ -85,7 +85,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return _replaced(view, text(data, "run"), integer(data, "step"), number(data, "rejected_at") or incident.opened_at)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="checkpoint_corrupt",
+    guide=Guide.parse("""
 # A checkpoint is damaged
 
 ## Meaning
@@ -120,11 +122,7 @@ In every mode the trainer refuses the checkpoint and loads the newest one that v
 
 - observe: opens the incident, and resolves it once another checkpoint was loaded or a newer one committed.
 - recommend, act: the same, and notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="checkpoint_corrupt",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run("; the file stays where it is for the post-mortem"),
     healed=_healed,

@@ -134,7 +134,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return _slower(stalls) is None and _behind(view, leader) is None
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="checkpoint_slow",
+    guide=Guide.parse("""
 # Checkpoints are slow
 
 ## Meaning
@@ -163,11 +165,7 @@ and slow the training by the memory and disk bandwidth that they use.
 ## What opsd does by itself
 - observe: opens the incident with its cost, resolves it once a checkpoint was as fast as before.
 - recommend, act: the same, and notifies. It does not interrupt a save: slow ones often succeed.
-""")
-
-RUNBOOK = Runbook(
-    kind="checkpoint_slow",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run("; look at what checkpoints are written to"),
     healed=_healed,

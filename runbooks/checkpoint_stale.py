@@ -77,7 +77,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return run_over(incident, view)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="checkpoint_stale",
+    guide=Guide.parse("""
 # Checkpoints have stopped
 
 ## Meaning
@@ -102,11 +104,7 @@ None now. The next failure costs all steps since the last checkpoint: the incide
 ## What opsd does by itself
 - observe: opens the incident, resolves it once a newer checkpoint is durable.
 - recommend, act: the same, and notifies. It does not stop a run that makes progress.
-""")
-
-RUNBOOK = Runbook(
-    kind="checkpoint_stale",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,

@@ -61,7 +61,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return points[-1][0] - points[0][0] >= 0.9 * STEADY_S and max(values) - min(values) < STEP_S
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="clock_skew",
+    guide=Guide.parse("""
 # The clock was stepped
 
 ## Meaning
@@ -89,11 +91,7 @@ compared.
 ## What opsd does by itself
 - observe: opens the incident; resolves it once the clock had no step for five minutes.
 - recommend, act: the same, and notifies. It never sets a clock.
-""")
-
-RUNBOOK = Runbook(
-    kind="clock_skew",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": see which of both times was right"),
     healed=_healed,

@@ -27,18 +27,10 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
     run, generation, stuck = text(data, "run"), integer(data, "generation"), number(data, "stuck_s") or 0.0
     stacks = text(data, "stacks")
     said = f"all ranks here have waited in a collective for {stuck:.1f} s; the limit is {text(data, 'limit_s')} s"
-    return Finding(
-        kind="collective_hang",
-        key=f"{run}/generation {generation}",
-        severity=Severity.CRITICAL,
-        summary=f"{run} hangs in a collective, and no rank of {view.node} holds it up",
-        culprit=Culprit("unknown", view.node, detail="the network or a rank of another node"),
-        confidence=0.3,
-        evidence=quoted(event, "launcher", said, f"stacks of all ranks: {stacks}" if stacks else ""),
-        cost=downtime(view, event, event.at - stuck),
-        job=job_of(view, run),
-        data={"run": run, "generation": generation, "since": event.at - stuck},
-    )
+    return _finding(
+        view, run, generation, quoted(event, "launcher", said, f"stacks of all ranks: {stacks}" if stacks else ""),
+        cost=downtime(view, event, event.at - stuck), job=job_of(view, run), data={"since": event.at - stuck},
+    )  # fmt: skip
 
 
 def _from_pages(view: View, run: str) -> Finding | None:
@@ -52,23 +44,29 @@ def _from_pages(view: View, run: str) -> Finding | None:
         return None
     world = longest.world_size
     said = f"all {len(ranks)} ranks here wait in a collective; their past allows {limit_of(longest):.0f} s"
+    return _finding(
+        view, run, longest.generation, (Evidence(said, "rank pages", view.wall),),
+        cost=Cost(1.0, stuck * world, f"{counted(world, 'GPU')} stood still for {stuck:.0f} s", world),
+        job=longest.job,
+        data={"rank": longest.rank, "step": last_step(longest), "since": view.wall - stuck},
+    )  # fmt: skip
+
+
+def _finding(
+    view: View, run: str, generation: int, evidence: tuple[Evidence, ...], *, cost: Cost, job: str,
+    data: Mapping[str, object],
+) -> Finding:  # fmt: skip
     return Finding(
         kind="collective_hang",
-        key=f"{run}/generation {longest.generation}",
+        key=f"{run}/generation {generation}",
         severity=Severity.CRITICAL,
         summary=f"{run} hangs in a collective, and no rank of {view.node} holds it up",
         culprit=Culprit("unknown", view.node, detail="the network or a rank of another node"),
         confidence=0.3,
-        evidence=(Evidence(said, "rank pages", view.wall),),
-        cost=Cost(1.0, stuck * world, f"{counted(world, 'GPU')} stood still for {stuck:.0f} s", world),
-        job=longest.job,
-        data={
-            "run": run,
-            "rank": longest.rank,
-            "generation": longest.generation,
-            "step": last_step(longest),
-            "since": view.wall - stuck,
-        },
+        evidence=evidence,
+        cost=cost,
+        job=job,
+        data={"run": run, "generation": generation, **data},
     )
 
 
@@ -114,7 +112,9 @@ def _by_ras(event: Event, view: View) -> Culprit | None:
     )
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="collective_hang",
+    guide=Guide.parse("""
 # A collective hangs
 
 ## Meaning
@@ -146,11 +146,7 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
 
 - observe: opens the incident, and resolves it once a step is completed.
 - recommend, act: the same. If the run has no launcher, nothing restarts it, and opsd notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="collective_hang",
-    guide=GUIDE,
+"""),
     detect=hangs(_from_launcher, _from_pages),
     diagnose=_diagnose,
     remedy=notify_unsupervised,

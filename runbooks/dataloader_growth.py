@@ -164,7 +164,9 @@ def _over(data: Mapping[str, object], recent: Sequence[float], known: int) -> bo
     return (max(recent) if integer(data, "period", 0) else median(recent)) <= limit
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="dataloader_growth",
+    guide=Guide.parse("""
 # Waiting for data grows
 
 ## Meaning
@@ -194,11 +196,7 @@ index that was built for all steps of the run.
 ## What opsd does by itself
 - observe: opens the incident with its pattern and cost, resolves it once the waits are as short as before.
 - recommend, act: the same, and notifies. Killing a loader that is slow by design does not help.
-""")
-
-RUNBOOK = Runbook(
-    kind="dataloader_growth",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,

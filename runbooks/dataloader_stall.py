@@ -163,7 +163,9 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     return (Action("notify", target=run, reason=f"{why}; no opsd launcher is there to restart it"),)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="dataloader_stall",
+    guide=Guide.parse("""
 # The dataloader stalls
 
 ## Meaning
@@ -193,11 +195,7 @@ The whole job waits for one rank's data. No step is lost if the loader continues
 - act: kills the loader process of the stalled rank; the trainer starts a new one from the same sample. If the rank has
   completed no step after that, asks the launcher to restart the generation, then escalates. If every rank of the node
   waits it only notifies, because killing loaders does not repair storage.
-""")
-
-RUNBOOK = Runbook(
-    kind="dataloader_stall",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=_remedy,
     healed=moved_on,

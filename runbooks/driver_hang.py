@@ -79,7 +79,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return False if hangs else True if view.known("nvml") else None
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="driver_hang",
+    guide=Guide.parse("""
 # The NVIDIA driver hangs
 
 ## Meaning
@@ -107,11 +109,7 @@ hang at their first CUDA call, tools like nvidia-smi immediately.
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the driver answers.
 - recommend, act: the same, and notifies. The launcher treats ranks that hang as a hang, in every mode.
-""")
-
-RUNBOOK = Runbook(
-    kind="driver_hang",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": drain the node; if it does not come back by itself only a reboot helps"),
     healed=_healed,

@@ -126,7 +126,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return run_over(incident, view)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="eval_lag",
+    guide=Guide.parse("""
 # A run lags behind its reference
 
 ## Meaning
@@ -154,11 +156,7 @@ at 1 T tokens the model had worse evaluations than a smaller one, and the traini
 ## What opsd does by itself
 - observe: opens the incident, resolves it once an evaluation is no longer behind.
 - recommend, act: the same, and notifies. It does not stop a run that makes progress.
-""")
-
-RUNBOOK = Runbook(
-    kind="eval_lag",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,

@@ -103,7 +103,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return run_over(incident, view)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="eval_missing",
+    guide=Guide.parse("""
 # Evaluations are missing
 
 ## Meaning
@@ -132,11 +134,7 @@ was found by comparing evaluations with an older run's, after a trillion tokens.
 ## What opsd does by itself
 - observe: opens the incident, resolves it once a later checkpoint has results.
 - recommend, act: the same, and notifies. It does not submit evaluations.
-""")
-
-RUNBOOK = Runbook(
-    kind="eval_missing",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,

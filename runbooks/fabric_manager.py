@@ -109,7 +109,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if down is None or over is None else True
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="fabric_manager",
+    guide=Guide.parse("""
 # The NVLink fabric does not work
 
 ## Meaning
@@ -138,11 +140,7 @@ CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one G
 ## What opsd does by itself
 - observe: opens the incident; resolves it once links are up and ranks train, or node or driver have restarted.
 - recommend, act: the same, and notifies. It restarts no services.
-""")
-
-RUNBOOK = Runbook(
-    kind="fabric_manager",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": restart the fabric manager, or reset all GPUs and switches of the node together"),
     healed=_healed,

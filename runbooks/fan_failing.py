@@ -193,7 +193,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return all(offsets[uuid][max(offsets[uuid])] <= value + RISE_CELSIUS / 4 for uuid, value in before.items())
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="fan_failing",
+    guide=Guide.parse("""
 # A fan fails
 
 ## Meaning
@@ -221,11 +223,7 @@ None yet. At its limit the GPU is throttled, and a synchronous job then runs at 
 ## What opsd does by itself
 - observe: opens the incident; resolves it once the GPU is as cool as before at the same power.
 - recommend, act: the same, and notifies. Power limits are only lowered once the GPU is throttled.
-""")
-
-RUNBOOK = Runbook(
-    kind="fan_failing",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": have fans and heat sinks checked"),
     healed=_healed,

@@ -68,7 +68,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return quiet and not waiting and not wanted
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="gpu_ecc",
+    guide=Guide.parse("""
 # A GPU has memory errors
 
 ## Meaning
@@ -94,11 +96,7 @@ An uncorrected error ends the rank, and with it the generation. The GPU may need
 ## What opsd does by itself
 - observe: opens the incident; resolves it after a reset, or after five minutes without errors and with nothing pending.
 - recommend, act: the same, and notifies. The launcher restarts the killed rank in every mode.
-""")
-
-RUNBOOK = Runbook(
-    kind="gpu_ecc",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

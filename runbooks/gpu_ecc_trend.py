@@ -76,7 +76,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return view.wall - incident.opened_at > QUIET_S and growth(found[0], QUIET_S) < usual / 2
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="gpu_ecc_trend",
+    guide=Guide.parse("""
 # A GPU corrects more and more memory errors
 
 ## Meaning
@@ -100,11 +102,7 @@ None yet. Such memory eventually needs a row remap, or has an uncorrectable erro
 ## What opsd does by itself
 - observe: opens the incident; resolves it after five minutes with less than half the errors.
 - recommend, act: the same, and notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="gpu_ecc_trend",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": reset it between two runs, and have it replaced if the errors come back"),
     healed=_healed,

@@ -43,7 +43,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if gpu is None else gpu.lost is None
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="gpu_lost",
+    guide=Guide.parse("""
 # A GPU is lost
 
 ## Meaning
@@ -70,11 +72,7 @@ The rank on it dies or hangs at its next kernel, and with it the job. Other call
 - recommend: the same, and notifies.
 - act: a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain allows it. A
   reboot is left to people and to Slurm.
-""")
-
-RUNBOOK = Runbook(
-    kind="gpu_lost",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": drain the node and reboot it; twice in a week is a case for the vendor", swap=True),
     healed=_healed,

@@ -58,7 +58,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if pending is None or failed is None else not pending and not failed
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="gpu_row_remap",
+    guide=Guide.parse("""
 # A row of GPU memory is being replaced
 
 ## Meaning
@@ -82,11 +84,7 @@ Pending: none now, but the next error in the same row may end the rank. Failed: 
 - recommend: the same, and notifies.
 - act: if the remapping failed, a run on several nodes with a spare swaps this node for it at a step boundary, and the
   node is drained if policy.drain allows it. It does not reset GPUs.
-""")
-
-RUNBOOK = Runbook(
-    kind="gpu_row_remap",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -182,7 +182,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if steady and loaded(view)(uuid, rank_on(view, integer(incident.data, "gpu"))) else None
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="gpu_throttle",
+    guide=Guide.parse("""
 # A GPU is throttled
 
 ## Meaning
@@ -217,11 +219,7 @@ hardware threshold clocks fall by half or more.
   % of its default limit. For a power brake, or a hardware slowdown without heat, it only notifies: the hardware needs
   repair. If less power does not help, a run on several nodes with a spare swaps this node for it, and the node is
   drained if policy.drain allows it. It does not raise the limit again.
-""")
-
-RUNBOOK = Runbook(
-    kind="gpu_throttle",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

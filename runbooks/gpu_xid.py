@@ -193,7 +193,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return _over(view, gpu, text(data, "action"), number(data, "at") or incident.opened_at)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="gpu_xid",
+    guide=Guide.parse("""
 # The driver reports an Xid
 
 ## Meaning
@@ -230,11 +232,7 @@ should have been reset fails again soon.
 - act: if that action is impossible under a running job, a run on several nodes with a spare swaps this node for it, and
   the node is drained if policy.drain allows it. Resets and reboots are left to people and to Slurm; the launcher
   restarts ranks in every mode.
-""")
-
-RUNBOOK = Runbook(
-    kind="gpu_xid",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -62,7 +62,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return len(norms) == RECENT and all(norm < CALM_FACTOR * before for norm in norms)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="gradient_explosion",
+    guide=Guide.parse("""
 # The gradient explodes
 
 ## Meaning
@@ -89,11 +91,7 @@ follows.
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the norm is within three times its level for five steps.
 - recommend, act: the same, and notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="gradient_explosion",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,

@@ -63,7 +63,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if state is None else state[1] >= 1.2 * LOW and state[2] < STALLED / 2
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="host_memory",
+    guide=Guide.parse("""
 # The node runs out of memory
 
 ## Meaning
@@ -90,11 +92,7 @@ becomes slow, loaders first.
 ## What opsd does by itself
 - observe: opens the incident, resolves it once enough memory is available.
 - recommend, act: the same, and notifies. It does not kill processes for their size.
-""")
-
-RUNBOOK = Runbook(
-    kind="host_memory",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(),
     healed=_healed,

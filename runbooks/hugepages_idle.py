@@ -45,7 +45,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if idle is None else idle[1] <= SHARE / 2
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="hugepages_idle",
+    guide=Guide.parse("""
 # Huge pages are reserved and not used
 
 ## Meaning
@@ -64,11 +66,7 @@ Loaders and the page cache have less memory; the node may run out of it early.
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the pages are used or given back.
 - recommend, act: the same, and notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="hugepages_idle",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(),
     healed=_healed,

@@ -143,7 +143,9 @@ def _gbit(rate: float) -> str:
     return f"{rate * 8 / 1e9:g}"
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="ib_link",
+    guide=Guide.parse("""
 # A network link is down, slow or flapping
 
 ## Meaning
@@ -171,11 +173,7 @@ flapping link passes every test that is shorter than the time between its faults
 ## What opsd does by itself
 - observe: opens the incident; resolves it after five minutes with the link up at its rate.
 - recommend, act: the same, and notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="ib_link",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": look at cable, transceiver and switch"),
     healed=_healed,

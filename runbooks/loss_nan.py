@@ -103,7 +103,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return len(last) == BACK_STEPS and last[0].step > step and all(math.isfinite(s.loss) for s in last)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="loss_nan",
+    guide=Guide.parse("""
 # The loss is not a number
 
 ## Meaning
@@ -131,11 +133,7 @@ All training since that step is lost. A checkpoint saved after it has damaged we
 - recommend: names the restart.
 - act: asks the launcher to restart from the newest checkpoint if that is from before the first bad step, which replays
   it; otherwise it notifies. If the same step fails again it escalates and does not replay a second time.
-""")
-
-RUNBOOK = Runbook(
-    kind="loss_nan",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -106,7 +106,9 @@ def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
     )
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="loss_plateau",
+    guide=Guide.parse("""
 # The loss no longer falls
 
 ## Meaning
@@ -136,11 +138,7 @@ Nothing fails. The steps cost as much as before, but the model learns very littl
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the loss falls again.
 - recommend, act: the same, and notifies. It does not change schedules or data.
-""")
-
-RUNBOOK = Runbook(
-    kind="loss_plateau",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run(),
     healed=fell_below_limit,

@@ -112,7 +112,9 @@ def fell_below_limit(incident: Incident, view: View) -> bool | None:
     return bool(losses) and median(losses) < limit
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="loss_rising",
+    guide=Guide.parse("""
 # The loss rises slowly
 
 ## Meaning
@@ -139,11 +141,7 @@ A run that diverges slowly loses all steps since the rise began.
 ## What opsd does by itself
 - observe: opens the incident, resolves it once half of the rise is gone.
 - recommend, act: the same, and notifies. It does not change learning rates.
-""")
-
-RUNBOOK = Runbook(
-    kind="loss_rising",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run(),
     healed=fell_below_limit,

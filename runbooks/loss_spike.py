@@ -93,7 +93,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return len(losses) == RECENT and all(loss < before + RECOVERED * (top - before) for loss in losses)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="loss_spike",
+    guide=Guide.parse("""
 # The loss has a spike
 
 ## Meaning
@@ -119,11 +121,7 @@ A spike that ends by itself has no lasting cost. Otherwise all steps since the l
 ## What opsd does by itself
 - observe: opens the incident, resolves it once most of the jump is gone.
 - recommend, act: the same, and notifies. It does not roll back, as most spikes end by themselves.
-""")
-
-RUNBOOK = Runbook(
-    kind="loss_spike",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,

@@ -140,7 +140,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     )
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="nic_degrading",
+    guide=Guide.parse("""
 # A network port has errors
 
 ## Meaning
@@ -171,11 +173,7 @@ A small loss of bandwidth now. Later the link may flap or fail, and the job with
 - recommend: the same, and notifies.
 - act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
   policy.drain allows it.
-""")
-
-RUNBOOK = Runbook(
-    kind="nic_degrading",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": clean or replace cable and module before the link is lost", swap=True),
     healed=_healed,

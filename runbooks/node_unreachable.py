@@ -118,7 +118,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if unreached is None else not unreached
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="node_unreachable",
+    guide=Guide.parse("""
 # A node cannot be reached
 
 ## Meaning
@@ -150,11 +152,7 @@ In every mode the launcher restarts the run without the lost node, or with a spa
 
 - observe: opens the incident, resolves it once the run trains again or Slurm reaches the node.
 - recommend, act: the same, and notifies. It does not power off a node that may only be unreachable.
-""")
-
-RUNBOOK = Runbook(
-    kind="node_unreachable",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,

@@ -87,7 +87,9 @@ def _quiet(series: Series) -> bool:
     return len(points) > 0.9 * QUIET_S and points[-1][1] - points[0][1] < limit
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="nvlink_errors",
+    guide=Guide.parse("""
 # NVLink errors
 
 ## Meaning
@@ -118,11 +120,7 @@ NCCL may abort. An intermittent link passes every test that is shorter than the 
 - recommend: the same, and notifies.
 - act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
   policy.drain allows it.
-""")
-
-RUNBOOK = Runbook(
-    kind="nvlink_errors",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": swap the node out at the next checkpoint", swap=True),
     healed=_healed,

@@ -117,7 +117,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     )
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="nvme_failing",
+    guide=Guide.parse("""
 # An NVMe drive is failing
 
 ## Meaning
@@ -143,11 +145,7 @@ continues.
 ## What opsd does by itself
 - observe: opens the incident; resolves it once another drive is installed, or this one reports no problem.
 - recommend, act: the same, and notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="nvme_failing",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": move checkpoints elsewhere and have the drive replaced"),
     healed=_healed,

@@ -94,7 +94,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if busy else None
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="pcie_degraded",
+    guide=Guide.parse("""
 # A PCIe link is degraded
 
 ## Meaning
@@ -119,11 +121,7 @@ In a synchronous job the others wait for it.
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the link is as it should be under load.
 - recommend, act: the same, and notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="pcie_degraded",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": reseat or replace at the next service"),
     healed=_healed,

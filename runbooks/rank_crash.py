@@ -77,7 +77,14 @@ def _detect(view: View) -> Iterator[Finding]:
             yield _finding(event, view)
 
 
-GUIDE = Guide.parse("""
+def _killed_for_memory(crash: Incident, host_memory: Incident) -> bool:
+    """The kernel ends ranks with SIGKILL when memory runs out."""
+    return "SIGKILL" in crash.summary and host_memory.severity == Severity.CRITICAL
+
+
+RUNBOOK = Runbook(
+    kind="rank_crash",
+    guide=Guide.parse("""
 # A rank crashed
 
 ## Meaning
@@ -108,17 +115,7 @@ In every mode the launcher restarts the generation; it gives up after the same f
 
 - observe, recommend, act: the agent takes no action of its own. It resolves the incident once a later generation has
   completed a step, and escalates it if the launcher gave up or no step follows.
-""")
-
-
-def _killed_for_memory(crash: Incident, host_memory: Incident) -> bool:
-    """The kernel ends ranks with SIGKILL when memory runs out."""
-    return "SIGKILL" in crash.summary and host_memory.severity == Severity.CRITICAL
-
-
-RUNBOOK = Runbook(
-    kind="rank_crash",
-    guide=GUIDE,
+"""),
     detect=_detect,
     healed=run_recovered,
     needs=("ranks",),

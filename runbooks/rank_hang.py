@@ -171,7 +171,9 @@ def moved_on(incident: Incident, view: View) -> bool | None:
     return over
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="rank_hang",
+    guide=Guide.parse("""
 # A rank hangs
 
 ## Meaning
@@ -199,11 +201,7 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
 
 - observe: the agent opens the incident, and resolves it once a step is completed.
 - recommend, act: the same. If the run has no launcher, nothing restarts it, and opsd notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="rank_hang",
-    guide=GUIDE,
+"""),
     detect=hangs(_from_launcher, _from_pages),
     remedy=notify_unsupervised,
     healed=moved_on,

@@ -156,7 +156,9 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     return (Action("notify", target=run, reason=f"{why}; {incident.culprit}; {advice}"),)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="replica_divergence",
+    guide=Guide.parse("""
 # Replicas have diverged
 
 ## Meaning
@@ -187,11 +189,7 @@ checkpoint written since then may have the wrong values.
 - recommend: names the restart if the newest checkpoint is from a step at which the replicas were equal; notifies.
 - act: requests that restart and notifies. With a newer checkpoint it only notifies, as that may have the wrong values.
   It does not take the node out.
-""")
-
-RUNBOOK = Runbook(
-    kind="replica_divergence",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=_remedy,
     healed=run_recovered,

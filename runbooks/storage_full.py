@@ -121,7 +121,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if rooms is None else not any(room.low for room in rooms)
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="storage_full",
+    guide=Guide.parse("""
 # A file system is full
 
 ## Meaning
@@ -148,11 +150,7 @@ Checkpoints, logs and caches cannot be written. Background saves fail while the 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once there is enough space.
 - recommend, act: the same, and notifies. It never removes files.
-""")
-
-RUNBOOK = Runbook(
-    kind="storage_full",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(),
     healed=_healed,

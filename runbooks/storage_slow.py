@@ -190,7 +190,9 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="storage_slow",
+    guide=Guide.parse("""
 # Storage is slow
 
 ## Meaning
@@ -222,11 +224,7 @@ Loaders fall behind, and every rank waits for the slowest one. Checkpoints take 
 ## What opsd does by itself
 - observe: opens the incident with its cost, resolves it once reads are about as fast as before.
 - recommend, act: the same, and notifies. It does not move data.
-""")
-
-RUNBOOK = Runbook(
-    kind="storage_slow",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node("; move the dataset to local NVMe, or the job to a node that has it there"),
     healed=_healed,

@@ -163,7 +163,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if recovered(view, run, integer(incident.data, "generation")) else None
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="straggler",
+    guide=Guide.parse("""
 # A rank is a straggler
 
 ## Meaning
@@ -192,11 +194,7 @@ A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10
 ## What opsd does by itself
 - observe: opens the incident with its cost, resolves it once the rank keeps up.
 - recommend, act: the same, and notifies. It does not kill a rank that makes progress.
-""")
-
-RUNBOOK = Runbook(
-    kind="straggler",
-    guide=GUIDE,
+"""),
     detect=_detect,
     diagnose=_diagnose,
     remedy=notify_node("; {cost}"),

@@ -163,7 +163,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return median(_rate(step) for step in recent) >= (1 - BACK) * before
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="throughput_drop",
+    guide=Guide.parse("""
 # Throughput has dropped
 
 ## Meaning
@@ -197,11 +199,7 @@ In this order, as opsd does; `opsd incidents show ID` has the seconds per step o
 ## What opsd does by itself
 - observe: opens the incident with diagnosis and cost, resolves it once throughput is within 5 % of what it was.
 - recommend, act: the same, and notifies.
-""")
-
-RUNBOOK = Runbook(
-    kind="throughput_drop",
-    guide=GUIDE,
+"""),
     detect=_detect,
     diagnose=_diagnose,
     remedy=notify_run("; {cost}; {culprit}"),

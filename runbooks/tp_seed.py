@@ -64,7 +64,9 @@ def _sentence(ranks: Sequence[int], names: set[str]) -> str:
     return f"ranks {', '.join(map(str, ranks))} hold the same bits as their shards of {shown}{rest}"
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="tp_seed",
+    guide=Guide.parse("""
 # Tensor-parallel shards are equal
 
 ## Meaning
@@ -91,11 +93,7 @@ loss falls, but more slowly than it should. SmolLM3 was started over after a tri
 ## What opsd does by itself
 - observe: opens the incident, resolves it once a later start of the run trains without the finding.
 - recommend, act: the same, and notifies. It does not stop the run: its owners decide.
-""")
-
-RUNBOOK = Runbook(
-    kind="tp_seed",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_run("; stop the run: {cost}"),
     healed=run_recovered,

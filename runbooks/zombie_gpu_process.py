@@ -125,7 +125,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return uuid not in _held(view) if working else count == 0 and used < LEAST_MIB
 
 
-GUIDE = Guide.parse("""
+RUNBOOK = Runbook(
+    kind="zombie_gpu_process",
+    guide=Guide.parse("""
 # A process holds a GPU that should be free
 
 ## Meaning
@@ -154,11 +156,7 @@ that cannot be killed points to a driver that hangs.
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the GPU is free or only used by ranks.
 - recommend, act: the same, and notifies. It does not kill processes.
-""")
-
-RUNBOOK = Runbook(
-    kind="zombie_gpu_process",
-    guide=GUIDE,
+"""),
     detect=_detect,
     remedy=notify_node(": end what holds it, or reset the GPU"),
     healed=_healed,
