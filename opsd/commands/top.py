@@ -22,7 +22,7 @@ from rich.text import Text
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, option
 from opsd.commands.output import fail, plain_table, printable
 
 _PHASES = {
@@ -40,8 +40,8 @@ MAX_INCIDENTS = 8
 
 @click.command()
 @with_agent
-@click.option("--interval", type=Finite(0.2, 60), default=1.0, show_default=True, help="Seconds between looks.")
-@click.option("--once", is_flag=True, help="Print once and exit.")
+@option("--interval", type=Finite(0.2, 60), default=1.0, help="Seconds between looks.")
+@option("--once", is_flag=True, help="Print once and exit.")
 def top(agent: Agent, interval: float, once: bool) -> int:
     """Watch the GPUs, ranks and incidents of a node live; q or Ctrl-C ends it.
 
