@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,7 @@ def list_command(as_json: bool) -> int:
     found = list(records.find(memory_root()))
     for uid, record in found:
         if as_json:
-            click.echo(json.dumps({**record.as_dict(), "uid": uid, "state": record.state}))
+            click.echo(json.dumps({**asdict(record), "uid": uid, "state": record.state}))
         else:
             click.echo(f"{record.id}: {record.text} – {record.state}")
     if not found and not as_json:

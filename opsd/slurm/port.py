@@ -69,11 +69,6 @@ class Node:
         return self.state in ("allocated", "mixed") or "completing" in self.flags
 
     @property
-    def draining(self) -> bool:
-        """Whether the node takes no new jobs but still has some."""
-        return "drain" in self.flags and self.busy
-
-    @property
     def usable(self) -> bool:
         """Whether the node could get a job now, or once its present jobs end."""
         blocking = {"drain", "fail", "not_responding", "maintenance", "powered_down", "powering_down", "invalid_reg"}
