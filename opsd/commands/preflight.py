@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from opsd.config import Settings
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS, run_alerts
-from opsd.preflight.command import BURN_IN_H, HISTORY, Request, say
+from opsd.preflight.command import BURN_IN_H, HISTORY, Request, configured, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
@@ -99,21 +100,16 @@ def preflight(
     if fire_alerts and profile not in run_alerts.CHECK.seconds:
         raise BadConfig(f"--alerts belongs to --profile {' and '.join(run_alerts.CHECK.seconds)}")
     targets = report_targets(files)
-    request = Request(
-        settings.agent.node,
-        profile,
-        only,
-        skip,
-        settings.agent.state_dir,
-        targets,
+    context = replace(
+        configured(settings.preflight, settings.agent.node, profile),
         train=str(Path(train).absolute()) if train.endswith(".toml") else train,
         overrides=train_set,
         nodes=nodes,
         sbatch=str(sbatch.absolute()) if sbatch else "",
         fire_alerts=fire_alerts,
-        hours=hours,
         nvml_library=settings.section(NvmlSettings).library,
     )
+    request = Request(context, only, skip, settings.agent.state_dir, targets, hours)
     to_stdout = any(str(path) == "-" for path in targets.values())
     console = Console(stderr=to_stdout, quiet=quiet)
     try:
