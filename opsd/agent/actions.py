@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.swap import SwapError, UnderWay, planned_swap
@@ -35,25 +35,12 @@ class ActionError(Exception):
     """An action that was refused or failed; the message says why in one sentence."""
 
 
-class PowerLimiter(Protocol):
-    """Sets the power limit of a GPU."""
-
-    def __call__(self, gpu: int, watts: float) -> None:
-        """Set GPU ``gpu`` to ``watts``. Raises an exception whose text says why if that is not possible."""
-
-
-class Drainer(Protocol):
-    """Drains nodes in the scheduler."""
-
-    def __call__(self, node: str, reason: str) -> str:
-        """Let ``node`` finish its jobs and take no new ones; returns what was done. Raises SlurmError if refused."""
-
-
-class Notifier(Protocol):
-    """Tells people."""
-
-    def __call__(self, text: str, fields: Mapping[str, object]) -> None:
-        """Send ``text``. Raises ActionError if that failed."""
+PowerLimiter = Callable[[int, float], None]
+"""Sets a GPU to a power limit in watts. Raises an exception whose text says why if that is not possible."""
+Drainer = Callable[[str, str], str]
+"""Lets a node, for a reason, finish its jobs and take no new ones; returns what was done. Raises SlurmError."""
+Notifier = Callable[[str, Mapping[str, object]], None]
+"""Tells people a text, with fields. Raises ActionError if that failed."""
 
 
 class Executor:

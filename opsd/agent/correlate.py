@@ -14,7 +14,7 @@ from itertools import pairwise
 from opsd.agent.incidents import Book
 from opsd.collectors.base import RankFact
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import Cause, Common, Cost, Incident
+from opsd.runbooks.base import Cause, Common, Incident
 
 LEAD_S = 60.0
 """A root may be found this many seconds later than its symptom, as detectors need different times."""
@@ -77,13 +77,6 @@ def joint_gpu_seconds(incidents: Sequence[Incident]) -> float:
         rates = (lost / (end - start) for start, end, lost in spans if start <= left and right <= end)
         total += (right - left) * max(rates, default=0.0)
     return total
-
-
-def joint_cost(root: Incident, symptoms: Sequence[Incident]) -> Cost:
-    """The cost of ``root`` with its symptoms: largest share of throughput; overlapping losses count once."""
-    group = (root, *symptoms)
-    share = max(incident.cost.throughput_ratio for incident in group)
-    return replace(root.cost, throughput_ratio=share, gpu_seconds=joint_gpu_seconds(group))
 
 
 def _parent(

@@ -7,15 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Final, TypeVar
+from typing import Final
 
 from opsd import __version__
 from opsd.agent.actions import VERBS
 from opsd.agent.gather import Health, Source
 from opsd.collectors.base import Metric, Sample
 from opsd.runbooks.base import Incident, Severity, State
-
-K = TypeVar("K")
 
 BUILD = Metric("opsd_build_info", "Release of the agent.", "info", labels=("version", "python"))
 COLLECTOR_STATE = Metric(
@@ -95,7 +93,9 @@ def runbook_samples(
 ) -> tuple[Sample, ...]:
     """Incidents that are not over, incidents opened, and failures of runbooks, zeros included."""
     current = Counter((incident.kind, incident.severity, incident.state) for incident in incidents)
-    return _runbook_samples(tuple(kinds), _frozen(current), _frozen(opened), _frozen(errors))
+    return _runbook_samples(
+        tuple(kinds), frozenset(current.items()), frozenset(opened.items()), frozenset(errors.items())
+    )
 
 
 @lru_cache(maxsize=1)
@@ -121,7 +121,7 @@ def _runbook_samples(
 
 def action_samples(actions: Mapping[tuple[str, str], int]) -> tuple[Sample, ...]:
     """Actions by verb and outcome, zeros included."""
-    return _action_samples(_frozen(actions))
+    return _action_samples(frozenset(actions.items()))
 
 
 @lru_cache(maxsize=1)
@@ -129,10 +129,6 @@ def _action_samples(actions: frozenset[tuple[tuple[str, str], int]]) -> tuple[Sa
     number = dict(actions)
     pairs = product(VERBS, OUTCOMES)
     return tuple(Sample(ACTIONS, float(number.get(pair, 0)), pair) for pair in pairs)
-
-
-def _frozen(counts: Mapping[K, int]) -> frozenset[tuple[K, int]]:
-    return frozenset(counts.items())
 
 
 def loop_samples(ticks: int, missed: int, tick_s: float, series: int, refused: int) -> Iterator[Sample]:

@@ -90,22 +90,9 @@ def decide(
     muted = limits.muted(incident.kind, now)
     silent = [action for action in actions if muted and action.verb in HARMLESS]
     actions = [action for action in actions if action not in silent]
-    decided = _decide(incident, actions, mode, history, limits, started_at, now)
-    return (*decided, *(Decision(action, Verdict.REFUSE, muted) for action in silent))
-
-
-def _decide(
-    incident: Incident,
-    actions: Sequence[Action],
-    mode: str,
-    history: Sequence[PastAction],
-    limits: Limits,
-    started_at: float,
-    now: float,
-) -> tuple[Decision, ...]:
     checks: tuple[Callable[[Action], str], ...] = (
         lambda _action: _stale(incident, started_at),
-        lambda _action: _in_maintenance(incident.kind, limits, now),
+        lambda _action: muted if active_silence(limits.maintenance, incident.kind, now) else "",
         lambda action: _cooling(incident.kind, action, history, limits, now),
         lambda _action: _too_many(actions, history, limits, now),
     )
@@ -118,20 +105,17 @@ def _decide(
             decisions.append(Decision(action, Verdict.RUN))
         else:
             decisions.append(Decision(action, Verdict.RECOMMEND, "policy mode is recommend"))
-    refused = next((decision for decision in decisions if decision.verdict is Verdict.REFUSE), None)
-    if refused is None:
-        return tuple(decisions)
-    together = f"part of an attempt that is refused: {refused.reason}"
-    return tuple(d if d.verdict is Verdict.REFUSE else Decision(d.action, Verdict.REFUSE, together) for d in decisions)
+    if refused := next((decision for decision in decisions if decision.verdict is Verdict.REFUSE), None):
+        together = f"part of an attempt that is refused: {refused.reason}"
+        decisions = [
+            d if d.verdict is Verdict.REFUSE else Decision(d.action, Verdict.REFUSE, together) for d in decisions
+        ]
+    return (*decisions, *(Decision(action, Verdict.REFUSE, muted) for action in silent))
 
 
 def _stale(incident: Incident, started_at: float) -> str:
     newest = max((evidence.at for evidence in incident.evidence), default=incident.opened_at)
     return "its evidence is older than this agent's start" if newest < started_at else ""
-
-
-def _in_maintenance(kind: str, limits: Limits, now: float) -> str:
-    return limits.muted(kind, now) if active_silence(limits.maintenance, kind, now) else ""
 
 
 def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: Limits, now: float) -> str:

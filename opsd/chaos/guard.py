@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -55,7 +55,7 @@ class Guard:
             cwd="/",
             text=True,
         )
-        self._tell(json.dumps(record.as_dict()))
+        self._tell(json.dumps(asdict(record)))
         answer = self._hear()
         if answer != "ready":
             self._process.kill()
@@ -111,7 +111,9 @@ def main() -> int:
         line = unbuffered.readline()
     if not line:
         return 1
-    record = FaultRecord(**json.loads(line)).guarded_by(Process.of(os.getpid()))
+    guard = Process.of(os.getpid())
+    assert guard is not None
+    record = replace(FaultRecord(**json.loads(line)), guard_pid=guard.pid, guard_start=guard.start)
     try:
         undo = decode(record.undo)
         write(folder, record)
@@ -120,7 +122,7 @@ def main() -> int:
         return 1
     _say("ready")
     if _wait(signalled, None):
-        record = record.begun(time.time())
+        record = replace(record, began=time.time())
         with suppress(OSError):
             write(folder, record)
         _wait(signalled, record.for_s)

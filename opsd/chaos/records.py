@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,19 +39,6 @@ class FaultRecord:
     began: float | None = None
     guard_pid: int = 0
     guard_start: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record as plain values."""
-        return asdict(self)
-
-    def guarded_by(self, guard: Process | None) -> FaultRecord:
-        """This record with its guard."""
-        assert guard is not None
-        return replace(self, guard_pid=guard.pid, guard_start=guard.start)
-
-    def begun(self, now: float) -> FaultRecord:
-        """This record once the fault is in effect."""
-        return replace(self, began=now)
 
     @property
     def guard(self) -> Process:
@@ -80,7 +67,7 @@ def write(folder: Path, record: FaultRecord) -> None:
     if not _owned(folder, os.getuid()):
         raise ChaosError(f"{folder} belongs to another user: remove it")
     draft = folder / f".{record.id}"
-    draft.write_text(json.dumps(record.as_dict()) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
     draft.replace(folder / f"{record.id}.json")
 
 

@@ -34,7 +34,6 @@ class Undo(Protocol):
 
     def undo(self) -> str:
         """End the fault; returns what was done as a sentence. Raises ChaosError and OSError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

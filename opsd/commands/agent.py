@@ -14,6 +14,7 @@ import click
 
 from opsd import exitcodes
 from opsd.collectors.slurm import SlurmSettings
+from opsd.commands.options import config_options, option
 from opsd.commands.settings import load
 from opsd.config import Settings
 
@@ -25,10 +26,9 @@ STOP_WITHIN_S = 1.5
 
 
 @click.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml.")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
-@click.option("--once", is_flag=True, help="Print one collection and exit.")
-@click.option("--format", "form", type=click.Choice(["table", "openmetrics"]), default="table", help="Form of --once.")
+@config_options
+@option("--once", is_flag=True, help="Print one collection and exit.")
+@option("--format", "form", type=click.Choice(["table", "openmetrics"]), default="table", help="Form of --once.")
 def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) -> int:
     """Run the node agent: collect, judge, act, serve metrics.
 

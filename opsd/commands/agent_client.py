@@ -13,9 +13,27 @@ from urllib.parse import urlsplit
 import click
 
 from opsd.agent.web.access import has_tls
+from opsd.commands.options import option, options
 from opsd.commands.output import fail
 from opsd.commands.settings import load
 from opsd.settings.agent import AgentSettings
+
+_agent_options = options(
+    option("--url", help="Where the agent listens, for instance http://node-17:9477."),
+    option("--config", "file", type=click.Path(path_type=Path), help="Take the address from FILE."),
+    option(
+        "--ca-file",
+        envvar="OPSD_AGENT_CA_FILE",
+        type=click.Path(path_type=Path),
+        help="Trust the certificates in this file instead of the system's.",
+    ),
+    option(
+        "--credentials-file",
+        envvar="OPSD_AGENT_CREDENTIALS_FILE",
+        type=click.Path(path_type=Path),
+        help="File with USER:PASSWORD for the agent; or set OPSD_AGENT_CREDENTIALS to USER:PASSWORD.",
+    ),
+)
 
 
 def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,31 +45,12 @@ def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return command(*args, agent=Agent(url, file, ca_file, _credentials(credentials_file)), **rest)
 
-    for option in (
-        click.option(
-            "--credentials-file",
-            envvar="OPSD_AGENT_CREDENTIALS_FILE",
-            type=click.Path(path_type=Path),
-            help="File with USER:PASSWORD for the agent; or set OPSD_AGENT_CREDENTIALS to USER:PASSWORD.",
-        ),
-        click.option(
-            "--ca-file",
-            envvar="OPSD_AGENT_CA_FILE",
-            type=click.Path(path_type=Path),
-            help="Trust the certificates in this file instead of the system's.",
-        ),
-        click.option("--config", "file", type=click.Path(path_type=Path), help="Take the address from FILE."),
-        click.option("--url", help="Where the agent listens, for instance http://node-17:9477."),
-    ):
-        run = option(run)
-    return run
+    return _agent_options(run)
 
 
 def agent_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """``with_agent``, and --json."""
-    return with_agent(
-        click.option("--json", "as_json", is_flag=True, help="Print the agent's answer as JSON.")(command)
-    )
+    return with_agent(option("--json", "as_json", is_flag=True, help="Print the agent's answer as JSON.")(command))
 
 
 class NoAgent(Exception):

@@ -10,6 +10,7 @@ import click
 
 from opsd import exitcodes
 from opsd.commands import checkout
+from opsd.commands.options import option
 
 
 @click.group()
@@ -17,14 +18,13 @@ def alerts() -> None:
     """Build Prometheus' rules, or check that the files are current."""
 
 
-_FOLDER = click.option(
+_FOLDER = option(
     "--out", "folder", type=click.Path(path_type=Path, file_okay=False), help="Folder instead of the checkout's."
 )
-_SCHEME = click.option(
+_SCHEME = option(
     "--scheme",
     type=click.Choice(["http", "https"]),
     default="http",
-    show_default=True,
     help="Scheme of links to agents: https with agent.web_config.",
 )
 

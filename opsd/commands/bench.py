@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from opsd.bench import BenchError
+from opsd.commands.options import option
 from opsd.scenarios.model import ScenarioError
 from opsd.simulated.library import NoCompilerError, SimulationError
 
@@ -54,21 +55,21 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @click.command(epilog="Benchmarks: " + "; ".join(f"{name} ({text})" for name, text in BENCHES.items()))
 @click.argument("name", type=click.Choice(list(BENCHES)))
-@click.option(
+@option(
     "--json",
     "target",
     type=click.File("w", encoding="utf-8", lazy=False),
     help="Write the results to FILE, - for stdout.",
 )
-@click.option(
+@option(
     "--nodes",
     type=click.IntRange(16, 4096),
     help="Of rendezvous only: how many launchers are simulated; 1,024 unless given.",
 )
-@click.option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
-@click.option("--seed", type=click.IntRange(0), help="Of faults: the seed of the first sequence; 1 unless given.")
-@click.option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
-@click.option(
+@option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
+@option("--seed", type=click.IntRange(0), help="Of faults: the seed of the first sequence; 1 unless given.")
+@option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
+@option(
     "--names",
     is_flag=True,
     is_eager=True,
@@ -81,10 +82,10 @@ def bench(name: str, target: TextIO | None, **given: Any) -> None:
 
     The results are named ours_*, PEER_* and ratio_*; a peer that is not installed is missing from them.
     """
-    options = {option: value for option, value in given.items() if value not in (None, ())}
-    for option in options:
-        if name not in OPTIONS[option]:
-            raise click.UsageError(f"--{option} goes with the benchmark {' and '.join(OPTIONS[option])} only")
+    options = {key: value for key, value in given.items() if value not in (None, ())}
+    for other in options:
+        if name not in OPTIONS[other]:
+            raise click.UsageError(f"--{other} goes with the benchmark {' and '.join(OPTIONS[other])} only")
     try:
         results: dict[str, Any] = import_module(f"opsd.bench.{name}").run(**options)
     except (BenchError, ScenarioError) as error:

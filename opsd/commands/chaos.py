@@ -7,6 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from opsd.chaos.faults import Fault
 from opsd.chaos.perform import FaultReporter, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
-from opsd.commands.options import options
+from opsd.commands.options import option, options
 from opsd.rundir import memory_root
 
 MAX_S = 600.0
@@ -50,17 +52,31 @@ def _like(pattern: re.Pattern[str], example: str) -> Callable[[click.Context, cl
     return check
 
 
-_of_run = click.option("--run", "run_name", metavar="RUN", help="The run; not needed if only one is active.")
-_of_rank = click.option("--rank", type=click.IntRange(0), help="The rank; by default the lowest on this node.")
-_always = options(
-    click.option("--yes", is_flag=True, help="Do not ask."),
-    click.option("--json", "as_json", is_flag=True, help="Report events as JSON lines."),
+_of_run = option("--run", "run_name", metavar="RUN", help="The run; not needed if only one is active.")
+_of_rank = option("--rank", type=click.IntRange(0), help="The rank; by default the lowest on this node.")
+_any_node = option("--force", is_flag=True, help="Also on a node without an active run.")
+_confirmed = options(
+    option("--yes", is_flag=True, help="Do not ask."),
+    option("--json", "as_json", is_flag=True, help="Report events as JSON lines."),
 )
-_lasting = options(
-    click.option("--for", "for_s", callback=_seconds, default="30s", show_default=True, help="How long; at most 10m."),
-    _always,
-)
-_any_node = click.option("--force", is_flag=True, help="Also on a node without an active run.")
+_for = option("--for", "for_s", callback=_seconds, default="30s", help="How long; at most 10m.")
+
+
+def _momentary(command: Callable[..., Fault]) -> Callable[..., int]:
+    """Cause the fault that ``command`` returns, once it is confirmed; adds --yes and --json."""
+
+    @wraps(command)
+    def run(yes: bool, as_json: bool, for_s: float = 0.0, **rest: Any) -> int:
+        fault = command(**rest)
+        _confirm(fault, for_s, yes=yes)
+        return perform(fault, for_s, records.folder_of(memory_root(), os.geteuid()), FaultReporter(as_json))
+
+    return _confirmed(run)
+
+
+def _lasting(command: Callable[..., Fault]) -> Callable[..., int]:
+    """The same for a fault that is undone after --for."""
+    return _for(_momentary(command))
 
 
 class _Group(click.Group):
@@ -92,140 +108,114 @@ def chaos() -> None:
 @chaos.command("kill-rank")
 @_of_run
 @_of_rank
-@_always
-def kill_rank(run_name: str | None, rank: int | None, yes: bool, as_json: bool) -> int:
+@_momentary
+def kill_rank(run_name: str | None, rank: int | None) -> Fault:
     """Kill one rank (SIGKILL)."""
-    run = _owned_run(run_name)
-    return _do(faults.kill_rank(run, rank), 0.0, yes=yes, as_json=as_json)
+    return faults.kill_rank(_owned_run(run_name), rank)
 
 
 @chaos.command("stop-rank")
 @_of_run
 @_of_rank
 @_lasting
-def stop_rank(run_name: str | None, rank: int | None, for_s: float, yes: bool, as_json: bool) -> int:
+def stop_rank(run_name: str | None, rank: int | None) -> Fault:
     """Stop one rank (SIGSTOP) in any phase, then continue it."""
-    run = _owned_run(run_name)
-    return _do(faults.stop_rank(run, rank), for_s, yes=yes, as_json=as_json)
+    return faults.stop_rank(_owned_run(run_name), rank)
 
 
 @chaos.command("hang-collective")
 @_of_run
 @_of_rank
-@click.option(
-    "--within",
-    "within_s",
-    callback=_seconds,
-    default="30s",
-    show_default=True,
-    help="Limit of the wait for a collective.",
-)
+@option("--within", "within_s", callback=_seconds, default="30s", help="Limit of the wait for a collective.")
 @_lasting
-def hang_collective(
-    run_name: str | None, rank: int | None, within_s: float, for_s: float, yes: bool, as_json: bool
-) -> int:
+def hang_collective(run_name: str | None, rank: int | None, within_s: float) -> Fault:
     """Stop one rank while it is in a collective, so that all others wait for it there."""
-    run = _owned_run(run_name)
-    return _do(faults.hang_collective(run, rank, within_s), for_s, yes=yes, as_json=as_json)
+    return faults.hang_collective(_owned_run(run_name), rank, within_s)
 
 
 @chaos.command("kill-node")
 @_of_run
-@click.option(
+@option(
     "--method",
     type=click.Choice(["processes", "sysrq"]),
     default="processes",
-    show_default=True,
     help="Kill all processes of the run on this node, or reboot the node.",
 )
-@click.option("--node", help="The name of this node; --method sysrq requires it as confirmation.")
-@_always
-def kill_node(run_name: str | None, method: str, node: str | None, yes: bool, as_json: bool) -> int:
+@option("--node", help="The name of this node; --method sysrq requires it as confirmation.")
+@_momentary
+def kill_node(run_name: str | None, method: str, node: str | None) -> Fault:
     """Lose this node: kill all its processes of the run, or reboot it without warning."""
     run = target.find(memory_root(), run_name)
     if method == "processes":
         target.become_owner(run)
-        return _do(faults.kill_node(run), 0.0, yes=yes, as_json=as_json)
+        return faults.kill_node(run)
     _need_root("a reboot")
     here = os.uname().nodename
-    if node is None and not yes:
+    if node is None and not click.get_current_context().params["yes"]:
         _need_terminal()
         node = click.prompt(f"This reboots {here}, with every job on it. Type its name", err=True)
     if node != here:
         raise click.UsageError(f"this node is {here}, not {node}: use --node {here} to reboot it")
-    return _do(faults.reboot_node(here), 0.0, yes=yes, as_json=as_json)
+    return faults.reboot_node(here)
 
 
 @chaos.command("corrupt-checkpoint")
 @_of_run
-@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; by default the newest.")
-@click.option("--forget-memory", is_flag=True, help="Also remove the copies of it in shared memory.")
-@click.option("--leave", is_flag=True, help="Do not undo it.")
+@option("--step", type=click.IntRange(0), help="Step of the checkpoint; by default the newest.")
+@option("--forget-memory", is_flag=True, help="Also remove the copies of it in shared memory.")
+@option("--leave", is_flag=True, help="Do not undo it.")
 @_lasting
-def corrupt_checkpoint(
-    run_name: str | None,
-    step: int | None,
-    forget_memory: bool,
-    leave: bool,
-    for_s: float,
-    yes: bool,
-    as_json: bool,
-) -> int:
+def corrupt_checkpoint(run_name: str | None, step: int | None, forget_memory: bool, leave: bool) -> Fault:
     """Flip one bit in the largest file of a checkpoint, and flip it back."""
-    run = _owned_run(run_name)
-    fault = faults.corrupt_checkpoint(run, step, forget_memory=forget_memory, leave=leave)
-    return _do(fault, for_s, yes=yes, as_json=as_json)
+    return faults.corrupt_checkpoint(_owned_run(run_name), step, forget_memory=forget_memory, leave=leave)
 
 
 @chaos.command("fill-disk")
 @click.argument("mount", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--leave", callback=_bytes, default="100M", show_default=True, help="How much stays free (500M, 2G).")
+@option("--leave", callback=_bytes, default="100M", help="How much stays free (500M, 2G).")
 @_any_node
 @_lasting
-def fill_disk(mount: Path, leave: int, force: bool, for_s: float, yes: bool, as_json: bool) -> int:
+def fill_disk(mount: Path, leave: int, force: bool) -> Fault:
     """Fill the file system of the folder MOUNT. The space is freed even if every process of opsd is killed."""
     _need_run(force)
-    return _do(faults.fill_disk(mount.absolute(), leave), for_s, yes=yes, as_json=as_json)
+    return faults.fill_disk(mount.absolute(), leave)
 
 
 @chaos.command("partition")
-@click.option("--peer", "peers", multiple=True, required=True, metavar="HOST", help="Name or address; may be repeated.")
+@option("--peer", "peers", multiple=True, required=True, metavar="HOST", help="Name or address; may be repeated.")
 @_any_node
 @_lasting
-def partition(peers: tuple[str, ...], force: bool, for_s: float, yes: bool, as_json: bool) -> int:
+def partition(peers: tuple[str, ...], force: bool) -> Fault:
     """Cut this node off from others: it stops sending to them. Needs root."""
     _need_root("a route")
     _need_run(force)
-    return _do(network.partition(peers), for_s, yes=yes, as_json=as_json)
+    return network.partition(peers)
 
 
 @chaos.command("slow-node")
-@click.option("--interface", help="The interface; by default that of the default route.")
-@click.option("--rate", callback=_like(network.RATE, "100mbit"), default="", help="At most so much (100mbit).")
-@click.option("--delay", callback=_like(network.DELAY, "50ms"), default="", help="So much later (50ms).")
-@click.option("--loss", callback=_like(network.LOSS, "1%"), default="", help="Lose so many packets (1%).")
+@option("--interface", help="The interface; by default that of the default route.")
+@option("--rate", callback=_like(network.RATE, "100mbit"), default="", help="At most so much (100mbit).")
+@option("--delay", callback=_like(network.DELAY, "50ms"), default="", help="So much later (50ms).")
+@option("--loss", callback=_like(network.LOSS, "1%"), default="", help="Lose so many packets (1%).")
 @_any_node
 @_lasting
-def slow_node(
-    interface: str | None, rate: str, delay: str, loss: str, force: bool, for_s: float, yes: bool, as_json: bool
-) -> int:
+def slow_node(interface: str | None, rate: str, delay: str, loss: str, force: bool) -> Fault:
     """Make this node slow: shape what it sends. Needs root."""
     _need_root("traffic control")
     _need_run(force)
     if not (rate or delay or loss):
         raise click.UsageError("say how slow: --rate, --delay or --loss")
-    fault = network.slow_node(interface or network.default_interface(), rate=rate, delay=delay, loss=loss)
-    return _do(fault, for_s, yes=yes, as_json=as_json)
+    return network.slow_node(interface or network.default_interface(), rate=rate, delay=delay, loss=loss)
 
 
 @chaos.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
+@option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 def list_command(as_json: bool) -> int:
     """List the faults that are in effect on this node or were left over."""
     found = list(records.find(memory_root()))
     for uid, record in found:
         if as_json:
-            click.echo(json.dumps({**record.as_dict(), "uid": uid, "state": record.state}))
+            click.echo(json.dumps({**asdict(record), "uid": uid, "state": record.state}))
         else:
             click.echo(f"{record.id}: {record.text} – {record.state}")
     if not found and not as_json:
@@ -252,11 +242,6 @@ def undo(ids: tuple[str, ...]) -> int:
             click.echo(f"{record.id}: NOT UNDONE: {error}", err=True)
             code = exitcodes.FAILED
     return code
-
-
-def _do(fault: Fault, for_s: float, *, yes: bool, as_json: bool) -> int:
-    _confirm(fault, for_s, yes=yes)
-    return perform(fault, for_s, records.folder_of(memory_root(), os.geteuid()), FaultReporter(as_json))
 
 
 def _confirm(fault: Fault, for_s: float, *, yes: bool) -> None:

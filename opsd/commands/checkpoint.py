@@ -19,6 +19,7 @@ from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manif
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
 from opsd.commands.checkpoint_audit import audit
+from opsd.commands.options import option
 
 SUBFOLDER = "checkpoints"
 
@@ -51,7 +52,7 @@ def checkpoint() -> None:
 
 @checkpoint.command("list")
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_command(path: Path, as_json: bool) -> int:
     """List the checkpoints under PATH, oldest first."""
     entries = find(path)
@@ -102,7 +103,7 @@ def verify_command(path: Path) -> int:
 
 @checkpoint.command("audit")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def audit_command(path: Path, as_json: bool) -> int:
     """Look for tensors whose tensor-parallel shards are copies of each other.
 
@@ -116,9 +117,9 @@ def audit_command(path: Path, as_json: bool) -> int:
 
 @checkpoint.command("prune")
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--keep", type=click.IntRange(1), default=3, show_default=True, help="How many of the newest stay.")
-@click.option("--keep-every", type=click.IntRange(0), default=0, metavar="N", help="Those of every N-th step stay too.")
-@click.option("--dry-run", is_flag=True, help="Say what would go and change nothing.")
+@option("--keep", type=click.IntRange(1), default=3, help="How many of the newest stay.")
+@option("--keep-every", type=click.IntRange(0), default=0, metavar="N", help="Those of every N-th step stay too.")
+@option("--dry-run", is_flag=True, help="Say what would go and change nothing.")
 def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
     """Remove old checkpoints by the rules of the trainer.
 
@@ -144,7 +145,7 @@ def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
 @checkpoint.command("upload")
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("url")
-@click.option("--dry-run", is_flag=True, help="Say what would be uploaded and send nothing.")
+@option("--dry-run", is_flag=True, help="Say what would be uploaded and send nothing.")
 def upload_command(path: Path, url: str, dry_run: bool) -> int:
     """Copy the complete checkpoints under PATH that URL does not have to it, oldest first, and read them back.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from opsd import config as settings
+from opsd.commands.options import config_options
 from opsd.commands.settings import BadConfig, load
 
 
@@ -42,8 +43,7 @@ def _is_open(file: Path) -> bool:
 
 
 @config.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE.")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+@config_options
 def show(file: Path | None, overrides: tuple[str, ...]) -> None:
     """Print the settings in force as TOML; secrets are masked."""
     effective = load(file, overrides)

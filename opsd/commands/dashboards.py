@@ -10,6 +10,7 @@ from types import ModuleType
 import click
 
 from opsd import exitcodes
+from opsd.commands.options import option
 from opsd.commands.settings import BadConfig
 
 
@@ -36,9 +37,9 @@ def check() -> None:
 
 
 @dashboards.command()
-@click.option("--url", required=True, help="Address of Grafana, for instance https://grafana.example.com.")
-@click.option("--token-file", type=click.Path(path_type=Path), help="File with the token; $GRAFANA_TOKEN by default.")
-@click.option("--dry-run", is_flag=True, help="Only show what would change.")
+@option("--url", required=True, help="Address of Grafana, for instance https://grafana.example.com.")
+@option("--token-file", type=click.Path(path_type=Path), help="File with the token; $GRAFANA_TOKEN by default.")
+@option("--dry-run", is_flag=True, help="Only show what would change.")
 def push(url: str, token_file: Path | None, dry_run: bool) -> None:
     """Write the boards that differ into Grafana's folder opsd.
 

@@ -20,6 +20,7 @@ from rich.live import Live
 
 from opsd import exitcodes
 from opsd.commands.ledger import ledger_table
+from opsd.commands.options import option
 from opsd.demo import report
 from opsd.demo.faults import FAULTS, Director, FaultTargets
 from opsd.demo.scene import TEXT_BYTES, DemoError, Gpus, Scene, open_scene, prepare_gpus
@@ -37,14 +38,10 @@ NEEDED = ("numpy", "safetensors", "tokenizers", "torch")
 
 
 @click.command()
-@click.option(
-    "--dir", "folder", type=click.Path(path_type=Path), default=Path(".demo"), show_default=True, help="Workspace."
-)
-@click.option(
-    "--steps", type=click.IntRange(min=100), help="Length of the run; measured to last about 40 s if not given."
-)
-@click.option("--json", "target", type=click.File("w", encoding="utf-8", lazy=False), help="Write the results to FILE.")
-@click.option(
+@option("--dir", "folder", type=click.Path(path_type=Path), default=Path(".demo"), help="Workspace.")
+@option("--steps", type=click.IntRange(min=100), help="Length of the run; measured to last about 40 s if not given.")
+@option("--json", "target", type=click.File("w", encoding="utf-8", lazy=False), help="Write the results to FILE.")
+@option(
     "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the last screen and the results as an SVG."
 )
 def demo(folder: Path, steps: int | None, target: TextIO | None, picture: Path | None) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from opsd.commands.options import option
+
 FOLDER = Path(__file__).parents[1] / "deploy"
 
 
@@ -37,7 +39,7 @@ def show(name: str) -> None:
 @deploy.command()
 @click.argument("target", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("names", nargs=-1)
-@click.option("--overwrite", is_flag=True, help="Replace files that are there and differ.")
+@option("--overwrite", is_flag=True, help="Replace files that are there and differ.")
 def copy(target: Path, names: tuple[str, ...], overwrite: bool) -> None:
     """Copy NAMES, files or folders, into the folder TARGET; everything if no name is given."""
     pairs = [(path, target / path.relative_to(FOLDER)) for name in names or (".",) for path in _files(_find(name))]

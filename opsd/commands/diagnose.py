@@ -18,6 +18,7 @@ from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.commands.agent_client import Agent, NoAgent, Refused, agent_options
+from opsd.commands.options import option
 from opsd.commands.output import fail, printable
 from opsd.commands.settings import load
 
@@ -25,7 +26,7 @@ _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknow
 
 
 @click.command()
-@click.option("--job", default="", help="Only the job with this id, or the run with this name.")
+@option("--job", default="", help="Only the job with this id, or the run with this name.")
 @agent_options
 def diagnose(job: str, agent: Agent, as_json: bool) -> int:
     """Diagnose the runs on this node now: do they hang, or do data, network or kernels slow them down?

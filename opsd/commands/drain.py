@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from opsd.commands.node_service import node_options, node_service, write_evidence
+from opsd.commands.options import option
 from opsd.commands.settings import load
 from opsd.slurm import ownership
 from opsd.slurm.deferred import DeferredUpdate
@@ -14,10 +15,10 @@ from opsd.slurm.deferred import DeferredUpdate
 
 @click.command()
 @node_options
-@click.option("--reason", "text", required=True, help="Why, in a few words; people read it in sinfo -R.")
-@click.option("--kind", help="Kind of trouble, one word. Default: that of the incident, else maintenance.")
-@click.option("--incident", help="Incident that this is for, from `opsd incidents`; it is kept as evidence.")
-@click.option("--force", is_flag=True, help="Beyond the cap and within the cool-down. Never other people's nodes.")
+@option("--reason", "text", required=True, help="Why, in a few words; people read it in sinfo -R.")
+@option("--kind", help="Kind of trouble, one word. Default: that of the incident, else maintenance.")
+@option("--incident", help="Incident that this is for, from `opsd incidents`; it is kept as evidence.")
+@option("--force", is_flag=True, help="Beyond the cap and within the cool-down. Never other people's nodes.")
 def drain(
     nodes: tuple[str, ...],
     file: Path | None,

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from opsd.commands.agent_client import Agent, agent_options
+from opsd.commands.options import option
 from opsd.commands.output import clock_time, plain_table, printable
 from opsd.runbooks.base import Culprit, State
 
@@ -30,14 +31,14 @@ def incidents() -> None:
 
 @incidents.command("list")
 @agent_options
-@click.option(
+@option(
     "--state",
     "states",
     type=click.Choice(["current", *(state.value for state in State)]),
     multiple=True,
     help="Only this state; current: all that are not over. Repeatable.",
 )
-@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="At most this many.")
+@option("--limit", type=click.IntRange(1, 1000), default=20, help="At most this many.")
 def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: int) -> None:
     """List incidents, newest first."""
     answer = agent.ask("/api/v1/incidents", state=list(states), limit=limit)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from opsd.commands.options import Finite, options
+from opsd.commands.options import Finite, option, options
 from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run.launchers import NodeCount
 from opsd.launch.run.rendezvous import RendezvousOptions
@@ -161,97 +161,78 @@ def _bracketed(address: str) -> str:
 _FILE = click.Path(path_type=Path)
 
 own_options = options(
-    click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes that stand by."),
-    click.option(
-        "--nodes", default="", help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default."
-    ),
-    click.option(
+    option("--spares", type=click.IntRange(0), default=0, help="Nodes that stand by."),
+    option("--nodes", default="", help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default."),
+    option(
         "--node-name",
         callback=node_name,
         default="",
         help="The name of this node among them; Slurm's or the host's by default.",
     ),
-    click.option(
+    option(
         "--port",
         type=click.IntRange(1, 65535),
         help="Where the launchers listen; by default made from the Slurm job and the run.",
     ),
-    click.option(
+    option(
         "--node-timeout",
         type=Finite(0.5, 300),
         default=1.5,
-        show_default=True,
         help="Seconds of silence after which a node is lost, unless it is known to answer slowly.",
     ),
-    click.option(
-        "--join-timeout",
-        type=Finite(1),
-        default=600.0,
-        show_default=True,
-        help="Seconds within which the nodes must have come.",
-    ),
-    click.option(
+    option("--join-timeout", type=Finite(1), default=600.0, help="Seconds within which the nodes must have come."),
+    option(
         "--last-call",
         type=Finite(0),
         default=30.0,
-        show_default=True,
         help="With --nnodes MIN:MAX: seconds to wait for more nodes at the start, once MIN have come.",
     ),
-    click.option(
+    option(
         "--wait-for-node",
         type=Finite(0),
         default=0.0,
-        show_default=True,
         help="Seconds to wait for a node to come back when too few are left, before the run is given back to Slurm.",
     ),
-    click.option(
+    option(
         "--restart-window",
         type=click.IntRange(1),
         default=100,
-        show_default=True,
         help="Committed steps after which earlier restarts no longer count.",
     ),
-    click.option(
+    option(
         "--same-failures",
         type=click.IntRange(0),
         default=3,
-        show_default=True,
         help="Stop when the same failure came this often without progress; 0: never for that.",
     ),
-    click.option(
+    option(
         "--hang-limit",
         type=Finite(0),
         default=5.0,
-        show_default=True,
         help="Seconds without any change that are a hang, unless three times the p99 step is longer; 0: never judge.",
     ),
-    click.option(
+    option(
         "--data-hang-limit",
         type=Finite(1),
         default=20.0,
-        show_default=True,
         help="The same while waiting for data; leaves the agent time to repair a loader.",
     ),
-    click.option(
+    option(
         "--startup-limit",
         type=Finite(1),
         default=1800.0,
-        show_default=True,
         help="Seconds without change allowed until the first three steps are done: loading, compiling.",
     ),
-    click.option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart."),
-    click.option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters."),
-    click.option(
+    option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart."),
+    option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters."),
+    option(
         "--log-size",
         type=click.IntRange(0),
         default=64,
-        show_default=True,
         help="MiB after which the log of a rank starts again; the two before are kept. 0: never.",
     ),
-    click.option(
-        "--run-id", "run", callback=run_name, help="Name of the run; from the Slurm job or the time by default."
-    ),
-    click.option("--run-dir", type=_FILE, help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default."),
-    click.option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line."),
+    option("--run-id", "run", callback=run_name, help="Name of the run; from the Slurm job or the time by default."),
+    option("--run-dir", type=_FILE, help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default."),
+    option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line."),
 )
 """Those that torchrun does not have."""

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.commands.options import option
 from opsd.ledger.ledger import Ledger, LedgerError, read_ledger
 
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
+@option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def ledger(run_dir: Path, as_json: bool) -> int:
     """Where the wall-clock time of the run in RUN_DIR went, and its ETTR."""
     try:

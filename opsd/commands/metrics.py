@@ -12,6 +12,7 @@ from opsd.agent import collectors
 from opsd.agent import metrics as own
 from opsd.collectors import plugins
 from opsd.collectors.base import Metric
+from opsd.commands.options import option
 from opsd.config import Settings
 
 
@@ -34,8 +35,8 @@ def label_values() -> dict[str, str]:
 
 
 @click.command()
-@click.option("--list", "_list", is_flag=True, help="List every metric (the default).")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--list", "_list", is_flag=True, help="List every metric (the default).")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def metrics(_list: bool, as_json: bool) -> None:
     """List every metric that the agent exports: name, type, labels, unit, help and source; then what labels hold."""
     if as_json:

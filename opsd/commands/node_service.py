@@ -13,7 +13,7 @@ import click
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused
-from opsd.commands.options import options
+from opsd.commands.options import config_options, option, options
 from opsd.config import Settings
 from opsd.files import write_text
 from opsd.slurm import node_comment, ownership
@@ -34,9 +34,8 @@ def _names(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) 
 
 node_options = options(
     click.argument("nodes", nargs=-1, required=True, callback=_names, metavar="NODE..."),
-    click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE."),
-    click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting."),
-    click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
+    config_options,
+    option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
 )
 
 

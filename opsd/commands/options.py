@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """``click.option`` that shows its default in the help, if there is something to show."""
+    default = attributes.get("default")
+    attributes.setdefault("show_default", default not in (None, "", ()) and not callable(default))
+    return click.option(*names, **attributes)
 
 
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -20,6 +28,28 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
         return command
 
     return apply
+
+
+config_options = options(
+    option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml."),
+    option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting."),
+)
+"""``file`` and ``overrides``, for ``load``."""
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+report_options = options(
+    option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout."),
+    option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML for CI systems."),
+    option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown."),
+    option("--textfile", "textfile_file", type=_FILE, help="Write it for node_exporter's textfile collector."),
+)
+"""Files for a preflight report, for ``report_targets``."""
+
+
+def report_targets(files: Mapping[str, Path | None]) -> dict[str, Path]:
+    """The files that ``report_options`` name, by their form."""
+    return {name.removesuffix("_file"): path for name, path in files.items() if path is not None}
 
 
 class Finite(click.FloatRange):

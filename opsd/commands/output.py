@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +13,16 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.files import write_text
+
+_PHASES = {
+    "data": "yellow",
+    "forward": "green",
+    "backward": "green",
+    "optimizer": "green",
+    "collective": "cyan",
+    "checkpoint": "magenta",
+    "evaluation": "blue",
+}
 
 
 def fail(sentence: str) -> NoReturn:
@@ -34,6 +45,23 @@ def plain_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")
+    return table
+
+
+def rank_table(ranks: Iterable[Mapping[str, Any]]) -> Table:
+    """The ranks of the agent's status, whose texts must be printable."""
+    table = plain_table("rank", "run", "GPU", "phase", "for", "step", "step time", "")
+    for rank in ranks:
+        table.add_row(
+            str(rank["rank"]),
+            rank["run"],
+            "-" if rank["gpu"] is None else str(rank["gpu"]),
+            f"[{_PHASES.get(rank['phase'], 'default')}]{rank['phase']}[/]",
+            f"{rank['phase_s']:.1f} s",
+            "-" if rank["step"] is None else str(rank["step"]),
+            "-" if rank["step_s"] is None else f"{rank['step_s']:.3f} s",
+            "" if rank["live"] else "[red]not running[/red]",
+        )
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.collectors.nvml import NvmlSettings
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, config_options, option, report_options, report_targets
 from opsd.commands.output import clock_time, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
@@ -24,7 +25,7 @@ from opsd.config import Settings
 from opsd.preflight import burnin
 from opsd.preflight.base import PROFILES
 from opsd.preflight.checks import CHECKS, run_alerts
-from opsd.preflight.command import BURN_IN_H, FORMATS, HISTORY, Request, say
+from opsd.preflight.command import BURN_IN_H, HISTORY, Request, configured, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
@@ -45,32 +46,28 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 
 
 @click.group(invoke_without_command=True)
-@click.option("--profile", type=click.Choice(PROFILES), default="quick", show_default=True, help="How thorough.")
-@click.option("--only", multiple=True, callback=_split, metavar="CHECK,…", help="Only these checks.")
-@click.option("--skip", multiple=True, callback=_split, metavar="CHECK,…", help="Without these checks.")
-@click.option(
+@option("--profile", type=click.Choice(PROFILES), default="quick", help="How thorough.")
+@option("--only", multiple=True, callback=_split, metavar="CHECK,…", help="Only these checks.")
+@option("--skip", multiple=True, callback=_split, metavar="CHECK,…", help="Without these checks.")
+@option(
     "--hours",
     type=Finite(0, burnin.LONGEST_H, min_open=True),
     help=f"How long a burn-in goes on, {BURN_IN_H:g} by default. One that was cut off is resumed.",
 )
-@click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")
-@click.option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML for CI systems.")
-@click.option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown.")
-@click.option("--textfile", "textfile_file", type=_FILE, help="Write it for node_exporter's textfile collector.")
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml.")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
-@click.option("--train", default="", metavar="CONFIG", help="Check the run that is about to start as well.")
-@click.option("--train-set", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of that run.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that run.")
-@click.option("--sbatch", type=_FILE, help="Batch script of that run.")
-@click.option("--alerts", "fire_alerts", is_flag=True, help="Fire each alert once, marked as a test. Pages people.")
-@click.option(
+@report_options
+@config_options
+@option("--train", default="", metavar="CONFIG", help="Check the run that is about to start as well.")
+@option("--train-set", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of that run.")
+@option("--nodes", type=click.IntRange(1), default=1, help="Nodes of that run.")
+@option("--sbatch", type=_FILE, help="Batch script of that run.")
+@option("--alerts", "fire_alerts", is_flag=True, help="Fire each alert once, marked as a test. Pages people.")
+@option(
     "--act",
     "acting",
     is_flag=True,
     help="Drain this node in Slurm if it failed, give it back if it passed, mark a spare.",
 )
-@click.option("--quiet", is_flag=True, help="Print nothing; the exit code and the files tell.")
+@option("--quiet", is_flag=True, help="Print nothing; the exit code and the files tell.")
 @click.pass_context
 def preflight(
     ctx: click.Context,
@@ -102,22 +99,17 @@ def preflight(
         raise BadConfig(f"--hours belongs to --profile {burnin.PROFILE}; the others end by themselves")
     if fire_alerts and profile not in run_alerts.CHECK.seconds:
         raise BadConfig(f"--alerts belongs to --profile {' and '.join(run_alerts.CHECK.seconds)}")
-    targets = {form: path for form in FORMATS if (path := files[f"{form}_file"]) is not None}
-    request = Request(
-        settings.agent.node,
-        profile,
-        only,
-        skip,
-        settings.agent.state_dir,
-        targets,
+    targets = report_targets(files)
+    context = replace(
+        configured(settings.preflight, settings.agent.node, profile),
         train=str(Path(train).absolute()) if train.endswith(".toml") else train,
         overrides=train_set,
         nodes=nodes,
         sbatch=str(sbatch.absolute()) if sbatch else "",
         fire_alerts=fire_alerts,
-        hours=hours,
         nvml_library=settings.section(NvmlSettings).library,
     )
+    request = Request(context, only, skip, settings.agent.state_dir, targets, hours)
     to_stdout = any(str(path) == "-" for path in targets.values())
     console = Console(stderr=to_stdout, quiet=quiet)
     try:
@@ -163,8 +155,8 @@ def list_checks() -> None:
 
 @preflight.command()
 @click.argument("node", required=False)
-@click.option("--runs", default=20, show_default=True, help="Look at this many runs.")
-@click.option("--check", "check_name", help="Only the measures of this check.")
+@option("--runs", default=20, help="Look at this many runs.")
+@option("--check", "check_name", help="Only the measures of this check.")
 @click.pass_obj
 def history(settings: Settings, node: str | None, runs: int, check_name: str | None) -> int:
     """Show the last preflights of NODE (by default this one) and the trend of everything measured."""
@@ -190,7 +182,7 @@ def history(settings: Settings, node: str | None, runs: int, check_name: str | N
 
 @preflight.command()
 @click.argument("reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--fleet", "fleet_file", type=_FILE, help="Write the medians to FILE, for preflight.fleet.")
+@option("--fleet", "fleet_file", type=_FILE, help="Write the medians to FILE, for preflight.fleet.")
 def merge(reports: tuple[Path, ...], fleet_file: Path | None) -> int:
     """Compare the JSON reports of many nodes: who failed, and whose versions differ from the majority.
 

@@ -14,13 +14,13 @@ import click
 from rich.console import Console
 
 from opsd import __version__, exitcodes
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, option, report_options, report_targets
 from opsd.commands.preflight_network import exit_code
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.preflight import view
 from opsd.preflight.base import Context, CouldNotRunError, Verdict
-from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks
+from opsd.preflight.command import HISTORY, keep, yardsticks
 from opsd.preflight.engine import judged
 from opsd.preflight.history import History
 from opsd.preflight.network.rendezvous import RendezvousError, place, use_interface
@@ -32,18 +32,15 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.option("--train", required=True, metavar="CONFIG", help="The run.")
-@click.option("--train-set", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of that run.")
-@click.option("--folder", type=click.Path(path_type=Path), help="A new folder that all nodes see.")
-@click.option("--spares", type=click.IntRange(0), help="Nodes that stand by; by default 1 of three and more.")
-@click.option("--nproc-per-node", "ranks", type=click.IntRange(1), help="Ranks on each node; by default one per GPU.")
-@click.option("--hosts", default="", metavar="HOSTLIST", help="All nodes, e.g. n[01-04]; by default those of the job.")
-@click.option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
-@click.option("--timeout", type=Finite(0), default=900.0, show_default=True, metavar="SECONDS", help="For all of it.")
-@click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")
-@click.option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML.")
-@click.option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown.")
-@click.option("--textfile", "textfile_file", type=_FILE, help="Write it for node_exporter's textfile collector.")
+@option("--train", required=True, metavar="CONFIG", help="The run.")
+@option("--train-set", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of that run.")
+@option("--folder", type=click.Path(path_type=Path), help="A new folder that all nodes see.")
+@option("--spares", type=click.IntRange(0), help="Nodes that stand by; by default 1 of three and more.")
+@option("--nproc-per-node", "ranks", type=click.IntRange(1), help="Ranks on each node; by default one per GPU.")
+@option("--hosts", default="", metavar="HOSTLIST", help="All nodes, e.g. n[01-04]; by default those of the job.")
+@option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
+@option("--timeout", type=Finite(0), default=900.0, metavar="SECONDS", help="For all of it.")
+@report_options
 @click.pass_obj
 def node_drill(
     settings: Settings,
@@ -102,7 +99,7 @@ def node_drill(
         if here.node != 0:
             take_part(this, timeout, lambda: bool(stop))
             return exitcodes.INTERRUPTED if stop else exitcodes.OK
-        targets = {form: path for form in FORMATS if (path := files[f"{form}_file"])}
+        targets = report_targets(files)
         code = _lead(this, settings, targets, timeout, stop)
     if folder is None and code == exitcodes.OK:
         shutil.rmtree(shared, ignore_errors=True)

@@ -11,11 +11,11 @@ import click
 from rich.console import Console
 
 from opsd import exitcodes
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, option, report_options, report_targets
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.preflight import view
-from opsd.preflight.command import FORMATS, HISTORY, keep, yardsticks
+from opsd.preflight.command import HISTORY, keep, yardsticks
 from opsd.preflight.history import History
 from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check
 from opsd.preflight.network.participant import Participant, leading, take_part
@@ -27,24 +27,14 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.option("--hosts", default="", metavar="HOSTLIST", help="All nodes, e.g. n[01-04]; by default those of the job.")
-@click.option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
-@click.option("--rendezvous", default="", metavar="HOST[:PORT]", help="Where they meet; by default the first node.")
-@click.option("--profile", type=click.Choice(["quick", "standard"]), default="quick", show_default=True)
-@click.option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default Slurm's.")
-@click.option("--search", "only_search", is_flag=True, help="Only search for bad nodes and links.")
-@click.option(
-    "--join-timeout",
-    type=Finite(0),
-    default=120.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for nodes.",
-)
-@click.option("--json", "json_file", type=_FILE, help="Write the report as JSON to FILE, - for stdout.")
-@click.option("--junit", "junit_file", type=_FILE, help="Write it as JUnit XML.")
-@click.option("--markdown", "markdown_file", type=_FILE, help="Write it as Markdown.")
-@click.option("--textfile", "textfile_file", type=_FILE, help="Write it for node_exporter's textfile collector.")
+@option("--hosts", default="", metavar="HOSTLIST", help="All nodes, e.g. n[01-04]; by default those of the job.")
+@option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
+@option("--rendezvous", default="", metavar="HOST[:PORT]", help="Where they meet; by default the first node.")
+@option("--profile", type=click.Choice(["quick", "standard"]), default="quick")
+@option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default Slurm's.")
+@option("--search", "only_search", is_flag=True, help="Only search for bad nodes and links.")
+@option("--join-timeout", type=Finite(0), default=120.0, metavar="SECONDS", help="How long to wait for nodes.")
+@report_options
 @click.pass_obj
 def network(
     settings: Settings,
@@ -80,7 +70,7 @@ def network(
         if here.node != 0:
             take_part(participant)
             return exitcodes.OK
-        return _lead(participant, scope, settings, {form: path for form in FORMATS if (path := files[f"{form}_file"])})
+        return _lead(participant, scope, settings, report_targets(files))
     except RuntimeError as error:
         click.echo(f"opsd: {here.host}:{here.port}: {str(error).partition(chr(10))[0]}", err=True)
         return exitcodes.FAILED

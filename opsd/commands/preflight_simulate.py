@@ -13,18 +13,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.commands.options import option
 from opsd.commands.output import written
 from opsd.preflight.simulated_cluster import PLANTS, Score, cluster, score, trial
 
 
 @click.command()
-@click.option("--nodes", type=click.IntRange(4, 100_000), multiple=True, default=(232, 1024), show_default=True)
-@click.option("--per-switch", type=click.IntRange(1), default=16, show_default=True, help="Nodes below a leaf switch.")
-@click.option("--plant", "plants", type=click.Choice(list(PLANTS)), multiple=True, help="Only these faults.")
-@click.option("--trials", type=click.IntRange(1), default=100, show_default=True, help="Trials of each kind.")
-@click.option("--seed", default=0, show_default=True, help="Another seed plants other faults.")
-@click.option("--show", is_flag=True, help="Print every trial: what was planted, what was found, tests used.")
-@click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the scores to FILE.")
+@option("--nodes", type=click.IntRange(4, 100_000), multiple=True, default=(232, 1024))
+@option("--per-switch", type=click.IntRange(1), default=16, help="Nodes below a leaf switch.")
+@option("--plant", "plants", type=click.Choice(list(PLANTS)), multiple=True, help="Only these faults.")
+@option("--trials", type=click.IntRange(1), default=100, help="Trials of each kind.")
+@option("--seed", default=0, help="Another seed plants other faults.")
+@option("--show", is_flag=True, help="Print every trial: what was planted, what was found, tests used.")
+@option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the scores to FILE.")
 def simulate(
     nodes: tuple[int, ...],
     per_switch: int,

@@ -8,7 +8,7 @@ import os
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, option
 from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
@@ -38,17 +38,15 @@ def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
 
 @click.command()
 @click.argument("job", callback=_job, envvar="SLURM_JOB_ID")
-@click.option(
-    "--lost", multiple=True, metavar="NODE", help="A node that is dead: taken down as well, if that is allowed."
-)
-@click.option("--without", "unfit", multiple=True, metavar="NODE", help="A node that the job is not to come back on.")
-@click.option("--reason", default=REASON, show_default=True, callback=_reason, help="Why nodes are taken down.")
-@click.option(
+@option("--lost", multiple=True, metavar="NODE", help="A node that is dead: taken down as well, if that is allowed.")
+@option("--without", "unfit", multiple=True, metavar="NODE", help="A node that the job is not to come back on.")
+@option("--reason", default=REASON, callback=_reason, help="Why nodes are taken down.")
+@option(
     "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
 )
-@click.option("--lead", default=0.0, type=Finite(0), hidden=True)
-@click.option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
-@click.option("--limit", default=LIMIT_S, show_default=True, type=Finite(1), help="Seconds to keep trying.")
+@option("--lead", default=0.0, type=Finite(0), hidden=True)
+@option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
+@option("--limit", default=LIMIT_S, type=Finite(1), help="Seconds to keep trying.")
 def requeue(
     job: int,
     lost: tuple[str, ...],

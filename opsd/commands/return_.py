@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from opsd.commands.node_service import node_options, node_service, write_evidence
+from opsd.commands.options import option
 from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.preflight.checks import CHECKS
@@ -22,10 +23,10 @@ from opsd.slurm.ownership import PreflightResult
 
 @click.command("return")
 @node_options
-@click.option("--report", "reports", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+@option("--report", "reports", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Preflight report (--json) of a node that is not this one. Repeatable.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Without a passed preflight, and in spite of relapses.")
-@click.option("--reason", "text", help="Why, with --force.")
+@option("--force", is_flag=True, help="Without a passed preflight, and in spite of relapses.")
+@option("--reason", "text", help="Why, with --force.")
 def return_(
     nodes: tuple[str, ...],
     file: Path | None,

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
+from opsd.commands.options import option
 from opsd.commands.settings import BadConfig
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import SECTIONS, Guide
@@ -35,7 +36,7 @@ def list_runbooks() -> None:
 
 @runbook.command()
 @click.argument("name")
-@click.option("--markdown", is_flag=True, help="Print it as Markdown.")
+@option("--markdown", is_flag=True, help="Print it as Markdown.")
 def show(name: str, markdown: bool) -> None:
     """The runbook NAME: meaning, impact, diagnosis, mitigation, and what opsd does by itself."""
     guides = all_guides()

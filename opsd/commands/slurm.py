@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, option
 from opsd.commands.slurm_attend import attend
 from opsd.commands.slurm_run import run
 from opsd.slurm.check import Report
@@ -29,9 +29,9 @@ slurm.add_command(attend)
 
 
 @slurm.command()
-@click.option("--node", default=lambda: os.uname().nodename, show_default="host name", help="Its name in Slurm.")
-@click.option("--deadline", default=12.0, show_default=True, type=Finite(min=0.1), help="Seconds for an answer.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--node", default=lambda: os.uname().nodename, show_default="host name", help="Its name in Slurm.")
+@option("--deadline", default=12.0, type=Finite(min=0.1), help="Seconds for an answer.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def check(ctx: click.Context, node: str, deadline: float, as_json: bool) -> None:
     """Say which Slurm this is, what this user may do, and which settings make recovery slow.

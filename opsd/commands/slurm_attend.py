@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from opsd import exitcodes
+from opsd.commands.options import option
 from opsd.launch.run.launchers import BATCH
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import STOPPING
@@ -32,10 +33,10 @@ def attend_command(
 
 
 @click.command(hidden=True)
-@click.option("--pool", required=True)
-@click.option("--run-dir", "folder", type=click.Path(path_type=Path), required=True)
-@click.option("--opsd", "of_opsd", type=int, required=True, help="Number of ARGS that are the opsd command of a spare.")
-@click.option(
+@option("--pool", required=True)
+@option("--run-dir", "folder", type=click.Path(path_type=Path), required=True)
+@option("--opsd", "of_opsd", type=int, required=True, help="Number of ARGS that are the opsd command of a spare.")
+@option(
     "--told", "of_spare", type=int, required=True, help="Number of ARGS after those that are its launcher's options."
 )
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, required=True)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, option
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
@@ -62,24 +62,24 @@ class _Separated(click.Command):
 
 
 @click.command(cls=_Separated, context_settings={"ignore_unknown_options": True, "max_content_width": 110})
-@click.option(
+@option(
     "--nnodes",
     "count",
     callback=_count,
     metavar="N|MIN:MAX",
     help="Nodes that run ranks; all but the spares by default. With MIN:MAX a run grows at its next restart only.",
 )
-@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes of the job that stand by.")
-@click.option("--pool", metavar="PARTITION|reservation:NAME|same",
+@option("--spares", type=click.IntRange(0), default=0, help="Nodes of the job that stand by.")
+@option("--pool", metavar="PARTITION|reservation:NAME|same",
               help="Fetch a spare from there when a node is lost; same: from the job's own partition.")  # fmt: skip
-@click.option("--wait", type=Finite(0), metavar="S",
+@option("--wait", type=Finite(0), metavar="S",
               help="Seconds to wait for a node when too few are left, before the job goes back into the queue. "
               f"[default: {WAIT_FOR_POOL_S:g} with a pool, else 0]")  # fmt: skip
-@click.option("--run-id", "run", callback=_run_id, help="Name of the run; made from the job's name by default.")
-@click.option("--runs", type=_PATH, metavar="DIR", help="The folder of the run is DIR/RUN; all nodes must see it.")
-@click.option("--run-dir", type=_PATH, metavar="DIR", help="The folder of the run itself.")
-@click.option("--opsd", "command", envvar="OPSD", help="What is started on each node; this opsd by default.")
-@click.option("--dry-run", is_flag=True, help="Say what would be started on each node, and do nothing.")
+@option("--run-id", "run", callback=_run_id, help="Name of the run; made from the job's name by default.")
+@option("--runs", type=_PATH, metavar="DIR", help="The folder of the run is DIR/RUN; all nodes must see it.")
+@option("--run-dir", type=_PATH, metavar="DIR", help="The folder of the run itself.")
+@option("--opsd", "command", envvar="OPSD", help="What is started on each node; this opsd by default.")
+@option("--dry-run", is_flag=True, help="Say what would be started on each node, and do nothing.")
 @click.argument(
     "launch", nargs=-1, type=click.UNPROCESSED, required=True, metavar="[LAUNCH OPTIONS] -- PROGRAM [ARGS]..."
 )

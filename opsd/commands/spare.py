@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from opsd import exitcodes
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, config_options, option
 from opsd.commands.output import clock_time, fail
 from opsd.commands.settings import load
 from opsd.config import Settings
@@ -39,8 +39,7 @@ PLAIN_S = 5.0
 
 
 @click.group()
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml.")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+@config_options
 @click.pass_context
 def spare(ctx: click.Context, file: Path | None, overrides: tuple[str, ...]) -> None:
     """Nodes kept ready to take the place of another one.
@@ -52,7 +51,7 @@ def spare(ctx: click.Context, file: Path | None, overrides: tuple[str, ...]) -> 
 
 
 @spare.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def list_spares(settings: Settings, as_json: bool) -> int:
     """Show each spare of the pool: ready, or why not.
@@ -76,7 +75,7 @@ def list_spares(settings: Settings, as_json: bool) -> int:
 
 
 @spare.command()
-@click.option("--rate", type=Finite(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
+@option("--rate", type=Finite(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
 @click.pass_obj
 def stage(settings: Settings, rate: float | None) -> int:
     """Copy the shards at spare.source to spare.folder of this node.
@@ -104,7 +103,7 @@ def stage(settings: Settings, rate: float | None) -> int:
 
 
 @spare.command()
-@click.option("--rate", type=Finite(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
+@option("--rate", type=Finite(min=0, min_open=True), help="MB/s at most. Default: spare.rate_mb_s.")
 @click.pass_obj
 def verify(settings: Settings, rate: float | None) -> int:
     """Read the staged data again, look at software and preflight, and say whether this node is a ready spare.
@@ -144,7 +143,7 @@ def status(settings: Settings) -> int:
 
 
 @spare.command()
-@click.option("--delete", is_flag=True, help="Delete the staged files as well.")
+@option("--delete", is_flag=True, help="Delete the staged files as well.")
 @click.pass_obj
 def release(settings: Settings, delete: bool) -> int:
     """Make this node an ordinary one again: neither agent nor Slurm have it as a spare."""
@@ -165,9 +164,9 @@ def release(settings: Settings, delete: bool) -> int:
 
 
 @spare.command()
-@click.option("--nodes", "count", type=click.IntRange(1), required=True, help="How many Slurm keeps free.")
-@click.option("--partition", default="", help="Take them from this partition.")
-@click.option("--users", default="root", show_default=True, help="Who may use them, separated by commas.")
+@option("--nodes", "count", type=click.IntRange(1), required=True, help="How many Slurm keeps free.")
+@option("--partition", default="", help="Take them from this partition.")
+@option("--users", default="root", help="Who may use them, separated by commas.")
 @click.pass_obj
 def reserve(settings: Settings, count: int, partition: str, users: str) -> int:
     """Make the pool's reservation: Slurm chooses the nodes and replaces those that go down."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, option
 from opsd.simulated.gpus import NoCompilerError, SimulationError
 from opsd.stack.node import JOB
 
@@ -70,9 +70,9 @@ def _take(browser: str, profile: str, url: str, file: Path, size: tuple[int, int
 
 
 @click.command()
-@click.option("--scrape", default=15.0, show_default=True, type=Finite(1, 60), help="Seconds between scrapes.")
-@click.option("--keep", is_flag=True, help="Leave everything running until Ctrl-C.")
-@click.option(
+@option("--scrape", default=15.0, type=Finite(1, 60), help="Seconds between scrapes.")
+@option("--keep", is_flag=True, help="Leave everything running until Ctrl-C.")
+@option(
     "--pictures", type=click.Path(file_okay=False, path_type=Path), help="Take pictures of the pages into this folder."
 )
 def stack(scrape: float, keep: bool, pictures: Path | None) -> None:

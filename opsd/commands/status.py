@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from opsd.commands.agent_client import Agent, agent_options
-from opsd.commands.output import plain_table, printable
+from opsd.commands.output import plain_table, printable, rank_table
 
 _STATES = {"ok": "green", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}
 
@@ -30,7 +30,7 @@ def status(agent: Agent, as_json: bool) -> None:
     console.print(f"[bold]{answer['node']}[/bold]  {said}")
     if not answer["journal"]["up"]:
         console.print(f"[red]journal: {answer['journal']['problem']}[/red]")
-    for table in (_collectors(answer), _gpus(answer), _ranks(answer)):
+    for table in (_collectors(answer), _gpus(answer), rank_table(answer["ranks"])):
         if table.row_count:
             console.print(table)
     count = sum(answer["incidents"].values())
@@ -52,20 +52,4 @@ def _gpus(answer: Mapping[str, Any]) -> Table:
             f"[red]lost: {gpu['lost']}[/red]" if gpu["lost"] else ""
         )
         table.add_row(str(gpu["index"]), gpu["model"], gpu["pci_bus_id"], said)
-    return table
-
-
-def _ranks(answer: Mapping[str, Any]) -> Table:
-    table = plain_table("rank", "run", "GPU", "phase", "for", "step", "step time", "")
-    for rank in answer["ranks"]:
-        table.add_row(
-            str(rank["rank"]),
-            rank["run"],
-            "-" if rank["gpu"] is None else str(rank["gpu"]),
-            rank["phase"],
-            f"{rank['phase_s']:.1f} s",
-            "-" if rank["step"] is None else str(rank["step"]),
-            "-" if rank["step_s"] is None else f"{rank['step_s']:.3f} s",
-            "" if rank["live"] else "[red]not running[/red]",
-        )
     return table

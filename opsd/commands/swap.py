@@ -10,7 +10,7 @@ import click
 from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, planned_swap
 from opsd.collectors.ranks import RanksSettings
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, config_options, option
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 
@@ -20,19 +20,17 @@ TIMEOUT_S = 600.0
 
 @click.command()
 @click.argument("node")
-@click.option("--run", "run_name", help="The run, if several have a launcher here.")
-@click.option("--reason", default="asked for by hand", show_default=True, help="Why; it stands in the run's events.")
-@click.option("--dry-run", is_flag=True, help="Say which spare would come, and do nothing.")
-@click.option(
+@option("--run", "run_name", help="The run, if several have a launcher here.")
+@option("--reason", default="asked for by hand", help="Why; it stands in the run's events.")
+@option("--dry-run", is_flag=True, help="Say which spare would come, and do nothing.")
+@option(
     "--timeout",
     type=Finite(0),
     default=TIMEOUT_S,
-    show_default=True,
     metavar="SECONDS",
     help="Wait so long at most; a swap that has begun goes on.",
 )
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Use FILE.")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting.")
+@config_options
 def swap(
     node: str,
     run_name: str | None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from opsd.commands.options import Finite
+from opsd.commands.options import Finite, option
 from opsd.commands.output import fail
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Node, Slurm, SlurmError
@@ -47,11 +47,11 @@ def replace(file: Path, text: str) -> bool:
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Replace FILE instead of printing.")
-@click.option("--cluster", help="Value of the label cluster; Slurm's ClusterName by default.")
-@click.option("--port", default=PORT, show_default=True, type=click.IntRange(1, 65_535), help="Port of the agents.")
-@click.option("--domain", default="", help="Appended to the nodes' names, for instance cluster.example.com.")
-@click.option("--deadline", default=12.0, show_default=True, type=Finite(min=0.1), help="Seconds for Slurm.")
+@option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Replace FILE instead of printing.")
+@option("--cluster", help="Value of the label cluster; Slurm's ClusterName by default.")
+@option("--port", default=PORT, type=click.IntRange(1, 65_535), help="Port of the agents.")
+@option("--domain", default="", help="Appended to the nodes' names, for instance cluster.example.com.")
+@option("--deadline", default=12.0, type=Finite(min=0.1), help="Seconds for Slurm.")
 def targets(out: Path | None, cluster: str | None, port: int, domain: str, deadline: float) -> None:
     """Print the agents of all nodes for Prometheus' file_sd, or write them to a file.
 

@@ -22,26 +22,17 @@ from rich.text import Text
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
-from opsd.commands.options import Finite
-from opsd.commands.output import fail, plain_table, printable
+from opsd.commands.options import Finite, option
+from opsd.commands.output import fail, plain_table, printable, rank_table
 
-_PHASES = {
-    "data": "yellow",
-    "forward": "green",
-    "backward": "green",
-    "optimizer": "green",
-    "collective": "cyan",
-    "checkpoint": "magenta",
-    "evaluation": "blue",
-}
 _SEVERITIES = {"critical": "bold red", "warning": "yellow", "info": "dim"}
 MAX_INCIDENTS = 8
 
 
 @click.command()
 @with_agent
-@click.option("--interval", type=Finite(0.2, 60), default=1.0, show_default=True, help="Seconds between looks.")
-@click.option("--once", is_flag=True, help="Print once and exit.")
+@option("--interval", type=Finite(0.2, 60), default=1.0, help="Seconds between looks.")
+@option("--once", is_flag=True, help="Print once and exit.")
 def top(agent: Agent, interval: float, once: bool) -> int:
     """Watch the GPUs, ranks and incidents of a node live; q or Ctrl-C ends it.
 
@@ -83,7 +74,7 @@ def screen(status: Mapping[str, Any], incidents: list[Mapping[str, Any]], wall: 
     parts: list[RenderableType] = [
         Text.from_markup(f"{title}, {time.strftime('%H:%M:%S', time.localtime(wall))}{late}")
     ]
-    for table in (_gpus(status), _ranks(status)):
+    for table in (_gpus(status), rank_table(status["ranks"])):
         if table.row_count:
             parts += [Text(), table]
     return Group(*parts, Text(), _incidents(incidents, wall))
@@ -102,22 +93,6 @@ def _gpus(status: Mapping[str, Any]) -> Table:
             _value(gpu["sm_clock_mhz"], " MHz"),
             _value(gpu["memory_used_mib"], " MiB"),
             f"[red]lost: {gpu['lost']}[/red]" if gpu["lost"] else "[yellow]simulated[/yellow]" * gpu["simulated"],
-        )
-    return table
-
-
-def _ranks(status: Mapping[str, Any]) -> Table:
-    table = plain_table("rank", "run", "GPU", "phase", "for", "step", "step time", "")
-    for rank in status["ranks"]:
-        table.add_row(
-            str(rank["rank"]),
-            rank["run"],
-            _value(rank["gpu"], ""),
-            f"[{_PHASES.get(rank['phase'], 'default')}]{rank['phase']}[/]",
-            f"{rank['phase_s']:.1f} s",
-            _value(rank["step"], ""),
-            "-" if rank["step_s"] is None else f"{rank['step_s']:.3f} s",
-            "" if rank["live"] else "[red]not running[/red]",
         )
     return table
 

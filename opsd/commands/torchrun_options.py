@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from opsd.commands.launch_options import local_size, node_count, rank_list, rdzv_settings, streams
-from opsd.commands.options import Finite, options
+from opsd.commands.options import F, Finite, option, options
 
 OPTIONS = frozenset(
     {
@@ -63,40 +64,36 @@ def _signals(context: click.Context, parameter: click.Parameter, value: str) -> 
     return value
 
 
+def _option(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """An option that can also be set by torchrun's environment variable, PET_ and the option's name."""
+    long = next(name for name in names if name.startswith("--"))
+    return option(*names, **{"envvar": f"PET_{long[2:].replace('-', '_').upper()}", **attributes})
+
+
 _NO_FILTER = "all that a rank prints is in RUN_DIR/logs: leave the option out and search there"
 
 torchrun_options = options(
-    click.option(
+    _option(
         "--nproc-per-node",
         "local_size",
         default="1",
-        show_default=True,
         callback=local_size,
-        envvar="PET_NPROC_PER_NODE",
         metavar="N|cpu|gpu|auto",
         help="Ranks on this node.",
     ),
-    click.option(
+    _option(
         "--nnodes",
         "count",
         default="1",
-        show_default=True,
         callback=node_count,
-        envvar="PET_NNODES",
         metavar="N|MIN:MAX",
         help="Nodes that run ranks; one launcher on each. Further nodes are spares. With MIN:MAX a run goes on with "
         "fewer than MAX, and one that comes later gets ranks at the next restart: by itself it causes none.",
     ),
-    click.option(
-        "--standalone",
-        is_flag=True,
-        envvar="PET_STANDALONE",
-        help="One node, whatever is said about a meeting of several.",
-    ),
-    click.option(
+    _option("--standalone", is_flag=True, help="One node, whatever is said about a meeting of several."),
+    _option(
         "--rdzv-backend",
         default="static",
-        envvar="PET_RDZV_BACKEND",
         callback=_only(
             ("static", "c10d"),
             "launchers meet by themselves, without etcd or other services; leave it out, and without Slurm give "
@@ -105,137 +102,95 @@ torchrun_options = options(
         metavar="static|c10d",
         help="Which of --rdzv-endpoint and --node-rank count, as for torchrun.",
     ),
-    click.option(
+    _option(
         "--rdzv-endpoint",
         default="",
-        envvar="PET_RDZV_ENDPOINT",
         metavar="HOST[:PORT]",
         help="Where the launchers of several nodes meet without Slurm: a port that is free on the first node.",
     ),
-    click.option(
+    _option(
         "--rdzv-id",
-        envvar="PET_RDZV_ID",
         help="The ranks' TORCHELASTIC_RUN_ID, the run's name by default; on several nodes it names the run.",
     ),
-    click.option("--rdzv-conf", default="", envvar="PET_RDZV_CONF", callback=rdzv_settings, hidden=True),
-    click.option("--node-rank", type=click.IntRange(0), envvar="PET_NODE_RANK", hidden=True),
-    click.option(
+    _option("--rdzv-conf", default="", callback=rdzv_settings, hidden=True),
+    _option("--node-rank", type=click.IntRange(0), hidden=True),
+    _option(
         "--master-addr",
-        envvar="PET_MASTER_ADDR",
         metavar="HOST",
         help="MASTER_ADDR, 127.0.0.1 by default; on several nodes also where the launchers meet without Slurm.",
     ),
-    click.option(
+    _option(
         "--master-port",
         type=click.IntRange(1, 65535),
-        envvar="PET_MASTER_PORT",
         help="MASTER_PORT of every generation; a fresh one for each by default.",
     ),
-    click.option("--local-addr", default="", envvar="PET_LOCAL_ADDR", metavar="ADDRESS", help="This node's address."),
-    click.option("--role", default="default", envvar="PET_ROLE", help="The ranks' ROLE_NAME."),
-    click.option(
+    _option("--local-addr", default="", metavar="ADDRESS", help="This node's address."),
+    _option("--role", default="default", help="The ranks' ROLE_NAME."),
+    _option(
         "--max-restarts",
         type=click.IntRange(0),
         default=8,
-        show_default=True,
-        envvar="PET_MAX_RESTARTS",
         help="Restarts within any --restart-window committed steps; torchrun's default is 0.",
     ),
-    click.option("--monitor-interval", type=Finite(0), envvar="PET_MONITOR_INTERVAL", hidden=True),
-    click.option(
+    _option("--monitor-interval", type=Finite(0), hidden=True),
+    _option(
         "--start-method",
         default="spawn",
-        envvar="PET_START_METHOD",
         callback=_only(("spawn", "fork", "forkserver"), "programs are always started by exec; leave it out"),
         hidden=True,
     ),
-    click.option(
+    _option(
         "--event-log-handler",
         default="null",
-        envvar="PET_EVENT_LOG_HANDLER",
         callback=_only(("null",), "events go to RUN_DIR/events.jsonl; leave it out, or say --events FILE"),
         hidden=True,
     ),
-    click.option("-m", "--module", is_flag=True, envvar="PET_MODULE", help="PROGRAM is a module, as in python -m."),
-    click.option("--no-python", is_flag=True, envvar="PET_NO_PYTHON", help="PROGRAM is any executable."),
-    click.option("--run-path", is_flag=True, envvar="PET_RUN_PATH", hidden=True),
-    click.option(
-        "--log-dir",
-        type=click.Path(path_type=Path),
-        envvar="PET_LOG_DIR",
-        help="Where logs go; RUN_DIR/logs by default.",
-    ),
-    click.option(
+    _option("-m", "--module", is_flag=True, help="PROGRAM is a module, as in python -m."),
+    _option("--no-python", is_flag=True, help="PROGRAM is any executable."),
+    _option("--run-path", is_flag=True, hidden=True),
+    _option("--log-dir", type=click.Path(path_type=Path), help="Where logs go; RUN_DIR/logs by default."),
+    _option(
         "-r",
         "--redirects",
         default="0",
         callback=streams,
-        envvar="PET_REDIRECTS",
         help="Streams that go to files of their own and not to the console: 1 stdout, 2 stderr, 3 both, 0 none; or by "
         "local rank, 0:3,1:2.",
     ),
-    click.option(
+    _option(
         "-t",
         "--tee",
         default="0",
         callback=streams,
-        envvar="PET_TEE",
         help="Streams that go to files of their own and to the console, each line with its rank; same form.",
     ),
-    click.option(
-        "--local-ranks-filter",
-        "chosen",
-        default="",
-        callback=rank_list,
-        envvar="PET_LOCAL_RANKS_FILTER",
-        help="Show only these local ranks.",
-    ),
-    click.option(
-        "--duplicate-stdout-filters",
-        default="",
-        envvar="PET_DUPLICATE_STDOUT_FILTERS",
-        callback=_only(("",), _NO_FILTER),
-        hidden=True,
-    ),
-    click.option(
-        "--duplicate-stderr-filters",
-        default="",
-        envvar="PET_DUPLICATE_STDERR_FILTERS",
-        callback=_only(("",), _NO_FILTER),
-        hidden=True,
-    ),
-    click.option(
+    _option("--local-ranks-filter", "chosen", default="", callback=rank_list, help="Show only these local ranks."),
+    _option("--duplicate-stdout-filters", default="", callback=_only(("",), _NO_FILTER), hidden=True),
+    _option("--duplicate-stderr-filters", default="", callback=_only(("",), _NO_FILTER), hidden=True),
+    _option(
         "--logs-specs",
         default="",
         callback=_only(("",), "logs cannot be handed to a plug-in of torch; leave it out and read RUN_DIR/logs"),
         hidden=True,
+        envvar=None,
     ),
-    click.option(
+    _option(
         "--numa-binding",
         default="",
         callback=_only(("",), "ranks are not bound to CPUs; leave it out and bind with Slurm, or by numactl"),
         hidden=True,
+        envvar=None,
     ),
-    click.option(
-        "--signals-to-handle",
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        envvar="PET_SIGNALS_TO_HANDLE",
-        callback=_signals,
-        hidden=True,
-    ),
-    click.option(
+    _option("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", callback=_signals, hidden=True),
+    _option(
         "--stop-timeout",
         "--shutdown-timeout",
         type=Finite(0),
         default=120.0,
-        show_default=True,
         envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
         help="Seconds to checkpoint and end after SIGTERM or SIGUSR1; a second signal leaves 20 s, a third none.",
     ),
-    click.option(
-        "--virtual-local-rank",
-        is_flag=True,
-        envvar="PET_VIRTUAL_LOCAL_RANK",
-        help="Let each rank see its own GPU only, as device 0, with LOCAL_RANK=0.",
+    _option(
+        "--virtual-local-rank", is_flag=True, help="Let each rank see its own GPU only, as device 0, with LOCAL_RANK=0."
     ),
 )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import click
 
 from opsd.commands.launch import launch
+from opsd.commands.options import option
 from opsd.launch.ranks.settings import gpu_count
 
 TRAINER = "opsd.trainer"
@@ -16,14 +17,14 @@ TRAINER = "opsd.trainer"
 
 @click.command()
 @click.argument("config")
-@click.option(
+@option(
     "--nproc-per-node",
     "ranks",
     metavar="N|cpu|gpu|auto",
     help="Ranks on this node, as of opsd launch. By default one for each GPU, and one where there is none.",
 )
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
-@click.option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run can be had.")
+@option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
+@option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run can be had.")
 def train(config: str, ranks: str | None, overrides: tuple[str, ...], fresh: bool) -> int:
     """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b), on this node.
 

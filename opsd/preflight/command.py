@@ -46,23 +46,14 @@ FORMATS: Final[Mapping[str, Callable[[Report], str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The command line's options."""
+    """What to check, and where reports go. A burn-in goes on for ``hours``."""
 
-    node: str
-    profile: str
+    context: Context
     only: Sequence[str]
     skip: Sequence[str]
     state_dir: Path
     targets: Mapping[str, Path]
-    train: str = ""
-    overrides: Sequence[str] = ()
-    nodes: int = 1
-    sbatch: str = ""
-    fire_alerts: bool = False
     hours: float | None = None
-    """How long a burn-in goes on."""
-    device: str = "cuda"
-    nvml_library: str | None = None
 
 
 def preflight(
@@ -74,10 +65,10 @@ def preflight(
     """Run the checks, show and write the results. Raises SelectionError or FleetError before any check starts."""
     validate(settings, checks)
     skip = {*request.skip, *(set(settings.skip) - {*request.only})}
-    selected = select(checks, request.profile, request.only, skip)
+    selected = select(checks, request.context.profile, request.only, skip)
     fleet = Fleet.read(Path(settings.fleet)) if settings.fleet else None
     history = History(request.state_dir / HISTORY)
-    known, python = context(request, settings), settings.python or sys.executable
+    known, python = request.context, settings.python or sys.executable
     ensure_torch(python, selected, known, settings.optional)
     known = replace(known, demand=demand_by(python, known))
     with _logs(request.state_dir) as logs, view.watching(console) as watcher:
@@ -87,9 +78,9 @@ def preflight(
             logs,
             frozenset(settings.optional),
             python,
-            lambda check: yardsticks(check, request.node, settings, history, fleet, console),
+            lambda check: yardsticks(check, request.context.node, settings, history, fleet, console),
         )
-        if request.profile == burnin.PROFILE:
+        if request.context.profile == burnin.PROFILE:
             report = _burn_in(request, check_run, watcher, console)
         else:
             report = asyncio.run(_until_interrupted(run(check_run, watcher)))
@@ -102,7 +93,7 @@ def _burn_in(request: Request, check_run: CheckRun, watcher: view.View, console:
     """Run rounds for the requested time. Raises SelectionError if nothing can be stored."""
     root, hours = request.state_dir / burnin.PROFILE, request.hours or BURN_IN_H
     try:
-        burn = burnin.begin(root, request.node, check_run.checks, hours * 3600, time.time())
+        burn = burnin.begin(root, request.context.node, check_run.checks, hours * 3600, time.time())
     except OSError as error:
         raise SelectionError(f"a burn-in is kept in {root}, which cannot be written: {error.strerror}") from error
 
@@ -115,7 +106,7 @@ def _burn_in(request: Request, check_run: CheckRun, watcher: view.View, console:
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
     async def all_rounds() -> Report:
-        with series.recording(burn.series_file, request.nvml_library):
+        with series.recording(burn.series_file, request.context.nvml_library):
             return await burnin.go_on(burn, one_round, tell)
 
     report = asyncio.run(_until_interrupted(all_rounds()))
@@ -181,32 +172,24 @@ def validate(settings: PreflightSettings, checks: Sequence[Check]) -> None:
                 raise SelectionError(f"preflight.limits.{name}.{measure}: {name} has no such measure; {known}")
 
 
-def context(request: Request, settings: PreflightSettings) -> Context:
-    """The context of the checks, with the demand from the settings."""
-    configured = Demand(
-        settings.tokens_per_s,
-        checkpoint_bytes=settings.checkpoint_bytes,
-        checkpoint_interval_s=settings.checkpoint_interval_s,
-    )
+def configured(settings: PreflightSettings, node: str, profile: str) -> Context:
+    """The context of the checks as far as the settings give it."""
     return Context(
-        node=request.node,
-        profile=request.profile,
+        node=node,
+        profile=profile,
         seconds=0.0,
-        device=request.device,
         gpus=settings.gpus,
-        demand=configured,
+        demand=Demand(
+            settings.tokens_per_s,
+            checkpoint_bytes=settings.checkpoint_bytes,
+            checkpoint_interval_s=settings.checkpoint_interval_s,
+        ),
         local_dir=settings.local_dir,
         shared_dir=settings.shared_dir,
         infiniband_gbps=settings.infiniband_gbps,
-        train=request.train,
-        overrides=tuple(request.overrides),
-        nodes=request.nodes,
-        sbatch=request.sbatch,
-        fire_alerts=request.fire_alerts,
         alertmanager=settings.alertmanager,
         prometheus=settings.prometheus,
         alert_inbox=settings.alert_inbox,
-        nvml_library=request.nvml_library,
     )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -89,16 +89,12 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             async with asyncio.timeout(_TIDY_S):
                 await process.wait()
     leftovers = [*_session(process.pid)]
-    for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), *(_killer(leftover) for leftover in leftovers)):
+    for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), *(leftover.kill for leftover in leftovers)):
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
             kill()
     with contextlib.suppress(TimeoutError):  # one in uninterruptible sleep cannot be waited for
         async with asyncio.timeout(_FINISH_S):
             await process.wait()
-
-
-def _killer(process: psutil.Process) -> Callable[[], None]:
-    return process.kill
 
 
 def _session(leader: int) -> Iterator[psutil.Process]:

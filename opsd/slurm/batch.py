@@ -50,20 +50,16 @@ class RunningSteps(Protocol):
     @property
     def codes(self) -> Mapping[str, int]:
         """Exit codes of the steps that have ended, by node."""
-        ...
 
     @property
     def left(self) -> frozenset[str]:
         """The nodes whose step has not ended."""
-        ...
 
     def signal(self, number: signal.Signals) -> None:
         """Forward a signal."""
-        ...
 
     def abandon(self) -> None:
         """Stop waiting for the remaining steps."""
-        ...
 
 
 @dataclass

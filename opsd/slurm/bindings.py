@@ -9,35 +9,19 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from opsd.slurm.commands import DEADLINE_S
+from opsd.slurm.commands import DEADLINE_S, CommandSlurm
 from opsd.slurm.output import failure
-from opsd.slurm.port import (
-    Job,
-    Node,
-    NodeUpdate,
-    Partition,
-    Reservation,
-    Slurm,
-    SlurmError,
-    SlurmMissing,
-    SlurmRejected,
-    SlurmUnavailable,
-    Version,
-)
-from opsd.slurm.runner import Output, clean_environment
+from opsd.slurm.port import Job, Node, NodeUpdate, Slurm, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
+from opsd.slurm.runner import Output, Runner, clean_environment, run_command
 
 WORKER = (sys.executable, "-m", "opsd.slurm.pyslurm_worker")
 
 
-class Asker(Protocol):
-    """Sends one request to pyslurm."""
-
-    def __call__(self, name: str, *arguments: object) -> Any:
-        """The answer to the request. Raises SlurmError."""
-        ...
+Asker = Callable[..., Any]
+"""Sends pyslurm a request, its name and arguments, and returns the answer. Raises SlurmError."""
 
 
 class Worker:
@@ -115,28 +99,21 @@ class Worker:
         return said.splitlines()[-1] if said else "it ended without a message"
 
 
-class PyslurmSlurm:
-    """Slurm through pyslurm. ``commands`` handles what takes options of sbatch or scontrol.
+class PyslurmSlurm(CommandSlurm):
+    """Slurm through pyslurm, and through commands where those take options of sbatch or scontrol.
 
     Reservations are also read with commands: pyslurm 25.11.2 raises on the flag REPLACE_DOWN of a spare pool.
     """
 
-    def __init__(self, ask: Asker, commands: Slurm) -> None:
+    def __init__(self, ask: Asker, run: Runner = run_command, *, deadline_s: float = DEADLINE_S) -> None:
+        super().__init__(run, deadline_s=deadline_s)
         self._ask = ask
-        self._commands = commands
-
-    @property
-    def version(self) -> Version:
-        return self._commands.version
 
     def responds(self) -> bool:
         try:
             return bool(self._ask("responds"))
         except SlurmUnavailable:
             return False
-
-    def configuration(self) -> Mapping[str, str]:
-        return self._commands.configuration()
 
     def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
         found = [Node(**{**fields, "flags": frozenset(fields["flags"])}) for fields in self._ask("nodes", list(names))]
@@ -145,18 +122,9 @@ class PyslurmSlurm:
     def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
         self._ask("update_nodes", list(names), update, reason)
 
-    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
-        return self._commands.comments(names)
-
-    def set_comment(self, name: str, text: str) -> None:
-        self._commands.set_comment(name, text)
-
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         found = [Job(**{**fields, "nodes": tuple(fields["nodes"])}) for fields in self._ask("jobs", list(ids), node)]
         return sorted(found, key=lambda job: job.id)
-
-    def step_nodes(self, job: int) -> frozenset[str]:
-        return self._commands.step_nodes(job)
 
     def requeue(self, job: int) -> None:
         self._ask("requeue", job)
@@ -164,42 +132,12 @@ class PyslurmSlurm:
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._ask("set_start_time", job, at)
 
-    def exclude(self, job: int, names: Sequence[str], at: float) -> None:
-        self._commands.exclude(job, names, at)
-
-    def excluded(self, job: int) -> Mapping[str, float]:
-        return self._commands.excluded(job)
-
-    def include(self, job: int, names: Sequence[str]) -> None:
-        self._commands.include(job, names)
-
-    def shrink(self, job: int, names: Sequence[str]) -> None:
-        self._commands.shrink(job, names)
-
-    def release(self, job: int) -> None:
-        self._commands.release(job)
-
-    def submit(self, script: str, options: Sequence[str] = ()) -> int:
-        return self._commands.submit(script, options)
-
     def cancel(self, job: int) -> None:
         try:
             self._ask("cancel", job)
         except SlurmRejected as error:
             if "already" not in str(error) and "Invalid job id" not in str(error):
                 raise
-
-    def partitions(self) -> Sequence[Partition]:
-        return self._commands.partitions()
-
-    def reservations(self) -> Sequence[Reservation]:
-        return self._commands.reservations()
-
-    def reserve(self, name: str, settings: Mapping[str, str]) -> None:
-        self._commands.reserve(name, settings)
-
-    def unreserve(self, name: str) -> None:
-        self._commands.unreserve(name)
 
 
 def why_not_pyslurm(ask: Asker, commands: Slurm) -> str:

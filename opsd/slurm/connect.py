@@ -28,4 +28,4 @@ def choose(deadline_s: float = DEADLINE_S) -> Choice:
         return Choice(commands, "pyslurm is not installed")
     worker = Worker(deadline_s=deadline_s)
     no_bindings = why_not_pyslurm(worker, commands)
-    return Choice(commands if no_bindings else PyslurmSlurm(worker, commands), no_bindings)
+    return Choice(commands if no_bindings else PyslurmSlurm(worker, deadline_s=deadline_s), no_bindings)

@@ -180,11 +180,6 @@ def give_back(
     return back
 
 
-def why_relapsing(slurm: Slurm, name: str, rules: Rules) -> str:
-    """Why the node's history keeps it out of service, "" if it does not. Raises SlurmError."""
-    return _relapsing(name, node_comment.read(slurm.comments([name]).get(name, "")), rules)
-
-
 def day(at: float) -> str:
     """The epoch second ``at`` as local time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

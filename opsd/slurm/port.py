@@ -69,11 +69,6 @@ class Node:
         return self.state in ("allocated", "mixed") or "completing" in self.flags
 
     @property
-    def draining(self) -> bool:
-        """Whether the node takes no new jobs but still has some."""
-        return "drain" in self.flags and self.busy
-
-    @property
     def usable(self) -> bool:
         """Whether the node could get a job now, or once its present jobs end."""
         blocking = {"drain", "fail", "not_responding", "maintenance", "powered_down", "powering_down", "invalid_reg"}
@@ -145,94 +140,72 @@ class Slurm(Protocol):
     @property
     def version(self) -> Version:
         """The release of this machine's Slurm."""
-        ...
 
     def responds(self) -> bool:
         """Whether a controller answers. Notices sooner than the other methods if none does."""
-        ...
 
     def configuration(self) -> Mapping[str, str]:
         """The controller's settings, for instance {"SlurmdTimeout": "300 sec"}."""
-        ...
 
     def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
         """The nodes with these names, or all. Unknown names and nodes in no partition are left out, as in sinfo."""
-        ...
 
     def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
         """Drain, resume or down nodes. ``reason`` is required for drain and down."""
-        ...
 
     def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
         """The comment of each of these nodes, or of all; "" if there is none. Unknown names are left out."""
-        ...
 
     def set_comment(self, name: str, text: str) -> None:
         """Replace a node's comment. It survives drains and restarts of the controller."""
-        ...
 
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         """The jobs with these ids, or on one node, or all that this user may see. Unknown ids are left out."""
-        ...
 
     def step_nodes(self, job: int) -> frozenset[str]:
         """The nodes on which the job has steps, the batch script excepted; none for a job that is not running."""
-        ...
 
     def requeue(self, job: int) -> None:
         """Stop the job and requeue it. Slurm delays its start by two minutes unless ``set_start_time`` is called."""
-        ...
 
     def set_start_time(self, job: int, at: float | None = None) -> None:
         """Let a pending job start from the epoch second ``at`` on; None is now.
 
         Call it once a requeued job is pending: Slurm then sets its own delay and overwrites any earlier value.
         """
-        ...
 
     def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         """Exclude these nodes from a pending job, in addition to those excluded before; ``at`` is stored with them.
 
         Slurm holds a job that cannot run without them (its reason is then BadConstraints).
         """
-        ...
 
     def excluded(self, job: int) -> Mapping[str, float]:
         """The nodes excluded with ``exclude``, also by other processes, each with its ``at``; not the user's own."""
-        ...
 
     def include(self, job: int, names: Sequence[str]) -> None:
         """Undo ``exclude``; nodes that the user excluded stay excluded."""
-        ...
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
         """Reduce a running job to the nodes ``names``, which include its batch host. The job's owner may do that."""
-        ...
 
     def release(self, job: int) -> None:
         """Release a held job."""
-        ...
 
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         """Submit a batch script with sbatch options; returns the job id."""
-        ...
 
     def cancel(self, job: int) -> None:
         """Cancel a job. A job that has already ended is not an error."""
-        ...
 
     def partitions(self) -> Sequence[Partition]:
         """All partitions that this user may see."""
-        ...
 
     def reservations(self) -> Sequence[Reservation]:
         """All reservations."""
-        ...
 
     def reserve(self, name: str, settings: Mapping[str, str]) -> None:
         """Create a reservation from settings named as in scontrol, for instance {"NodeCnt": "2", "Users": "root"}."""
-        ...
 
     def unreserve(self, name: str) -> None:
         """Delete a reservation."""
-        ...

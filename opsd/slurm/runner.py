@@ -25,7 +25,6 @@ class Runner(Protocol):
 
     def __call__(self, argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
         """The output of ``argv``. Raises SlurmUnavailable after ``deadline_s`` seconds, SlurmMissing without it."""
-        ...
 
 
 _LENT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")

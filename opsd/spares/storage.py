@@ -19,11 +19,9 @@ class Storage(Protocol):
 
     def folders(self) -> list[str]:
         """The folders right under the root."""
-        ...
 
     def open(self, path: str, offset: int = 0) -> BinaryIO:
         """The file at ``path``, opened at byte ``offset``. The caller closes it."""
-        ...
 
 
 def open_storage(source: str) -> Storage:

@@ -155,3 +155,13 @@ def _updated(node: Node, update: NodeUpdate, reason: str) -> Node:
     if update == "down":
         return replace(node, state="down", reason=reason, reason_by="root")
     return Node(node.name, "idle")
+
+
+def cluster(*nodes: Node, idle: int = 20, operator: bool = True) -> FakeSlurm:
+    """``nodes``, and ``idle`` more called n00, n01 …"""
+    return FakeSlurm([*nodes, *(Node(f"n{number:02d}", "idle") for number in range(idle))], operator=operator)
+
+
+def held(name: str, at: float = 1_763_700_000.0 - 100) -> Node:
+    """A node that opsd has drained at the epoch second ``at``."""
+    return Node(name, "idle", frozenset({"drain"}), "opsd:manual gpu_xid: Xid 79", "root", at)

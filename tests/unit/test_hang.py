@@ -251,11 +251,12 @@ def test_certain_hang_does_not_raise_limits() -> None:
     assert world.judge.limit("other") == 5.0
 
 
-def test_stopped_during_a_checkpoint_is_found_at_once() -> None:
-    """A stopped process makes no progress, whatever it was doing."""
+@pytest.mark.parametrize("phases", [("checkpoint", "collective"), ("backward", "checkpoint")])
+def test_a_stopped_rank_is_found_at_once(phases: tuple[str, str]) -> None:
+    """A stopped process makes no progress, whatever it was doing and however long another rank may be at work."""
     world = World()
     world.train(10)
-    in_phases("checkpoint", "collective")(world)
+    in_phases(*phases)(world)
     world.ranks[0].process = "T"
     hang = world.pass_time(6.0)
     assert hang is not None
@@ -272,17 +273,6 @@ def test_finished_ranks_neither_excuse_nor_take_the_blame() -> None:
     hang = world.pass_time(6.0)
     assert hang is not None
     assert hang.rank == 1
-
-
-def test_stopped_rank_is_not_excused_by_a_busy_one() -> None:
-    """Another rank may be at work for long; that does not wake a stopped process."""
-    world = World()
-    world.train(10)
-    in_phases("backward", "checkpoint")(world)
-    world.ranks[0].process = "T"
-    hang = world.pass_time(6.0)
-    assert hang is not None
-    assert hang.rank == 0
 
 
 def test_finished_rank_may_take_its_time_to_exit() -> None:

@@ -43,7 +43,7 @@ def test_reads_nodes_with_state_and_reason(slurm: CommandSlurm) -> None:
     assert not n3.usable
     assert n4.reason == 'opsd:42 gpu_xid: Xid 79 | State=IDLE, "see" /var/lib/opsd'
     assert {"drain"} <= n4.flags
-    assert not n4.draining
+    assert not n4.busy
 
 
 def test_nodes_that_slurm_does_not_know_are_left_out(slurm: CommandSlurm) -> None:

@@ -20,26 +20,11 @@ from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates, keep_applying
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import DAY_S, Rules
 from opsd.slurm.port import Node, SlurmDenied, SlurmError, SlurmUnavailable
-from tests.fakes.slurm import FakeSlurm
+from tests.fakes.slurm import FakeSlurm, cluster, held
 
 NOW = 1_763_700_000.0
-
-
-DRAIN = frozenset({"drain"})
-
-
 RULES = Rules(share=0.1)
-
-
 DOWN = SlurmUnavailable("scontrol has not answered within 12 s")
-
-
-def cluster(*nodes: Node, idle: int = 20, operator: bool = True) -> FakeSlurm:
-    return FakeSlurm([*nodes, *(Node(f"n{number:02d}", "idle") for number in range(idle))], operator=operator)
-
-
-def held(name: str, at: float = NOW - 100) -> Node:
-    return Node(name, "idle", DRAIN, "opsd:manual gpu_xid: Xid 79", "root", at)
 
 
 def service(slurm: FakeSlurm, folder: Path, said: list[str]) -> NodeService:

@@ -16,7 +16,7 @@ def test_drains_with_the_reason() -> None:
     slurm = FakeSlurm([Node("n1", "mixed"), Node("n2", "idle")])
     assert drain(slurm, ["n1"], "opsd:42 gpu_xid") == ("n1",)
     assert slurm.updates == [(("n1",), "drain", "opsd:42 gpu_xid")]
-    assert slurm.by_name["n1"].draining
+    assert "drain" in slurm.by_name["n1"].flags
     assert owned(slurm.by_name["n1"])
 
 

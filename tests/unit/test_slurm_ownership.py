@@ -13,26 +13,11 @@ from opsd.slurm.drain import NotOurs
 from opsd.slurm.node_comment import NodeHistory, Stay
 from opsd.slurm.ownership import DAY_S, PreflightResult, Refused, Rules
 from opsd.slurm.port import Node, SlurmUnavailable
-from tests.fakes.slurm import FakeSlurm
+from tests.fakes.slurm import FakeSlurm, cluster, held
 
 NOW = 1_763_700_000.0
-
-
-DRAIN = frozenset({"drain"})
-
-
 RULES = Rules(share=0.1)
-
-
 DOWN = SlurmUnavailable("scontrol has not answered within 12 s")
-
-
-def cluster(*nodes: Node, idle: int = 20, operator: bool = True) -> FakeSlurm:
-    return FakeSlurm([*nodes, *(Node(f"n{number:02d}", "idle") for number in range(idle))], operator=operator)
-
-
-def held(name: str, at: float = NOW - 100) -> Node:
-    return Node(name, "idle", DRAIN, "opsd:manual gpu_xid: Xid 79", "root", at)
 
 
 def test_a_reason_tells_incident_kind_and_evidence_in_one_line() -> None:
@@ -99,7 +84,7 @@ def test_a_node_rests_between_two_drains() -> None:
 @pytest.mark.parametrize("force", [False, True])
 def test_other_peoples_nodes_are_theirs_even_by_force(force: bool) -> None:
     """Neither drained nor given back."""
-    slurm = cluster(Node("x1", "idle", DRAIN, "replace the fan", "alice"))
+    slurm = cluster(Node("x1", "idle", frozenset({"drain"}), "replace the fan", "alice"))
     with pytest.raises((Refused, NotOurs), match="by alice: replace the fan"):
         ownership.drain(slurm, ["x1"], "opsd:manual x", RULES, force=force, now=NOW)
     with pytest.raises((Refused, NotOurs), match="by alice: replace the fan"):
@@ -141,8 +126,8 @@ def test_a_node_that_relapses_is_left_to_people() -> None:
     passed = {"x1": PreflightResult(NOW - 50, passed=True)}
     with pytest.raises(Refused, match=r"x1 came back to service and failed again 2 times: back 2025-11-\d\d .*gpu_xid"):
         ownership.give_back(slurm, ["x1"], passed, RULES, now=NOW)
-    patient = Rules(relapse_days=3.0)
-    assert not ownership.why_relapsing(slurm, "x1", patient)
+    history = node_comment.read(slurm.by_comment["x1"])
+    assert not ownership.return_objection(slurm.by_name["x1"], history, passed["x1"], Rules(relapse_days=3.0), NOW)
     assert ownership.give_back(slurm, ["x1"], passed, RULES, force=True, now=NOW) == ("x1",)
 
 

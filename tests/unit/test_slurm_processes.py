@@ -13,7 +13,6 @@ from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import Node, SlurmDenied, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.pyslurm_worker import serve
 from opsd.slurm.runner import Output, clean_environment, run_command
-from tests.fakes.slurm import FakeSlurm
 
 GENEROUS_S = 30.0
 
@@ -161,20 +160,20 @@ def test_bindings_give_the_same_values_as_commands() -> None:
     """What comes as JSON from the worker becomes the port's values."""
     drained = {"name": "n1", "state": "idle", "flags": ["drain"]}
     told = {"reason": "opsd:1 x", "reason_by": "root", "reason_at": 7}
-    slurm = PyslurmSlurm(Answers(nodes=[{**drained, **told}]), FakeSlurm([]))
+    slurm = PyslurmSlurm(Answers(nodes=[{**drained, **told}]))
     assert slurm.nodes(["n1"]) == [Node("n1", "idle", frozenset({"drain"}), "opsd:1 x", "root", 7)]
 
 
 def test_bindings_take_an_ended_job_for_cancelled() -> None:
     """Cancelling twice is no error, as with scancel; a refusal is one."""
-    PyslurmSlurm(Answers(cancel=SlurmRejected("Job/step already completing or completed")), FakeSlurm([])).cancel(1)
+    PyslurmSlurm(Answers(cancel=SlurmRejected("Job/step already completing or completed"))).cancel(1)
     with pytest.raises(SlurmDenied):
-        PyslurmSlurm(Answers(cancel=SlurmDenied("Access/permission denied")), FakeSlurm([])).cancel(1)
+        PyslurmSlurm(Answers(cancel=SlurmDenied("Access/permission denied"))).cancel(1)
 
 
 def test_bindings_that_time_out_do_not_respond() -> None:
     """A controller that never answers the ping is down, not an error."""
-    assert not PyslurmSlurm(Answers(responds=SlurmUnavailable("late")), FakeSlurm([])).responds()
+    assert not PyslurmSlurm(Answers(responds=SlurmUnavailable("late"))).responds()
 
 
 def test_commands_in_a_machine_without_slurm(tmp_path: Path) -> None:

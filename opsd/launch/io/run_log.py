@@ -38,11 +38,9 @@ class RunEventLog(Protocol):
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
         """Append an event of the run that happened ``age_s`` seconds ago."""
-        ...
 
     def relay(self, record: Mapping[str, Any], age_s: float) -> None:
         """Append an event that a node recorded ``age_s`` seconds ago."""
-        ...
 
 
 class LocalRunLog:

@@ -156,15 +156,12 @@ class PlannerCallbacks(Protocol):
 
     def payload(self, keep: int) -> Mapping[str, Any]:
         """The leader's state for successors; ``keep`` is the generation whose ranks keep running, or 0."""
-        ...
 
     def replaced(self) -> None:
         """The next generation is proposed: the state of the previous one no longer matters."""
-        ...
 
     def too_few(self, reason: str) -> None:
         """The time to wait for nodes is over."""
-        ...
 
 
 class GenerationPlanner:

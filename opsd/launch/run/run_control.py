@@ -22,43 +22,33 @@ class RunControl(Protocol):
 
     def start_run(self) -> None:
         """The launcher is up; start the first generation."""
-        ...
 
     def cannot_start(self, reason: str) -> None:
         """The ranks of the generation could not all be started."""
-        ...
 
     def failed(self, found: Sequence[RankFailure]) -> None:
         """Ranks of this node have failed at about the same time."""
-        ...
 
     def hung(self, hang: Hang) -> None:
         """The ranks of this node hang; repeated for as long as they do."""
-        ...
 
     def ended(self) -> None:
         """All ranks of this node have ended in good order: finished, or stopped as requested."""
-        ...
 
     def asked_to_stop(self, by: str) -> None:
         """A checkpoint and stop of the run is requested; repeated requests shorten the wait."""
-        ...
 
     def stop_too_slow(self, reason: str) -> None:
         """Ranks that were asked to stop have exceeded the timeout."""
-        ...
 
     def interrupted(self) -> None:
         """SIGINT: end at once."""
-        ...
 
     def request(self, request: Request) -> Request:
         """The answer to a request on the control socket other than ``stop``."""
-        ...
 
     def close(self) -> None:
         """The launcher ends."""
-        ...
 
 
 def answer(

@@ -26,7 +26,6 @@ class BatchJob(Protocol):
 
         May not return, because it ends the job.
         """
-        ...
 
 
 class Shutdown:

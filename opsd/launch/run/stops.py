@@ -17,23 +17,18 @@ class StopCallbacks(Protocol):
 
     def note_interruption(self) -> None:
         """The run makes no progress from now on."""
-        ...
 
     def propose_next(self) -> None:
         """Propose the next generation."""
-        ...
 
     def restart_all(self) -> None:
         """The same, losing the steps since the last checkpoint."""
-        ...
 
     def stopped(self, stop: Stop) -> None:
         """All ranks have made their checkpoint and ended, as they were told."""
-        ...
 
     def end(self, code: int, reason: str) -> None:
         """The run is over."""
-        ...
 
 
 class StopCoordinator:

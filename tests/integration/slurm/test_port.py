@@ -26,7 +26,8 @@ DEADLINE_S = 2.0
 @pytest.fixture(params=["commands", "bindings"])
 def slurm(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Slurm]:
     """Each implementation of the port on node n1, as root."""
-    commands = CommandSlurm(runner_on(cluster.nodes["n1"]), deadline_s=DEADLINE_S)
+    run = runner_on(cluster.nodes["n1"])
+    commands = CommandSlurm(run, deadline_s=DEADLINE_S)
     if request.param == "commands":
         yield commands
         return
@@ -36,7 +37,7 @@ def slurm(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Slurm]:
     worker = Worker(argv, deadline_s=DEADLINE_S)
     if reason := why_not_pyslurm(worker, commands):
         pytest.skip(reason)
-    yield PyslurmSlurm(worker, commands)
+    yield PyslurmSlurm(worker, run, deadline_s=DEADLINE_S)
     worker.close()
 
 
