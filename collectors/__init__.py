@@ -19,7 +19,6 @@ NAMES = (
     "kmsg",
     "host",
     "thermal",
-    "hugepages",
     "infiniband",
     "storage",
     "storage_net",

@@ -49,7 +49,6 @@ NAMES = (
     "storage_full",
     "nvme_failing",
     "host_memory",
-    "hugepages_idle",
     "clock_skew",
 )
 """Every runbook, in the order in which they are asked."""
