@@ -8,16 +8,17 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 
+from opsd.agent import collectors
 from opsd.agent.gather import Health
 from opsd.agent.metrics import COLLECTOR_STATE
-from opsd.collectors import host, infiniband, kmsg, nvme, storage, storage_net
-from opsd.collectors import slurm as slurm_collector
+from opsd.collectors import host
 from opsd.collectors.base import Event, GpuFact, Metric, NoData, Reading, Sample
 from opsd.collectors.infiniband import ERRORS, FLAPS, RATE, STATE
 from opsd.collectors.kmsg import KmsgCollector
 from opsd.collectors.lib import rank_series
 from opsd.collectors.lib.ib_link import LinkHistory, PortReading
 from opsd.collectors.lib.nvml import series as nvml
+from opsd.config import Settings
 from opsd.scenarios import healthy
 from opsd.scenarios.job import SimulatedJob
 from opsd.scenarios.model import Change, Scenario, ScenarioError, Value
@@ -28,17 +29,12 @@ MONOTONIC_0 = 50_000.0
 WALL_0 = 1_760_000_000.0
 """The clocks at second 0 of a scenario."""
 
-COLLECTORS = {
-    "nvml": nvml.METRICS,
-    "kmsg": kmsg.KmsgCollector.metrics,
-    "host": host.METRICS,
-    "infiniband": infiniband.METRICS,
-    "storage": storage.StorageCollector.metrics,
-    "storage_net": storage_net.StorageNetCollector.metrics,
-    "nvme": nvme.METRICS,
-    "slurm": slurm_collector.METRICS,
-    "ranks": rank_series.METRICS,
-}
+COLLECTORS = {one.name: one.metrics for one in collectors.build(Settings())}
+"""Every collector with its metrics. Of metrics that two of them have, the later one's are simulated."""
+
+_ALWAYS_THERE = frozenset({"nvml", "kmsg", "infiniband", "ranks"})
+"""Collectors that deliver even without series. Of the others those without have no data, until a scenario sets one."""
+
 _RANK_USES = {nvml.PROCESSES.name: 1.0, nvml.FB_USED.name: 70_000.0}
 """Processes, and MiB of memory."""
 _ALIVE_WHEN_LOST = (nvml.UP, nvml.XID_ERRORS)
@@ -99,7 +95,6 @@ class SimulatedNode:
         self._rng = random.Random(scenario.seed)
         self._clock_offset = 0.0
         self.second = 0.0
-        self._states: dict[str, Health] = dict.fromkeys(COLLECTORS, Health.OK)
         self._metrics = {metric.name: metric for metrics in COLLECTORS.values() for metric in metrics}
         self._owner = {metric.name: name for name, metrics in COLLECTORS.items() for metric in metrics}
         self._identities = [_identity(index) for index in range(scenario.gpus)]
@@ -116,6 +111,9 @@ class SimulatedNode:
             *healthy.slurm(scenario.job.job),
         ):
             self._family(metric)[labels] = signal
+        self._states = {
+            name: Health.OK if name in _ALWAYS_THERE or self._series[name] else Health.NO_DATA for name in COLLECTORS
+        }
         settings = scenario.job
         warm_s = settings.setup_s + settings.first_step_s + settings.warm_steps * settings.step_s
         began = -warm_s if settings.warm_steps else 0.0
@@ -142,7 +140,9 @@ class SimulatedNode:
         self.job.advance(self.now)
 
     def apply(self, change: Change) -> None:
-        """Apply ``change`` now. Raises ScenarioError for a series that no collector has."""
+        """Apply ``change`` now. Raises ScenarioError for an unknown series or collector."""
+        if unknown := {*change.blind, *change.hung, *change.sighted} - COLLECTORS.keys():
+            raise ScenarioError(f"{', '.join(sorted(unknown))}: no such collector")
         self._clock_offset += change.clock
         self._states |= dict.fromkeys(change.blind, Health.ERROR) | dict.fromkeys(change.hung, Health.HUNG)
         self._states |= dict.fromkeys(change.sighted, Health.OK)
@@ -240,6 +240,8 @@ class SimulatedNode:
         if not fitting:
             family[self._labels(metric, wanted)] = signal = Signal(0.0, self.now)
             fitting = [signal]
+            owner = self._owner[metric.name]
+            self._states[owner] = Health.OK if self._states[owner] is Health.NO_DATA else self._states[owner]
         for signal in fitting:
             signal.become(value, self.now)
 

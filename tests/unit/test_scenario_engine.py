@@ -4,7 +4,10 @@ import random
 
 import pytest
 
-from opsd.scenarios.model import Course, Scenario
+from opsd.collectors import NAMES
+from opsd.collectors.base import NoData, Reading
+from opsd.scenarios.model import Change, Course, Scenario, ScenarioError
+from opsd.scenarios.node import COLLECTORS, SimulatedNode
 from opsd.scenarios.player import play
 from opsd.scenarios.signals import Signal
 from opsd.scenarios.verdict import judge
@@ -79,6 +82,23 @@ def test_the_same_scenario_plays_the_same_way_twice():
     scenario = Scenario.model_validate({**THROTTLE, "expect": [RIGHT]})
     first, second = play(scenario, "act"), play(scenario, "act")
     assert list(first.incidents.values()) == list(second.incidents.values())
+
+
+def test_every_registered_collector_is_simulated():
+    """A new one needs no line here; without a series it has no data, as on a node that lacks its source."""
+    assert tuple(COLLECTORS) == NAMES
+    node = SimulatedNode(Scenario(title="one thermal zone is read"))
+    assert isinstance(node.read("thermal"), NoData)
+    node.apply(Change(set={"opsd_thermal_zone_celsius{zone=thermal_zone0,type=acpitz}": 40.0}))
+    reading = node.read("thermal")
+    assert isinstance(reading, Reading)
+    assert [(sample.value, sample.labels) for sample in reading.samples] == [(40.0, ("thermal_zone0", "acpitz"))]
+
+
+def test_an_unknown_collector_is_refused():
+    """A slip of the pen would make a scenario of a blind collector one of a seeing one."""
+    with pytest.raises(ScenarioError, match="therml: no such collector"):
+        SimulatedNode(Scenario(title="a slip")).apply(Change(blind=("therml",)))
 
 
 def test_a_signal_follows_its_course():
