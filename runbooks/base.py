@@ -257,7 +257,8 @@ class Runbook:
     escalation; after ``max_attempts`` the incident escalates. ``needs`` are the collectors without which the
     runbook is blind. A finding within ``hold_s`` of the end reopens the incident; None takes the policy's value, 0 is
     for independent events. ``causes`` are other kinds of incident that can cause this one, the likeliest first. An
-    expensive detector runs only every ``look_every_s``; its findings stay valid meanwhile.
+    expensive detector runs only every ``look_every_s``; its findings stay valid meanwhile. ``prediction`` means
+    that the fault is still to come; `opsd bench detect` also scores these on their own.
     """
 
     kind: str
@@ -274,3 +275,4 @@ class Runbook:
     hold_s: float | None = None
     look_every_s: float = 0.0
     causes: tuple[Cause, ...] = ()
+    prediction: bool = False

@@ -230,4 +230,5 @@ None yet. At its limit the GPU is throttled, and a synchronous job then runs at 
     needs=("nvml",),
     clear_after_s=60.0,
     verify_s=3600.0,
+    prediction=True,
 )

@@ -109,4 +109,5 @@ None yet. Such memory eventually needs a row remap, or has an uncorrectable erro
     needs=("nvml",),
     look_every_s=10.0,
     verify_s=3600.0,
+    prediction=True,
 )

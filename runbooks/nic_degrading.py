@@ -180,4 +180,5 @@ A small loss of bandwidth now. Later the link may flap or fail, and the job with
     needs=("infiniband",),
     clear_after_s=10.0,
     verify_s=3600.0,
+    prediction=True,
 )

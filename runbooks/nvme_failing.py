@@ -153,4 +153,5 @@ continues.
     look_every_s=5.0,
     clear_after_s=60.0,
     verify_s=3600.0,
+    prediction=True,
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.model import Scenario, ScenarioError, files, load
 from opsd.scenarios.player import play
 from opsd.scenarios.verdict import ScenarioResult, judge
@@ -23,7 +24,7 @@ SCENARIOS = Path(__file__).parents[2] / "tests" / "scenarios"
 NODES, HOURS = 12, 6.0
 LOOK_S = 5.0
 HOUR_S = 3600.0
-PREDICTIONS = frozenset({"fan_failing", "gpu_ecc_trend", "nic_degrading", "nvme_failing"})
+PREDICTIONS = frozenset(book.kind for book in RUNBOOKS if book.prediction)
 """Kinds that predict a failure; the guide of each states how far ahead."""
 
 
