@@ -37,13 +37,10 @@ def test_a_collector_can_be_switched_off(tmp_path: Path, section: str) -> None:
 
 def test_dear_sources_are_asked_as_seldom_as_configured() -> None:
     """The settings reach the collectors."""
-    settings = config.load(
-        None, ["nvme.interval_s=300", "storage_net.interval_s=30", "infiniband.interval_s=4"], env={}
-    )
+    wanted = {"nvme": 300.0, "storage_net": 30.0, "infiniband": 4.0}
+    settings = config.load(None, [f"{name}.interval_s={seconds:g}" for name, seconds in wanted.items()], env={})
     found = {one.name: getattr(one, "interval_s", 0.0) for one in collectors.build(settings)}
-    assert {name: seconds for name, seconds in found.items() if seconds} == {
-        "nvme": 300.0, "storage_net": 30.0, "infiniband": 4.0,
-    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == wanted
 
 
 def test_the_mounts_of_runs_are_watched(tmp_path: Path) -> None:
