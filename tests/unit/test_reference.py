@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,13 @@ from opsd.trainer.config import Config
 from tests.reference import FOLDER, leftovers, rendered
 
 
+@cache
+def pages() -> dict[Path, str]:
+    return rendered()
+
+
 def text(name: str) -> str:
-    return rendered()[FOLDER / name]
+    return pages()[FOLDER / name]
 
 
 def test_nothing_is_left_out() -> None:
@@ -39,7 +45,7 @@ def test_nothing_is_left_out() -> None:
 
 def test_nothing_depends_on_the_machine() -> None:
     """Neither home folders nor host names."""
-    whole = "".join(rendered().values())
+    whole = "".join(pages().values())
     assert str(Path.home()) + "/" not in whole
     assert str(FOLDER.parent) not in whole
 
