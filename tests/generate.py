@@ -10,7 +10,7 @@ from opsd.dashboards.alerts import build as rules
 from opsd.dashboards.build import rendered as boards
 from tests import reference
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def rendered() -> dict[Path, str]:
@@ -44,14 +44,19 @@ def leftovers() -> list[Path]:
     return [*reference.leftovers(), *(path for path in rules.FOLDER.glob("*.yml") if path not in rules.rendered())]
 
 
+def _shown(path: Path) -> Path:
+    """Where it is in the repository: git takes no path through the links in ``opsd/``."""
+    return path.resolve().relative_to(ROOT)
+
+
 def main() -> None:
     """Write what differs, remove what is left over."""
     for path, text in outdated().items():
         path.write_text(text, encoding="utf-8")
-        print(f"wrote {path.relative_to(ROOT)}")
+        print(f"wrote {_shown(path)}")
     for path in leftovers():
         path.unlink()
-        print(f"removed {path.relative_to(ROOT)}")
+        print(f"removed {_shown(path)}")
 
 
 if __name__ == "__main__":
