@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, T
 from opsd.settings.section import CollectorSettings, Section
 
 if TYPE_CHECKING:
-    from opsd.collectors.lib.pages import Client
     from opsd.collectors.slurm import SlurmReport
 
 T = TypeVar("T")
@@ -194,15 +193,14 @@ class Sections(Protocol):
 class Context:
     """What collectors are made from.
 
-    ``node`` is the name of this node, ``state`` a folder for what outlives the agent, None for nowhere. ``rank_pages``
-    reads rank pages; ``slurm_reports`` takes a node and seconds and returns what tells the newest report of Slurm,
-    which is asked so often. ``made`` are the collectors of this agent.
+    ``node`` is the name of this node, ``state`` a folder for what outlives the agent, None for nowhere.
+    ``slurm_reports`` takes a node and seconds and returns what tells the newest report of Slurm, which is asked so
+    often. ``made`` are the collectors of this agent.
     """
 
     settings: Sections
     node: str
     state: Path | None
-    rank_pages: Client[Any]
     slurm_reports: Callable[[str, float], Callable[[], SlurmReport]]
     made: list[Collector] = field(default_factory=list)
     _shared: dict[type, Any] = field(default_factory=dict)

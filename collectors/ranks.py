@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Generic
+from typing import Final
 
 from pydantic import Field
 
@@ -29,11 +29,12 @@ from opsd.collectors.base import (
     StepFact,
 )
 from opsd.collectors.lib import rank_series as series
-from opsd.collectors.lib.pages import Client, P, RankPageLike, rank_fact, step_facts
+from opsd.collectors.lib.pages import rank_fact, step_facts
 from opsd.collectors.lib.processes import process_letter
 from opsd.collectors.lib.run_files import RUN_NAME, parse_event, parse_run
 from opsd.collectors.lib.tail import Tail, read_small
 from opsd.collectors.lib.user_series import data_mixture, evaluations
+from opsd.rank_page import PHASES, PageError, RankPage, process_start, process_state, read_page
 from opsd.settings.section import AnyPath, CollectorSettings
 
 MAX_RUNS: Final = 64
@@ -57,8 +58,8 @@ class RanksSettings(CollectorSettings):
     )
 
 
-class RanksCollector(Generic[P]):
-    """The runs under ``root`` and their ranks. ``client`` is the module ``opsd.rank_page``.
+class RanksCollector:
+    """The runs under ``root`` and their ranks.
 
     A rank or run that has ended is reported for ``linger_s`` more, so that how it ended is seen, and then no longer.
     ``folders`` are the run folders last seen.
@@ -70,18 +71,16 @@ class RanksCollector(Generic[P]):
     def __init__(
         self,
         root: Path,
-        client: Client[P],
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         linger_s: float = 60.0,
     ) -> None:
         self._root = root
-        self._client = client
         self._clock = clock
         self._wall = wall
         self._linger_s = linger_s
-        self._runs: dict[str, _Run[P]] = {}
+        self._runs: dict[str, _Run] = {}
         self.folders: tuple[str, ...] = ()
 
     def collect(self) -> Reading | NoData:
@@ -92,9 +91,7 @@ class RanksCollector(Generic[P]):
         except FileNotFoundError:
             return NoData(f"no run has been started on this node: {self._root} does not exist")
         names = sorted(names)[:MAX_RUNS]
-        self._runs = {
-            name: self._runs.get(name) or _Run(self._root / name, self._client, self._linger_s) for name in names
-        }
+        self._runs = {name: self._runs.get(name) or _Run(self._root / name, self._linger_s) for name in names}
         samples: list[Sample] = []
         events: list[Event] = []
         facts: list[Fact] = []
@@ -107,28 +104,27 @@ class RanksCollector(Generic[P]):
         return Reading(tuple(samples), tuple(events), tuple(facts))
 
 
-class _Rank(Generic[P]):
+class _Rank:
     """What is remembered of a rank from look to look."""
 
-    def __init__(self, rank: int, phases: Sequence[str]) -> None:
+    def __init__(self, rank: int) -> None:
         self.events = Tail(f"rank-{rank:04d}.page.events.jsonl")
-        self.totals = series.PhaseTotals(phases)
-        self.page: P | None = None
+        self.totals = series.PhaseTotals()
+        self.page: RankPage | None = None
         self.steps: tuple[StepFact, ...] = ()
 
 
-class _Run(Generic[P]):
+class _Run:
     """One run's folder, and what is remembered of it from look to look."""
 
-    def __init__(self, folder: Path, client: Client[P], linger_s: float) -> None:
+    def __init__(self, folder: Path, linger_s: float) -> None:
         self._folder = folder
         self._run = folder.name
-        self._client = client
         self._linger_s = linger_s
         self._events = Tail("events.jsonl")
         self._told = (evaluations(folder.name), data_mixture(folder.name))
         self._relayed: OrderedDict[tuple[object, ...], None] = OrderedDict()
-        self._ranks: dict[int, _Rank[P]] = {}
+        self._ranks: dict[int, _Rank] = {}
         self._seen_alive: float | None = None
 
     def read(self, now: float, wall: float) -> Reading:
@@ -150,7 +146,7 @@ class _Run(Generic[P]):
             facts.append(run)
             samples += series.run_samples(run)
         for page in pages:
-            process = self._client.process_state(page)
+            process = process_state(page)
             supervised = run is not None and run.alive and run.takes_part
             if process is None and not supervised and now - page.changed > self._linger_s:
                 continue
@@ -171,7 +167,7 @@ class _Run(Generic[P]):
         if found is None:
             return None
         content, modified = found
-        run = parse_run(content, self._run, lambda pid, start: self._client.process_start(pid) == start)
+        run = parse_run(content, self._run, lambda pid, start: process_start(pid) == start)
         if run is None:
             return None
         if run.alive:
@@ -184,7 +180,7 @@ class _Run(Generic[P]):
         names = os.listdir(folder)  # by descriptor, which pathlib cannot
         found = [(int(match[1]), match[2] is None) for name in names if (match := _RANK_FILE.fullmatch(name))]
         numbers = sorted({number for number, _ in found})[:MAX_RANKS]
-        self._ranks = {n: self._ranks.get(n) or _Rank(n, self._client.PHASES) for n in numbers}
+        self._ranks = {n: self._ranks.get(n) or _Rank(n) for n in numbers}
         return sorted(number for number, is_page in found if is_page and number in self._ranks)
 
     def _read_events(self, folder: int, wall: float, *, relayed: bool) -> Iterator[Event]:
@@ -209,23 +205,23 @@ class _Run(Generic[P]):
             if len(self._relayed) > MAX_RELAYED:
                 self._relayed.popitem(last=False)
 
-    def _read_pages(self, ranks: Sequence[int]) -> tuple[list[P], int]:
+    def _read_pages(self, ranks: Sequence[int]) -> tuple[list[RankPage], int]:
         """The usable pages, and how many cannot be used. A page of another rank than its name says is one of these."""
         pages = []
         for number in ranks:
             rank, path = self._ranks[number], self._folder / f"rank-{number:04d}.page"
-            with contextlib.suppress(self._client.PageError):
-                page = rank.page = self._client.read_page(path, rank.page)
+            with contextlib.suppress(PageError):
+                page = rank.page = read_page(path, rank.page)
                 if page.rank == number:
                     pages.append(page)
         return pages, len(ranks) - len(pages)
 
-    def _fact(self, page: RankPageLike, process: str | None) -> RankFact:
+    def _fact(self, page: RankPage, process: str | None) -> RankFact:
         rank = self._ranks[page.rank]
-        rank.steps = step_facts(page, self._client.PHASES, rank.steps)
+        rank.steps = step_facts(page, rank.steps)
         return rank_fact(page, self._run, process, [process_letter(pid) for pid, _ in page.workers], rank.steps)
 
-    def _rank_samples(self, fact: RankFact, page: RankPageLike, now: float) -> Iterator[Sample]:
+    def _rank_samples(self, fact: RankFact, page: RankPage, now: float) -> Iterator[Sample]:
         labels = (self._run, str(fact.rank))
         live = fact.live and fact.process != "Z"
         yield Sample(series.UP, float(live), labels)
@@ -238,7 +234,7 @@ class _Run(Generic[P]):
             yield from series.step_samples(fact.steps[-1], labels)
         if not live:
             return
-        for phase in self._client.PHASES:
+        for phase in PHASES:
             yield Sample(series.PHASE, float(phase == fact.phase), (*labels, phase))
         yield Sample(series.PHASE_AGE, max(0.0, now - fact.phase_since), labels)
         yield Sample(series.CHANGE_AGE, max(0.0, now - fact.changed), labels)
@@ -261,6 +257,4 @@ def _identity(event: Event) -> tuple[object, ...]:
     return str(event.data.get("rank")), event.data["event"], event.at
 
 
-COLLECTOR = Plugin(
-    "ranks", RanksSettings, lambda settings, context: RanksCollector(settings.root, context.rank_pages), series.LABELS
-)
+COLLECTOR = Plugin("ranks", RanksSettings, lambda settings, context: RanksCollector(settings.root), series.LABELS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from opsd.collectors.base import Metric, MetricKind, RunFact, Sample, StepFact
-from opsd.collectors.lib.pages import RankPageLike
 from opsd.collectors.lib.run_files import RUN_STATES
 from opsd.collectors.lib.user_series import METRICS as USER_METRICS
+from opsd.rank_page import PHASES, RankPage
 
 RATE_STEPS: Final = 10
 """Steps that the throughput is averaged over."""
@@ -73,13 +73,12 @@ class PhaseTotals:
     A page keeps its recent steps only. Steps that came and went between two looks count like the ones still seen.
     """
 
-    def __init__(self, phases: Sequence[str]) -> None:
-        self._phases = phases
-        self._seconds = [0.0] * len(phases)
+    def __init__(self) -> None:
+        self._seconds = [0.0] * len(PHASES)
         self._process: tuple[int, float] | None = None
         self._counted = 0
 
-    def update(self, page: RankPageLike) -> Mapping[str, float]:
+    def update(self, page: RankPage) -> Mapping[str, float]:
         """Take in what is new on ``page`` and return the seconds per phase."""
         if self._process != (page.pid, page.created):
             self._process, self._counted = (page.pid, page.created), 0
@@ -90,10 +89,10 @@ class PhaseTotals:
                 self._seconds[index] += seconds * new / len(seen)
         if seen:
             self._counted = page.steps_reported
-        return dict(zip(self._phases, self._seconds, strict=True))
+        return dict(zip(PHASES, self._seconds, strict=True))
 
 
-def tokens_per_second(page: RankPageLike, now: float) -> float | None:
+def tokens_per_second(page: RankPage, now: float) -> float | None:
     """Throughput over the last steps; a step that takes longer than the one before drags it down while it lasts."""
     recent = page.steps[-RATE_STEPS:]
     if not recent:
@@ -112,7 +111,7 @@ def step_samples(step: StepFact, labels: tuple[str, ...]) -> Iterator[Sample]:
             yield Sample(metric, value, labels)
 
 
-def model_samples(page: RankPageLike, rate: float, labels: tuple[str, ...]) -> Iterator[Sample]:
+def model_samples(page: RankPage, rate: float, labels: tuple[str, ...]) -> Iterator[Sample]:
     """The samples of a rank's MFU, none if the trainer does not say what a token takes; ``rate``: tokens per second."""
     if page.flops_per_token is None or page.peak_flops is None:
         return

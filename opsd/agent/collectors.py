@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from opsd import rank_page
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
 from opsd.collectors.slurm import SlurmReport
@@ -67,7 +66,6 @@ def build(settings: Settings, state: Path | None = None) -> list[Collector]:
         settings,
         settings.agent.node,
         state,
-        rank_pages=rank_page,
         slurm_reports=lambda node, period_s: NodeWatch(CommandSlurm(), node, period_s=period_s),
     )
     for plugin in plugins():

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from opsd import exitcodes, rank_page
+from opsd import exitcodes
 from opsd.agent.diagnosis import Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
@@ -61,7 +61,7 @@ def diagnose(job: str, agent: Agent, as_json: bool) -> int:
 def _local(root: Path, job: str) -> list[RankFact]:
     """The ranks whose pages lie under ``root``."""
     try:
-        reading = RanksCollector(root, rank_page).collect()
+        reading = RanksCollector(root).collect()
     except OSError as error:
         fail(f"{root} cannot be read: {error.strerror}")
     facts = () if isinstance(reading, NoData) else reading.facts

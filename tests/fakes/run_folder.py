@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from opsd import client, rank_page
+from opsd import client
 from opsd.client import Reporter
 from opsd.collectors.base import RankFact, Reading, RunFact
 from opsd.collectors.ranks import RanksCollector
@@ -36,7 +36,7 @@ def write_run(run: Path, pid: int, **changes: object) -> None:
     (run / "run.json").write_text(json.dumps(content | changes))
 
 
-def read(collector: RanksCollector[rank_page.RankPage]) -> Reading:
+def read(collector: RanksCollector) -> Reading:
     """One collection, which must not be an absence."""
     reading = collector.collect()
     assert isinstance(reading, Reading)

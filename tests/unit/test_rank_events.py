@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd import rank_page
 from opsd.collectors.lib.run_files import parse_event, parse_run
 from opsd.collectors.ranks import MAX_EVENTS, RanksCollector
 from tests.fakes.run_folder import Clock, read, reporter, values, write_run
@@ -31,13 +30,11 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def collector(run: Path, clock: Clock) -> RanksCollector[rank_page.RankPage]:
-    return RanksCollector(run.parent, rank_page, clock=clock)
+def collector(run: Path, clock: Clock) -> RanksCollector:
+    return RanksCollector(run.parent, clock=clock)
 
 
-def test_events_of_the_launcher_come_once_with_their_own_time(
-    run: Path, collector: RanksCollector[rank_page.RankPage]
-) -> None:
+def test_events_of_the_launcher_come_once_with_their_own_time(run: Path, collector: RanksCollector) -> None:
     """Also those from before the agent was started; an unfinished line waits."""
     first = json.dumps({"t": 100.5, "event": "rank_exited", "rank": 1, "culprit": True, "generation": 1})
     second = json.dumps({"t": 101.5, "event": "resumed", "step": 7})
@@ -49,7 +46,7 @@ def test_events_of_the_launcher_come_once_with_their_own_time(
     assert read(collector).events == ()
 
 
-def test_events_that_a_launcher_passes_on_come_once(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_events_that_a_launcher_passes_on_come_once(run: Path, collector: RanksCollector) -> None:
     """While it lives its stream is the only source; what it no longer passed on is read from the ranks' own files."""
     rank = reporter(run, 2)
     rank.event("checkpoint_rejected", step=40, file="shard-0", why="checksum")
@@ -65,7 +62,7 @@ def test_events_that_a_launcher_passes_on_come_once(run: Path, collector: RanksC
     assert (event.kind, event.data["rank"], event.data["step"]) == ("checkpoint_loaded", 2, 30)
 
 
-def test_of_a_flood_the_newest_are_passed_on(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_of_a_flood_the_newest_are_passed_on(run: Path, collector: RanksCollector) -> None:
     """A trainer may evaluate in each step, or the agent start beside a long file; other events are all there."""
     ended = json.dumps({"t": 1.0, "event": "rank_exited", "rank": 0})
     steps = [json.dumps({"t": 2.0, "event": "evaluation", "step": step, "results": {}}) for step in range(1000)]
@@ -75,14 +72,14 @@ def test_of_a_flood_the_newest_are_passed_on(run: Path, collector: RanksCollecto
     assert [event.data["step"] for event in rest] == [*range(1000 - MAX_EVENTS, 1000)]
 
 
-def test_a_run_without_launcher_has_events_too(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_a_run_without_launcher_has_events_too(run: Path, collector: RanksCollector) -> None:
     """Another launcher may set OPSD_RANK_PAGE."""
     reporter(run, 1).event("data_worker_restarted", pid=7, why="gone", sample=5)
     (event,) = read(collector).events
     assert (event.kind, event.data["rank"], event.data["run"]) == ("data_worker_restarted", 1, "r1")
 
 
-def test_an_evaluation_stays_visible(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_an_evaluation_stays_visible(run: Path, collector: RanksCollector) -> None:
     """Its event comes once, its results are series for as long as the run is reported."""
     reporter(run, 1).event("evaluation", step=40, tokens=1000, results={"loss": 2.5}, reference={})
     for _ in range(2):
@@ -91,7 +88,7 @@ def test_an_evaluation_stays_visible(run: Path, collector: RanksCollector[rank_p
         assert (found["opsd_evaluation_result"].value, found["opsd_evaluation_step"].value) == (2.5, 40.0)
 
 
-def test_the_data_mixture_is_what_the_run_told_last(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_the_data_mixture_is_what_the_run_told_last(run: Path, collector: RanksCollector) -> None:
     """Going back to a checkpoint takes the tokens of each source back, too."""
     rank = reporter(run)
     rank.event("data_mixture", step=20, tokens={"web": 800, "code": 200}, epochs={"web": 0.4, "code": 1.5})

@@ -34,8 +34,8 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def collector(run: Path, clock: Clock) -> RanksCollector[rank_page.RankPage]:
-    return RanksCollector(run.parent, rank_page, clock=clock)
+def collector(run: Path, clock: Clock) -> RanksCollector:
+    return RanksCollector(run.parent, clock=clock)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def ended_pid() -> int:
     return process.pid
 
 
-def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCollector) -> None:
     """Everything a runbook needs of a rank, and the series of it."""
     rank = reporter(run, 3, world_size=8, generation=2, gpu=5, job="4242")
     for loss in (2.5, 2.25):
@@ -74,9 +74,7 @@ def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCol
     assert samples["opsd_rank_page_errors", "r1"] == 0
 
 
-def test_counters_of_a_rank_exist_before_its_first_step(
-    run: Path, collector: RanksCollector[rank_page.RankPage]
-) -> None:
+def test_counters_of_a_rank_exist_before_its_first_step(run: Path, collector: RanksCollector) -> None:
     """Alerts on increases need the zero."""
     rank = reporter(run)
     samples = values(read(collector))
@@ -86,7 +84,7 @@ def test_counters_of_a_rank_exist_before_its_first_step(
     rank.close()
 
 
-def test_a_loss_that_was_not_reported_is_no_sample(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_a_loss_that_was_not_reported_is_no_sample(run: Path, collector: RanksCollector) -> None:
     """NaN would look like a diverged run."""
     rank = reporter(run)
     rank.step(tokens=1)
@@ -95,7 +93,7 @@ def test_a_loss_that_was_not_reported_is_no_sample(run: Path, collector: RanksCo
     assert samples["opsd_rank_step", "r1", "0"] == 0
 
 
-def test_the_age_of_a_stuck_rank_grows(run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock) -> None:
+def test_the_age_of_a_stuck_rank_grows(run: Path, collector: RanksCollector, clock: Clock) -> None:
     """And its throughput sinks, so that a stalled rank does not show its last good number for ever."""
     rank = reporter(run)
     for _ in range(3):
@@ -109,9 +107,7 @@ def test_the_age_of_a_stuck_rank_grows(run: Path, collector: RanksCollector[rank
     assert after["opsd_rank_tokens_per_second", "r1", "0"] <= 3000 / 99
 
 
-def test_a_dead_rank_lingers_and_then_disappears(
-    run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock
-) -> None:
+def test_a_dead_rank_lingers_and_then_disappears(run: Path, collector: RanksCollector, clock: Clock) -> None:
     """How it ended must be seen, but the pages of last week's job must not stay."""
     code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r}).step(tokens=5)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -125,9 +121,7 @@ def test_a_dead_rank_lingers_and_then_disappears(
     assert read(collector) == Reading()
 
 
-def test_ranks_of_a_living_launcher_stay(
-    run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock
-) -> None:
+def test_ranks_of_a_living_launcher_stay(run: Path, collector: RanksCollector, clock: Clock) -> None:
     """A rank that died while its launcher restarts the run is still one of its ranks."""
     code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r})"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -136,7 +130,7 @@ def test_ranks_of_a_living_launcher_stay(
     assert len(ranks(read(collector))) == 1
 
 
-def test_a_run_is_seen_with_its_state(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_a_run_is_seen_with_its_state(run: Path, collector: RanksCollector) -> None:
     """The launcher lives if the process with its pid was started when it says."""
     write_run(run, os.getpid(), state="restarting")
     reading = read(collector)
@@ -155,7 +149,7 @@ def test_every_state_of_a_launcher_is_known() -> None:
 
 
 def test_the_ranks_of_a_node_that_has_become_a_spare_disappear(
-    run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock
+    run: Path, collector: RanksCollector, clock: Clock
 ) -> None:
     """Its launcher lives on and starts none of them again; the run stays on the page."""
     code = f"from opsd.client import Reporter; Reporter({str(run / 'rank-0000.page')!r})"
@@ -168,18 +162,14 @@ def test_the_ranks_of_a_node_that_has_become_a_spare_disappear(
     assert values(reading)["opsd_run_state", "r1", "spare"] == 1
 
 
-def test_another_process_with_the_launchers_pid_is_not_the_launcher(
-    run: Path, collector: RanksCollector[rank_page.RankPage]
-) -> None:
+def test_another_process_with_the_launchers_pid_is_not_the_launcher(run: Path, collector: RanksCollector) -> None:
     """Pids are used again."""
     write_run(run, os.getpid(), launcher_start=1)
     (fact,) = runs(read(collector))
     assert not fact.alive
 
 
-def test_a_run_whose_launcher_ended_disappears(
-    run: Path, collector: RanksCollector[rank_page.RankPage], ended_pid: int
-) -> None:
+def test_a_run_whose_launcher_ended_disappears(run: Path, collector: RanksCollector, ended_pid: int) -> None:
     """Its folder stays in shared memory for a day, its series do not."""
     write_run(run, ended_pid, launcher_start=1)
     assert len(runs(read(collector))) == 1
@@ -188,9 +178,7 @@ def test_a_run_whose_launcher_ended_disappears(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other version", "foreign", "another rank"])
-def test_a_page_that_cannot_be_used_is_counted(
-    run: Path, collector: RanksCollector[rank_page.RankPage], damage: str
-) -> None:
+def test_a_page_that_cannot_be_used_is_counted(run: Path, collector: RanksCollector, damage: str) -> None:
     """It hides neither itself nor the other ranks."""
     good, bad = reporter(run, 0), run / "rank-0001.page"
     reporter(run, 1)
@@ -210,9 +198,7 @@ def test_a_page_that_cannot_be_used_is_counted(
     good.close()
 
 
-def test_symbolic_links_are_not_followed(
-    tmp_path: Path, run: Path, collector: RanksCollector[rank_page.RankPage]
-) -> None:
+def test_symbolic_links_are_not_followed(tmp_path: Path, run: Path, collector: RanksCollector) -> None:
     """Neither to another folder nor to another page."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -224,9 +210,7 @@ def test_symbolic_links_are_not_followed(
     assert {label for s in reading.samples for label in s.labels} == {"r1"}
 
 
-def test_workers_of_a_rank_come_with_their_state(
-    run: Path, collector: RanksCollector[rank_page.RankPage], ended_pid: int
-) -> None:
+def test_workers_of_a_rank_come_with_their_state(run: Path, collector: RanksCollector, ended_pid: int) -> None:
     """A loader that is gone is told from one that works."""
     rank = reporter(run)
     rank.add_worker(os.getpid(), "data")
@@ -237,7 +221,7 @@ def test_workers_of_a_rank_come_with_their_state(
     assert fact.worker_process[1] is None
 
 
-def test_a_folder_that_vanishes_is_forgotten(run: Path, collector: RanksCollector[rank_page.RankPage]) -> None:
+def test_a_folder_that_vanishes_is_forgotten(run: Path, collector: RanksCollector) -> None:
     """A run that was cleaned up leaves nothing behind."""
     reporter(run)
     assert ranks(read(collector))
@@ -249,12 +233,12 @@ def test_a_folder_that_vanishes_is_forgotten(run: Path, collector: RanksCollecto
 
 def test_without_the_root_there_is_no_data(tmp_path: Path) -> None:
     """No run has ever been started: neither healthy nor an error."""
-    assert isinstance(RanksCollector(tmp_path / "none", rank_page).collect(), NoData)
+    assert isinstance(RanksCollector(tmp_path / "none").collect(), NoData)
 
 
 def test_phase_totals_go_on_through_a_restart_and_make_up_for_steps_not_seen() -> None:
     """The ring of a page holds 63 steps; faster ranks are extrapolated."""
-    totals, rank = PhaseTotals(rank_page.PHASES), FakeRank(0)
+    totals, rank = PhaseTotals(), FakeRank(0)
     for second in range(100):
         rank.step(float(second + 1), 1.0, forward=0.6, data=0.4)
     assert totals.update(rank.page)["forward"] == pytest.approx(60.0)
@@ -274,7 +258,7 @@ def test_throughput_is_that_of_the_recent_steps() -> None:
     assert tokens_per_second(FakeRank(1).page, 31.0) is None
 
 
-def test_mfu_comes_with_its_denominator(run: Path, collector: RanksCollector[rank_page.RankPage], clock: Clock) -> None:
+def test_mfu_comes_with_its_denominator(run: Path, collector: RanksCollector, clock: Clock) -> None:
     """Tokens a second times operations per token over the peak; nothing from a trainer that has told neither."""
     told, untold = (client.Reporter(run / f"rank-000{rank}.page", rank=rank, world_size=2) for rank in range(2))
     told.model(flops_per_token=2e9, peak_flops=1e12)
