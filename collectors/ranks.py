@@ -17,19 +17,8 @@ from typing import Final
 
 from pydantic import Field
 
-from opsd.collectors.base import (
-    Event,
-    Fact,
-    NoData,
-    Plugin,
-    RankFact,
-    Reading,
-    RunFact,
-    Sample,
-    StepFact,
-)
+from opsd.collectors.base import Event, Fact, NoData, Plugin, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.collectors.lib import rank_series as series
-from opsd.collectors.lib.pages import rank_fact, step_facts
 from opsd.collectors.lib.processes import process_letter
 from opsd.collectors.lib.run_files import RUN_NAME, parse_event, parse_run
 from opsd.collectors.lib.tail import Tail, read_small
@@ -218,8 +207,27 @@ class _Run:
 
     def _fact(self, page: RankPage, process: str | None) -> RankFact:
         rank = self._ranks[page.rank]
-        rank.steps = step_facts(page, rank.steps)
-        return rank_fact(page, self._run, process, [process_letter(pid) for pid, _ in page.workers], rank.steps)
+        rank.steps = _step_facts(page, rank.steps)
+        return RankFact(
+            run=self._run,
+            job=page.job,
+            rank=page.rank,
+            local_rank=page.local_rank,
+            world_size=page.world_size,
+            generation=page.generation,
+            gpu=page.gpu,
+            pid=page.pid,
+            state=page.state,
+            process=process,
+            phase=page.phase,
+            phase_since=page.phase_since,
+            changed=page.changed,
+            steps_reported=page.steps_reported,
+            committed_step=page.committed_step,
+            workers=page.workers,
+            steps=rank.steps,
+            worker_process=tuple(process_letter(pid) for pid, _ in page.workers),
+        )
 
     def _rank_samples(self, fact: RankFact, page: RankPage, now: float) -> Iterator[Sample]:
         labels = (self._run, str(fact.rank))
@@ -243,6 +251,25 @@ class _Run:
             yield from series.model_samples(page, rate, labels)
         if fact.gpu is not None:
             yield Sample(series.JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
+
+
+def _step_facts(page: RankPage, known: Sequence[StepFact]) -> tuple[StepFact, ...]:
+    """The steps of ``page``; those among ``known``, the facts of an earlier look, are not made again."""
+    before = {fact.end: fact for fact in known}
+    return tuple(
+        before.get(s.end)
+        or StepFact(
+            s.step,
+            s.end,
+            s.duration_s,
+            s.tokens,
+            s.loss,
+            s.grad_norm,
+            dict(zip(PHASES, s.phase_s, strict=True)),
+            s.learning_rate,
+        )
+        for s in page.steps
+    )
 
 
 def _newest(events: Iterable[Event]) -> tuple[Event, ...]:
