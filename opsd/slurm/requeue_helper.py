@@ -49,20 +49,18 @@ def requeue_from_inside(
     """
     has_helper = False
     restarts = allocation.restarts if restarts is None else restarts
+    helper_job = _helper_job(allocation, excluded, restarts, limit_s, command, log)
+
+    def submit() -> int:
+        _refuse_cancelled(slurm, allocation.job, restarts)
+        return slurm.submit(*helper_job)
+
     try:
-        helper = _submitted(
-            slurm,
-            _helper_job(allocation, excluded, restarts, limit_s, command, log),
-            allocation.job,
-            restarts,
-            limit_s,
-            clock,
-            sleep,
-            say,
-        )
+        helper = _repeated(submit, limit_s, clock, sleep, say)
         say(f"job {helper} will restart job {allocation.job} without delay")
         has_helper = True
-        if _batch_host_lost(slurm, allocation, excluded) and _runs(slurm, helper, clock, sleep):
+        batch_host_lost = any(job.batch_host in excluded.lost for job in slurm.jobs([allocation.job]))
+        if batch_host_lost and _runs(slurm, helper, clock, sleep):
             return Requeued(allocation.job, "running", allocation.restarts, handed_over=True)
     except SlurmUnavailable:
         say("Slurm does not answer; the requeue waits for it")
@@ -96,25 +94,21 @@ def _refuse_cancelled(slurm: Slurm, job: int, restarts: int) -> None:
         raise Cancelled(f"job {job} is being ended and is not put back into the queue")
 
 
-def _submitted(
-    slurm: Slurm,
-    helper: tuple[str, tuple[str, ...]],
-    job: int,
-    restarts: int,
+def _repeated(
+    submit: Callable[[], int],
     limit_s: float,
     clock: Callable[[], float],
     sleep: Callable[[float], object],
     say: Callable[[str], object],
 ) -> int:
-    """Submit the helper of ``job``; while the controller is down, try again.
+    """The id of the submitted helper; while the controller is down, ``submit`` is called again.
 
     If a request was carried out although its answer was lost, the second helper finds nothing to do.
     """
     limit, told = clock() + limit_s, False
     while True:
         try:
-            _refuse_cancelled(slurm, job, restarts)
-            return slurm.submit(*helper)
+            return submit()
         except SlurmUnavailable as error:
             if clock() > limit:
                 raise
@@ -122,10 +116,6 @@ def _submitted(
                 say(f"Slurm does not answer and will be asked again: {error}")
             told = True
             sleep(RETRY_S)
-
-
-def _batch_host_lost(slurm: Slurm, allocation: Allocation, excluded: ExcludedNodes) -> bool:
-    return any(job.batch_host in excluded.lost for job in slurm.jobs([allocation.job]))
 
 
 def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[float], object]) -> bool:

@@ -29,7 +29,7 @@ from opsd.checkpoints.claims import (
 )
 from tests.fakes import claimant
 from tests.fakes.claimant import no_link
-from tests.fakes.claims import claim_of, names, place_of
+from tests.fakes.claims import claim_of, names, place_of, run
 
 LINKS: tuple[Callable[[Path, Path], None], ...] = (os.link, no_link)
 
@@ -219,15 +219,6 @@ MADE = {
     "exfat": (["mkfs.exfat"], ["mount.exfat-fuse"]),
 }
 """How a file system is made on a disk and mounted."""
-
-
-def run(*command: object) -> str:
-    """What a command has printed; the test is skipped if it cannot be had or is not permitted."""
-    try:
-        done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"{command[0]} cannot be had here: {error}")
-    return done.stdout.strip()
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class WorkQueue:
     """
 
     def __init__(self, name: str, *, limit: int = LIMIT, missed: Callable[[int], None] | None = None) -> None:
-        self._name = name
+        self.name = name
         self._limit = limit
         self._tell_missed = missed
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
@@ -43,11 +43,6 @@ class WorkQueue:
         self._missed = 0
         self._thread: threading.Thread | None = None
         _all.add(self)
-
-    @property
-    def name(self) -> str:
-        """The purpose of the work."""
-        return self._name
 
     def put(self, work: Work) -> None:
         """Run ``work`` after what was put before; never blocks."""
@@ -68,7 +63,7 @@ class WorkQueue:
     def _served(self) -> bool:
         """Whether there is a thread; the limit of processes may prevent it for now."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             with contextlib.suppress(RuntimeError):
                 thread.start()
                 self._thread = thread
