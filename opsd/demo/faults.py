@@ -7,20 +7,12 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from opsd.checkpoints import manifest
 from opsd.demo.world import RunSnapshot
 from opsd.rank_page import RankPage
-
-
-class Gpu(Protocol):
-    """Settings of a simulated GPU that the demo changes: cooling (1.0 is healthy) and the thermal time constant."""
-
-    cooling: float
-    thermal_tau_s: float
-
-    def raise_xid(self, code: int) -> None: ...
+from opsd.simulated.gpu import SimulatedGpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +21,7 @@ class FaultTargets:
 
     checkpoints: Path
     shm: Path
-    gpus: Mapping[int, Gpu] | None
+    gpus: Mapping[int, SimulatedGpu] | None
 
 
 @dataclass(frozen=True, slots=True)
