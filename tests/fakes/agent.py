@@ -24,7 +24,7 @@ SILENT = Log(lambda event: None)
 def runbook(**changes: object) -> Runbook:
     """A runbook for incidents of kind "trouble" that finds nothing unless told to."""
     fields = {"kind": "trouble", "guide": GUIDE, "detect": lambda _view: (), "healed": lambda _incident, _view: None}
-    return Runbook(**{**fields, "needs": ("source",), **changes})
+    return Runbook(**{**fields, "needs": ("source",), "max_attempts": 2, **changes})
 
 
 class Agent:
