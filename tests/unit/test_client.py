@@ -212,15 +212,15 @@ def busy_writer(path: Path):
 
 def test_reader_never_sees_a_torn_page(path: Path, busy_writer: subprocess.Popen[str]) -> None:
     """Against a writer at full speed every read is consistent and time does not run backwards."""
-    newest = -1
-    for _ in range(3000):
+    newest = reads = 0
+    while reads < 3000 or newest < 1000:  # on a machine under load the writer may not get its turn at first
+        reads += 1
         page = read_page(path)
         assert page.phase in ("setup", "data", "other")
         assert page.steps_reported >= newest
         newest = page.steps_reported
         steps = [step.step for step in page.steps]
         assert steps == sorted(set(steps))
-    assert newest > 0
 
 
 def test_page_of_a_stopped_and_of_a_killed_rank(path: Path, busy_writer: subprocess.Popen[str]) -> None:
