@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.base import Event, Metric, NoData, Plugin, Reading, Sample
-from opsd.collectors.lib.kernel.log import KERNEL, MESSAGE_CHARS, Device, KernelLog, KernelLogDevice, Position, Record
+from opsd.collectors.lib.kernel.log import (
+    KERNEL,
+    MESSAGE_CHARS,
+    Device,
+    KernelLog,
+    KernelLogDevice,
+    LogRecord,
+    Position,
+)
 from opsd.collectors.lib.kernel.messages import KINDS, Trouble, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
@@ -155,7 +163,7 @@ class KmsgCollector:
             self._drained_at = self._clock()
         return log, position
 
-    def _find(self, records: Iterable[Record], now: float, wall: float) -> Iterable[_Found]:
+    def _find(self, records: Iterable[LogRecord], now: float, wall: float) -> Iterable[_Found]:
         found: dict[Hashable, _Found] = {}
         for record in records:
             self._records += 1
@@ -177,7 +185,7 @@ class KmsgCollector:
                 self._crowded += 1
         return found.values()
 
-    def _parse(self, record: Record) -> tuple[Finding | None, str]:
+    def _parse(self, record: LogRecord) -> tuple[Finding | None, str]:
         """What the record reports, and its text, put together with the one before if it continues that."""
         if (victim := parse_oom_victim(record.text)) is not None:
             if len(self._victims) >= _MAX_VICTIMS:

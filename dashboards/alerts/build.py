@@ -8,11 +8,29 @@ from pathlib import Path
 from opsd.dashboards.alerts.goodput import GOODPUT
 from opsd.dashboards.alerts.hardware import AVAILABILITY, HARDWARE, NETWORK, STORAGE
 from opsd.dashboards.alerts.itself import ITSELF
-from opsd.dashboards.alerts.model import Alert, Group, Scheme, incident
-from opsd.dashboards.alerts.recordings import RECORDINGS
+from opsd.dashboards.alerts.model import Alert, Group, RecordingRule, Scheme, incident
 from opsd.dashboards.alerts.training import CHECKPOINTS, DATA, EVALUATIONS, TRAINING
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Runbook
+
+RECORDINGS = Group(
+    "recordings",
+    (
+        RecordingRule("run:opsd_rank_tokens:rate5m", "sum by (cluster, run) (rate(opsd_rank_tokens_total[5m]))"),
+        RecordingRule("run:opsd_rank_tokens:usual6h", "quantile_over_time(0.5, run:opsd_rank_tokens:rate5m[6h])"),
+        RecordingRule(
+            "run_phase:opsd_rank_phase_seconds:ratio_rate5m",
+            """
+sum by (cluster, run, phase) (rate(opsd_rank_phase_seconds_total[5m]))
+  / on (cluster, run) group_left ()
+sum by (cluster, run) (rate(opsd_rank_phase_seconds_total[5m]))
+""",
+        ),
+        RecordingRule("cluster:opsd_gpu_up:sum", "sum by (cluster) (opsd_gpu_up)"),
+        RecordingRule("cluster:opsd_gpu_job_info:count", "count by (cluster) (opsd_gpu_job_info)"),
+    ),
+)
+
 
 _BY_AREA = (
     RECORDINGS, AVAILABILITY, HARDWARE, NETWORK, STORAGE, GOODPUT, TRAINING, DATA, CHECKPOINTS, EVALUATIONS, ITSELF,

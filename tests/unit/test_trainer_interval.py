@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.trainer.interval import FIRST_S, LEAST_S, Interval, daly
+from opsd.trainer.saving import FIRST_S, LEAST_S, Interval, daly
 from opsd.trainer.settings import CheckpointSettings
 
 

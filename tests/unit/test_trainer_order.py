@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.trainer.data.order import permute
+from opsd.trainer.data.mixture import permute
 
 KEYS = st.integers(0, 2**64 - 1)
 

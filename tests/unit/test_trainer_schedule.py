@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.trainer.schedule import rate_factor
 from opsd.trainer.settings import ScheduleSettings
+from opsd.trainer.train import rate_factor
 
 SCHEDULE = ScheduleSettings(warmup=10, decay_start=100, decay_end=120)
 

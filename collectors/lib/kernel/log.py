@@ -24,7 +24,7 @@ _RECORD_BYTES: Final = 16 << 10
 _HEAD_BYTES: Final = 128
 
 
-class Record(NamedTuple):
+class LogRecord(NamedTuple):
     """One record of the log. ``seconds`` are since boot; ``continued``: the text goes on from the record before."""
 
     facility: int
@@ -34,7 +34,7 @@ class Record(NamedTuple):
     text: str
 
 
-def parse_record(raw: bytes) -> Record:
+def parse_record(raw: bytes) -> LogRecord:
     """A record as read from /dev/kmsg. Raises ValueError if it is not one.
 
     The kernel escapes what is not printable. Line breaks are put back, everything else stays escaped.
@@ -47,7 +47,7 @@ def parse_record(raw: bytes) -> Record:
     if not line.isprintable():
         line = "".join(char if char.isprintable() else "\ufffd" for char in line)
     continued = fields[3][:1] in (b"c", b"+")
-    return Record(int(fields[0]) >> 3, int(fields[1]), int(fields[2]) / 1e6, continued, line.replace("\\x0a", "\n"))
+    return LogRecord(int(fields[0]) >> 3, int(fields[1]), int(fields[2]) / 1e6, continued, line.replace("\\x0a", "\n"))
 
 
 class Device(Protocol):
@@ -130,7 +130,7 @@ class KernelLog:
                 pass
         self.overrun = self.malformed = 0
 
-    def read(self, limit: int) -> Iterator[Record]:
+    def read(self, limit: int) -> Iterator[LogRecord]:
         """Up to ``limit`` records. Afterwards ``drained`` says whether that was all. Raises OSError."""
         self.drained = False
         for _ in range(limit):
@@ -140,7 +140,7 @@ class KernelLog:
             if record is not None:
                 yield record
 
-    def _next(self) -> Record | None:
+    def _next(self) -> LogRecord | None:
         """The next record that has not been read before; None if there is none yet or it is lost."""
         try:
             record = parse_record(self._device.read())

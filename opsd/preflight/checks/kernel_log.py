@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.kmsg import parse_message
-from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, Record, parse_record
+from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, LogRecord, parse_record
 from opsd.collectors.lib.kernel.messages import Trouble
 from opsd.collectors.lib.kernel.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
 from opsd.preflight.base import (
@@ -58,7 +58,7 @@ def run(context: Context, progress: Progress) -> Outcome:
     return Outcome((Measurement("records", len(records)), Measurement("xids", counts)), tuple(findings))
 
 
-def _records(device: KernelLogDevice) -> Iterator[Record]:
+def _records(device: KernelLogDevice) -> Iterator[LogRecord]:
     while True:
         try:
             yield parse_record(device.read())
