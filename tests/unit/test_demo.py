@@ -155,12 +155,12 @@ def test_text_is_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_the_faults_of_gpus_are_left_out(tmp_path: Path) -> None:
-    """The summary's reason is the sentence that says what to install, unless the machine has GPUs of its own."""
+    """The summary's reason is the sentence that says what to install, unless the machine has real GPUs."""
     scene = Scene(tmp_path, tmp_path, port=0)
     gpus = prepare_gpus(scene, path=str(tmp_path))
     assert gpus.simulated is None
     assert scene.library is None
-    assert "no C compiler" in gpus.why or "GPUs of its own" in gpus.why
+    assert "no C compiler" in gpus.why or "real GPUs" in gpus.why
     assert any(fault.simulated for fault in FAULTS)
 
 

@@ -135,9 +135,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tokenizers import Tokenizer
-from opsd.trainer.data.build import Job, build
+from opsd.trainer.data.build import BuildTask, build
 source, out, tokenizer = map(Path, sys.argv[1:])
-build(sorted(source.iterdir()), Tokenizer.from_file(str(tokenizer)), Job(out, "text", 10**6, 1, 1), workers=2)
+build(sorted(source.iterdir()), Tokenizer.from_file(str(tokenizer)), BuildTask(out, "text", 10**6, 1, 1), workers=2)
 """
 
 
