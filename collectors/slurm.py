@@ -1,7 +1,7 @@
 """What Slurm thinks of this node: its state, who drained it and why, and the jobs on it.
 
-Slurm is asked rarely and elsewhere (``opsd.agent.collectors``), since a controller may take many seconds to answer; this
-collector only looks at the newest report. An old report is dropped rather than shown as if it were true.
+Slurm is asked rarely and elsewhere (``opsd.agent.collectors``), since a controller may take many seconds to answer.
+This collector only looks at the newest report. An old report is dropped rather than shown as if it were true.
 """
 
 from __future__ import annotations
