@@ -21,8 +21,13 @@ from opsd.launch.run.launchers import start_of_job
 def main() -> int:
     """Returns what the launcher ends with."""
     node, caught = os.environ["SLURMD_NODENAME"], list[str]()
+
+    def note(number: int, _: object) -> None:
+        caught.append(signal.Signals(number).name)
+        Path(f"caught-{node}").write_text(" ".join(caught))
+
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda number, _: caught.append(signal.Signals(number).name))
+        signal.signal(number, note)
     with open("calls", "a") as calls:
         calls.write(f"{node} {json.dumps(sys.argv[1:])}\n")
     job = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")}
@@ -35,8 +40,7 @@ def main() -> int:
     while not answer.exists() and not caught:
         time.sleep(0.05)
     if caught:
-        time.sleep(0.5)
-        Path(f"caught-{node}").write_text(" ".join(caught))
+        time.sleep(1.0)  # for a second signal, and for the others, who are ended with the run
     told = {"exit": 75, "end": 75} if caught else json.loads(answer.read_text())
     if "end" in told:
         plan = {"end": {"code": told["end"], "reason": "the test says so", "lost": told.get("lost", [])}}
