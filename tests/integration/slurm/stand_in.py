@@ -40,7 +40,7 @@ def main() -> int:
     while not answer.exists() and not caught:
         time.sleep(0.05)
     if caught:
-        time.sleep(1.0)  # for a second signal, and for the others, who are ended with the run
+        time.sleep(0.5)  # for a second signal
     told = {"exit": 75, "end": 75} if caught else json.loads(answer.read_text())
     if "end" in told:
         plan = {"end": {"code": told["end"], "reason": "the test says so", "lost": told.get("lost", [])}}
