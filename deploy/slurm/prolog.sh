@@ -17,12 +17,19 @@ PATH=${PATH:-/usr/sbin:/usr/bin:/sbin:/bin} # Slurm sets none
 export PATH
 OPSD=${OPSD:-/opt/opsd/bin/opsd}
 [ -x "$OPSD" ] || exit 0
-report=/run/opsd-prolog-${SLURM_JOB_ID:-0}.json
+report=${REPORTS:-/run}/opsd-prolog-${SLURM_JOB_ID:-0}.json
+rm -f "$report"
 said=$(timeout -k 15 150 "$OPSD" preflight --profile quick --quiet --json "$report" 2>&1)
 code=$?
 case $code in
     0) why= ;;
-    1) logger -t opsd "this node failed its preflight, job ${SLURM_JOB_ID:-?} does not start; see $report"; exit 1 ;;
+    1)
+        if [ -s "$report" ]; then
+            logger -t opsd "this node failed its preflight, job ${SLURM_JOB_ID:-?} does not start; see $report"
+            exit 1
+        fi
+        why="the preflight ended with exit code 1 and no report: $said" # Python's own 1: opsd is being upgraded, say
+        ;;
     124 | 137) why="the preflight took longer than 150 s" ;;
     *) why="the preflight ended with exit code $code: $said" ;;
 esac

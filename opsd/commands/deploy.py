@@ -51,7 +51,8 @@ def copy(target: Path, names: tuple[str, ...], overwrite: bool) -> None:
     try:
         for path, copied in pairs:
             copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copied)
+            shutil.copyfile(path, copied)
+            copied.chmod(path.stat().st_mode & 0o777 | 0o200)  # the package's folder may be read-only
     except OSError as error:
         raise click.UsageError(f"{error.filename}: cannot be written: {error.strerror}") from error
     click.echo(f"{len(pairs)} files in {target}")

@@ -44,6 +44,17 @@ def test_an_edited_file_is_kept_unless_overwriting_is_asked_for(tmp_path: Path) 
     assert edited.read_text() != "mine"
 
 
+def test_copies_of_a_read_only_package_can_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their owner, and scripts remain executable."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "prolog.sh").touch()
+    (package / "prolog.sh").chmod(0o555)
+    monkeypatch.setattr("opsd.commands.deploy.FOLDER", package)
+    assert CliRunner().invoke(cli, ["deploy", "copy", str(tmp_path / "new")]).exit_code == exitcodes.OK
+    assert (tmp_path / "new/prolog.sh").stat().st_mode & 0o777 == 0o755
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("show", "no/such"), ("show", "slurm"), ("show", "../pyproject.toml"), ("copy", "/proc/no", "install")],

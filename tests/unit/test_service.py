@@ -94,11 +94,27 @@ def logged(tmp_path: Path) -> Path:
     return tmp_path / "log"
 
 
+def prolog(folder: Path, *lines: str) -> subprocess.CompletedProcess[bytes]:
+    """The prolog with an ``opsd`` of these lines."""
+    program(folder / "opsd", 'echo "opsd: torch is missing" >&2', *lines)
+    environment = {
+        "OPSD": str(folder / "opsd"),
+        "REPORTS": str(folder),
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "opsd-test",
+    }
+    return subprocess.run([str(DEPLOY / "slurm" / "prolog.sh")], env=environment, capture_output=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("status", "refused", "said"),
     [
         (0, False, ""),
-        (1, True, "this node failed its preflight, job opsd-test does not start; see /run/opsd-prolog-opsd-test.json"),
+        (
+            1,
+            True,
+            "this node failed its preflight, job opsd-test does not start; see REPORTS/opsd-prolog-opsd-test.json",
+        ),
         (2, False, "job opsd-test starts unchecked: the preflight ended with exit code 2: opsd: torch is missing"),
         (3, False, "job opsd-test starts unchecked: the preflight ended with exit code 3: opsd: torch is missing"),
         (124, False, "job opsd-test starts unchecked: the preflight took longer than 150 s"),
@@ -106,11 +122,18 @@ def logged(tmp_path: Path) -> Path:
 )
 def test_a_prolog_refuses_only_what_failed(tmp_path: Path, logged: Path, status: int, refused: bool, said: str) -> None:
     """A node that failed its preflight; not one that could not be checked, which would drain the whole cluster."""
-    program(tmp_path / "opsd", 'echo "opsd: torch is missing" >&2', f"exit {status}")
-    environment = {"OPSD": str(tmp_path / "opsd"), "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "opsd-test"}
-    done = subprocess.run([str(DEPLOY / "slurm" / "prolog.sh")], env=environment, capture_output=True, check=False)
+    done = prolog(tmp_path, 'for report; do :; done; echo "{}" >"$report"', f"exit {status}")
     assert (done.returncode == 1) == refused
-    assert (logged.read_text() if logged.exists() else "") == (f"-t opsd {said}\n" if said else "")
+    assert [*tmp_path.glob("opsd-prolog-*")] == [tmp_path / "opsd-prolog-opsd-test.json"][: int(refused)]
+    expected = f"-t opsd {said}\n".replace("REPORTS", str(tmp_path)) if said else ""
+    assert (logged.read_text() if logged.exists() else "") == expected
+
+
+def test_an_installation_that_is_being_replaced_drains_no_node(tmp_path: Path, logged: Path) -> None:
+    """Python ends with 1 where a module is missing, which is the exit code of a node that failed."""
+    (tmp_path / "opsd-prolog-opsd-test.json").write_text("{}")  # of an earlier start of the job
+    assert prolog(tmp_path, "exit 1").returncode == 0
+    assert "starts unchecked: the preflight ended with exit code 1 and no report: opsd: torch" in logged.read_text()
 
 
 def test_the_prolog_waits_for_the_profile_and_slurm_for_the_prolog() -> None:
