@@ -39,7 +39,10 @@ def main() -> int:
     answer = Path(f"answer-{node}")
     while not answer.exists() and not caught:
         time.sleep(0.05)
-    if caught:
+    if caught:  # as launchers do, it waits for the others, who would be killed with the end of the run
+        deadline = time.monotonic() + 10
+        while len(list(Path().glob("caught-*"))) < len(list(Path().glob("job-*"))) and time.monotonic() < deadline:
+            time.sleep(0.05)
         time.sleep(0.5)  # for a second signal
     told = {"exit": 75, "end": 75} if caught else json.loads(answer.read_text())
     if "end" in told:
