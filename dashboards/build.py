@@ -12,16 +12,17 @@ BOARDS = (cluster, job, node, incidents, training, preflight)
 FOLDER = Path(__file__).parent
 
 
-def rendered() -> Iterator[tuple[Path, str]]:
+def rendered(folder: Path = FOLDER) -> Iterator[tuple[Path, str]]:
     """File and content of every board."""
     for module in BOARDS:
-        yield FOLDER / f"{module.__name__.rpartition('.')[2]}.json", to_json(module.build())
+        yield folder / f"{module.__name__.rpartition('.')[2]}.json", to_json(module.build())
 
 
-def write() -> list[Path]:
-    """Write every board; returns the files that changed. Raises OSError where the folder is read-only."""
+def write(folder: Path) -> list[Path]:
+    """Write every board; returns the files that changed. Raises OSError if the folder cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
     changed = []
-    for path, text in rendered():
+    for path, text in rendered(folder):
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             changed.append(path)

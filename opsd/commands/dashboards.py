@@ -10,6 +10,7 @@ from types import ModuleType
 import click
 
 from opsd import exitcodes
+from opsd.commands import checkout
 from opsd.commands.options import option
 from opsd.commands.settings import BadConfig
 
@@ -20,10 +21,14 @@ def dashboards() -> None:
 
 
 @dashboards.command()
-def build() -> None:
-    """Write the boards' JSON beside their builders."""
-    builder = _builder()
-    changed = builder.write()
+@option("--out", "folder", type=click.Path(path_type=Path, file_okay=False), help="Folder instead of the checkout's.")
+def build(folder: Path | None) -> None:
+    """Write the boards' JSON, one file a board, for Grafana's provisioning."""
+    target = checkout.folder("dashboards", folder)
+    try:
+        changed = _builder().write(target)
+    except OSError as error:
+        raise click.ClickException(f"{target} cannot be written: {error.strerror}; name a folder with --out") from error
     click.echo("\n".join(f"wrote {path}" for path in changed) or "every board is current")
 
 

@@ -37,5 +37,11 @@ def train(config: str, ranks: str | None, overrides: tuple[str, ...], fresh: boo
     program = [TRAINER, *settings, *(["--fresh"] if fresh else []), "--", config]
     if "RANK" in os.environ:
         os.execv(sys.executable, [sys.executable, "-m", *program])  # noqa: S606
+    from opsd.trainer.config import ConfigError, load
+
+    try:
+        load(config, overrides)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
     options = ["--nproc-per-node", ranks or str(gpu_count(os.environ) or 1), "-m"]
     return int(launch.main([*options, *program], "opsd launch", standalone_mode=False))

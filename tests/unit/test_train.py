@@ -38,11 +38,11 @@ def test_it_is_short_for_launch(
     """A rank for each GPU, one where there is none; settings and the exit code go through."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     result = CliRunner().invoke(
-        cli, ["train", "tiny", *options, "--set", "run.steps=2", "--fresh"], standalone_mode=False
+        cli, ["train", "tiny", *options, "--set", "data.shards=x", "--fresh"], standalone_mode=False
     )
     assert result.return_value == exitcodes.REQUEUE, result.output
     assert launched == [
-        ["--nproc-per-node", ranks, "-m", "opsd.trainer", "--set", "run.steps=2", "--fresh", "--", "tiny"]
+        ["--nproc-per-node", ranks, "-m", "opsd.trainer", "--set", "data.shards=x", "--fresh", "--", "tiny"]
     ]
 
 
@@ -68,3 +68,11 @@ def test_without_torch_one_sentence_says_so(launched: list[Sequence[str]], monke
     assert (result.exit_code, "pip install 'opsd[train]'" in result.output) == (exitcodes.USAGE, True)
     program = "import sys; from opsd.commands import train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [("nope",), ("tiny", "--set", "nope=1"), ("tiny", "--set", "run.nope=1")])
+def test_a_wrong_configuration_starts_nothing(launched: list[Sequence[str]], arguments: tuple[str, ...]) -> None:
+    """It is said in one sentence, by the command and not by each rank."""
+    result = CliRunner().invoke(cli, ["train", *arguments])
+    assert (result.exit_code, launched) == (exitcodes.USAGE, [])
+    assert result.output.count("Error: ") == 1
