@@ -6,6 +6,7 @@ imported torch.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -45,16 +46,17 @@ def _pretend(torch: Any) -> None:
 
 
 def _keep(torch: Any) -> None:
-    """Keep what wraps a model to the end of the process.
+    """Keep what wraps a model, and with it the process group, beyond the end of the interpreter.
 
     With torch 2.13, ``~ProcessGroupGloo`` joins a thread of its own, which may wait for the GIL that the caller holds:
-    a program that drops its model after the last collective hangs for good, under torchrun in one of six runs.
+    a program that drops its model after the last collective, or at its exit, hangs for good, under torchrun in one of
+    six runs.
     """
     parallel = torch.nn.parallel.DistributedDataParallel
-    build, kept = parallel.__init__, []
+    build = parallel.__init__
 
     def build_and_keep(self: Any, *args: Any, **options: Any) -> None:
-        kept.append(self)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         build(self, *args, **options)
 
     parallel.__init__ = build_and_keep
