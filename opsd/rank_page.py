@@ -16,7 +16,7 @@ STATES = ("running", "finished")
 REQUESTS = ("none", "checkpoint_and_stop")
 _LEARNING_RATE_SINCE = 2
 _SLOTS_BYTES = layout.SLOT_STRIDE + layout.SLOT.size
-_READS = 64
+_READS = 400
 """Attempts to read a page whose writer is busy; one takes a few microseconds."""
 
 
