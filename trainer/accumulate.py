@@ -16,7 +16,7 @@ from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.loader import Batch
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import local_part
-from opsd.trainer.world import World
+from opsd.trainer.world import World, mesh_shape
 
 Accumulate = Callable[[int], torch.Tensor]
 """Accumulates the gradients of that many micro-batches; returns this rank's mean loss, a scalar in nats per token.
@@ -31,24 +31,30 @@ class Batches(Protocol):
     def next(self) -> Batch: ...
 
 
-def micro_batches(config: Config, world: World, batch: int) -> int:
-    """Micro-batches that each rank runs for a global ``batch``. Raises ConfigError if it is not divisible."""
-    rows = config.data.micro_batch
-    count, rest = divmod(batch, world.data_size * rows)
+def micro_batches(config: Config, ranks: int) -> dict[int, int]:
+    """Micro-batches that each of ``ranks`` runs, by global batch. Raises ConfigError if layout or batch do not fit."""
+    layout = config.parallel
+    mesh_shape(ranks, layout)
+    each = layout.tp * layout.pp * layout.cp
+    return {batch: _micro_batches(config, ranks, ranks // each, batch) for batch in config.data.batches}
+
+
+def _micro_batches(config: Config, ranks: int, shares: int, batch: int) -> int:
+    rows, stages = config.data.micro_batch, config.parallel.pp
+    count, rest = divmod(batch, shares * rows)
     if rest:
-        each = world.size // world.data_size
-        parts = f"{world.data_size} ranks" if each == 1 else f"{world.data_size} groups of {each} ranks"
+        parts = f"{shares} ranks" if shares == ranks else f"{shares} groups of {ranks // shares} ranks"
         fitting = fitting_ranks(config)
-        near = [size for size in fitting if size < world.size][-2:]
-        near += [size for size in fitting if size > world.size][:1]
+        near = [size for size in fitting if size < ranks][-2:]
+        near += [size for size in fitting if size > ranks][:1]
         raise ConfigError(
             f"data.batch {batch} is not a multiple of {parts} x data.micro_batch {rows}; "
             + (f"start {' or '.join(map(str, near))} ranks" if near else "make data.micro_batch smaller")
         )
-    if count < config.parallel.pp:
+    if count < stages:
         raise ConfigError(
             f"data.batch {batch} gives {count} micro-batches a step, fewer than the parallel.pp "
-            f"{config.parallel.pp} stages; make data.micro_batch smaller or data.batch larger"
+            f"{stages} stages; make data.micro_batch smaller or data.batch larger"
         )
     return count
 

@@ -8,6 +8,7 @@ as configured; FSDP shards the rest over data-parallel and context-parallel rank
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from typing import cast
 
 import torch
@@ -45,6 +46,12 @@ _KEPT = {
     torch.ops._c10d_functional.all_gather_into_tensor.default,
 }
 """Operations whose results selective recomputation keeps: those expensive to compute or communicate again."""
+
+
+def demand_float8(settings: ParallelSettings) -> None:
+    """Raises ConfigError if the model is to be multiplied in float8 and torchao is not installed."""
+    if settings.fp8 and find_spec("torchao") is None:
+        raise ConfigError("parallel.fp8 needs torchao: pip install 'opsd[fp8]', or set it to false")
 
 
 def build(config: Config, world: World) -> Decoder:
@@ -121,10 +128,7 @@ def _policy(_: object, operation: object, *args: object, **kwargs: object) -> Ch
 
 def _to_float8(model: Decoder) -> None:
     """Multiply the layers' matrices in float8, each with its own scale (torchao's default recipe)."""
-    try:
-        from torchao.float8 import convert_to_float8_training
-    except ImportError:
-        raise ConfigError("parallel.fp8 needs torchao: pip install 'opsd[fp8]', or set it to false") from None
+    from torchao.float8 import convert_to_float8_training
 
     def in_layer(module: nn.Module, name: str) -> bool:
         assert isinstance(module, nn.Linear)

@@ -23,7 +23,7 @@ from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.huggingface import fill
 from opsd.trainer.optimizer import Optimizer
-from opsd.trainer.parallel import build
+from opsd.trainer.parallel import build, demand_float8
 from opsd.trainer.restore import restore
 from opsd.trainer.saving import Saving, checkpoint_folder
 from opsd.trainer.settings import ScheduleSettings
@@ -60,10 +60,13 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     the user can fix, and TrainingError after too many non-finite gradients in a row.
     """
     reporter = Reporter.from_env()
+    # What the ranks can refuse alone comes first: once they have met, the first to end breaks the others' collectives.
     demand_installed(config.tracking)
+    demand_float8(config.parallel)
+    counts = micro_batches(config, int(os.environ.get("WORLD_SIZE", "1")))
     sources = open_corpora(config)
     world = join(config.run, config.parallel)
-    training = Training(config, sources, world, reporter)
+    training = Training(config, counts, sources, world, reporter)
     root = checkpoint_folder(config, world)
     training.restore(root, fresh=fresh)
     saving = Saving(config, training.state, training.model, world, reporter, training.step)
@@ -90,9 +93,15 @@ def open_corpora(config: Config) -> dict[str, Source]:
 class Training:
     """What a rank trains with, and its position: after ``step`` steps, and ``sample`` samples of all ranks."""
 
-    def __init__(self, config: Config, sources: Mapping[str, Source], world: World, reporter: Reporter) -> None:
-        self._config, self._world, self._reporter = config, world, reporter
-        self._counts = {batch: micro_batches(config, world, batch) for batch in config.data.batches}
+    def __init__(
+        self,
+        config: Config,
+        counts: Mapping[int, int],
+        sources: Mapping[str, Source],
+        world: World,
+        reporter: Reporter,
+    ) -> None:
+        self._config, self._counts, self._world, self._reporter = config, counts, world, reporter
         self.loader = Loader(config, sources, world, reporter)
         self.model = build(config, world)
         self._gradients = accumulator(self.model, self.loader, config, world, reporter)
