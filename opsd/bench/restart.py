@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -71,12 +72,12 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
 
     ``ours_restart`` is with standby interpreters ready, as a run usually has them; ``at_once_again`` is a second kill
     right after that, before new ones are ready. ``torchrun_failed`` counts restarts that torchrun did not complete;
-    they are repeated and not timed. Times in seconds. Raises BenchError.
+    they are repeated and not timed, and if all failed its figures are missing. Times in seconds. Raises BenchError.
     """
     if find_spec("torch") is None:
         raise BenchError("the script of this benchmark needs torch: pip install 'opsd[train]'")
-    ours, noticed, cold, peer, memory = [], [], [], [], []
-    failed = 0
+    ours, noticed, cold, memory = [], [], [], []
+    peer: list[float] = []
     with tempfile.TemporaryDirectory(prefix="opsd-bench-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
@@ -89,18 +90,17 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
                 noticed.append(measured.event("rank_exited")["t"] - killed)
                 killed, first = measured.kill_and_wait()
                 cold.append(first - killed)
-            seconds, failures = _peer_restart(folder / f"torchrun-{number}")
-            peer.append(seconds)
-            failed += failures
+            peer += _peer_restart(folder / f"torchrun-{number}")
         with _opsd(folder / "hang") as measured:
             named, limit = measured.stop_and_wait()
-    return {
+    figures: dict[str, float | int | str] = {"torchrun_failed": peer.count(math.inf)}
+    if done := [seconds for seconds in peer if seconds < math.inf]:
+        figures["torchrun_restart_p50_s"] = statistics.median(done)
+        figures["torchrun_restart_max_s"] = max(done)
+        figures["ratio_restart"] = statistics.median(ours) / statistics.median(done)
+    return figures | {
         "ours_restart_p50_s": statistics.median(ours),
         "ours_restart_max_s": max(ours),
-        "torchrun_restart_p50_s": statistics.median(peer),
-        "torchrun_restart_max_s": max(peer),
-        "torchrun_failed": failed,
-        "ratio_restart": statistics.median(ours) / statistics.median(peer),
         "ours_restart_at_once_again_p50_s": statistics.median(cold),
         "ours_noticed_p50_s": statistics.median(noticed),
         "ours_noticed_max_s": max(noticed),
@@ -111,17 +111,17 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
     }
 
 
-def _peer_restart(folder: Path) -> tuple[float, int]:
-    """Seconds that torchrun took, and how often it failed before. Raises BenchError if it fails every time."""
+def _peer_restart(folder: Path) -> Iterator[float]:
+    """Seconds that torchrun took, infinite for each restart before that it did not complete."""
     for attempt in range(PEER_ATTEMPTS):
         try:
             with _torchrun(folder.with_name(f"{folder.name}-{attempt}")) as measured:
                 measured.steady()
                 killed, first = measured.kill_and_wait()
-                return first - killed, attempt
-        except BenchError as error:
-            problem = error
-    raise problem
+                yield first - killed
+                return
+        except BenchError:
+            yield math.inf
 
 
 class MeasuredRun:
