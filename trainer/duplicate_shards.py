@@ -20,14 +20,16 @@ from opsd.trainer.tensors import FormatError, Stored, stored_tensors
 
 MAX_SHARDS = 64
 SIMILAR = 0.99
-"""Correlation from which shards count as copies although their bits differ: rounding makes equal weights drift apart
+"""Correlation from which shards count as copies although their bits differ.
 
-during training. Between independent shards of a thousand numbers it stays below 0.2.
+Rounding makes equal weights drift apart during training. Between independent shards of a thousand numbers it stays
+below 0.2.
 """
 MOMENTS = re.compile(r"exp_avg|optim|momentum|adam", re.IGNORECASE)
-"""Names of optimiser state, which is skipped: heads that share keys and values have nearly the same gradients while
+"""Names of optimiser state, which is skipped.
 
-attention is still even, and copies show in the weights.
+Heads that share keys and values have nearly the same gradients while attention is still even, and copies show in the
+weights.
 """
 MIN_ELEMENTS = 32
 """Least number of elements of a shard for a comparison."""

@@ -44,10 +44,9 @@ Found = TypeVar("Found")
 WAIT_FOR_SAVES_S = 60.0
 LOOK_S = 1.0
 WAIT_FOR_FENCED_S = 2.0
-"""A fenced generation only commits what it was about to commit. Its locks say little: a server keeps those of a dead
-node
+"""A fenced generation only commits what it was about to commit.
 
-for a minute or more (NFSv4 lease).
+Its locks say little: a server keeps those of a dead node for a minute or more (NFSv4 lease).
 """
 
 

@@ -5,11 +5,11 @@
     trainer = Trainer(model, arguments, callbacks=[RankPageCallback()], ...)   # or SFTTrainer, DPOTrainer, ...
 
 Steps, losses, gradient norms, saves and evaluations go to the rank page. When the launcher asks for it, the trainer
-saves at the next step boundary and ends; ``opsd.trainer.train(resume_from_checkpoint=True)`` goes on from there.
+saves at the next step boundary and ends; ``trainer.train(resume_from_checkpoint=True)`` continues from there.
 
-A trainer with this callback looks before each checkpoint, and before ``opsd.trainer.save_model()``, whether a later
-generation of the run has begun elsewhere; then it writes nothing and ends with exit code 76. No callback of Hugging
-Face's is asked before a save, so these two methods of ``Trainer`` are wrapped once this module is imported.
+A trainer with this callback checks before each checkpoint, and before ``trainer.save_model()``, whether a later
+generation of the run has begun elsewhere; then it writes nothing and ends with exit code 76. Hugging Face calls no
+callback before a save, so importing this module wraps these two methods of ``Trainer``.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ TRAINER = "opsd.trainer"
     help="Ranks on this node, as of opsd launch. By default one for each GPU, and one where there is none.",
 )
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
-@option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run can be had.")
+@option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run is available.")
 def train(config: str, ranks: str | None, overrides: tuple[str, ...], fresh: bool) -> int:
     """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b), on this node.
 
