@@ -12,7 +12,8 @@ USAGE: Final = 2
 INTERRUPTED: Final = 3
 """Stopped by the user before it was done."""
 BROKEN: Final = 4
-"""A bug in opsd most likely, which the traceback shows; it says nothing about the node or the run."""
+"""A bug in opsd most likely, which the traceback shows, or a full disk below its output; it says nothing about the node
+or the run."""
 REPEATED: Final = 70
 """``opsd launch``: the same failure came back; restarting again would not help."""
 REQUEUE: Final = 75

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
 from importlib import import_module
@@ -85,13 +87,18 @@ def main() -> None:
     """Entry point of the ``opsd`` script."""
     try:
         code = cli.main(standalone_mode=False, prog_name="opsd")
+        if sys.stdout is not None:  # None if the caller has closed it
+            sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         sys.exit(exitcodes.USAGE)
     except click.Abort:
         click.echo("opsd: interrupted", err=True)
         sys.exit(exitcodes.INTERRUPTED)
-    except Exception:  # 1, as Python has it, would be the answer no: a prolog drains the node for it
+    except Exception as error:  # 1, as Python has it, would be the answer no: a prolog drains the node for it
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            click.echo(f"opsd: {error.strerror}: free some, or send the output elsewhere", err=True)
+            os._exit(exitcodes.BROKEN)  # the interpreter's own end would try to write again
         traceback.print_exc()
         sys.exit(exitcodes.BROKEN)
     sys.exit(code if isinstance(code, int) else exitcodes.OK)

@@ -38,3 +38,14 @@ def test_a_bug_is_not_taken_for_the_answer_no() -> None:
     broken = "from opsd.commands import main as cli; cli.COMMANDS['broken'] = ''; cli.main()"
     answer = subprocess.run([sys.executable, "-c", broken, "broken"], capture_output=True, text=True, check=False)
     assert (answer.returncode, "opsd.commands.broken" in answer.stderr) == (exitcodes.BROKEN, True)
+
+
+@pytest.mark.parametrize("command", [["runbook", "list"], ["--version"]])
+def test_a_full_disk_below_the_output_is_a_sentence(command: list[str]) -> None:
+    """Whether it is met while the command prints or at its end."""
+    with Path("/dev/full").open("w") as full:
+        answer = subprocess.run(
+            [sys.executable, "-m", "opsd", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert answer.returncode == exitcodes.BROKEN
+    assert answer.stderr == "opsd: No space left on device: free some, or send the output elsewhere\n"
