@@ -1,0 +1,32 @@
+"""What several attacks are made of. Each function is self-contained: ``Attacker`` runs its source as another user."""
+
+from __future__ import annotations
+
+
+def invent_run(shm: str, name: str, *fields: dict[str, object]) -> None:
+    """A run of 16 ranks whose launcher is this process and whose rank 0 works on GPU 0; lasts until it is killed.
+
+    ``fields`` replace what ``run.json`` says.
+    """
+    import json
+    import os
+    import time
+    from pathlib import Path
+
+    from opsd.client import Reporter, process_start
+
+    folder = Path(shm, name)
+    folder.mkdir(mode=0o755)
+    reporter = Reporter(folder / "rank-0000.page", rank=0, gpu=0, run=name, world_size=16)
+    said = {
+        "state": "running", "launcher_pid": os.getpid(), "launcher_start": process_start(os.getpid()), "job": "",
+        "node": "node1", "generation": 0, "world_size": 16, "control": str(folder / "control.sock"),
+        "folder": str(folder),
+    }  # fmt: skip
+    for changes in fields:
+        said |= changes
+    (folder / "run.json").write_text(json.dumps(said))
+    while True:
+        reporter.step(tokens=1, loss=2.0)
+        print("lives", flush=True)
+        time.sleep(0.5)
