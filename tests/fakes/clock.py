@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class FakeClock:
@@ -23,11 +26,16 @@ class FakeClock:
         self.wall_now += seconds
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
-    """True as soon as ``condition`` is, False if it is not within the time."""
+def eventually(condition: Callable[[], T], within_s: float = 20.0) -> T:
+    """The first true result of ``condition``, or its last one if none is true within the time."""
     deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
+    while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return True
+    return result
+
+
+def until(condition: Callable[[], T], within_s: float = 60.0) -> T:
+    """The first true result of ``condition``; the test fails without one."""
+    result = eventually(condition, within_s)
+    assert result, "waited in vain"
+    return result

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from tests.fakes.clock import eventually
 
 TRAIN = """
 import os, signal, sys, time
@@ -113,10 +114,7 @@ class Launched:
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait for something that the launcher or a rank brings about."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"waited in vain; {self.err}"
-            time.sleep(0.01)
+        assert eventually(condition, timeout_s), f"waited in vain; {self.err}"
 
     def ask(self, **request: str) -> dict[str, Any]:
         """The launcher's answer to a request on its control socket, whose path may be longer than a socket's may be."""

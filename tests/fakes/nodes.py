@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 
 from opsd.launch.ranks.settings import free_port
+from tests.fakes.clock import until
 
 
 class Nodes:
@@ -116,10 +116,7 @@ class Nodes:
 
     def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Wait for something that the launchers or ranks bring about."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.02)
+        until(condition, timeout_s)
 
     def state(self, name: str) -> dict[str, Any]:
         """The run.json of a node."""

@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from trainer_world import eventually
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, create
 from opsd.rank_page import RankPage, read_page, write_request
+from tests.fakes.clock import until
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-torchtitan" / "bin" / "python"
@@ -52,7 +52,7 @@ def test_a_stop_is_a_save_and_an_orderly_end(tmp_path: Path) -> None:
     """Asked to stop, torchtitan saves all the state of the step it is at, and goes on from there."""
     path = tmp_path / "rank-0000.page"
     program = start(tmp_path, path, 100_000)
-    eventually(lambda: path.exists() and read_page(path).steps_reported >= 2)
+    until(lambda: path.exists() and read_page(path).steps_reported >= 2)
     write_request(path, "checkpoint_and_stop")
     stopped = finish(program, path)
     assert stopped.state == "finished"
@@ -66,7 +66,7 @@ def test_what_has_been_overtaken_saves_no_more(tmp_path: Path) -> None:
     path = tmp_path / "rank-0000.page"
     assert create(tmp_path, Claim(1, "a start", "n1 7"))
     program = start(tmp_path, path, 100_000, OPSD_RUN_DIR=str(tmp_path), OPSD_GENERATION="1")
-    eventually(lambda: path.exists() and (read_page(path).committed_step or 0) >= 3)
+    until(lambda: path.exists() and (read_page(path).committed_step or 0) >= 3)
     assert create(tmp_path, Claim(2, "a start", "n2 8"))
     output, _ = program.communicate(timeout=120)
     assert program.returncode == exitcodes.FENCED, output[-3000:]

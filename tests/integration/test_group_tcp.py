@@ -17,6 +17,7 @@ import pytest
 from opsd.launch.claims.claimant import TIMEOUT_S
 from opsd.launch.ranks.settings import free_port
 from tests.fakes import group_process
+from tests.fakes.clock import eventually
 
 SECRET = "11" * 32
 
@@ -57,10 +58,7 @@ class Launchers:
         return all(plan and plan[0]["slots"] == sorted(names) for plan in plans)
 
     def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, {name: (self.folder / name).read_text() for name in self.processes}
-            time.sleep(0.02)
+        assert eventually(condition, timeout_s), {name: (self.folder / name).read_text() for name in self.processes}
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_world import Run, eventually, flip
+from trainer_world import Run, flip
 
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, folder_of, read, steps
+from tests.fakes.clock import until
 
 
 def refused(run: Run, *arguments: str, **settings: object) -> tuple[int | None, str]:
@@ -158,7 +159,7 @@ def test_damaged_shards_are_refused(run: Run, shards: Path, tmp_path: Path) -> N
     flip(copy / "shard-00000.tokens")
     run.shards = copy
     world = run.start()
-    eventually(lambda: any(rank.exitcode == 2 for rank in world.ranks))
+    until(lambda: any(rank.exitcode == 2 for rank in world.ranks))
     world.kill()  # the other one waits to be joined
     assert "shard-00000.tokens does not match its checksum" in run.printed()
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from trainer_world import Run, World, eventually
+from trainer_world import Run, World
 
 from opsd.rank_page import write_request
+from tests.fakes.clock import until
 
 
 @pytest.fixture
@@ -36,9 +37,9 @@ def test_an_upload_is_waited_for_visibly_and_not_by_a_run_that_is_to_stop(run: R
         page = world.page(0)
         return page is not None and page.committed_step == 5 and page.phase == "checkpoint"
 
-    eventually(waits)
+    until(waits)
     before = time.monotonic()
-    eventually(lambda: changed(world) > before)
+    until(lambda: changed(world) > before)
     write_request(world.pages[0], "checkpoint_and_stop")
     assert world.wait() == [0], run.log().read_text()
     assert not run.events("checkpoint_upload_failed")  # it has neither been waited for nor given up
@@ -48,7 +49,7 @@ def test_an_upload_is_waited_for_visibly_and_not_by_a_run_that_is_to_stop(run: R
 def test_evaluations_do_not_hold_up_a_stop(run: Run) -> None:
     """A run that is asked to stop while it waits for an evaluation ends that too, and ends well."""
     world = run.start(world=1, run__steps=5, evaluation__harness="true {model}", evaluation__queue="sleep 1000")
-    waiting = eventually(lambda: (page := world.page(0)) is not None and page.phase == "evaluation" and page)
+    waiting = until(lambda: (page := world.page(0)) is not None and page.phase == "evaluation" and page)
     assert waiting.committed_step == 5
     write_request(world.pages[0], "checkpoint_and_stop")
     assert world.wait() == [0], run.log().read_text()

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_world import Run, eventually, make_texts
+from trainer_world import Run, make_texts
 
 from opsd.checkpoints.manifest import folder_of, steps
 from opsd.trainer.config import load
 from opsd.trainer.evaluate import main
+from tests.fakes.clock import until
 
 
 def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
@@ -43,6 +44,7 @@ def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
 HARNESS = """
 import json, pathlib, sys
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tests.fakes.clock import until
 model, output = map(pathlib.Path, sys.argv[1:])
 parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
 tokenizer = AutoTokenizer.from_pretrained(model)
@@ -130,7 +132,7 @@ def test_a_queue_is_asked(run: Run, tmp_path: Path) -> None:
         "evaluation__queue": f"'sh -c \"echo {{command}} > {tmp_path}/submitted\"'",
     }
     assert run.start(run__steps=5, **sets).wait() == [0, 0], run.log().read_text()
-    eventually(lambda: (tmp_path / "submitted").exists())
+    until(lambda: (tmp_path / "submitted").exists())
     assert "opsd.trainer.evaluate" in (tmp_path / "submitted").read_text()
     assert steps(run.checkpoints) == [5]
     assert list(run.checkpoints.glob("*/awaiting-evaluation"))

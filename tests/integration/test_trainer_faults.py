@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from trainer_world import STEPS, Run, eventually
+from trainer_world import STEPS, Run
 
 from opsd.checkpoints.manifest import folder_of, steps, verify
 from opsd.rank_page import process_state, write_request
+from tests.fakes.clock import until
 
 
 def kill_and_resume(run: Run, kills: int, rng: random.Random) -> None:
     """Kill a rank at ``kills`` random moments, its peers with it like a launcher does, and let the run finish."""
     for _ in range(kills):
         world = run.start()
-        eventually(lambda world=world: world.page(0))
+        until(lambda world=world: world.page(0))
         time.sleep(rng.random() * 0.6)
         if rng.random() < 0.5:  # right into a save
             target = world.step() + 5
@@ -41,12 +42,12 @@ def test_killed_at_random_moments(run: Run, undisturbed: Run) -> None:
 def test_a_save_in_flight_is_not_lost(run: Run, undisturbed: Run) -> None:
     """Ranks die while their persist processes write: these finish, and the next start goes on from what they wrote."""
     world = run.start(checkpoint__every=7)
-    eventually(lambda: min(world.step(0), world.step(1)) >= 7)  # both have handed over their part of step 7
+    until(lambda: min(world.step(0), world.step(1)) >= 7)  # both have handed over their part of step 7
     persist = [world.worker(rank, "persist") for rank in (0, 1)]
     committed = steps(run.checkpoints)
     world.kill()
     for pid in persist:
-        eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
+        until(lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
     run.finish()
     assert run.events("checkpoint_loaded")[0]["step"] >= max([7, *committed])
     assert run.curve() == undisturbed.curve()
@@ -87,7 +88,7 @@ def test_a_full_disk_stops_saving_and_not_training(run: Run, undisturbed: Run, s
     """On a full disk saves fail, say so and leave the old checkpoint; when there is room again, saving goes on."""
     world = run.start(run__steps=100_000, checkpoint__keep=1)
     world.wait_for_step(5)
-    eventually(lambda: steps(small_disk))
+    until(lambda: steps(small_disk))
     filler = small_disk / "filler"
     filler.touch()
 
@@ -101,7 +102,7 @@ def test_a_full_disk_stops_saving_and_not_training(run: Run, undisturbed: Run, s
                 return False
         return bool(run.events("checkpoint_failed"))
 
-    eventually(fill)
+    until(fill)
     failed = run.events("checkpoint_failed")[0]
     assert "No space left on device" in failed["why"]
     verify(folder_of(small_disk, steps(small_disk)[-1]))
@@ -109,7 +110,7 @@ def test_a_full_disk_stops_saving_and_not_training(run: Run, undisturbed: Run, s
     world.wait_for_step(step + 10)
     filler.unlink()
     before = steps(small_disk)[-1]
-    eventually(lambda: steps(small_disk)[-1] > before)
+    until(lambda: steps(small_disk)[-1] > before)
     write_request(world.pages[0], "checkpoint_and_stop")
     assert world.wait() == [0, 0]
     curve = run.curve()
@@ -147,7 +148,7 @@ def test_waiting_for_data_is_no_failure(run: Run, undisturbed: Run) -> None:
     world.wait_for_step(8)
     pid = world.worker(0, "data")
     os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: (page := world.page(0)) and page.phase == "data" and time.monotonic() - page.phase_since > 1)
+    until(lambda: (page := world.page(0)) and page.phase == "data" and time.monotonic() - page.phase_since > 1)
     step = world.step()
     assert world.ranks[0].is_alive()
     os.kill(pid, signal.SIGCONT)
@@ -166,7 +167,7 @@ def test_a_data_worker_dies_with_its_rank(run: Run) -> None:
     os.kill(pid, signal.SIGSTOP)
     world.kill()
     assert page is not None
-    eventually(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
+    until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
     assert process_state(page) is None
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_world import Run, eventually, flip
+from trainer_world import Run, flip
 
 from opsd.checkpoints.manifest import MANIFEST, folder_of, steps
 from opsd.client import PERSIST
 from opsd.trainer import memory
+from tests.fakes.clock import until
 
 
 def resume(run: Run, undisturbed: Run, world: int = 2) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def resume(run: Run, undisturbed: Run, world: int = 2) -> dict[str, Any]:
 def kill_after_save(run: Run) -> None:
     """Kill the ranks once a checkpoint is on disk and in memory; the next is far."""
     world = run.start(run__steps=100_000, checkpoint__every=20)
-    eventually(lambda: steps(run.checkpoints) and all(memory.read_info(run.folder, rank) for rank in (0, 1)))
+    until(lambda: steps(run.checkpoints) and all(memory.read_info(run.folder, rank) for rank in (0, 1)))
     world.kill()
     assert all(memory.read_info(run.folder, rank) for rank in (0, 1))
 
@@ -48,7 +49,7 @@ def test_memory_goes_on_where_the_disk_ends(run: Run, undisturbed: Run) -> None:
     for path in blockers:
         path.write_text("a file where the folder should be")
     world = run.start(run__steps=100_000, checkpoint__every=20)
-    eventually(lambda: run.events("checkpoint_failed"))
+    until(lambda: run.events("checkpoint_failed"))
     world.kill()
     for path in blockers:
         path.unlink()
@@ -107,7 +108,7 @@ def test_a_kill_while_staging_leaves_no_record(run: Run, undisturbed: Run) -> No
     for _ in range(2):
         world = run.start(checkpoint__every=1)
         step = world.step()
-        eventually(lambda world=world, step=step: world.step() > step + 2)
+        until(lambda world=world, step=step: world.step() > step + 2)
         os.kill(world.ranks[1].pid or 0, signal.SIGKILL)
         world.kill()
     run.finish()
@@ -159,9 +160,9 @@ def test_a_password_of_the_storage_stays_with_the_ranks(run: Run) -> None:
         evaluation__harness="true {model}", evaluation__queue="sleep 1000",
     )  # fmt: skip
     persisting = Path(f"/proc/{world.worker(0, PERSIST)}/cmdline")
-    eventually(lambda: b"tape://archive/run" in persisting.read_bytes())  # a process is forked before it is a program
+    until(lambda: b"tape://archive/run" in persisting.read_bytes())  # a process is forked before it is a program
     assert b"s3cret" not in persisting.read_bytes()
-    eventually(lambda: run.events("checkpoint_upload_failed"))
+    until(lambda: run.events("checkpoint_upload_failed"))
     world.kill()
     files = [path for path in run.folder.iterdir() if path.suffix in (".json", ".jsonl", ".log")]
     assert "config.json" in [path.name for path in files]

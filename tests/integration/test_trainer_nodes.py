@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_world import Run, eventually
+from trainer_world import Run
 
 from opsd.checkpoints.manifest import folder_of, read, steps
 from opsd.trainer import memory
+from tests.fakes.clock import until
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
         found = [info.step for node in (0, 1) for info in memory.all_infos(run.memory(node))]
         return len(found) == 4 and len(set(found)) == 1 and found[0] in steps(run.checkpoints)
 
-    eventually(is_copied)
+    until(is_copied)
     world.kill()
     assert is_copied(), "the next save was faster than this test"
     return run
@@ -110,7 +111,7 @@ def test_a_node_that_is_left_alone_gives_memory_back(run: Run) -> None:
     for path in (run.folder / "only").iterdir():
         path.rename(run.folder / path.name)
     world = run.start(world=1, run__steps=100_000, checkpoint__every=10_000)
-    eventually(lambda: world.step() > max(steps(run.checkpoints)))
+    until(lambda: world.step() > max(steps(run.checkpoints)))
     world.kill()
     assert [path.name for path in run.folder.glob("*.state")] == ["rank-0000.state"]
 
@@ -127,7 +128,7 @@ def test_whole_replicas_on_each_node(tmp_path: Path, shards: Path) -> None:
     """With a whole replica on each node memory suffices, and what both hold is written to the disk once."""
     run = Run(tmp_path, shards, {"parallel.replicas": 2})
     world = run.start(nodes=2, run__steps=100_000, checkpoint__every=20)
-    eventually(lambda: steps(run.checkpoints) and len(list(memory.all_infos(run.memory(1)))) == 2)
+    until(lambda: steps(run.checkpoints) and len(list(memory.all_infos(run.memory(1)))) == 2)
     world.kill()
     assert len(read(folder_of(run.checkpoints, steps(run.checkpoints)[0])).files) == 1
     assert resume(run)["tier"] == "memory"
@@ -136,10 +137,10 @@ def test_whole_replicas_on_each_node(tmp_path: Path, shards: Path) -> None:
 def test_fewer_nodes_at_the_same_global_batch(tmp_path: Path, shards: Path, undisturbed: Run) -> None:
     """Four ranks on two nodes, then three on one: the same samples, and losses that agree to rounding."""
     run = Run(tmp_path, shards, {"data.batch": 12})
-    for world, nodes, until in ((4, 2, 5), (3, 1, 10)):
-        assert run.start(world=world, nodes=nodes, run__steps=until).wait() == [0] * world, run.printed()
-        manifest = read(folder_of(run.checkpoints, until))
-        assert (manifest.sample, manifest.layout) == (12 * until, {"dp": world})
+    for world, nodes, last in ((4, 2, 5), (3, 1, 10)):
+        assert run.start(world=world, nodes=nodes, run__steps=last).wait() == [0] * world, run.printed()
+        manifest = read(folder_of(run.checkpoints, last))
+        assert (manifest.sample, manifest.layout) == (12 * last, {"dp": world})
     ours, theirs = run.curve(), undisturbed.curve()
     assert list(ours) == list(range(1, 11))
     for step, point in ours.items():

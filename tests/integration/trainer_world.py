@@ -8,8 +8,7 @@ import os
 import random
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from opsd.client import events_path
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
+from tests.fakes.clock import until
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["opsd.trainer.__main__"])
@@ -74,15 +74,6 @@ def make_small_corpus(folder: Path) -> Path:
     return folder
 
 
-def eventually(condition: Callable[[], object], limit_s: float = 60.0) -> Any:
-    """Wait until ``condition`` gives something true and return that."""
-    deadline = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{condition} did not come true in time"
-        time.sleep(0.01)
-    return value
-
-
 def flip(path: Path) -> None:
     """Change a bit in the middle of a file, in place."""
     with open(path, "r+b") as file:
@@ -133,7 +124,7 @@ class World:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until ``step`` is completed."""
-        eventually(lambda: self.step() >= step)
+        until(lambda: self.step() >= step)
 
     def worker(self, rank: int, role: str) -> int:
         """The pid of a helper process of a rank; waits until there is one."""
@@ -142,7 +133,7 @@ class World:
             page = self.page(rank)
             return next((pid for pid, name in page.workers if name == role), None) if page else None
 
-        return int(eventually(find))
+        return int(until(find))
 
     def wait(self) -> list[int | None]:
         """Exit codes of all ranks."""

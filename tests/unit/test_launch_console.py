@@ -7,7 +7,6 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,9 @@ from opsd.launch.io import reporting
 from opsd.launch.io.console import STDERR, STDOUT, Console, RankOutput, Routing
 from opsd.launch.io.streams import LONGEST, LogFile, Mixer, Spool, Stream
 from opsd.launch.ranks.settings import Streams, own_gpu_only
+from tests.fakes.clock import until
 
 PLAIN = {STDOUT: Routing(), STDERR: Routing()}
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for a condition that something else makes true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 # -- spool -----------------------------------------------------------------------------------------------------------

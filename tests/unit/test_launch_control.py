@@ -7,8 +7,7 @@ import json
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,7 @@ import pytest
 from opsd.launch.io import reporting
 from opsd.launch.io.control import MAX_CONNECTIONS, ControlServer
 from opsd.launch.io.loop import Loop
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for a condition that something else makes true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+from tests.fakes.clock import until
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from opsd.launch.io.reporting import EventLog, WorkQueue, flush_all
 from opsd.launch.io.run_log import RunLog
+from tests.fakes.clock import until
 
 
 def test_work_is_done_in_order() -> None:
@@ -48,10 +48,7 @@ def test_event_file_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> No
     log = EventLog("r", "n", [tmp_path / "hangs", tmp_path / "good"])
     for number in range(200):
         log.emit("resumed", step=number, text="x" * 1000)
-    deadline = time.monotonic() + 20
-    while (tmp_path / "good").read_bytes().count(b"\n") < 200:
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+    until(lambda: (tmp_path / "good").read_bytes().count(b"\n") == 200)
     os.close(reader)
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -21,6 +20,7 @@ from opsd.spares.corpus import INDEX, digest_of, read_corpora
 from opsd.spares.stage import make_folder, remove, stage, verify
 from opsd.spares.storage import Folder, StorageError, open_storage
 from opsd.spares.transfer import BLOCK, Progress, RateLimit, StageError, Work
+from tests.fakes.clock import until
 from tests.fakes.corpora import SHARD, make_corpus
 
 WORK = Work(RateLimit(None), parallel=3)
@@ -325,9 +325,7 @@ def test_a_killed_staging_is_resumed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "opsd", "spare", *options, "stage", "--rate=8"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         part = target / ".shard-00000.tokens.part"
-        deadline = time.monotonic() + 60
-        while not (part.exists() and part.stat().st_size >= 2 * BLOCK) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: part.exists() and part.stat().st_size >= 2 * BLOCK)
         with pytest.raises(StageError, match="another `opsd spare stage`"):
             staged(Folder(source), target)
         first.send_signal(signal.SIGKILL)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,15 +26,9 @@ from opsd.checkpoints.manifest import (
 )
 from opsd.trainer.locks import LOCKS, hold_lock, wait_for_saves
 from opsd.trainer.parts import PersistPlan
+from tests.fakes.clock import until
 
 STEP, SAMPLE = 20, 80
-
-
-def eventually(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
 
 
 class Persister:
@@ -116,7 +109,7 @@ def test_parts_of_all_ranks_become_a_checkpoint(tmp_path: Path, start: Start) ->
     world = [start(rank, 3) for rank in range(3)]
     world[0].command(save=STEP, sample=SAMPLE)
     world[1].command(save=STEP, sample=SAMPLE)
-    eventually(lambda: len(list(tmp_path.glob("step-*/rank-*"))) == 2)
+    until(lambda: len(list(tmp_path.glob("step-*/rank-*"))) == 2)
     assert steps(tmp_path) == []
     world[2].command(save=STEP, sample=SAMPLE)
     assert [persister.answer() for persister in world] == [{"state": "committed"}] * 3
@@ -130,7 +123,7 @@ def test_old_checkpoints_go(tmp_path: Path, start: Start) -> None:
     for step in (10, 20, 30):
         alone.command(save=step, sample=0)
         assert alone.answer() == {"state": "committed"}
-    eventually(lambda: steps(tmp_path) == [20, 30])
+    until(lambda: steps(tmp_path) == [20, 30])
 
 
 def test_a_save_outlives_its_ranks(tmp_path: Path, start: Start) -> None:
@@ -149,7 +142,7 @@ def test_a_part_that_never_comes_is_given_up(tmp_path: Path, start: Start) -> No
     world = [start(rank, 2) for rank in range(2)]
     world[0].command(save=STEP, sample=SAMPLE)
     world[0].rank_dies()
-    eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*"))) == 1)
+    until(lambda: len(list(tmp_path.glob("step-*/rank-0000.*"))) == 1)
     assert world[0].process.poll() is None  # the other one is alive and may still deliver
     world[1].rank_dies()
     for persister in world:
@@ -178,7 +171,7 @@ def test_an_upload_is_waited_for_by_nobody_else(tmp_path: Path, start: Start) ->
     alone = start(0, 1, remote=f"file://{bucket}")
     alone.command(save=10, sample=0)
     assert alone.answer() == {"state": "committed"}
-    eventually(lambda: any(blocked.parent.glob("rank-*")))
+    until(lambda: any(blocked.parent.glob("rank-*")))
     alone.command(save=20, sample=0)
     assert alone.answer() == {"state": "committed"}
     alone.rank_dies()
@@ -193,11 +186,11 @@ def test_parts_of_two_attempts_do_not_mix(tmp_path: Path, start: Start) -> None:
     """A part left by an earlier start of the run is not taken for one of this start."""
     earlier = start(1, 2, attempt="00000001")
     earlier.command(save=STEP, sample=SAMPLE)
-    eventually(lambda: len(list(tmp_path.glob("step-*/rank-0001.00000001.*.safetensors"))) == 1)
+    until(lambda: len(list(tmp_path.glob("step-*/rank-0001.00000001.*.safetensors"))) == 1)
     earlier.process.kill()
     first = start(0, 2)
     first.command(save=STEP, sample=SAMPLE)
-    eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*.safetensors"))) == 1)
+    until(lambda: len(list(tmp_path.glob("step-*/rank-0000.*.safetensors"))) == 1)
     assert steps(tmp_path) == []
     start(1, 2, b"other bytes").command(save=STEP, sample=SAMPLE)
     assert first.answer() == {"state": "committed"}
@@ -208,7 +201,7 @@ def test_an_abandoned_save_is_removed(tmp_path: Path, start: Start) -> None:
     """Told that another rank failed, a process drops its part and is ready for the next save."""
     first = start(0, 2)
     first.command(save=STEP, sample=SAMPLE)
-    eventually(lambda: len(list(tmp_path.glob("step-*/rank-0000.*.safetensors"))) == 1)
+    until(lambda: len(list(tmp_path.glob("step-*/rank-0000.*.safetensors"))) == 1)
     first.command(abandon=STEP)
     assert first.answer() == {"state": "abandoned"}
     assert not folder_of(tmp_path, STEP).exists()
@@ -257,7 +250,7 @@ def test_claims_that_cannot_be_read_for_a_while_delay_a_commit(tmp_path: Path) -
         assert answer["state"] == "failed"
         assert "whether generation 1 may write cannot be seen" in answer["why"]
         patient.command(save=20, sample=0)
-        eventually(lambda: list(root.glob("step-*/rank-*.safetensors")))
+        until(lambda: list(root.glob("step-*/rank-*.safetensors")))
         assert steps(root) == []
         claims.unlink()
         assert patient.answer() == {"state": "committed"}
@@ -285,7 +278,7 @@ def test_a_torn_part_is_not_a_part(tmp_path: Path, start: Start) -> None:
     """A process killed while it writes leaves a draft at most, and no checkpoint."""
     persister = start(0, 1, bytes(200_000_000))
     persister.command(save=STEP, sample=SAMPLE)
-    eventually(lambda: any(tmp_path.glob("step-*/.rank-*")))
+    until(lambda: any(tmp_path.glob("step-*/.rank-*")))
     persister.process.send_signal(signal.SIGKILL)
     persister.process.wait()
     assert steps(tmp_path) == []

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from opsd.trainer.data.build import PLAN, BuildTask, build, group
 from opsd.trainer.data.shards import INDEX, DataError, read_index, verify
 from opsd.trainer.data.texts import find_files, read_texts
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
+from tests.fakes.clock import until
 
 TEXTS = [f"document {i} has größer words\n" * (i % 4 + 1) for i in range(50)]
 JSONL = "".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(TEXTS)).encode()
@@ -152,10 +152,7 @@ def test_a_build_survives_a_kill(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     command = [sys.executable, "-c", PROGRAM, source, out, tmp_path / "tokenizer.json"]
     process = subprocess.Popen(command, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while not list(out.glob("part-*.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: list(out.glob("part-*.json")), 120)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (out / INDEX).exists()
