@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.fakes.tmpfs import tmpfs
 
 settings.register_profile("opsd", deadline=None)
 settings.load_profile("opsd")
@@ -19,6 +22,13 @@ if threading.current_thread() is threading.main_thread():
 
 OF_SEVERAL_RANKS = ("test_trainer", "test_preflight_train", "test_preflight_namespaces", "test_gpu", "test_bench_re")
 """Modules whose tests start several ranks of torch at once: two of them side by side take four times as long."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    with tmpfs(tmp_path / "disk", "size=1m") as disk:
+        yield disk
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups

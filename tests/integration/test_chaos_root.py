@@ -22,6 +22,7 @@ from opsd.bench.namespaces import Namespaces, NoNamespacesError
 from opsd.chaos.faults import reboot_node
 from opsd.client import process_start
 from tests.fakes.clock import eventually
+from tests.fakes.tmpfs import tmpfs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="these faults need root")
 NOBODY = 65534
@@ -158,18 +159,13 @@ def test_what_must_not_be_is_refused(tmp_path: Path, arguments: tuple[str, ...],
 
 def test_a_disk_fills_and_empties(tmp_path: Path) -> None:
     """Without a file that anybody could see; the space is back when chaos is killed."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    output("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk))
-    try:
+    with tmpfs(tmp_path / "disk", "size=64m") as disk:
         process = chaos(tmp_path, "fill-disk", str(disk), "--leave=8M", "--for=5m", "--yes", "--force")
         until_in_effect(process)
         assert 4 << 20 < shutil.disk_usage(disk).free <= 8 << 20 and not list(disk.iterdir())
         process.kill()
         finish(process)
         assert eventually(lambda: shutil.disk_usage(disk).free > 60 << 20)
-    finally:
-        output("umount", str(disk))
 
 
 @contextmanager

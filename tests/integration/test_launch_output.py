@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,17 +18,6 @@ from tests.fakes.launched import TRAIN, Launched
 
 TWO = "--nproc-per-node=2"
 BOTH = "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', os.environ['RANK'], file=sys.stderr)"
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one megabyte."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_streams_are_the_ranks_own(tmp_path: Path) -> None:
@@ -99,7 +87,6 @@ def test_closed_descriptors(tmp_path: Path) -> None:
     assert (tmp_path / "run/logs/gen-0001/rank-0000.log").read_text() == "out 0\nerr 0\n"
 
 
-@as_root
 def test_full_disk_costs_logs_and_not_the_run(tmp_path: Path, small_disk: Path) -> None:
     """With no byte left below the run folder ranks print on, are started again, and why they failed is known."""
     source = TRAIN + (
@@ -115,7 +102,6 @@ def test_full_disk_costs_logs_and_not_the_run(tmp_path: Path, small_disk: Path) 
         assert launched.err.count("No space left on device") >= 1
 
 
-@as_root
 def test_full_shared_memory_costs_no_output(tmp_path: Path, small_disk: Path) -> None:
     """Output is held in memory that /dev/shm has no part in."""
     (small_disk / "ballast").write_bytes(b"x" * 1_000_000)

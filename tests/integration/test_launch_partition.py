@@ -16,6 +16,7 @@ from opsd.spares import state
 from opsd.spares.state import SpareState
 from tests.fakes.launched import TRAIN
 from tests.fakes.nodes import Nodes
+from tests.fakes.tmpfs import tmpfs
 
 ENDLESS = TRAIN + "\ntrain(100000, step_s=0.02)\n"
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
@@ -33,17 +34,8 @@ def a_minute_ahead() -> dict[str, str]:
 @pytest.fixture
 def make_read_only() -> Iterator[Callable[[Path], None]]:
     """Puts an empty file system that cannot be written in the place of a folder, as a server that has failed does."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root")
     with ExitStack() as stack:
-
-        def mount(folder: Path) -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], check=False).returncode:
-                pytest.skip("mounting is not permitted here")
-            stack.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
-
-        yield mount
+        yield lambda folder: stack.enter_context(tmpfs(folder, "ro"))
 
 
 class Network:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from trainer_world import STEPS, Run
 from opsd.checkpoints.manifest import folder_of, steps, verify
 from opsd.rank_page import process_state, write_request
 from tests.fakes.clock import until
+from tests.fakes.tmpfs import tmpfs
 
 
 def kill_and_resume(run: Run, kills: int, rng: random.Random) -> None:
@@ -74,14 +74,8 @@ def test_a_lost_persist_process_costs_one_checkpoint(run: Run, undisturbed: Run)
 @pytest.fixture
 def small_disk(run: Run) -> Iterator[Path]:
     """A file system of 1 MB for the checkpoints of ``run``; one checkpoint has about 0.4 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    run.checkpoints.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(run.checkpoints)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not permitted here")
-    yield run.checkpoints
-    subprocess.run(["umount", "--lazy", run.checkpoints], check=True)
+    with tmpfs(run.checkpoints, "size=1m") as disk:
+        yield disk
 
 
 def test_a_full_disk_stops_saving_and_not_training(run: Run, undisturbed: Run, small_disk: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from opsd.launch.io.console import STDERR, STDOUT, Console, RankOutput, Routing
 from opsd.launch.io.streams import LONGEST, LogFile, Mixer, Spool, Stream
 from opsd.launch.ranks.settings import Streams, own_gpu_only
 from tests.fakes.clock import until
+from tests.fakes.tmpfs import tmpfs
 
 PLAIN = {STDOUT: Routing(), STDERR: Routing()}
 
@@ -166,11 +166,9 @@ def test_log_without_limit(tmp_path: Path) -> None:
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [10_000]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
 def test_logs_leave_room_on_their_disk(tmp_path: Path) -> None:
     """What a run cannot go on without, as the claim of its next generation, finds room when logs find none."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], check=True)
-    try:
+    with tmpfs(tmp_path, "size=4m"):
         logs = [LogFile(tmp_path / f"{rank}.log", 0) for rank in range(4)]
         for _ in range(100):
             for log in logs:
@@ -179,9 +177,7 @@ def test_logs_leave_room_on_their_disk(tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in tmp_path.glob("*.log")) > 3 << 20
         for log in logs:
             log.close()
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-        reporting.flush(20)  # what was said of it is not in the next test's output
+    reporting.flush(20)  # what was said of it is not in the next test's output
 
 
 def test_disk_that_is_full_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -284,19 +284,6 @@ def test_a_torn_part_is_not_a_part(tmp_path: Path, start: Start) -> None:
     assert steps(tmp_path) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not permitted here")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
-
-
 def test_a_full_disk_fails_the_save_and_nothing_else(small_disk: Path) -> None:
     """No space: the process says so, leaves the older checkpoint whole and nothing of the new one, and goes on."""
     persister = Persister(small_disk, 0, 1, bytes(400_000))
