@@ -132,7 +132,7 @@ class Receiver:
         self._proof_s, self._timeout_s = authentication_timeout_s, timeout_s
         self._key, self._folder, self._rank, self._attempt = key, folder, rank, attempt
         self._lock = threading.Lock()
-        self._strangers: list[tuple[str, socket.socket]] = []
+        self._unauthenticated: list[tuple[str, socket.socket]] = []
         self._partner: socket.socket | None = None
         self._taking = threading.Lock()
         self._complained = -LOG_INTERVAL_S
@@ -156,21 +156,21 @@ class Receiver:
 
     def _admit(self, host: str, connection: socket.socket) -> None:
         with self._lock:
-            self._strangers.append((host, connection))
-            alike = [stranger for stranger in self._strangers if stranger[0] == host]
+            self._unauthenticated.append((host, connection))
+            alike = [entry for entry in self._unauthenticated if entry[0] == host]
             if len(alike) > MAX_PER_ADDRESS:
                 oldest = alike[0]
-            elif len(self._strangers) > MAX_UNAUTHENTICATED:
-                oldest = self._strangers[0]
+            elif len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+                oldest = self._unauthenticated[0]
             else:
                 return
-            self._strangers.remove(oldest)
+            self._unauthenticated.remove(oldest)
             _cut_off(oldest[1])
 
     def _discard_connection(self, connection: socket.socket) -> None:
         """It is not counted as unauthenticated any more."""
         with self._lock:
-            self._strangers = [stranger for stranger in self._strangers if stranger[1] is not connection]
+            self._unauthenticated = [entry for entry in self._unauthenticated if entry[1] is not connection]
 
     def _handle(self, host: str, connection: socket.socket) -> None:
         proven = False

@@ -140,7 +140,7 @@ class Batch:
     def _copy_log(self) -> None:
         """Copy new lines of the run's log."""
         with suppress(OSError):
-            os.write(self.log, self._events.story())
+            os.write(self.log, self._events.job_log())
 
     def _tell(self, sentence: str) -> None:
         if sentence != self._told:

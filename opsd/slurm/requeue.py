@@ -177,8 +177,8 @@ class _Attempt:
         Slurm hears of a node without steps only together with all others, and for a dead one that takes 12 s.
         """
         if self._may_update():
-            if strangers := sorted(set(self._in_service(self.excluded.lost)) - set(job.nodes)):
-                raise SlurmRejected(f"job {job.id} does not run on {compress(strangers)}; nothing was done")
+            if foreign := sorted(set(self._in_service(self.excluded.lost)) - set(job.nodes)):
+                raise SlurmRejected(f"job {job.id} does not run on {compress(foreign)}; nothing was done")
             self._take_down()
         elif living := [name for name in job.nodes if name not in self.excluded.lost]:
             self._shrink(job, living)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-EVENTS, STORY = "events.jsonl", "job.log"
+EVENTS, JOB_LOG = "events.jsonl", "job.log"
 
 
 class FileTail:
@@ -46,13 +46,13 @@ class RunEvents:
 
     def __init__(self, folder: Path) -> None:
         self._events = FileTail(folder / EVENTS)
-        self._story = FileTail(folder / STORY)
+        self._job_log = FileTail(folder / JOB_LOG)
         self._lost: set[str] = set()
         self._step = 0
 
-    def story(self) -> bytes:
+    def job_log(self) -> bytes:
         """New lines of the run's log."""
-        return self._story.read()
+        return self._job_log.read()
 
     @property
     def lost(self) -> frozenset[str]:

@@ -109,7 +109,7 @@ def test_stacks_are_taken_once_while_a_hang_lasts(stalled: Stalled) -> None:
     assert not stalled.watch.suspicious
 
 
-def test_stacks_of_ranks_that_moved_are_taken_anew(stalled: Stalled) -> None:
+def test_stacks_of_ranks_that_moved_are_taken_again(stalled: Stalled) -> None:
     """Ranks that went on and hang somewhere else have new stacks."""
 
     def hung_again(seen: list[Hang]) -> bool:

@@ -180,7 +180,7 @@ def test_a_planned_swap_loses_no_step(tmp_path: Path) -> None:
     assert not nodes.events("rank_exited")
 
 
-def test_a_guest_goes_without_the_run(tmp_path: Path) -> None:
+def test_a_borrowed_node_goes_without_the_run(tmp_path: Path) -> None:
     """A node that was fetched from a pool and is wanted back: another takes its place at a step boundary."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[2-3]"}
     environ = dict.fromkeys(("n1", "n2", "n3"), job)

@@ -41,7 +41,7 @@ HELLO = {
 
 
 def answer(launchers: Launchers, launcher: Launcher, data: bytes) -> bytes:
-    """What a stranger gets that sends ``data``, until the connection is closed."""
+    """What an unauthenticated client gets that sends ``data``, until the connection is closed."""
     got = bytearray()
     with socket.create_connection((launcher.member.address, launcher.member.port), timeout=10) as connection:
         connection.sendall(data)
@@ -214,7 +214,7 @@ def test_the_last_descriptors_are_kept_for_the_launcher(launchers: Launchers, pa
     """Those who call then are turned away with a sentence; those who are connected notice nothing."""
     one, two = pair
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [os.dup(0) for _ in range(3)]  # for the stranger, for its other end, and one more
+    free = [os.dup(0) for _ in range(3)]  # for the client, for its other end, and one more
     for descriptor in free:
         os.close(descriptor)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[2] + 1, limits[1]))
@@ -232,20 +232,20 @@ def test_without_any_descriptor_the_loop_does_not_spin(launchers: Launchers, pai
     _, two = pair
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     gc.collect()  # what earlier tests left open would free descriptors below the limit
-    with socket.create_connection((two.member.address, two.member.port), timeout=10) as stranger:
-        lowest = os.dup(stranger.fileno())
+    with socket.create_connection((two.member.address, two.member.port), timeout=10) as client:
+        lowest = os.dup(client.fileno())
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
         try:
-            stranger.sendall(b"hello")
+            client.sendall(b"hello")
             launchers.until(lambda: any("ulimit -n" in said for said in two.said))
             before = time.process_time()
             launchers.pass_time(0.9)
             assert time.process_time() - before < 0.5
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        stranger.setblocking(False)
-        launchers.until(lambda: _closed(stranger))
+        client.setblocking(False)
+        launchers.until(lambda: _closed(client))
 
 
 def _closed(connection: socket.socket) -> bool:

@@ -94,11 +94,10 @@ def test_what_is_said_is_heard_once_and_in_order(arrivals: list[int]) -> None:
         outbox.add({"n": number})
     outbox.confirm(2)
     heard = []
-    for parcel in [parcel for choice in arrivals for parcel in list(outbox.unconfirmed())[choice:]] + list(
-        outbox.unconfirmed()
-    ):
-        body = inbox.take(*parcel)
-        heard += [] if body is None else [body["n"]]
+    for choice in (*arrivals, 0):
+        for envelope in list(outbox.unconfirmed())[choice:]:
+            body = inbox.take(*envelope)
+            heard += [] if body is None else [body["n"]]
     assert heard == [3, 4, 5]
 
 

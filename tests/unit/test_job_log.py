@@ -1,4 +1,4 @@
-"""The story of a run: what a person reads of it."""
+"""job.log: what a person reads of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def told(*events: dict[str, Any]) -> list[str]:
     return [line.split(" ", 2)[2] for event in events if (line := job_log.line({"t": 0.0, "node": "n1", **event}))]
 
 
-def test_a_loss_reads_as_one_story() -> None:
+def test_a_loss_reads_as_one_text() -> None:
     """What died, who took its place, from which step, and how many steps are done again."""
     assert told(STARTED, LOST, AGAIN, RESUMED) == [
         "generation 1 runs on n1, n2; n3 stands by",
@@ -51,7 +51,7 @@ def test_an_event_of_another_release_is_still_a_line(event: dict[str, Any]) -> N
     assert len(EventText().line(event).splitlines()) == 1
 
 
-def test_the_leader_writes_the_story_beside_the_events(tmp_path: Path) -> None:
+def test_the_leader_writes_the_log_beside_the_events(tmp_path: Path) -> None:
     """One that takes over goes on with it and tells nothing twice."""
     first = RunLog("r", "n1", tmp_path / "events.jsonl")
     first.emit("generation_started", nodes=["n1", "n2"], spares=[])
@@ -63,7 +63,7 @@ def test_the_leader_writes_the_story_beside_the_events(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_jobs_own_output_gets_the_story_once_its_batch_script_is_dead(tmp_path: Path) -> None:
+def test_the_jobs_own_output_gets_the_log_once_its_batch_script_is_dead(tmp_path: Path) -> None:
     """Before that the batch script copies it there."""
     output = tmp_path / "train-7.log"
     output.touch()
@@ -87,7 +87,7 @@ def test_an_output_that_is_not_shared_is_left_alone(tmp_path: Path, told: str) -
 
 
 def test_a_batch_host_that_an_earlier_start_has_lost_is_not_lost(tmp_path: Path) -> None:
-    """It runs the batch script of this start, which copies the story itself."""
+    """It runs the batch script of this start, which copies the log itself."""
     output = tmp_path / "train-7.log"
     output.touch()
     log = JobLog(tmp_path, {"OPSD_BATCH_HOST": "n2", "OPSD_JOB_OUTPUT": f"{output.stat().st_ino}:{output}"})

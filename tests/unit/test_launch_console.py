@@ -60,7 +60,7 @@ def test_spool_nobody_reads_is_trimmed() -> None:
     assert os.fstat(spool.descriptor).st_blocks * 512 <= 2 << 20
 
 
-def test_program_that_opens_its_output_anew() -> None:
+def test_program_that_opens_its_output_again() -> None:
     """``echo > /dev/stderr`` empties what is there, as it does with a file; what comes after is read."""
     spool = Spool("test")
     reader = spool.reader()
@@ -147,7 +147,7 @@ def test_endless_line_is_passed_on_in_parts() -> None:
 # -- log files -------------------------------------------------------------------------------------------------------
 
 
-def test_log_is_begun_anew_when_it_is_full(tmp_path: Path) -> None:
+def test_log_is_rotated_when_it_is_full(tmp_path: Path) -> None:
     """Three files are kept, the newest without a number; a line is in one of them only."""
     log = LogFile(tmp_path / "logs/a.log", 100)
     for number in range(12):

@@ -114,7 +114,7 @@ def test_a_leader_that_ran_ranks_is_a_loss(stage: LeaderHarness) -> None:
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_what_had_not_begun_is_begun_anew(stage: LeaderHarness, holds: bool) -> None:
+def test_what_had_not_begun_is_begun_again(stage: LeaderHarness, holds: bool) -> None:
     """By the next leader, or the same again: a process that was ready may have been replaced by one that was not."""
     stage.group.begun, stage.group.holds = False, holds
     stage.leader = stage.new_leader()

@@ -90,7 +90,7 @@ def test_a_launcher_that_nobody_could_reach_does_not_start() -> None:
         find_launchers("a=127.0.1.1,b=192.0.2.2", "a", 999, {}, unreachable)
 
 
-def test_a_node_from_a_pool_is_a_guest() -> None:
+def test_a_node_from_a_pool_is_borrowed() -> None:
     """It is named on the command line and is none of the job's."""
     job = {"SLURM_JOB_NODELIST": "127.0.0.[1-3]", "SLURM_JOB_ID": "17"}
     assert find_launchers("127.0.0.[1-3],127.0.0.9", "127.0.0.9", 999, job).borrowed

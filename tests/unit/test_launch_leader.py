@@ -159,7 +159,7 @@ def test_ranks_that_were_gone_are_not_started_again_for_a_stop(stage: LeaderHarn
     assert stage.slots == [NODES]
 
 
-def test_a_guest_that_has_to_leave_is_swapped(stage: LeaderHarness) -> None:
+def test_a_borrowed_node_that_has_to_leave_is_swapped(stage: LeaderHarness) -> None:
     """It is no fault of its node, which may come again."""
     stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))
     assert stage.group.orders == [StopOrdered(1, swap_of("n3"))]
@@ -172,7 +172,7 @@ def test_a_guest_that_has_to_leave_is_swapped(stage: LeaderHarness) -> None:
     assert stage.slots[-1] == ("n1", "n3", SPARE)
 
 
-def test_a_spare_is_asked_for_in_the_place_of_a_guest(tmp_path: Path) -> None:
+def test_a_spare_is_asked_for_in_the_place_of_a_borrowed_node(tmp_path: Path) -> None:
     """Until it has come the ranks run on."""
     stage = LeaderHarness.at_work(tmp_path, *NODES)
     stage.tell("n3", messages.Leaving(1, "its own job ends (SIGUSR1)"))
@@ -181,7 +181,7 @@ def test_a_spare_is_asked_for_in_the_place_of_a_guest(tmp_path: Path) -> None:
     assert stage.group.orders == []
 
 
-def test_a_guest_is_swapped_once_the_spare_that_was_asked_for_is_ready(tmp_path: Path) -> None:
+def test_a_borrowed_node_is_swapped_once_the_spare_that_was_asked_for_is_ready(tmp_path: Path) -> None:
     """Else it would stay until its job kills it, at the cost of the steps since the last checkpoint."""
     stage = LeaderHarness.at_work(tmp_path, *NODES)
     for _ in range(2):
@@ -280,7 +280,7 @@ def test_messages_of_an_earlier_generation_are_ignored(stage: LeaderHarness) -> 
     assert len(stage.slots) == 1
 
 
-def test_events_of_all_nodes_make_one_story(stage: LeaderHarness) -> None:
+def test_events_of_all_nodes_make_one_log(stage: LeaderHarness) -> None:
     """A checkpoint that three nodes saw become durable is one event; the time is that of the leader's clock."""
     record = {"t": 7.0, "event": "checkpoint_committed", "generation": 1, "step": 20, "node": "n2"}
     for name in NODES:
@@ -290,7 +290,7 @@ def test_events_of_all_nodes_make_one_story(stage: LeaderHarness) -> None:
     assert abs(event["t"] - started["t"]) < 60
 
 
-def test_the_next_leader_goes_on_with_the_story(stage: LeaderHarness) -> None:
+def test_the_next_leader_goes_on_with_the_log(stage: LeaderHarness) -> None:
     """What the leader before it has written is not written again."""
     record = {"t": 7.0, "event": "resumed", "generation": 1, "step": 20, "node": "n2"}
     stage.tell("n2", messages.Event(record, 0.0))

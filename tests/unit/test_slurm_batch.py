@@ -305,7 +305,7 @@ def test_borrowed_nodes_that_fall_silent_are_given_up(scene: Scene) -> None:
     assert LEASE_TIMEOUT_S <= scene.clock.monotonic() - began < LEASE_TIMEOUT_S + LEASE_GRACE_S
 
 
-def test_the_story_of_the_run_is_copied(tmp_path: Path) -> None:
+def test_the_log_of_the_run_is_copied(tmp_path: Path) -> None:
     """From now on; what earlier starts have told stands in the job's log already."""
     (tmp_path / "job.log").write_text("before\n")
     scene = Scene(tmp_path)

@@ -154,7 +154,7 @@ def test_an_interrupted_copy_goes_on_where_it_was_cut_off(source: Path, target: 
 
 
 @pytest.mark.parametrize("rubbish", [b"x" * 100, b"y" * (SHARD + 1), bytes(SHARD)])
-def test_a_part_that_is_wrong_is_begun_anew(source: Path, target: Path, rubbish: bytes) -> None:
+def test_a_part_that_is_wrong_is_begun_again(source: Path, target: Path, rubbish: bytes) -> None:
     """Whatever an earlier attempt, or a disk, has left there."""
     make_folder(target)
     (target / f".{TOKENS}.part").write_bytes(rubbish)

@@ -83,7 +83,7 @@ def test_a_copy_is_the_state(tmp_path: Path, target: str) -> None:
         (KEY, record_of(STATE, attempt="0" * 70_000), ""),
     ],
 )
-def test_strangers_are_refused(tmp_path: Path, target: str, key: bytes, info: StateInfo, why: str) -> None:
+def test_others_are_refused(tmp_path: Path, target: str, key: bytes, info: StateInfo, why: str) -> None:
     """A wrong key, another rank, another start or an endless record changes nothing of what is kept."""
     assert send(target, record_of(STATE)) == ""
     assert why in send(target, info, key)
@@ -118,10 +118,10 @@ def connect(target: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def is_cut_off(stranger: socket.socket) -> bool:
+def is_cut_off(client: socket.socket) -> bool:
     """Waits for it."""
     try:
-        while stranger.recv(1 << 10):
+        while client.recv(1 << 10):
             pass
     except ConnectionResetError:
         return True
@@ -136,71 +136,71 @@ def first_bytes(content: bytes) -> bytes:
 
 
 STRANGE = {
-    "silent": lambda stranger: None,
-    "half a greeting": lambda stranger: stranger.sendall(first_bytes(b"{")),
-    "half a length": lambda stranger: stranger.sendall(b"\0\0"),
-    "another protocol": lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+    "silent": lambda client: None,
+    "half a greeting": lambda client: client.sendall(first_bytes(b"{")),
+    "half a length": lambda client: client.sendall(b"\0\0"),
+    "another protocol": lambda client: client.sendall(b"GET / HTTP/1.1\r\n\r\n"),
 }
 
 
 @pytest.mark.parametrize("say", STRANGE.values(), ids=STRANGE.keys())
-def test_a_stranger_delays_nobody(tmp_path: Path, say: Callable[[socket.socket], None]) -> None:
+def test_an_unauthenticated_client_delays_nobody(tmp_path: Path, say: Callable[[socket.socket], None]) -> None:
     """A connection that says nothing, or not enough, does not keep the partner waiting, however long it stays."""
-    with keeping(tmp_path, authentication_timeout_s=9999.0) as target, connect(target) as stranger:
-        say(stranger)
+    with keeping(tmp_path, authentication_timeout_s=9999.0) as target, connect(target) as client:
+        say(client)
         assert send(target, record_of(STATE)) == ""
         assert memory.read_info(tmp_path, 3) == record_of(STATE)
 
 
 @pytest.mark.parametrize("say", STRANGE.values(), ids=STRANGE.keys())
-def test_a_stranger_is_cut_off(target: str, say: Callable[[socket.socket], None]) -> None:
+def test_an_unauthenticated_client_is_cut_off(target: str, say: Callable[[socket.socket], None]) -> None:
     """It need not go by itself."""
-    with connect(target) as stranger:
-        say(stranger)
-        assert is_cut_off(stranger)
+    with connect(target) as client:
+        say(client)
+        assert is_cut_off(client)
 
 
 def test_one_that_trickles_is_cut_off(target: str) -> None:
     """Two seconds are for the whole proof, not for each byte of it."""
-    with connect(target) as stranger:
-        stranger.sendall(first_bytes(b""))
+    with connect(target) as client:
+        client.sendall(first_bytes(b""))
         began = time.monotonic()
         with suppress(OSError):
             while time.monotonic() - began < 20:
-                stranger.sendall(b"x")
+                client.sendall(b"x")
                 time.sleep(0.2)
         assert time.monotonic() - began < 20
 
 
-def test_many_strangers_take_few_descriptors(tmp_path: Path, target: str) -> None:
+def test_many_unauthenticated_clients_take_few_descriptors(tmp_path: Path, target: str) -> None:
     """Three hundred idle connections of one address hold four descriptors, and the partner comes in between them."""
-    strangers = []
+    clients = []
     try:
         before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(300):
-            strangers.append(connect(target))
+            clients.append(connect(target))
         assert send(target, record_of(STATE)) == ""
         assert memory.read_info(tmp_path, 3) == record_of(STATE)
-        assert all(is_cut_off(stranger) for stranger in strangers)
-        assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(strangers) + MAX_PER_ADDRESS
+        assert all(is_cut_off(client) for client in clients)
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(clients) + MAX_PER_ADDRESS
     finally:
-        for stranger in strangers:
-            stranger.close()
+        for client in clients:
+            client.close()
 
 
-def test_strangers_of_many_addresses_are_few_as_well(tmp_path: Path, target: str) -> None:
+def test_unauthenticated_clients_of_many_addresses_are_few_as_well(tmp_path: Path, target: str) -> None:
     """The whole network may try: those that wait longest go first."""
     host, port = target.split()
     with ExitStack() as stack:
-        strangers = [
+        clients = [
             stack.enter_context(socket.create_connection((host, int(port)), 20, (f"127.0.1.{number}", 0)))
             for number in range(1, 4 * MAX_UNAUTHENTICATED)
         ]
         assert send(target, record_of(STATE)) == ""
-        assert all(is_cut_off(stranger) for stranger in strangers)
+        assert all(is_cut_off(client) for client in clients)
 
 
-def test_a_partner_that_begins_anew_is_not_kept_waiting(tmp_path: Path) -> None:
+def test_a_partner_that_begins_again_is_not_kept_waiting(tmp_path: Path) -> None:
     """Its earlier connection, over which nothing comes any more, has been given up by it."""
     info = record_of(STATE)
     with keeping(tmp_path, timeout_s=9999.0) as target, connect(target) as stuck:

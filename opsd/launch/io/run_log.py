@@ -150,7 +150,7 @@ class JobLog:
             _append_line(self._path, line)
         except OSError as error:
             if not self._failed:
-                print_message(f"the story of the run is not written to {self._path}: {error.strerror}")
+                print_message(f"the log of the run is not written to {self._path}: {error.strerror}")
             self._failed = True
         if self._orphaned and self._output is not None:
             with suppress(OSError):

@@ -190,7 +190,7 @@ class Transport:
             return
         connection = self._connection(sock, None)
         if connection is not None and not self._unauthenticated.add(connection, address):
-            self._tell("strangers", f"many connections that say nothing, now from {address}; the oldest are closed")
+            self._tell("flood", f"many connections that say nothing, now from {address}; the oldest are closed")
 
     def _pause_listening(self, listener: socket.socket) -> None:
         """Stop accepting for a while; waiting connections would wake the loop continuously."""

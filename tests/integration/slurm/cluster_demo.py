@@ -1,4 +1,4 @@
-"""``make cluster-demo``: a real Slurm cluster on this machine trains a model, loses its head node, and goes on."""
+"""``make cluster-demo``: a real Slurm cluster on this machine trains a model, loses its leading node, and goes on."""
 
 from __future__ import annotations
 
@@ -71,26 +71,26 @@ def play(console: Console) -> bool:
         show.say(f"job {training.submit()}: the same on three nodes and a spare")
         show.follow("checkpoint_committed", 2)
         training.until_steady()
-        head, failed_at = training.head, training.step
-        cluster.nodes[head].power_off()
-        show.say(f"POWER LOSS           {head}: the head of the run, and the batch host of its Slurm job")
+        leader, failed_at = training.leader, training.step
+        cluster.nodes[leader].power_off()
+        show.say(f"POWER LOSS           {leader}: the leader of the run, and the batch host of its Slurm job")
         show.follow("resumed")
         before = training.events("generation_started")[0]["nodes"]
         show.say(f"{'nodes':<20} {' '.join(before)} -> {' '.join(training.places)}")
         show.follow("finished")
-        return _verdict(console, quiet, training, head, failed_at)
+        return _verdict(console, quiet, training, leader, failed_at)
 
 
-def _verdict(console: Console, quiet: Training, training: Training, head: str, failed_at: int) -> bool:
+def _verdict(console: Console, quiet: Training, training: Training, leader: str, failed_at: int) -> bool:
     resumed, generation = training.events("resumed")[0], training.events("resumed")[0]["generation"]
     lost = training.events("node_lost")[0]
     equal = training.losses() == quiet.losses()
-    table = Table(title="the loss of the head node", title_justify="left")
+    table = Table(title="the loss of the leading node", title_justify="left")
     for column in ("node", "at step", "noticed after", "last step to next", "lost steps", "state from", "losses"):
         table.add_column(column)
     loaded = [event["tier"] for event in training.events("checkpoint_loaded") if event["generation"] == generation]
     table.add_row(
-        head,
+        leader,
         str(failed_at),
         f"{lost['silent_s']:.1f} s",
         f"{training.gap_s(generation):.1f} s",

@@ -30,13 +30,13 @@ OUTAGE_TRIALS = 2
 
 
 def kill_follower(training: Training) -> None:
-    """A node with ranks, but not the head's, loses power."""
-    victim = next(name for name in reversed(training.places) if name != training.head)
+    """A node with ranks, but not the leader's, loses power."""
+    victim = next(name for name in reversed(training.places) if name != training.leader)
     training.cluster.nodes[victim].power_off()
 
 
 def kill_batch_host(training: Training) -> None:
-    """The node with the batch script loses power; it is the first of the job, and the head's."""
+    """The node with the batch script loses power; it is the first of the job, and the leader's."""
     training.cluster.nodes[sorted(training.places)[0]].power_off()
 
 

@@ -116,8 +116,8 @@ def kill_node(run: Struck, fault: Fault) -> None:
 
 
 def kill_head(run: Struck, fault: Fault) -> None:
-    """The head's node loses power."""
-    host = run.training.cluster.nodes[run.training.head]
+    """The leader's node loses power."""
+    host = run.training.cluster.nodes[run.training.leader]
     if host.on:
         host.power_off()
 

@@ -24,8 +24,8 @@ Cause = Callable[[Training], None]
 
 
 def kill_head(training: Training) -> None:
-    """The head's node loses power; the first time it is the batch host too."""
-    training.cluster.nodes[training.head].power_off()
+    """The leader's node loses power; the first time it is the batch host too."""
+    training.cluster.nodes[training.leader].power_off()
 
 
 def swap(training: Training) -> None:

@@ -31,7 +31,7 @@ def trained_on() -> Iterator[tuple[Cluster, Path]]:
 
 @pytest.mark.long
 def test_two_faults_leave_no_trace_in_the_losses(trained_on: tuple[Cluster, Path]) -> None:
-    """The newest checkpoint is damaged and a rank dies, then the node with the head and the batch script loses power.
+    """The newest checkpoint is damaged and a rank dies, then the node with the leader and the batch script loses power.
 
     A spare takes over, every loss is as without all that, and the job ends with the run.
     """
@@ -51,7 +51,7 @@ def test_without_a_spare_the_job_starts_again_on_other_nodes(trained_on: tuple[C
     training = Training(cluster, data, "cold", active=2, spares=0, steps=40, settings=SOON)
     job = training.submit()
     training.until_steady()
-    victim = next(name for name in training.places if name != training.head)
+    victim = next(name for name in training.places if name != training.leader)
     cluster.nodes[victim].power_off()
     training.until(lambda: len(training.events("finished")) == 2, "the end of the second start", 240)
     assert [event["exit_code"] for event in training.events("finished")] == [75, 0]

@@ -79,8 +79,8 @@ class Training:
         return self.cluster.shared / self.name
 
     @property
-    def head(self) -> str:
-        """The node of the head."""
+    def leader(self) -> str:
+        """The node of the leader."""
         return str(self.events("generation_started")[-1]["node"])
 
     def ask(self, host: str, **request: str) -> dict[str, Any]:
