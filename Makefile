@@ -30,7 +30,7 @@ pictures: $(STAMP) ## Make the pictures of the documentation: pages in a real br
 	$(BIN)/opsd stack --pictures docs/pictures
 	$(BIN)/opsd demo --picture docs/pictures/demo.svg
 
-cluster-demo: $(STAMP) test-packages ## A real Slurm cluster here trains a model, loses its head node, and goes on
+cluster-demo: $(STAMP) test-packages ## A real Slurm cluster here trains a model, loses its leading node, and goes on
 	$(BIN)/python -m tests.integration.slurm.cluster_demo
 
 generate: $(STAMP) ## Write all that is made from the code: rules, boards, reference pages, example configuration
