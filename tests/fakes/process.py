@@ -18,7 +18,7 @@ from tests.fakes.clock import eventually
 class Opsd:
     """Runs ``opsd`` in a folder of its own."""
 
-    def __init__(self, folder: Path, library: Path | None = None, gpus: SimulatedGpus | None = None) -> None:
+    def __init__(self, folder: Path, library: str | None = None, gpus: SimulatedGpus | None = None) -> None:
         self.port = free_port()
         self.folder = folder
         self.config = folder / "opsd.toml"
