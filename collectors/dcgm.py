@@ -1,10 +1,7 @@
 """GPUs through DCGM, where it runs on the node: dcgm-exporter's series as they are, or those of the host engine itself.
 
-So nobody reads a counter twice.
-
-The exporter refreshes its values at its own pace (every 30 s by default), so this asks rarely. What it has counts
-instead of what NVML says: ``Yielding`` takes these series out of the NVML collector's readings while they come from
-here.
+The exporter refreshes its values at its own pace (every 30 s by default), so this asks rarely. No counter is read
+twice: ``Yielding`` takes these series out of the NVML collector's readings while they come from here.
 """
 
 from __future__ import annotations
@@ -90,10 +87,7 @@ def fetch(url: str, timeout_s: float) -> str:
 
 
 class DcgmSettings(CollectorSettings):
-    """GPUs through dcgm-exporter, or else the DCGM host engine, where one of them runs on the node.
-
-    What DCGM has is taken from it, and the driver is not asked for the same again.
-    """
+    """GPUs through dcgm-exporter or else the DCGM host engine, where one runs; NVML is not asked for what it has."""
 
     url: LocalUrl = Field(
         default="http://localhost:9400/metrics", description="Where dcgm-exporter answers on this node."

@@ -137,7 +137,7 @@ class RasWatch:
             self._query.close()
 
     def _take(self, status: RasStatus, now: float, wall: float) -> Iterator[Event]:
-        """Events for new problems. Counts may differ for a moment: a mismatch is told when it stays the same."""
+        """Events for new problems. Counts may differ for a moment: a mismatch is reported once it lasts."""
         before, self._status = self._status, status
         lasting = set(before.problems) if before else set()
         told = {problem for problem in status.problems if problem.kind != "mismatch" or problem in lasting}

@@ -1,7 +1,7 @@
 """GPUs through the DCGM host engine, where it runs on the node without dcgm-exporter: by DCGM's own Python bindings.
 
-The engine watches the counters already; a reader is told what it has. Its bindings are no package of an index but come
-with DCGM, in a folder of their own.
+The engine watches the counters already; a reader gets what it has. Its bindings are in no package index; they come with
+DCGM, in a separate folder.
 """
 
 from __future__ import annotations

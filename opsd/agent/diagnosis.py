@@ -14,7 +14,7 @@ from opsd.agent.window import Window
 from opsd.collectors.base import RankFact, Reading, StepFact
 from opsd.runbooks.lib.blame import blame
 from opsd.runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
-from opsd.runbooks.straggler import NOT_COMPUTING, SLOW, stragglers_of
+from opsd.runbooks.straggler import SLOW, compute_seconds, stragglers_of
 from opsd.runbooks.throughput_drop import DROP, PAUSES
 
 LEAST_STEPS = 6
@@ -117,10 +117,6 @@ def _training(step: StepFact) -> float:
     return step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in PAUSES)
 
 
-def _computing(step: StepFact) -> float:
-    return step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in NOT_COMPUTING)
-
-
 def _in(phase: str) -> Callable[[StepFact], float]:
     return lambda step: step.phase_s.get(phase, 0.0)
 
@@ -160,7 +156,7 @@ def _phase(
 
 
 def _kernels(ranks: Sequence[RankFact], node: str, now: float, total: float, slower: bool) -> DiagnosisStep:
-    spent = [_spent(rank, _computing) for rank in ranks]
+    spent = [_spent(rank, compute_seconds) for rank in ranks]
     window = Window(node)
     window.begin(now, 0.0)
     window.add("ranks", Reading(facts=tuple(ranks)))

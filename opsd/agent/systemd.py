@@ -36,7 +36,7 @@ def notify(state: str, env: Mapping[str, str] = os.environ) -> None:
 
 
 def leads_to_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether ``stream`` is what systemd connected to the journal: device and inode are told, see systemd.exec(5)."""
+    """Whether ``stream`` is the one that systemd connected to the journal, by ``JOURNAL_STREAM`` (systemd.exec(5))."""
     try:
         info = os.fstat(stream.fileno())
     except (OSError, ValueError):

@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from opsd.client import Reporter, process_start
+from opsd.launch.ranks.settings import free_port
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
 from opsd.stack.ports import Port
 
@@ -134,7 +134,7 @@ class Exporter:
 @contextlib.contextmanager
 def ours(place: BenchNode) -> Iterator[Exporter]:
     """The agent on that node, once it has all its series."""
-    folder, port = place.folder, _free_port()
+    folder, port = place.folder, free_port()
     settings = {
         "agent.listen": f"127.0.0.1:{port}",
         "agent.state_dir": folder / "state",
@@ -154,7 +154,7 @@ def ours(place: BenchNode) -> Iterator[Exporter]:
 @contextlib.contextmanager
 def nvitop(place: BenchNode) -> Iterator[list[Exporter]]:
     """nvitop-exporter on that node, once it has all its series; none where it is not installed."""
-    program, port = shutil.which("nvitop-exporter", path=str(Path(sys.executable).parent)), _free_port()
+    program, port = shutil.which("nvitop-exporter", path=str(Path(sys.executable).parent)), free_port()
     if program is None:
         yield []
         return
@@ -236,9 +236,3 @@ def _scrape_each_second(exporters: Sequence[Exporter], seconds: int) -> None:
         for exporter in exporters:
             exporter.scrape()
         time.sleep(max(0.0, origin + second - time.monotonic()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -109,7 +109,7 @@ def node_drill(
 def _folder(given: Path | None, settings: Settings, *, first: bool) -> Path:
     """The drill's folder; below the shared one of the settings, and removed if all went well, if none was named.
 
-    The first node takes none in which anybody has trained: the checkpoints and events of that would be taken for ours.
+    The first node refuses a folder in which a run has trained: its checkpoints and events would count as the drill's.
     """
     if given is None and not settings.preflight.shared_dir:
         raise BadConfig("name a folder that all nodes see with --folder, or set preflight.shared_dir")

@@ -182,7 +182,7 @@ def reserve(settings: Settings, count: int, partition: str, users: str) -> int:
 @spare.command()
 @click.pass_obj
 def unreserve(settings: Settings) -> int:
-    """Delete the pool's reservation; its nodes are anybody's again."""
+    """Delete the pool's reservation; any job can have its nodes again."""
     try:
         choose().slurm.unreserve(settings.spare.reservation)
     except SlurmError as error:

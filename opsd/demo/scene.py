@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opsd.demo.world import RunSnapshot
+from opsd.launch.ranks.settings import free_port
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, SimulationError, build
 
 SIMULATED_GPUS = 8
@@ -107,13 +107,7 @@ def open_scene(folder: Path) -> Scene:
         shm.mkdir(mode=0o700)
     except OSError as error:
         raise DemoError(f"the demo cannot write to {error.filename}: {error.strerror}; choose another --dir") from error
-    return Scene(folder, shm, _free_port())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return Scene(folder, shm, free_port())
 
 
 LOAD_WATTS, IDLE_WATTS = 640.0, 95.0

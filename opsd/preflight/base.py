@@ -18,9 +18,7 @@ from typing import Final, Literal
 PROFILES: Final = ("quick", "standard", "burn-in", "spare")
 Need = Literal["gpu", "root", "network", "exclusive", "torch", "run"]
 """``exclusive``: measures a speed, so no other check may run at the same time. ``torch``: runs in the training's Python
-
-(preflight.python). ``run``: examines the run that is about to start.
-"""
+(preflight.python). ``run``: examines the run that is about to start."""
 
 
 class Verdict(StrEnum):

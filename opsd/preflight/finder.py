@@ -1,4 +1,4 @@
-"""Finds the bad node, link or switch of a cluster with few group tests: pure, it asks for tests and is told answers.
+"""Finds the bad node, link or switch of a cluster with few group tests: pure, it yields tests and takes answers.
 
 A group test lets every pair of a group exchange data and tells the bandwidth of the slowest pair, so it fails if the
 group contains a bad node or both ends of a bad link. Which pair was slowest cannot be trusted (a node that is late

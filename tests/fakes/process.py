@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from opsd.launch.ranks.settings import free_port
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus
 from tests.fakes.clock import eventually
 
@@ -18,10 +18,8 @@ from tests.fakes.clock import eventually
 class Opsd:
     """Runs ``opsd`` in a folder of its own."""
 
-    def __init__(self, folder: Path, library: Path | None = None, gpus: SimulatedGpus | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+    def __init__(self, folder: Path, library: str | None = None, gpus: SimulatedGpus | None = None) -> None:
+        self.port = free_port()
         self.folder = folder
         self.config = folder / "opsd.toml"
         nvml = f'library = "{library}"' if library else "enabled = false"

@@ -11,6 +11,7 @@ import pytest
 from trainer_world import Run, make_small_corpus
 
 from opsd.checkpoints.manifest import steps
+from opsd.simulated.gpus import NoCompilerError, build
 from tests.fakes.transport import NET, Launcher, Launchers
 
 
@@ -22,6 +23,15 @@ def _no_rank_outlives_its_test() -> Iterator[None]:
         if process.name.startswith("trainer rank"):
             process.kill()
             process.join()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The simulated driver library, built once."""
+    try:
+        return str(build(tmp_path_factory.mktemp("nvml")))
+    except NoCompilerError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -15,20 +15,12 @@ import pytest
 
 from opsd import exitcodes
 from opsd.client import Reporter
-from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from opsd.simulated.gpus import SimulatedGpus
 from opsd.slurm.deferred import DeferredUpdates
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd
 
 pytestmark = pytest.mark.xdist_group("agent-process")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return build(tmp_path_factory.mktemp("nvml"))
-    except NoCompilerError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -43,7 +35,7 @@ def opsd(tmp_path: Path) -> Opsd:
 
 
 @pytest.fixture
-def gpu_opsd(tmp_path: Path, library: Path, gpus: SimulatedGpus) -> Opsd:
+def gpu_opsd(tmp_path: Path, library: str, gpus: SimulatedGpus) -> Opsd:
     return Opsd(tmp_path, library, gpus)
 
 

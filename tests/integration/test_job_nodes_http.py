@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from opsd.agent.web.job_nodes import Asker, JobNodes
 from opsd.agent.web.server import Server
 from opsd.settings.agent import AgentSettings
 from tests.fakes.agent import SILENT
+from tests.fakes.answering import answering
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
 from tests.integration.test_web_config import HASH, certificate, write
@@ -101,15 +100,7 @@ def test_they_are_asked_in_the_clear_where_there_is_only_a_password(tmp_path: Pa
 )
 def test_what_answers_need_not_be_an_agent(answer: bytes, said: str) -> None:
     """It is a line on the page, and nothing else."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(answer)
-
-        threading.Thread(target=serve, daemon=True).start()
-        found = Asker(AgentSettings(listen=f"0.0.0.0:{listener.getsockname()[1]}"))("127.0.0.1", "4242")
+    with answering(answer) as url:
+        found = Asker(AgentSettings(listen=url.replace("http://127.0.0.1", "0.0.0.0")))("127.0.0.1", "4242")
     assert found.summary is None
     assert said in found.problem

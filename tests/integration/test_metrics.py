@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from opsd.client import Reporter, process_start
 from opsd.commands.metrics import catalogue
-from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from opsd.simulated.gpus import SimulatedGpus
 from opsd.stack.ports import Port
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd
@@ -55,13 +55,9 @@ def start_run(folder: Path) -> list[Reporter]:
 
 
 @pytest.fixture(scope="module")
-def scrape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def scrape(tmp_path_factory: pytest.TempPathFactory, library: str) -> Iterator[str]:
     """One scrape, in Prometheus' own format, of an agent that has looked several times."""
     folder = tmp_path_factory.mktemp("node")
-    try:
-        library = build(folder)
-    except NoCompilerError as error:
-        pytest.skip(str(error))
     Port(folder / "infiniband/mlx5_0")
     reporters = start_run(folder / "shm" / "train")
     with SimulatedGpus.create(folder / "gpus.state", count=GPUS) as gpus:

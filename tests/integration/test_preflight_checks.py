@@ -19,17 +19,8 @@ from opsd.preflight.memory_use import MemoryUse
 from opsd.preflight.report import Result
 from opsd.preflight.view import PlainView
 from opsd.preflight.watch import Watch
-from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.clock import eventually
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The simulated driver library, built once."""
-    try:
-        return str(build(tmp_path_factory.mktemp("nvml")))
-    except NoCompilerError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from opsd.bench.namespaces import Namespaces, NoNamespacesError
+from opsd.launch.ranks.settings import free_port
 from opsd.preflight.report import Report
 from tests.fakes.clock import eventually
 
@@ -29,9 +29,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

@@ -6,15 +6,14 @@ import json
 import multiprocessing
 import os
 import random
-import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opsd.client import events_path
+from opsd.launch.ranks.settings import free_port
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 from tests.fakes.clock import until
@@ -81,13 +80,6 @@ def flip(path: Path) -> None:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 8]))
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def rank_main(arguments: list[str], environment: Mapping[str, str], log: str) -> None:
@@ -175,7 +167,7 @@ class Run:
         values = {"data.shards": self.shards} | self.settings
         values |= {name.replace("__", "."): value for name, value in settings.items()}
         overrides = [f"--set={name}={value}" for name, value in values.items()]
-        port = _free_port()
+        port = free_port()
         here = world // nodes
         pages = [self.memory(rank // here, nodes) / f"rank-{rank:04d}.page" for rank in range(world)]
         ranks = []

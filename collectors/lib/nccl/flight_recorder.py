@@ -91,7 +91,7 @@ def _call(entry: Mapping[str, Any]) -> Call:
 
 
 def _text(value: object) -> str:
-    """Raises UnicodeEncodeError for half a character, which JSON can hold and nobody can store or send."""
+    """Raises UnicodeEncodeError for half a surrogate pair, which JSON can hold but UTF-8 cannot."""
     text = str(value)[:64]
     text.encode()
     return text

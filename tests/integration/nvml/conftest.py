@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 
-from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, build
+from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.nvml import DriverProcess, driver_process
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The simulated driver library, built once."""
-    try:
-        return str(build(tmp_path_factory.mktemp("nvml")))
-    except NoCompilerError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture
