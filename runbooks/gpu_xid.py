@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, driver_restarted, job_text
+from opsd.runbooks.lib.gpus import by_gpu, job_text
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.runs import FRESH_S, REMEMBERED_S
-from opsd.runbooks.lib.signals import integer, number, text
+from opsd.runbooks.lib.signals import integer, latest, number, text
 from opsd.runbooks.lib.xids import (
     AMBIGUOUS,
     DAY_S,
@@ -37,7 +37,6 @@ ASKS: Mapping[int, str] = {
 }
 """What the driver asks for (nvmlDeviceGpuRecoveryAction_t), in the words of the Xid catalogue."""
 
-HARMLESS = ("none", "ignore")
 RESTART, DIAGNOSTICS = "restart_app", "diagnostics"
 
 ADVICE: Mapping[str, str] = {
@@ -55,8 +54,18 @@ ADVICE: Mapping[str, str] = {
     "contact_support": "not in NVIDIA's catalogue: drain the node and ask the vendor",
 }
 
-NODE_GOES = frozenset({DIAGNOSTICS, "reset_gpu", "drain_and_reset", "reboot_node", "check_mechanicals"})
-"""What cannot be done while a rank works on the node."""
+_LADDER = (
+    ("none", "ignore"),
+    (RESTART,),
+    ("update_software", "workflow", "contact_support"),
+    ("drain_p2p", "recover_imex_domain"),
+    ("reset_gpu", "drain_and_reset"),
+    ("restart_vm", "reboot_node"),
+    ("check_mechanicals",),
+    (DIAGNOSTICS,),
+)
+_RUNG = {action: rung for rung, actions in enumerate(_LADDER) for action in actions}
+_MILD, _NODE_GOES = _RUNG[RESTART], _RUNG["reset_gpu"]
 
 ANSWERED_S = 2.5
 QUIET_S = 300.0
@@ -73,35 +82,49 @@ def _asked(view: View, uuid: str) -> str | None:
     return ASKS.get(int(values[-1]), "none") if len(values) > 1 and min(values) > 0 else "none"
 
 
-def _called_for(xids: Sequence[Event], asked: str | None) -> str:
-    """What the driver asks for, else its verdict on the newest Xid, else what the catalogue says."""
-    action = "none"
-    for xid in xids:
-        if verdict := text(xid.data, "verdict"):
-            action = verdict
-        elif code_of(xid) not in ECHOES and text(xid.data, "action") not in HARMLESS:
-            action = text(xid.data, "action")
-    return asked if asked not in (None, "none") else action
+def _rung(action: str) -> int:
+    """How much ``action`` interferes; from the GPU's reset on, no rank may work on the node meanwhile.
+
+    What the driver asks for in words that are not known here is as severe as the replacement of the board.
+    """
+    return _RUNG.get(action, _RUNG["check_mechanicals"])
 
 
-def _back(view: View, uuid: str, since: float) -> bool:
-    """True if node, driver or GPU were restarted after the epoch second ``since``, or the driver requires no action."""
-    if driver_restarted(view, since):
-        return True
+def _action(xid: Event) -> str:
+    """What one Xid calls for; 154 only repeats the driver's verdict, 45 nothing."""
+    if verdict := text(xid.data, "verdict"):
+        return verdict
+    return "none" if code_of(xid) in ECHOES else text(xid.data, "action") or "contact_support"
+
+
+def _well_since(view: View, gpu: Gpu, xids: Sequence[Event]) -> float:
+    """Wall second of the last proof of health: node, driver or GPU restarted, or the driver's recovery is over."""
+    booted = latest(view, "opsd_host_boot_time_seconds")
+    moments = [0.0 if booted is None else booted]
+    moments += [event.at for event in view.events("gpu_driver_loaded", DAY_S)]
+    moments += [xid.at for xid in xids if text(xid.data, "verdict") == "none"]
     for metric, well in (("opsd_gpu_up", 1.0), (ASKED, 0.0)):
-        series = by_gpu(view, metric).get(uuid)
-        values = [value for _, value in series[0].values(view.wall - since)] if series else []
-        if series and series[0].last == well and any(value != well for value in values):
-            return True
-    return False
+        for series in by_gpu(view, metric).get(gpu.uuid, ())[:1]:
+            ends = [after for before, after in pairwise(series.values(DAY_S)) if before[1] != well == after[1]]
+            if ends and series.last == well:
+                moments.append(ends[-1][0] - view.now + view.wall)
+    return max(moments)
 
 
-def _over(view: View, gpu: Gpu, action: str, since: float) -> bool | None:
+def _episode(view: View, pending: Sequence[Event]) -> list[Event]:
+    """What counts of the Xids since the GPU was well: the new ones, and with them all severe ones of the day.
+
+    The severest stands until the GPU has been well: a later mild Xid takes nothing back.
+    """
+    new = {id(xid) for xid in pending if view.wall - xid.at <= REMEMBERED_S}
+    return [xid for xid in pending if new and (id(xid) in new or _rung(_action(xid)) > _MILD)]
+
+
+def _over(view: View, gpu: Gpu, action: str, since: float, well_since: float) -> bool | None:
     """Whether what the Xids up to wall second ``since`` called for has been done; None if that is not known."""
-    asked = _asked(view, gpu.uuid)
-    if asked not in (None, "none"):
+    if _asked(view, gpu.uuid) not in (None, "none"):
         return False
-    if _back(view, gpu.uuid, since) or view.wall - since > DAY_S:
+    if well_since > since or view.wall - since > DAY_S:
         return True
     if action != RESTART:
         return False if view.known("nvml") else None
@@ -130,24 +153,26 @@ def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding
     codes = [code for code in dict.fromkeys(map(code_of, day)) if code not in ECHOES]
     excuses = {code: why for code in codes if code in AMBIGUOUS and (why := program_to_blame(view, gpu, code, xids))[0]}
     often = [code for code in codes if too_often(day, code) and code not in excuses]
-    recent = [xid for xid in day if view.wall - xid.at <= REMEMBERED_S]
-    action = DIAGNOSTICS if often and recent else _called_for(recent, asked)
-    since = recent[-1].at if recent else view.wall
-    if action in HARMLESS or (_over(view, gpu, action, since) is not False and view.wall - since > FRESH_S):
+    well_since = _well_since(view, gpu, day)
+    episode = _episode(view, [xid for xid in day if xid.at > well_since])
+    since = episode[-1].at if episode else view.wall
+    action = max((asked or "none", *map(_action, episode), *([DIAGNOSTICS] if often and episode else ())), key=_rung)
+    over = _over(view, gpu, action, since, well_since)
+    if not _rung(action) or (over is not False and view.wall - since > FRESH_S):
         return None
     told = [f"{bursts(day, code)} bursts of Xid {code} in a day" for code in often]
-    names = " and ".join(f"Xid {code}" for code in dict.fromkeys(map(code_of, recent)) if code not in ECHOES)
+    names = " and ".join(f"Xid {code}" for code in dict.fromkeys(map(code_of, episode)) if code not in ECHOES)
     blame, sure = "gpu", 0.95
     detail = ", ".join(told) or names or "the driver asks for its recovery"
-    newest = next((code_of(xid) for xid in reversed(recent) if code_of(xid) not in ECHOES), None)
+    newest = next((code_of(xid) for xid in reversed(episode) if code_of(xid) not in ECHOES), None)
     if action == RESTART and newest in excuses:
         (detail, sure), blame = excuses[newest], "user code"
     elif action == RESTART and newest in AMBIGUOUS:
         detail, sure = f"{names}: the GPU or its program", 0.4
-    return _finding(view, gpu, action, Culprit(blame, view.node, gpu.index, detail=detail), sure, recent)
+    return _finding(view, gpu, action, Culprit(blame, view.node, gpu.index, detail=detail), sure, episode)
 
 
-def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, recent: Sequence[Event]) -> Finding:
+def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, xids: Sequence[Event]) -> Finding:
     rank = rank_at(view, gpu)
     live = rank if rank is not None and rank.live else None
     soft = action == RESTART or rank is None
@@ -160,7 +185,7 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, r
         culprit=Culprit(culprit.component, view.node, gpu.index, rank.rank if rank else None, culprit.detail),
         confidence=sure,
         evidence=(
-            *(Evidence(f"{xid.message}{_times(xid)}", text(xid.data, "source"), xid.at) for xid in recent[-8:]),
+            *(Evidence(f"{xid.message}{_times(xid)}", text(xid.data, "source"), xid.at) for xid in _worst(xids)),
             *(Evidence(fact, "Xid catalogue", view.wall) for fact in (asks, job_text(live))),
         ),
         cost=Cost(text="the driver ends the program that used it" if rank else ""),
@@ -170,9 +195,14 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, r
             "pci": gpu.pci,
             "gpu": gpu.index,
             "action": action,
-            "at": recent[-1].at if recent else view.wall,
+            "at": xids[-1].at if xids else view.wall,
         },
     )
+
+
+def _worst(xids: Sequence[Event]) -> Sequence[Event]:
+    """The severest and newest, in their order."""
+    return sorted(sorted(xids, key=lambda xid: (_rung(_action(xid)), xid.at))[-8:], key=lambda xid: xid.at)
 
 
 def _times(xid: Event) -> str:
@@ -183,14 +213,15 @@ def _times(xid: Event) -> str:
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     action = text(incident.data, "action")
     told = f"{incident.summary}: {ADVICE.get(action, ADVICE['contact_support'])}"
-    swaps = swap_out(incident, view) if action in NODE_GOES else ()
+    swaps = swap_out(incident, view) if _rung(action) >= _NODE_GOES else ()
     return (*swaps, Action("notify", target=view.node, reason=told))
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
     data = incident.data
     gpu = gpu_at(view, text(data, "pci"))
-    return _over(view, gpu, text(data, "action"), number(data, "at") or incident.opened_at)
+    well_since = _well_since(view, gpu, by_address(view.events("xid", DAY_S)).get(gpu.pci, ()))
+    return _over(view, gpu, text(data, "action"), number(data, "at") or incident.opened_at, well_since)
 
 
 RUNBOOK = Runbook(
