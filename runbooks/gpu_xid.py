@@ -231,8 +231,10 @@ RUNBOOK = Runbook(
 
 ## Meaning
 An Xid is a numbered error report of the NVIDIA driver about one GPU. NVIDIA's catalogue has the action for each: none,
-restart of the program, GPU reset, reboot, or hardware diagnosis. The driver's own recovery action (Xid 154) takes
-precedence. Codes without an action are no incident; 45 only follows another end of the program.
+restart of the program, GPU reset, reboot, or hardware diagnosis; the registers of NVLink errors (74, 144 to 150) say
+more than their code. The driver's own recovery action (Xid 154) counts as well. The severest of all that came since the
+GPU was last reset decides, however mild the newest is. Codes without an action are no incident; 45 only follows another
+end of the program.
 
 13, 31, 43 and 94 can be caused by the program or by the hardware. The program is named as culprit if the code also came
 on another GPU, if it failed at the same step each time, or if it died with its own error. The GPU is named if the code

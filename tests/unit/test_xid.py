@@ -7,17 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import Sample
-from opsd.collectors.lib.kernel.xid import (
-    CATALOGUE,
-    COUNTED,
-    Sxid,
-    Xid,
-    XidAction,
-    XidLedger,
-    parse_sxid,
-    parse_xid,
-    xid_event,
-)
+from opsd.collectors.lib.kernel.xid import COUNTED, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
+from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
 from opsd.collectors.lib.pci import bus_id
 
 GPU = "00000000:3B:00.0"
@@ -122,11 +113,41 @@ def test_any_text_can_be_parsed(text: str) -> None:
 
 def test_actions_of_the_reference() -> None:
     """The codes that drain nodes have the action of NVIDIA's catalogue."""
-    expected = {79: XidAction.REBOOT_NODE, 48: XidAction.WORKFLOW, 63: XidAction.IGNORE, 94: XidAction.RESTART_APP}
-    expected |= dict.fromkeys((46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158), XidAction.RESET_GPU)
+    expected = {79: XidAction.REBOOT_NODE, 63: XidAction.IGNORE, 94: XidAction.RESTART_APP}
+    expected |= dict.fromkeys((46, 48, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158), XidAction.RESET_GPU)
     assert {code: CATALOGUE[code].action for code in expected} == expected
-    assert set(COUNTED) <= set(CATALOGUE)
+    assert set(COUNTED) <= set(CATALOGUE) == set(range(1, 173))
     assert Xid(999, GPU).action == XidAction.CONTACT_SUPPORT
+
+
+@pytest.mark.parametrize(
+    ("text", "action", "description"),
+    [
+        # The lines of NVLink 5 are from reports to leptonai/gpud, #1160 and #1174.
+        ("144, SAW_MVB Nonfatal XC0 i0 Link 0 (0x00000001 0x00000008 0x00000000 0x00000000)", "ignore", "SAW_MVB"),
+        ("145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x0409a0c2 0x00000008 0x00000001)", "ignore", "link 13, RLW_RXPIPE"),
+        ("145, RLW_REMAP Nonfatal XC0 i0 Link 00 (0x00000004 0x00000001 0x00000000)", "restart_app", "refused"),
+        ("145, RLW_REMAP Fatal XC0 i0 Link 00 (0x00000004 0x00000040 0x00000000)", "reset_gpu", "fatal"),
+        ("149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 00 (0x00000013 0x00000001)", "ignore", "not fatal"),
+        ("149, NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x026001c6 0x00000000 0x00000000)", "reset_gpu", "NETIR_LINK_EVT"),
+        ("149, NETIR Fatal XC0 i0 Link -1 (0x000fe406 0x00000000 0x00000000)", "reset_gpu", "link -1, NETIR"),
+        ("149, cut off", "workflow", "NVLink 5 error"),
+        ("74, pid=9, name=a, NVLink: fatal error detected on link 6(0x1, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)", "ignore", "6"),
+        ("74, NVLink: fatal error detected on link 6(0x10000, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)", "reset_gpu", "seating"),
+        ("74, NVLink: fatal error detected on link 6(0x200000, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)", "reset_gpu", "signal"),
+        ("74, NVLink: fatal error detected on link 6(0x0, 0x0, 0x40, 0x0, 0x0, 0x0, 0x0)", "reset_gpu", "parity"),
+        ("74, NVLink: fatal error detected on link 6(0x2, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)", "workflow", "link 6"),
+        ("74, NVLink: fatal error detected on link 6(0x1, 0x0, 0x0, 0x8, 0x0, 0x0, 0x0)", "workflow", "link 6"),
+        ("165, Power Smoothing HW lifetime exhausted", "contact_support", "end of its life"),
+    ],
+)
+def test_registers_say_more_than_the_code(text: str, action: str, description: str) -> None:
+    """An error of NVLink is fatal or not by what its line carries; without that the catalogue's row holds."""
+    xid = parse_xid(f"NVRM: Xid (PCI:0000:3b:00): {text}")
+    assert xid is not None
+    event = xid_event(xid, at=0.0, source="kmsg")
+    assert event.data["action"] == action
+    assert description in str(event.data["description"])
 
 
 def test_event_says_what_is_known() -> None:

@@ -1,8 +1,6 @@
-"""NVIDIA's Xid and SXid errors: what each code means and what the driver writes about it into the kernel log.
+"""NVIDIA's Xid and SXid errors as the driver writes them into the kernel log, each counted once.
 
-Actions follow the immediate resolutions of NVIDIA's Xid catalogue for Hopper
-(docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html); formats are those of krcReportXid and
-NVSWITCH_PRINT_SXID in NVIDIA's open kernel modules.
+Formats are those of krcReportXid and NVSWITCH_PRINT_SXID in NVIDIA's open kernel modules.
 """
 
 from __future__ import annotations
@@ -10,97 +8,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Event, Metric, Sample
+from opsd.collectors.lib.kernel.xid_catalogue import XidAction, decode
 from opsd.collectors.lib.pci import ADDRESS, bus_id
-
-
-class XidAction(StrEnum):
-    """What an Xid calls for. NVIDIA's names: RESTART_BM is ``reboot_node``, UPDATE_SWFW ``update_software``."""
-
-    NONE = "none"
-    IGNORE = "ignore"
-    RESTART_APP = "restart_app"
-    RESET_GPU = "reset_gpu"
-    DRAIN_P2P = "drain_p2p"
-    DRAIN_AND_RESET = "drain_and_reset"
-    RECOVER_IMEX_DOMAIN = "recover_imex_domain"
-    RESTART_VM = "restart_vm"
-    REBOOT_NODE = "reboot_node"
-    CHECK_MECHANICALS = "check_mechanicals"
-    UPDATE_SOFTWARE = "update_software"
-    WORKFLOW = "workflow"
-    CONTACT_SUPPORT = "contact_support"
-
-
-class XidInfo(NamedTuple):
-    """A row of the catalogue."""
-
-    action: XidAction
-    description: str
-
-
-_ROWS: Final[tuple[tuple[tuple[int, ...], XidAction, str], ...]] = (
-    ((8,), XidAction.RESTART_APP, "the GPU stopped processing a channel"),
-    ((11, 25, 32), XidAction.RESTART_APP, "invalid or corrupted commands in a push buffer"),
-    ((13,), XidAction.RESTART_APP, "exception in a kernel: out-of-range address, illegal instruction or the like"),
-    ((31,), XidAction.RESTART_APP, "page fault: access to an address that is not mapped"),
-    ((39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)), XidAction.RESTART_APP, "copy engine error"),
-    ((60,), XidAction.RESTART_APP, "security engine error"),
-    ((68, 83, 84, 88, 89, 96, 97, 98), XidAction.RESTART_APP, "video decoder error"),
-    ((69,), XidAction.RESTART_APP, "compute engine rejected a method"),
-    ((80,), XidAction.RESTART_APP, "commands arrived corrupted at the GPU"),
-    ((82, *range(99, 106)), XidAction.RESTART_APP, "JPEG decoder error"),
-    ((86, 139), XidAction.RESTART_APP, "optical flow engine error"),
-    ((94,), XidAction.RESTART_APP, "uncorrectable memory error, contained to the application that hit it"),
-    ((14,), XidAction.IGNORE, "driver test event"),
-    ((37, 38, 66, 67), XidAction.IGNORE, "context-switch firmware reported an error of the driver"),
-    ((43,), XidAction.IGNORE, "the application's channel was reset after its own fault"),
-    ((44,), XidAction.IGNORE, "fault during a context switch"),
-    ((63,), XidAction.IGNORE, "memory row remapped, or its remapping recorded"),
-    ((92,), XidAction.IGNORE, "high rate of corrected memory errors"),
-    ((93,), XidAction.IGNORE, "the board's configuration memory was written more often than planned"),
-    ((106, 107), XidAction.IGNORE, "test message of the management bus"),
-    ((108, 137), XidAction.IGNORE, "access over NVLink refused; often the echo of a fault on a peer GPU"),
-    ((121,), XidAction.IGNORE, "corrected error on the chip-to-chip link"),
-    ((141,), XidAction.IGNORE, "CUDA fast-path error"),
-    ((152, 153), XidAction.IGNORE, "deep-learning accelerator error"),
-    ((157,), XidAction.IGNORE, "a faulty resource could not be retired"),
-    ((160, 161), XidAction.IGNORE, "memory channel retirement"),
-    ((46,), XidAction.RESET_GPU, "the GPU stopped processing"),
-    ((62, 169), XidAction.RESET_GPU, "an internal microcontroller halted"),
-    ((64,), XidAction.RESET_GPU, "a memory row could not be remapped"),
-    ((95,), XidAction.RESET_GPU, "uncorrectable memory error that may have reached other applications"),
-    ((109,), XidAction.RESET_GPU, "context switch timed out"),
-    ((110,), XidAction.RESET_GPU, "security fault"),
-    ((119,), XidAction.RESET_GPU, "the GPU system processor (GSP) does not answer the driver"),
-    ((120,), XidAction.RESET_GPU, "the GPU system processor (GSP) failed"),
-    ((136,), XidAction.RESET_GPU, "NVLink training failed"),
-    ((140,), XidAction.RESET_GPU, "unrecovered ECC error"),
-    ((143,), XidAction.RESET_GPU, "the GPU could not be initialised"),
-    ((155,), XidAction.RESET_GPU, "NVLink went down"),
-    ((156,), XidAction.RESET_GPU, "a faulty resource is retired at the next reset"),
-    ((158, 167), XidAction.RESET_GPU, "fatal timeout inside the GPU or on PCIe"),
-    ((79,), XidAction.REBOOT_NODE, "the GPU has fallen off the PCIe bus"),
-    ((151,), XidAction.RESTART_VM, "confidential-computing key rotation failed"),
-    ((54,), XidAction.CHECK_MECHANICALS, "auxiliary power is not connected"),
-    ((78,), XidAction.UPDATE_SOFTWARE, "a virtual GPU could not be started"),
-    ((45,), XidAction.WORKFLOW, "channels removed because of an earlier error or because the application was killed"),
-    ((48, 171, 172), XidAction.WORKFLOW, "uncorrectable ECC error"),
-    ((74,), XidAction.WORKFLOW, "NVLink error"),
-    (tuple(range(144, 151)), XidAction.WORKFLOW, "NVLink 5 error"),
-    ((154,), XidAction.WORKFLOW, "the driver changed what it asks for to recover"),
-)
-
-CATALOGUE: Final[Mapping[int, XidInfo]] = {
-    code: XidInfo(action, description) for codes, action, description in _ROWS for code in codes
-}
-"""Xid to its action and meaning; what is not in it calls for NVIDIA's support."""
-
-UNKNOWN: Final = XidInfo(XidAction.CONTACT_SUPPORT, "not in the catalogue")
 
 FALLEN_OFF_THE_BUS: Final = 79
 RECOVERY_ACTION_CHANGED: Final = 154
@@ -165,7 +78,7 @@ class Xid(NamedTuple):
     @property
     def action(self) -> str:
         """What it calls for; the driver's own verdict supersedes the catalogue."""
-        return self.verdict or CATALOGUE.get(self.code, UNKNOWN).action
+        return self.verdict or decode(self.code, self.detail).action
 
 
 class Sxid(NamedTuple):
@@ -231,13 +144,13 @@ def xid_event(
     ``at`` is in wall seconds, ``count`` how often it was seen, ``where`` what else the source knows of the GPU: its
     index as "gpu", its "uuid".
     """
-    info = CATALOGUE.get(xid.code, UNKNOWN)
+    description = decode(xid.code, xid.detail).description
     who = f" by {xid.process or 'pid'} {xid.pid}" if xid.pid is not None else ""
     data: dict[str, object] = {
         "code": xid.code,
         "pci_bus_id": xid.pci_bus_id,
         "action": str(xid.action),
-        "description": info.description,
+        "description": description,
         "pid": xid.pid,
         "process": xid.process,
         "detail": xid.detail,
@@ -249,7 +162,7 @@ def xid_event(
         "count": count,
         **where,
     }
-    what = " ".join(xid.detail.split()) or info.description
+    what = " ".join(xid.detail.split()) or description
     return Event("xid", at, f"Xid {xid.code} on {xid.pci_bus_id}{who}: {what}", data)
 
 

@@ -11,7 +11,8 @@ from typing import Final
 from opsd.collectors.kmsg import parse_message
 from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, LogRecord, parse_record
 from opsd.collectors.lib.kernel.messages import Trouble
-from opsd.collectors.lib.kernel.xid import CATALOGUE, UNKNOWN, Sxid, Xid, XidAction
+from opsd.collectors.lib.kernel.xid import Sxid, Xid
+from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, UNKNOWN, XidAction
 from opsd.preflight.base import (
     Check,
     Context,
