@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -24,23 +23,9 @@ from opsd.checkpoints import manifest, remote
 from opsd.checkpoints.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, Unreadable, folder_of
 from opsd.checkpoints.retention import PRUNED, prune
 from opsd.checkpoints.sealed import seal
-from opsd.commands.checkpoint import checkpoint
+from tests.fakes.checkpoints import make, run
 
 BAD, GOOD = 30, (10, 20)
-
-
-def make(root: Path, step: int) -> Path:
-    folder = folder_of(root, step)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "rank-0000.0000abcd.safetensors"
-    path.write_bytes(f"{step} ".encode() * 50)
-    entry = FileEntry(path.name, path.stat().st_size, manifest.checksum(path))
-    manifest.commit(folder, Manifest(step, step * 4, {"dp": 1}, "digest", (entry,), "local", 1.7e9, "run"))
-    return folder
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(checkpoint, [str(a) for a in arguments], standalone_mode=False)
 
 
 @pytest.fixture
@@ -66,7 +51,7 @@ def assert_refused(root: Path) -> None:
     assert [entry["state"] for entry in listed] == ["complete", "complete", "damaged"]
     verified = run("verify", root)
     assert verified.return_value == exitcodes.FAILED
-    assert verified.output.count(": ok, 1 files") == 2
+    assert verified.output.count(": ok, 2 files") == 2
     assert f"step {BAD}: DAMAGED: {sentence}" in verified.output
     pruned = run("prune", root, "--keep", "1")
     assert pruned.return_value == exitcodes.OK

@@ -13,18 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from opsd import exitcodes
 from opsd.checkpoints import manifest
 from opsd.checkpoints.manifest import MANIFEST
 from opsd.checkpoints.retention import PRUNED
-from opsd.commands.checkpoint import checkpoint
-from tests.fakes.checkpoints import flip, make, swap_for_folder
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(checkpoint, [str(a) for a in arguments], standalone_mode=False)
+from tests.fakes.checkpoints import flip, make, run, swap_for_folder
 
 
 def test_list_shows_every_state(tmp_path: Path) -> None:

@@ -14,10 +14,6 @@ from fsspec.implementations.local import LocalFileSystem
 from opsd.checkpoints.manifest import (
     MANIFEST,
     CheckpointError,
-    FileEntry,
-    Manifest,
-    checksum,
-    commit,
     folder_of,
     read,
     reject,
@@ -27,17 +23,12 @@ from opsd.checkpoints.manifest import (
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, fetch_newer, upload_waiting, without_user
 from opsd.checkpoints.retention import prune
 from opsd.client import events_path
+from tests.fakes.checkpoints import make
 
 
-def make(root: Path, step: int, *, waiting: bool = True) -> Path:
-    folder = folder_of(root, step)
-    folder.mkdir(parents=True)
-    (folder / "rank-0000.safetensors").write_bytes(f"state of {step}".encode() * 999)
-    path = folder / "rank-0000.safetensors"
-    entry = FileEntry(path.name, path.stat().st_size, checksum(path))
-    if waiting:
-        (folder / AWAITING).touch()
-    commit(folder, Manifest(step, step * 4, {"dp": 1}, "digest", (entry,), "local", 1.7e9, "run"))
+def make_waiting(root: Path, step: int) -> Path:
+    folder = make(root, step, files=1)
+    (folder / AWAITING).touch()
     return folder
 
 
@@ -61,7 +52,7 @@ def test_a_checkpoint_goes_there_and_back(tmp_path: Path) -> None:
     """Uploaded, lost here and fetched, a checkpoint is the same; its manifest says where it came from."""
     remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
     for step in (10, 20):
-        make(tmp_path / "here", step)
+        make_waiting(tmp_path / "here", step)
     assert remote.steps() == []
     assert list(upload_waiting(tmp_path / "here", remote)) == [10, 20]
     assert remote.steps() == [10, 20]
@@ -79,7 +70,7 @@ def test_the_local_copy_stays_until_the_upload_is_verified(
 ) -> None:
     """After a refused or damaged upload the checkpoint does not exist there, and retention keeps it here."""
     for step in (10, 20, 30):
-        make(tmp_path / "here", step)
+        make_waiting(tmp_path / "here", step)
     remote = Remote(storage(), str(tmp_path / "bucket"))
     with pytest.raises(error):
         list(upload_waiting(tmp_path / "here", remote))
@@ -94,7 +85,7 @@ def test_a_damaged_remote_copy_gives_way_to_an_older(tmp_path: Path) -> None:
     """Fetching verifies, falls back step by step, and says what is wrong if nothing is whole."""
     remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
     for step in (10, 20):
-        make(tmp_path / "here", step)
+        make_waiting(tmp_path / "here", step)
     assert list(upload_waiting(tmp_path / "here", remote)) == [10, 20]
     os.truncate(folder_of(tmp_path / "bucket", 20) / "rank-0000.safetensors", 5)
     assert fetch_newer(tmp_path / "there", remote, -1) == 10
@@ -106,7 +97,7 @@ def test_a_damaged_remote_copy_gives_way_to_an_older(tmp_path: Path) -> None:
 def test_what_was_set_aside_outlives_the_fetch(tmp_path: Path) -> None:
     """The damaged file of a rejected checkpoint is kept under another name beside the one that replaces it."""
     remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
-    folder = make(tmp_path / "here", 10)
+    folder = make_waiting(tmp_path / "here", 10)
     assert list(upload_waiting(tmp_path / "here", remote)) == [10]
     (folder / "rank-0000.safetensors").write_bytes(b"damaged")
     reject(folder)
@@ -118,7 +109,7 @@ def test_what_was_set_aside_outlives_the_fetch(tmp_path: Path) -> None:
 def test_a_fetch_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     """A file that is here and whole is not asked for again."""
     remote = Remote(LocalFileSystem(), str(tmp_path / "bucket"))
-    folder = make(tmp_path / "here", 10)
+    folder = make_waiting(tmp_path / "here", 10)
     assert list(upload_waiting(tmp_path / "here", remote)) == [10]
     (folder / MANIFEST).unlink()
     (folder_of(tmp_path / "bucket", 10) / "rank-0000.safetensors").unlink()
@@ -141,7 +132,7 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
 
 def test_the_program_tells_what_it_did(tmp_path: Path) -> None:
     """Transfers are told as events of the rank."""
-    make(tmp_path / "here", 10)
+    make_waiting(tmp_path / "here", 10)
     url = f"file://{tmp_path}/bucket"
     assert transfer(tmp_path, url, "upload", tmp_path / "here") == (0, "10\n")
     assert transfer(tmp_path, url, "fetch", tmp_path / "there", "-1") == (0, "10\n")
@@ -152,7 +143,7 @@ def test_the_program_tells_what_it_did(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_does_not_keep_the_others_from_the_storage(tmp_path: Path) -> None:
     """One that differs from its manifest is told, each time, and the later ones are uploaded nevertheless."""
     for step in (10, 20, 30):
-        make(tmp_path / "here", step)
+        make_waiting(tmp_path / "here", step)
     os.truncate(folder_of(tmp_path / "here", 10) / "rank-0000.safetensors", 5)
     assert transfer(tmp_path, f"file://{tmp_path}/bucket", "upload", tmp_path / "here") == (1, "20\n30\n")
     told = events(tmp_path)
@@ -180,7 +171,7 @@ sys.exit(remote.main(sys.argv[1:]))
 
 def test_a_storage_that_hangs_is_given_up(tmp_path: Path) -> None:
     """A call that never returns ends with the time limit, a sentence, and the checkpoint still waiting."""
-    folder = make(tmp_path / "here", 10)
+    folder = make_waiting(tmp_path / "here", 10)
     page = {"OPSD_RANK_PAGE": str(tmp_path / "rank-0000.page"), "OPSD_TRANSFER_LIMIT_S": "1"}
     page["OPSD_REMOTE"] = f"hanging://{tmp_path}/bucket"
     command = [sys.executable, "-c", HANGING, "upload", tmp_path / "here"]
@@ -194,14 +185,14 @@ def test_a_storage_that_hangs_is_given_up(tmp_path: Path) -> None:
 
 def test_a_storage_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     """A URL of an unknown kind is one sentence and an event."""
-    make(tmp_path / "here", 10)
+    make_waiting(tmp_path / "here", 10)
     assert transfer(tmp_path, "tape://archive/run", "upload", tmp_path / "here")[0] == 1
     assert "tape://archive/run" in str(events(tmp_path)[0]["why"])
 
 
 def test_a_password_is_told_to_nobody(tmp_path: Path) -> None:
     """Neither in the event nor in what is printed, also where the client puts the URL into its message."""
-    make(tmp_path / "here", 10)
+    make_waiting(tmp_path / "here", 10)
     url = "tape://user:password@archive/run"
     assert transfer(tmp_path, url, "upload", tmp_path / "here")[0] == 1
     (event,) = events(tmp_path)
@@ -216,7 +207,7 @@ def test_a_password_is_told_to_nobody(tmp_path: Path) -> None:
 def test_retention_keeps_what_it_must(tmp_path: Path) -> None:
     """The newest K that are whole and every Nth stay; what is newer than those and not whole does not count."""
     for step in range(10, 80, 10):
-        make(tmp_path, step, waiting=False)
+        make(tmp_path, step, files=1)
     newest = folder_of(tmp_path, 70) / "rank-0000.safetensors"
     content = newest.read_bytes()
     newest.write_bytes(content[:9])
