@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 
 from opsd import exitcodes
 from opsd.commands import checkout
+from opsd.commands.dashboards import builder
 from opsd.commands.options import option
 
 
@@ -62,14 +62,6 @@ def check(folder: Path | None, scheme: str) -> None:
 
 
 def _rendered(folder: Path | None, scheme: str) -> dict[Path, str]:
-    builder = _builder()
-    rendered: dict[Path, str] = builder.rendered(checkout.folder("deploy/prometheus/rules", folder), scheme)
+    target = checkout.folder("deploy/prometheus/rules", folder)
+    rendered: dict[Path, str] = builder("opsd.dashboards.alerts.build").rendered(target, scheme)
     return rendered
-
-
-def _builder() -> ModuleType:
-    try:
-        from opsd.dashboards.alerts import build as builder
-    except ImportError as error:
-        raise click.ClickException(f"{error}; install the boards' libraries: pip install 'opsd[dashboards]'") from error
-    return builder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +27,7 @@ def build(folder: Path | None) -> None:
     """Write the boards' JSON, one file a board, for Grafana's provisioning."""
     target = checkout.folder("dashboards", folder)
     try:
-        changed = _builder().write(target)
+        changed = builder().write(target)
     except OSError as error:
         raise click.ClickException(f"{target} cannot be written: {error.strerror}; name a folder with --out") from error
     click.echo("\n".join(f"wrote {path}" for path in changed) or "every board is current")
@@ -35,7 +36,7 @@ def build(folder: Path | None) -> None:
 @dashboards.command()
 def check() -> None:
     """Exit with 1 if a board's JSON differs from what its builder makes."""
-    outdated = _builder().outdated()
+    outdated = builder().outdated()
     for path in outdated:
         click.echo(f"{path} is not current; run: opsd dashboards build", err=True)
     sys.exit(exitcodes.FAILED if outdated else exitcodes.OK)
@@ -51,7 +52,7 @@ def push(url: str, token_file: Path | None, dry_run: bool) -> None:
     The token is one of a service account with the role Editor. Exits with 1 if Grafana does not take them.
     """
     token = _token(token_file)
-    _builder()
+    builder()
     from opsd.dashboards.push import Grafana, PushError
 
     try:
@@ -75,9 +76,9 @@ def _token(file: Path | None) -> str:
     return token
 
 
-def _builder() -> ModuleType:
+def builder(module: str = "opsd.dashboards.build") -> ModuleType:
+    """The module that builds boards, or rules. Raises click.ClickException if their libraries are not installed."""
     try:
-        from opsd.dashboards import build as builder
+        return import_module(module)
     except ImportError as error:
         raise click.ClickException(f"{error}; install the boards' libraries: pip install 'opsd[dashboards]'") from error
-    return builder

@@ -95,14 +95,14 @@ def test_a_peer_that_never_joins_is_named_and_the_others_go_on(environment, port
 
 
 def connections(port: int) -> int:
-    """How many clients the store at ``port`` has; two of them belong to the head itself."""
+    """How many clients the store at ``port`` has; two of them belong to the coordinator itself."""
     tables = (Path("/proc/net", name).read_text(encoding="ascii").splitlines()[1:] for name in ("tcp", "tcp6"))
     rows = [line.split() for table in tables for line in table]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
 def test_a_member_whose_head_dies_ends(environment, port: int, started):
-    """It does not wait for ever: no longer than for a head that has not come, if it was just about to join."""
+    """It does not wait for ever: no longer than for a coordinator that has not come, if it was just about to join."""
     for number in (1, 0):
         started.append(node(environment, number, f"127.0.0.1:{port}", "--hosts", "n[0-2]", "--join-timeout", "60"))
     assert eventually(lambda: connections(port) == 3, within_s=60)

@@ -1,4 +1,4 @@
-"""Formulas, schedules and addresses of the network check; what the head makes of what nodes say."""
+"""Formulas, schedules and addresses of the network check; what the coordinator makes of the answers of nodes."""
 
 from __future__ import annotations
 
