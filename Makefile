@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster-demo stack pictures generate test test-long test-packages test-fast lint torchtitan release bench bench-gpu clean
+.PHONY: help setup demo cluster-demo stack pictures generate lock docs test test-long test-packages test-fast lint torchtitan release bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,15 @@ cluster-demo: $(STAMP) test-packages ## A real Slurm cluster here trains a model
 
 generate: $(STAMP) ## Write all that is made from the code: rules, boards, reference pages, example configuration
 	$(BIN)/python -m tests.generate
+
+lock: $(STAMP) ## Pin what is installed on nodes and what builds it, with hashes, under deploy/requirements; UPGRADE=1: the newest
+	@set -e; pin() { file=deploy/requirements/$$1.txt; shift; \
+		$(BIN)/uv pip compile --no-config --quiet --universal --python-version 3.11 --generate-hashes --system-certs \
+			$(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" "$$@" --output-file "$$file"; }; \
+	pin agent --extra web pyproject.toml; \
+	pin train --extra web --extra train --constraint deploy/requirements/agent.txt pyproject.toml; \
+	pin build --group build; \
+	pin release --group release
 
 docs: $(STAMP) ## The documentation as a site with search, below site/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_install import wheel
+from tests.integration.test_install import pin, wheel
 
 BUILD = Path(__file__).parents[2] / "deploy" / "deb"
 PYTHON = "/usr/bin/python3"
@@ -23,7 +23,8 @@ pytestmark = [
 
 
 def build(folder: Path, version: str) -> Path:
-    command = [str(BUILD), "--wheel", str(wheel(folder, version)), str(folder)]
+    requirements = pin(folder / "nothing")
+    command = [str(BUILD), "--wheel", str(wheel(folder, version)), "--requirements", str(requirements), str(folder)]
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHON": PYTHON}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     if "ensurepip is not available" in done.stdout + done.stderr:
@@ -93,6 +94,7 @@ def test_dpkg_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) ->
     ("options", "said"),
     [
         (["--wheel"], "--wheel needs a file"),
+        (["--requirements"], "--requirements needs a folder"),
         (["--wat"], "unknown option --wat; see deploy/deb --help"),
         (["/nowhere"], "/nowhere: no such folder"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -34,9 +35,19 @@ def wheel(folder: Path, version: str, name: str = "opsd", *metadata: str) -> Pat
     return file
 
 
+def pin(folder: Path, *wheels: Path, file: str = "agent.txt") -> Path:
+    """A folder whose ``file`` pins ``wheels`` with their hashes."""
+    folder.mkdir(exist_ok=True)
+    pins = [(*path.name.split("-")[:2], hashlib.sha256(path.read_bytes()).hexdigest()) for path in wheels]
+    (folder / file).write_text("".join(f"{name}=={version} --hash=sha256:{sha}\n" for name, version, sha in pins))
+    return folder
+
+
 def run(root: Path, *options: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Installs nothing but the wheel, unless ``options`` name requirements."""
     environment = {**os.environ, "DESTDIR": str(root), "PIP_NO_INDEX": "1", "PYTHON": "python3", **variables}
-    command = [str(INSTALL), *map(str, options)]
+    nothing = [] if "--requirements" in options else ["--requirements", str(pin(root.parent / "nothing"))]
+    command = [str(INSTALL), *nothing, *map(str, options)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -95,21 +106,66 @@ def test_torch_is_installed_if_asked_for(tmp_path: Path) -> None:
     """It takes gigabytes, and not every node has GPUs to test or lacks a Python of the training."""
     root, index = tmp_path / "root", tmp_path / "index"
     index.mkdir()
-    wheel(index, "2.0.0", "torch")
+    torch = wheel(index, "2.0.0", "torch")
     needs = ("Provides-Extra: train", "Requires-Dist: torch; extra == 'train'")
     opsd = wheel(tmp_path, "0.0.1", "opsd", *needs)
     packages = root / "opt/opsd/lib"
-    assert run(root, "--wheel", opsd).returncode == 0
+    pinned = pin(pin(tmp_path / "pinned"), torch, file="train.txt")
+    assert run(root, "--wheel", opsd, "--requirements", pinned).returncode == 0
     assert not [*packages.rglob("torch")]
-    done = run(root, "--wheel", opsd, "--train", PIP_FIND_LINKS=str(index))
+    done = run(root, "--wheel", opsd, "--requirements", pinned, "--train", PIP_FIND_LINKS=str(index))
     assert done.returncode == 0, done.stderr
     assert [*packages.rglob("torch")]
+
+
+def test_a_package_that_was_exchanged_is_not_installed(tmp_path: Path) -> None:
+    """Of the same name and version, with another content than the one whose hash was pinned."""
+    root, index = tmp_path / "root", tmp_path / "index"
+    index.mkdir()
+    opsd = wheel(tmp_path, "0.0.1", "opsd", "Requires-Dist: needed")
+    pinned = pin(tmp_path / "pinned", wheel(index, "1.0", "needed"))
+    wheel(index, "1.0", "needed", "Summary: with a back door")
+    done = run(root, "--wheel", opsd, "--requirements", pinned, PIP_FIND_LINKS=str(index))
+    assert (done.returncode, "DO NOT MATCH THE HASHES" in done.stderr) == (1, True)
+    assert not [*(root / "opt/opsd").rglob("needed")] and not (root / UNIT).exists()
+
+
+@pytest.mark.parametrize(
+    ("pinned", "said"),
+    [("needed==1.0", "Hashes are required"), ("", "opsd 0.0.1 requires needed, which is not installed.")],
+)
+def test_nothing_is_installed_that_is_not_pinned(tmp_path: Path, pinned: str, said: str) -> None:
+    """Without a hash, or needed by a wheel that goes with other requirements; an index would have it."""
+    index, folder = tmp_path / "index", pin(tmp_path / "pinned")
+    index.mkdir()
+    wheel(index, "1.0", "needed")
+    (folder / "agent.txt").write_text(pinned)
+    opsd = wheel(tmp_path, "0.0.1", "opsd", "Requires-Dist: needed")
+    done = run(tmp_path / "root", "--wheel", opsd, "--requirements", folder, PIP_FIND_LINKS=str(index))
+    assert (done.returncode, said in done.stderr) == (1, True), done.stderr
+    assert not [*tmp_path.glob("root/opt/opsd/lib/python*/site-packages/needed")]
+    assert not (tmp_path / "root" / UNIT).exists()
+
+
+def test_no_code_of_a_package_is_run(tmp_path: Path) -> None:
+    """A source distribution would run its setup.py as root."""
+    index, folder = tmp_path / "index", pin(tmp_path / "pinned")
+    (index / "needed-1.0").mkdir(parents=True)
+    (index / "needed-1.0/setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    source = Path(shutil.make_archive(str(index / "needed-1.0"), "gztar", index, "needed-1.0"))
+    sha = hashlib.sha256(source.read_bytes()).hexdigest()
+    (folder / "agent.txt").write_text(f"needed==1.0 --hash=sha256:{sha}\n")
+    opsd = wheel(tmp_path, "0.0.1")
+    done = run(tmp_path / "root", "--wheel", opsd, "--requirements", folder, PIP_FIND_LINKS=str(index))
+    assert done.returncode == 1
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
         (["--wheel"], 2, "--wheel needs a file"),
+        (["--requirements"], 2, "--requirements needs a folder"),
         (["--wat"], 2, "unknown option --wat; see deploy/install --help"),
         (["--purge"], 2, "--purge goes with --uninstall"),
         (["--wheel", "none.whl"], 1, "none.whl: no such wheel"),
