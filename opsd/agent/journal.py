@@ -7,6 +7,7 @@ secrets, only what the API shows.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,11 +22,34 @@ MAX_BACKLOG = 10_000
 RETRY_S = 5.0
 
 
+class Intention:
+    """The record of an action that is to begin."""
+
+    def __init__(self, state: threading.Condition) -> None:
+        self._state = state
+        self._written: bool | None = None
+
+    def wait(self, patience_s: float) -> bool:
+        """Wait until the record is on the disk; False if it is lost, or not there within ``patience_s``."""
+        with self._state:
+            self._state.wait_for(lambda: self._written is not None, patience_s)
+            return self._written is True
+
+    def settle(self, written: bool) -> None:
+        """Say whether the record is on the disk, or lost. The caller holds the condition."""
+        self._written = written
+        self._state.notify_all()
+
+
+Record = tuple[Row, Intention | None]
+
+
 class Journal:
     """Records of one agent. Methods may be called from any thread; only ``open``, ``flush`` and ``close`` wait.
 
     ``problem`` says in one sentence why records are not being written, "" if they are; ``on_problem`` is called with
-    it, from the writing thread, whenever it changes. ``lost`` counts records dropped because the backlog was full.
+    it, from the writing thread, whenever it changes, and with what was set aside. ``lost`` counts records dropped
+    because the backlog was full, or because no table takes their values.
     """
 
     def __init__(
@@ -42,8 +66,9 @@ class Journal:
         self._on_problem = on_problem
         self._retry_s, self._wall = retry_s, wall
         self._memory: JournalContent | None = None
+        self._tried = self._loaded = False
         self._incidents: dict[str, Incident] = {}
-        self._rows: list[Row] = []
+        self._rows: list[Record] = []
         self._state = threading.Condition()
         self._writing = self._closing = False
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
@@ -57,8 +82,14 @@ class Journal:
         """Start writing and return the journal's content, which is empty if it cannot be read within ``patience_s``."""
         self._thread.start()
         with self._state:
-            self._state.wait_for(lambda: self._memory is not None, patience_s)
-            return self._memory or JournalContent()
+            self._state.wait_for(lambda: self._tried, patience_s)
+        return self.remembered() or JournalContent()
+
+    def remembered(self) -> JournalContent | None:
+        """What an earlier agent knew, once, as soon as it could be read; None before and after that."""
+        with self._state:
+            memory, self._memory = self._memory, None
+            return memory
 
     def incident(self, incident: Incident) -> None:
         """Record the incident as it is now."""
@@ -75,10 +106,12 @@ class Journal:
         statement = "INSERT INTO transitions (incident, at, before, after, text) VALUES (?, ?, ?, ?, ?)"
         self._append((statement, (t.incident, t.at, t.before, t.after, t.text)))
 
-    def action(self, incident: str, past: PastAction) -> None:
-        """Record that an action was begun."""
+    def action(self, incident: str, past: PastAction) -> Intention:
+        """Record that an action begins, which must wait until that is on the disk."""
         statement = "INSERT INTO actions (incident, kind, verb, target, at) VALUES (?, ?, ?, ?, ?)"
-        self._append((statement, (incident, past.kind, past.verb, past.target, past.at)))
+        intention = Intention(self._state)
+        self._append((statement, (incident, past.kind, past.verb, past.target, past.at)), intention)
+        return intention
 
     def flush(self, patience_s: float) -> bool:
         """Wait until everything recorded so far is written; False if that took longer."""
@@ -94,12 +127,14 @@ class Journal:
             self._state.notify_all()
         self._thread.join(patience_s)
 
-    def _append(self, row: Row) -> None:
+    def _append(self, row: Row, intention: Intention | None = None) -> None:
         with self._state:
-            self._rows.append(row)
+            self._rows.append((row, intention))
             if len(self._rows) > MAX_BACKLOG:
-                del self._rows[0]
+                _, dropped = self._rows.pop(0)
                 self.lost += 1
+                if dropped is not None:
+                    dropped.settle(written=False)
             self._state.notify_all()
 
     def _work(self) -> None:
@@ -108,22 +143,29 @@ class Journal:
                 with Store(self.path, self._wall()) as store:
                     self._serve(store)
             except StoreError as error:
-                self._set_problem(str(error))
-                with self._state:
-                    self._memory = self._memory or JournalContent()
-                    self._state.notify_all()
-                    self._state.wait_for(lambda: self._closing, self._retry_s)
+                self._retry(str(error))
+            except Exception as error:  # the thread must outlive a bug, or nothing is written until a restart
+                self._retry(f"{self.path} cannot be written, a bug in opsd: {type(error).__name__}: {error}")
+
+    def _retry(self, problem: str) -> None:
+        self._set_problem(problem)
+        with self._state:
+            self._tried = True
+            self._state.notify_all()
+            self._state.wait_for(lambda: self._closing, self._retry_s)
 
     def _serve(self, store: Store) -> None:
         """Write records to ``store`` until the journal is closed. Raises StoreError."""
-        if store.aside is not None:
-            self._on_problem(f"{self.path} is damaged; it was set aside as {store.aside.name} and a new one created")
-        memory = self._memory or store.load(self._wall())
+        if not self._loaded:
+            self._memory = store.load(self._wall())
+            self._loaded = True
+        for notice in store.notices:
+            self._tell(notice)
         while True:
             self._write(store)
             self._set_problem("")
             with self._state:
-                self._memory = memory
+                self._tried = True
                 self._state.notify_all()
                 self._state.wait_for(lambda: self._closing or self.backlog > 0)
                 if self._closing:
@@ -131,20 +173,29 @@ class Journal:
 
     def _write(self, store: Store) -> None:
         with self._state:
-            incidents, rows = self._incidents, self._rows
+            incidents, records = self._incidents, self._rows
             self._incidents, self._rows = {}, []
             self._writing = True
         try:
-            store.write(incidents.values(), rows)
-        except StoreError:
+            refused, written = store.write(incidents.values(), [row for row, _ in records])
+        except BaseException:
             with self._state:
                 self._incidents = {**incidents, **self._incidents}
-                self._rows = rows + self._rows
+                self._rows = records + self._rows
             raise
         finally:
             self._writing = False
+        with self._state:
+            self.lost += refused + written.count(False)
+            for (_, intention), kept in zip(records, written, strict=True):
+                if intention is not None:
+                    intention.settle(kept)
 
     def _set_problem(self, problem: str) -> None:
         if problem != self.problem:
             self.problem = problem
-            self._on_problem(problem)
+            self._tell(problem)
+
+    def _tell(self, sentence: str) -> None:
+        with contextlib.suppress(Exception):
+            self._on_problem(sentence)

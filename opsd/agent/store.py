@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypeVar
 
 from opsd.agent.policy import PastAction
-from opsd.runbooks.base import Cost, Culprit, Evidence, Incident, Severity, State
+from opsd.agent.records import RecordError, clean, from_json, past_action, to_json
+from opsd.runbooks.base import Incident
+
+T = TypeVar("T")
+Parse = Callable[[Sequence[object]], T]
+"""Makes a record of a row. Raises RecordError."""
 
 SCHEMA_VERSION = 1
 KEEP_S = 90 * 86_400.0
@@ -23,11 +28,15 @@ KEEP_ACTIONS_S = 86_400.0
 """Length of the policy's history of actions in seconds."""
 MAX_ENDED = 500
 """Number of ended incidents that are loaded."""
+KEEP_ASIDE = 5
+"""Number of files of a kind (damaged, newer, ...) that are kept aside."""
 
 Row = tuple[str, tuple[object, ...]]
 """An SQL statement and its values."""
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_REFUSED = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError)
+"""What SQLite raises for values that no table of the journal takes."""
 _SCHEMA = """
 CREATE TABLE incidents (
   id TEXT PRIMARY KEY, kind TEXT NOT NULL, key TEXT NOT NULL, state TEXT NOT NULL,
@@ -50,8 +59,12 @@ class StoreError(Exception):
     """The file cannot be used; the message says why in one sentence."""
 
 
-class _DamagedError(Exception):
-    """The file is no database, or is damaged."""
+class _UnusableError(Exception):
+    """The file is no journal of this release: ``word`` for the name it gets, and a predicate."""
+
+    def __init__(self, word: str, predicate: str) -> None:
+        super().__init__(predicate)
+        self.word = word
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,49 +77,95 @@ class JournalContent:
 
 
 class Store:
-    """An open journal file, created if missing; a damaged one is renamed to ``aside`` and replaced by a new one.
+    """An open journal file, created if missing. One that cannot be used is renamed and replaced by a new one.
 
-    ``now`` is the epoch second that old records are measured against. Raises StoreError.
+    ``now`` is the epoch second that old records are measured against. ``notices`` says in one sentence each what was
+    set aside. Raises StoreError.
     """
 
     def __init__(self, path: Path, now: float) -> None:
         self.path = path
-        self.aside: Path | None = None
+        self.notices: list[str] = []
         with self._reporting(), contextlib.ExitStack() as undo:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _lock(path)
             undo.callback(os.close, self._lock)
             try:
                 self._database = _open(path, now)
-            except _DamagedError:
-                self.aside = _set_aside(path)
+            except _UnusableError as error:
+                aside = _set_aside(path, error.word)
+                self.notices.append(f"{path} {error}; it was set aside as {aside.name} and a new one was created")
                 self._database = _open(path, now)
             undo.pop_all()
 
     def load(self, now: float) -> JournalContent:
-        """What the file remembers. Raises StoreError."""
-        current = "SELECT document FROM incidents WHERE resolved_at IS NULL ORDER BY opened_at"
-        ended = "SELECT document FROM incidents WHERE resolved_at IS NOT NULL ORDER BY opened_at DESC LIMIT ?"
-        actions = "SELECT kind, verb, target, at FROM actions WHERE at > ? ORDER BY at"
-        with self._reporting():
-            return JournalContent(
-                tuple(_documents(self._database.execute(current))),
-                tuple(_documents(self._database.execute(ended, (MAX_ENDED,)))),
-                tuple(PastAction(*row) for row in self._database.execute(actions, (now - KEEP_ACTIONS_S,))),
-            )
+        """What the file remembers. Records that cannot be read are removed, after a copy of the file was made.
 
-    def write(self, incidents: Iterable[Incident], rows: Iterable[Row]) -> None:
-        """Write all or nothing. Raises StoreError."""
+        Raises StoreError.
+        """
+        current = "SELECT rowid, id, document FROM incidents WHERE resolved_at IS NULL ORDER BY opened_at"
+        ended = (
+            "SELECT rowid, id, document FROM incidents WHERE resolved_at IS NOT NULL ORDER BY opened_at DESC LIMIT ?"
+        )
+        actions = "SELECT rowid, kind, verb, target, at FROM actions WHERE at > ? ORDER BY at"
+        with self._reporting():
+            odd: dict[str, list[int]] = {"incidents": [], "actions": []}
+            content = JournalContent(
+                self._read(current, (), lambda row: _incident(row, over=False), odd["incidents"]),
+                self._read(ended, (MAX_ENDED,), lambda row: _incident(row, over=True), odd["incidents"]),
+                self._read(actions, (now - KEEP_ACTIONS_S,), lambda row: past_action(row, now), odd["actions"]),
+            )
+            if any(odd.values()):
+                self._leave_out(odd)
+            return content
+
+    def _read(
+        self, query: str, values: tuple[object, ...], parse: Callable[[Sequence[object]], T], odd: list[int]
+    ) -> tuple[T, ...]:
+        read = []
+        for number, *row in self._database.execute(query, values):
+            try:
+                read.append(parse(row))
+            except RecordError:
+                odd.append(number)
+        return tuple(read)
+
+    def _leave_out(self, odd: dict[str, list[int]]) -> None:
+        aside = _free_name(self.path, "odd")
+        self._database.execute("VACUUM INTO ?", (str(aside),))
+        aside.chmod(0o600)
+        _prune(self.path, "odd")
+        for table, numbers in odd.items():
+            delete = f"DELETE FROM {table} WHERE rowid = ?"  # noqa: S608
+            self._database.executemany(delete, [(number,) for number in numbers])
+        count = sum(map(len, odd.values()))
+        records = "1 record" if count == 1 else f"{count} records"
+        self.notices.append(f"{self.path} has lost {records} that cannot be read; a copy of all is {aside.name}")
+
+    def write(self, incidents: Iterable[Incident], rows: Iterable[Row]) -> tuple[int, list[bool]]:
+        """Write all to the disk, or nothing; returns how many incidents were refused, and which rows were written.
+
+        A record is refused whose values no table takes. Raises StoreError.
+        """
         with self._reporting():
             self._database.execute("BEGIN IMMEDIATE")
             try:
-                for statement, values in (*map(_row, incidents), *rows):
-                    self._database.execute(statement, values)
+                kept = [self._insert(partial(_row, incident)) for incident in incidents]
+                written = [self._insert(lambda: row) for row in rows]  # noqa: B023
                 self._database.execute("COMMIT")
             except BaseException:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
+        return kept.count(False), written
+
+    def _insert(self, make: Callable[[], Row]) -> bool:
+        try:
+            statement, values = make()
+            self._database.execute(statement, tuple(clean(v) if isinstance(v, str) else v for v in values))
+        except (*_REFUSED, TypeError, ValueError, OverflowError, RecursionError):
+            return False
+        return True
 
     def close(self) -> None:
         """Close the file, so that another agent may open it."""
@@ -124,34 +183,11 @@ class Store:
     def _reporting(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError, _DamagedError) as error:
+        except (sqlite3.Error, OSError, _UnusableError) as error:
             said = error.strerror if isinstance(error, OSError) else error
             raise StoreError(
                 f"{self.path} cannot be written ({said}); records are kept in memory until it can"
             ) from error
-
-
-def to_document(incident: Incident) -> dict[str, Any]:
-    """The incident as JSON-able values, the form of the API and of the journal."""
-    document = asdict(incident)
-    document["data"] = dict(incident.data)
-    document["actions"] = [dict(action) for action in incident.actions]
-    return document
-
-
-def from_document(document: Mapping[str, Any]) -> Incident:
-    """The incident that ``to_document`` made. Raises KeyError, TypeError or ValueError for anything else."""
-    return Incident(
-        **{
-            **document,
-            "severity": Severity(document["severity"]),
-            "state": State(document["state"]),
-            "culprit": Culprit(**document["culprit"]),
-            "evidence": tuple(Evidence(**evidence) for evidence in document["evidence"]),
-            "cost": Cost(**document["cost"]),
-            "actions": tuple(document["actions"]),
-        }
-    )
 
 
 def _lock(path: Path) -> int:
@@ -162,49 +198,86 @@ def _lock(path: Path) -> int:
     except BlockingIOError as error:
         os.close(lock)
         raise StoreError(f"{path} is in use by another agent; give each its own agent.state_dir") from error
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
 
 
 def _open(path: Path, now: float) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
     try:
+        database.text_factory = lambda raw: raw.decode(errors="replace")
         (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version > SCHEMA_VERSION:
-            raise StoreError(f"{path} was written by a newer opsd (schema {version}); use that one or move the file")
+        tables = _tables(database)
+        if version != SCHEMA_VERSION and (tables or version):
+            age = "newer" if version > SCHEMA_VERSION else "older"
+            raise _UnusableError(age, f"was written by a{'n' * (age == 'older')} {age} opsd (schema {version})")
         database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
+        database.execute("PRAGMA synchronous = FULL")  # an intention must survive the node, not only the agent
         (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
-            raise _DamagedError(verdict)
+            raise _UnusableError("damaged", "is damaged")
         if version == 0:
             database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif tables != _own_tables():
+            raise _UnusableError("foreign", "has other tables than opsd's")
         database.execute("DELETE FROM incidents WHERE resolved_at < ?", (now - KEEP_S,))
         database.execute("DELETE FROM actions WHERE at < ?", (now - KEEP_S,))
         database.execute("DELETE FROM transitions WHERE at < ?", (now - KEEP_S,))
     except BaseException as error:
         database.close()
         if isinstance(error, sqlite3.DatabaseError) and error.sqlite_errorcode in _DAMAGED:
-            raise _DamagedError(str(error)) from error
+            raise _UnusableError("damaged", "is damaged") from error
         raise
     return database
 
 
-def _set_aside(path: Path) -> Path:
-    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}")
-    path.rename(aside)
-    for suffix in ("-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+def _tables(database: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
+    """Every column of every table, with its type."""
+    columns = "SELECT t.name, c.name, c.type, c.pk FROM sqlite_master t JOIN pragma_table_info(t.name) c"
+    return frozenset(database.execute(f"{columns} WHERE t.type = 'table'"))
+
+
+@cache
+def _own_tables() -> frozenset[tuple[object, ...]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(_SCHEMA)
+        return _tables(database)
+
+
+def _set_aside(path: Path, word: str) -> Path:
+    """Rename the file, and what SQLite keeps beside it, to a name with ``word``."""
+    aside = _free_name(path, word)
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+    _prune(path, word)
     return aside
 
 
+def _free_name(path: Path, word: str) -> Path:
+    stem = f"{path.name}.{word}-{time.strftime('%Y%m%dT%H%M%S')}"
+    names = (path.with_name(f"{stem}.{number}" if number else stem) for number in range(1_000_000))
+    return next(name for name in names if not name.exists())
+
+
+def _prune(path: Path, word: str) -> None:
+    """Remove all but the newest files of ``word``."""
+    kept = [p for p in path.parent.glob(f"{path.name}.{word}-*") if not p.name.endswith(("-wal", "-shm"))]
+    for old in sorted(kept, key=lambda p: p.stat().st_mtime_ns)[:-KEEP_ASIDE]:
+        for suffix in ("", "-wal", "-shm"):
+            old.with_name(old.name + suffix).unlink(missing_ok=True)
+
+
 def _row(i: Incident) -> Row:
-    document = json.dumps(to_document(i), default=str)
-    values = (i.id, i.kind, i.key, i.state, i.opened_at, i.resolved_at, document)
+    values = (i.id, i.kind, i.key, i.state, i.opened_at, i.resolved_at, to_json(i))
     return "INSERT OR REPLACE INTO incidents VALUES (?, ?, ?, ?, ?, ?, ?)", values
 
 
-def _documents(rows: Iterable[tuple[str]]) -> Iterator[Incident]:
-    for (text,) in rows:
-        # A record of another release that cannot be read is skipped: the journal must never stop the agent.
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            yield from_document(json.loads(text))
+def _incident(row: Sequence[object], *, over: bool) -> Incident:
+    id, document = row
+    incident = from_json(document)
+    if incident.id != id or (incident.resolved_at is not None) is not over:
+        raise RecordError("columns and document differ")
+    return incident

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import time
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import MAX_BACKLOG, Journal
 from opsd.agent.policy import PastAction
-from opsd.agent.store import SCHEMA_VERSION, JournalContent, from_document, to_document
+from opsd.agent.records import from_json, to_json
+from opsd.agent.store import JournalContent
 from opsd.runbooks.base import State
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
@@ -35,7 +35,7 @@ def log() -> Log:
 
 def test_a_document_is_the_incident() -> None:
     """Everything about an incident survives being written."""
-    assert from_document(to_document(incident())) == incident()
+    assert from_json(to_json(incident())) == incident()
 
 
 def test_an_agent_that_is_restarted_knows_what_it_knew(tmp_path: Path, log: Log) -> None:
@@ -121,20 +121,6 @@ def test_a_damaged_journal_is_set_aside(tmp_path: Path, log: Log, damage: bytes 
     assert any("set aside" in problem for problem in log)
     assert len(list(tmp_path.glob("journal.db.damaged-*"))) == 1
     second.close(PATIENCE_S)
-
-
-def test_a_journal_of_a_newer_opsd_is_left_alone(tmp_path: Path, log: Log) -> None:
-    """Going back a release must not destroy what the newer one has written."""
-    with sqlite3.connect(tmp_path / "journal.db") as database:
-        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    database.close()
-    before = (tmp_path / "journal.db").read_bytes()
-    journal = Journal(tmp_path, log)
-    assert journal.open(PATIENCE_S) == JournalContent()
-    journal.incident(incident())
-    assert eventually(lambda: "newer opsd" in journal.problem)
-    journal.close(PATIENCE_S)
-    assert (tmp_path / "journal.db").read_bytes() == before
 
 
 def test_two_agents_do_not_share_a_journal(tmp_path: Path, log: Log) -> None:

@@ -14,7 +14,7 @@ from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.gather import Source
 from opsd.agent.knowledge import Similar, nearest, statistics
 from opsd.agent.loop import Snapshot
-from opsd.agent.store import to_document
+from opsd.agent.records import to_document
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Incident
 
