@@ -51,12 +51,16 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened once: a rank exited, an Xid. ``at`` is wall-clock seconds; ``data`` is JSON-able."""
+    """Something that happened once: a rank exited, an Xid. ``at`` is wall-clock seconds; ``data`` is JSON-able.
+
+    ``user`` is the id of the user who says so, None if it is not a user's word.
+    """
 
     kind: str
     at: float
     message: str
     data: Mapping[str, object] = field(default_factory=dict)
+    user: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,8 @@ class RankFact:
     """What a rank on this node is doing.
 
     ``process`` is the kernel's state letter, None once the process is gone. ``workers`` are its helper processes (pid,
-    role), ``worker_process`` their state letters in the same order, empty where they were not read.
+    role), ``worker_process`` their state letters in the same order, empty where they were not read. ``job`` is ""
+    unless the kernel or Slurm has the process in it. ``user`` is the id of the user whose process it is.
     """
 
     run: str
@@ -115,6 +120,7 @@ class RankFact:
     workers: tuple[tuple[int, str], ...]
     steps: tuple[StepFact, ...] = field(repr=False)
     worker_process: tuple[str | None, ...] = ()
+    user: int | None = None
 
     @property
     def live(self) -> bool:
@@ -126,7 +132,7 @@ class RankFact:
 class RunFact:
     """A run supervised by ``opsd launch`` on this node, from its ``run.json``. ``control`` is the launcher's socket.
 
-    ``logs`` has one folder of rank logs per generation.
+    ``logs`` has one folder of rank logs per generation. ``job`` and ``user`` are as in ``RankFact``.
     """
 
     run: str
@@ -140,6 +146,7 @@ class RunFact:
     control: str
     folder: str
     logs: str
+    user: int | None = None
 
     @property
     def takes_part(self) -> bool:
@@ -152,11 +159,12 @@ Fact = GpuFact | RankFact | RunFact
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The outcome of one collection."""
+    """The outcome of one collection. ``limited`` says what a limit of the collector has left out, "" if nothing."""
 
     samples: tuple[Sample, ...] = ()
     events: tuple[Event, ...] = ()
     facts: tuple[Fact, ...] = ()
+    limited: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ has to hear every process of it for each answer.
 
 from __future__ import annotations
 
-import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +17,11 @@ from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.nccl.ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
-from opsd.collectors.lib.nccl.run import LOGS, MESSAGES, NcclRun
-from opsd.collectors.lib.run_files import RUN_NAME
-from opsd.collectors.ranks import RanksSettings
+from opsd.collectors.lib.nccl.run import LOG_BYTES, LOGS, MESSAGES, SAME_HANG_S, NcclRun
+from opsd.collectors.lib.run_slots import Chosen, RunSlots
+from opsd.collectors.lib.run_watch import lives
+from opsd.collectors.lib.shares import Allowance
+from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.settings.section import Address, CollectorSettings
 
 RAS_UP = Metric("opsd_nccl_ras_up", "1 if NCCL's RAS service answered the last question.")
@@ -35,11 +37,13 @@ STALLED = Metric(
 METRICS: Final = (RAS_UP, RAS_AGE, COMMUNICATORS, PROBLEMS, STALLED, LOGS, MESSAGES)
 LABELS: Final = {
     "run": "runs on the node, 64 at most",
-    "rank": "ranks on the node, 256 of a run at most",
+    "rank": "ranks on the node, 64 of a run at most",
     "kind": "kinds of NCCL's messages and problems",
 }
 
-MAX_RUNS: Final = 64
+DUMP_BYTES: Final = 32 << 20
+"""Bytes of flight recorder dumps read at once, and again in the time for which dumps are kept."""
+_LEAST_BYTES: Final = 32 << 10
 
 
 class NcclSettings(CollectorSettings):
@@ -55,7 +59,10 @@ class NcclSettings(CollectorSettings):
 
 
 class NcclCollector:
-    """The runs under ``root``, the folder of rank pages. RAS is asked at ``addresses`` every ``ras_period_s``."""
+    """The runs under ``root``, the folder of rank pages. RAS is asked at ``addresses`` every ``ras_period_s``.
+
+    ``slots`` are the run folders to look at, shared with the collector of ranks.
+    """
 
     name = "nccl"
     metrics = METRICS
@@ -68,35 +75,38 @@ class NcclCollector:
         ras_period_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        slots: RunSlots | None = None,
     ) -> None:
-        self._root = root
+        self._slots = slots or RunSlots(root, lambda folder, owner: lives(folder, owner, wall(), 0.0), clock=clock)
+        self._allowance = Allowance(DUMP_BYTES, DUMP_BYTES / SAME_HANG_S)
         self._addresses = addresses
         self._ras_period_s = ras_period_s
         self._clock = clock
         self._wall = wall
-        self._runs: dict[str, NcclRun] | None = None
+        self._runs: dict[Chosen, NcclRun] | None = None
         self._ras: RasWatch | None = None
 
     def collect(self) -> Reading | NoData:
         """Read what is new in logs and dumps and go on with the question to RAS. Never waits for an answer."""
         try:
-            with os.scandir(self._root) as entries:
-                names = [e.name for e in entries if RUN_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+            chosen = self._slots.look(within_s=0.5)
         except FileNotFoundError:
-            names = []
-        names = sorted(names)[:MAX_RUNS]
+            chosen = ()
         # What a log holds when the agent starts is old; a run that appears later is new from its first line.
         known, skip_old = self._runs or {}, self._runs is None
-        self._runs = {name: known.get(name) or NcclRun(self._root / name, skip_old=skip_old) for name in names}
-        wall = self._wall()
-        readings = [run.read(wall) for run in self._runs.values()]
+        self._runs = {
+            one: known.get(one) or NcclRun(*one, skip_old=skip_old, allowance=self._allowance) for one in chosen
+        }
+        self._allowance.begin(frozenset(owner for _, owner in chosen))
+        wall, of_owner = self._wall(), Counter(owner for _, owner in chosen)
+        readings = [run.read(wall, max(_LEAST_BYTES, LOG_BYTES // of_owner[run.owner])) for run in self._runs.values()]
         if any(run.leads for run in self._runs.values()):
             self._ras = self._ras or RasWatch(self._addresses, self._ras_period_s)
             readings.append(self._ras.look(self._clock(), wall))
         elif self._ras is not None:
             self._ras.close()
             self._ras = None
-        if not names:
+        if not chosen:
             return NoData("no run has been started on this node")
         samples = tuple(sample for reading in readings for sample in reading.samples)
         return Reading(samples, tuple(event for reading in readings for event in reading.events))
@@ -171,7 +181,9 @@ def _event(problem: Problem, wall: float) -> Event:
 def _make(settings: NcclSettings, context: Context) -> Collector:
     hosts = [(host.strip("[]"), int(port)) for host, _, port in (ras.rpartition(":") for ras in settings.ras)]
     root = context.settings.section(RanksSettings).root
-    return NcclCollector(root, addresses=hosts, ras_period_s=settings.interval_s)
+    ranks = context.collector(RanksCollector)
+    slots = ranks.slots if ranks else None
+    return NcclCollector(root, addresses=hosts, ras_period_s=settings.interval_s, slots=slots)
 
 
 COLLECTOR = Plugin("nccl", NcclSettings, _make, LABELS)

@@ -15,6 +15,7 @@ from opsd.collectors.lib.kernel.xid import TOTAL, Xid, XidLedger, xid_event
 from opsd.collectors.lib.nvml import gpm, series
 from opsd.collectors.lib.nvml.driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
 from opsd.collectors.lib.nvml.gpu import Gpu
+from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.processes import DEAD, process_letter, sees_all_processes
 from opsd.settings.section import CollectorSettings
 
@@ -43,6 +44,7 @@ class NvmlCollector:
     ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event. ``process_letter``
     looks up the state of a process, None gone; without it nothing is said about dead ones. ``profiling`` also reads
     what the GPUs' units do, except while ``profiled_elsewhere`` says that something else on the node does.
+    ``occupancy`` learns which processes hold which GPU.
     """
 
     name = "nvml"
@@ -61,6 +63,7 @@ class NvmlCollector:
         profiling: bool = True,
         profiled_elsewhere: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], None] = time.sleep,
+        occupancy: Occupancy | None = None,
     ) -> None:
         self._library = library
         self._clock = clock
@@ -78,6 +81,7 @@ class NvmlCollector:
         self._profiled_elsewhere = profiled_elsewhere
         self._profiles = False
         self._sleep = sleep
+        self._occupancy = occupancy or Occupancy()
         self._orphans: dict[int, tuple[int, ...]] = {}
         self._reloads = 0
         self._held_xids: list[tuple[float, int, int]] = []
@@ -102,6 +106,8 @@ class NvmlCollector:
         if not self._known:
             self._close()
             return NoData("the NVIDIA driver sees no GPU on this node")
+        if self._process_letter is not None:
+            self._occupancy.holders = {index: tuple(gpu.processes) for index, gpu in self._gpus.items()}
         events = tuple(self._new_xids(driver))
         samples += self._state(driver)
         return Reading(tuple(samples), events, tuple(self._facts(driver)))
@@ -243,6 +249,7 @@ def _make(settings: NvmlSettings, context: Context) -> Collector:
         process_letter=process_letter if sees_all_processes() else None,
         profiling=settings.profiling,
         profiled_elsewhere=lambda: not _PROFILING.isdisjoint(covered()),
+        occupancy=context.shared(Occupancy),
     )
     return Yielding(collector, covered)
 

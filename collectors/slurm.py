@@ -7,13 +7,14 @@ This collector only looks at the newest report. An old report is dropped rather 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from pydantic import Field
 
-from opsd.collectors.base import Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.occupancy import Occupancy
 from opsd.settings.section import CollectorSettings
 
 STATES: Final = ("idle", "allocated", "mixed", "down", "error", "future", "unknown")
@@ -75,8 +76,8 @@ class SlurmReport:
     """The newest that is known. Times are monotonic seconds.
 
     ``answered_at`` is the time of the last answer, from which ``node`` (None if Slurm does not know it) and ``jobs``
-    are. ``problem`` is why the last question was not answered, "" if it was; ``absent`` means that this machine has no
-    Slurm.
+    are; ``users`` has the user id of each job. ``problem`` is why the last question was not answered, "" if it was;
+    ``absent`` means that this machine has no Slurm.
     """
 
     answered_at: float | None = None
@@ -84,6 +85,7 @@ class SlurmReport:
     jobs: Sequence[JobView] = ()
     problem: str = ""
     absent: bool = False
+    users: Mapping[str, int] = field(default_factory=dict)
 
 
 class SlurmSettings(CollectorSettings):
@@ -95,7 +97,8 @@ class SlurmSettings(CollectorSettings):
 class SlurmCollector:
     """State and jobs of the node ``node``, from ``latest``, which returns at once.
 
-    After ``stale_s`` without an answer the node's series vanish and an event says so.
+    After ``stale_s`` without an answer the node's series vanish and an event says so. ``occupancy`` learns whose jobs
+    run here.
     """
 
     name = "slurm"
@@ -109,8 +112,10 @@ class SlurmCollector:
         stale_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        occupancy: Occupancy | None = None,
     ) -> None:
         self._latest = latest
+        self._occupancy = occupancy or Occupancy()
         self._node = node
         self._stale_s = stale_s
         self._clock = clock
@@ -124,6 +129,7 @@ class SlurmCollector:
         report, now = self._latest(), self._clock()
         if self._began is None:
             self._began = now
+        self._occupancy.jobs = report.users
         if report.absent:
             return NoData(report.problem)
         if report.answered_at is None and not report.problem:
@@ -193,9 +199,9 @@ def _job_samples(jobs: Sequence[JobView]) -> Iterator[Sample]:
         yield Sample(JOB, 1.0, (str(job.id), job.user, job.partition, job.state))
 
 
-COLLECTOR = Plugin(
-    "slurm",
-    SlurmSettings,
-    lambda settings, context: SlurmCollector(context.slurm_reports(context.node, settings.interval_s), context.node),
-    LABELS,
-)
+def _make(settings: SlurmSettings, context: Context) -> Collector:
+    latest = context.slurm_reports(context.node, settings.interval_s)
+    return SlurmCollector(latest, context.node, occupancy=context.shared(Occupancy))
+
+
+COLLECTOR = Plugin("slurm", SlurmSettings, _make, LABELS)

@@ -243,3 +243,19 @@ def process_state(page: RankPage, proc: str = "/proc") -> str | None:
     if fields is None or int(fields[19]) != page.pid_start:
         return None
     return fields[0]
+
+
+def page_writer(path: Path) -> tuple[int, int]:
+    """Pid and start time of the process that writes the page at ``path``. Raises PageError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            data = os.pread(descriptor, layout.HEADER.size + layout.CRC.size, 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise PageError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) < layout.HEADER.size + layout.CRC.size:
+        raise PageError(f"{path}: {len(data)} bytes long, a rank page has {layout.PAGE_BYTES}")
+    header = _parse_header(path, data)
+    return int(header[9]), int(header[10])

@@ -1,9 +1,10 @@
-"""Looking a process up by its number."""
+"""What the kernel says about a process: whether it lives, whose it is, to which Slurm job it belongs."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _INITIAL_NAMESPACE: Final = 0xEFFFFFFC
 """Inode of the initial PID namespace: PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h."""
@@ -11,8 +12,38 @@ _INITIAL_NAMESPACE: Final = 0xEFFFFFFC
 DEAD: Final = (None, "Z", "X")
 """What ``process_letter`` answers for a process that runs no more."""
 
+_PROC: Final = Path("/proc")
+_JOB: Final = re.compile(r"/[^/]+\.slice/[^/]*slurmstepd\.scope/job_(\d+)(?:/|$)|/slurm[^/]*/uid_\d+/job_(\d+)(?:/|$)")
+"""Slurm's control groups, v2 and v1. Matched from the root, where only root can make a group: users make groups of any
+name below their own."""
 
-def process_letter(pid: int, proc: Path = Path("/proc")) -> str | None:
+
+class Identity(NamedTuple):
+    """Real user id of a process, and the Slurm job in whose control group it is, "" outside one."""
+
+    user: int
+    job: str
+
+
+def identify(pid: int, proc: Path = _PROC) -> Identity | None:
+    """Whose process this is, None if it is gone (proc_pid_status(5), cgroups(7))."""
+    try:
+        status = (proc / str(pid) / "status").read_text(errors="replace")
+        groups = (proc / str(pid) / "cgroup").read_text(errors="replace")
+        return Identity(int(status.partition("\nUid:")[2].split(maxsplit=1)[0]), slurm_job(groups))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def slurm_job(groups: str) -> str:
+    """The Slurm job in the content of /proc/PID/cgroup, "" if there is none."""
+    for line in groups.splitlines():
+        if match := _JOB.match(line.split(":", 2)[-1]):
+            return match[1] or match[2]
+    return ""
+
+
+def process_letter(pid: int, proc: Path = _PROC) -> str | None:
     """The kernel's state letter of a process (proc_pid_stat(5)), None if it is gone."""
     try:
         return (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -20,7 +51,7 @@ def process_letter(pid: int, proc: Path = Path("/proc")) -> str | None:
         return None
 
 
-def sees_all_processes(proc: Path = Path("/proc")) -> bool:
+def sees_all_processes(proc: Path = _PROC) -> bool:
     """False in a container with processes of its own, where the numbers that a driver gives mean nothing."""
     try:
         return (proc / "self/ns/pid").stat().st_ino == _INITIAL_NAMESPACE

@@ -57,7 +57,7 @@ METRICS: Final = (
 )  # fmt: skip
 LABELS: Final = {
     "run": "runs on the node, 64 at most",
-    "rank": "ranks on the node, 256 of a run at most",
+    "rank": "ranks on the node, 256 at most",
     "phase": "phases of a rank page",
     "gpu": "GPUs of the node by index",
     "job_id": "one per rank",

@@ -10,6 +10,8 @@ import os
 import stat
 from typing import Final
 
+from opsd.collectors.lib.rights import READ, Rights
+
 MAX_LINE: Final = 128 << 10
 """Longer lines are skipped."""
 CHUNK: Final = 256 << 10
@@ -40,10 +42,14 @@ class LineCutter:
 
 
 class Tail:
-    """The lines appended to a file, each exactly once; a file that was replaced is read from its start."""
+    """The lines appended to a file, each exactly once; a file that was replaced is read from its start.
 
-    def __init__(self, name: str) -> None:
+    With ``rights`` a file is read only if its user could read it.
+    """
+
+    def __init__(self, name: str, rights: Rights | None = None) -> None:
         self._name = name
+        self._rights = rights
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self._cutter = LineCutter()
@@ -54,19 +60,24 @@ class Tail:
             info = os.stat(self._name, dir_fd=folder, follow_symlinks=False)
             self._file, self._offset, self._cutter = (info.st_dev, info.st_ino), info.st_size, LineCutter()
 
-    def read(self, folder: int) -> list[bytes]:
-        """The complete lines added since the last call; none if there is no such regular file. ``folder`` is open."""
+    def read(self, folder: int, limit: int = CHUNK) -> list[bytes]:
+        """The complete lines added since the last call; none if there is no such regular file. ``folder`` is open.
+
+        At most ``limit`` bytes are read, and never more than ``CHUNK``.
+        """
+        if limit <= 0:
+            return []
         try:
             descriptor = os.open(self._name, _FLAGS, dir_fd=folder)
         except OSError:
             return []
         try:
             info = os.fstat(descriptor)
-            if not stat.S_ISREG(info.st_mode):
+            if not stat.S_ISREG(info.st_mode) or (self._rights and not self._rights.allow(descriptor, READ)):
                 return []
             if self._file != (info.st_dev, info.st_ino) or info.st_size < self._offset:
                 self._file, self._offset, self._cutter = (info.st_dev, info.st_ino), 0, LineCutter()
-            chunk = os.pread(descriptor, CHUNK, self._offset)
+            chunk = os.pread(descriptor, min(limit, CHUNK), self._offset)
         except OSError:
             return []
         finally:
@@ -75,8 +86,11 @@ class Tail:
         return self._cutter.feed(chunk)
 
 
-def read_small(name: str, folder: int, limit: int = CHUNK) -> tuple[bytes, float] | None:
-    """Content and modification time of a regular file, None if there is none of at most ``limit`` bytes."""
+def read_small(name: str, folder: int, limit: int = CHUNK, rights: Rights | None = None) -> tuple[bytes, float] | None:
+    """Content and modification time of a regular file, None if there is none of at most ``limit`` bytes.
+
+    With ``rights`` also None if that user could not read it.
+    """
     try:
         descriptor = os.open(name, _FLAGS, dir_fd=folder)
     except OSError:
@@ -84,6 +98,8 @@ def read_small(name: str, folder: int, limit: int = CHUNK) -> tuple[bytes, float
     try:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode) or info.st_size > limit:
+            return None
+        if rights and not rights.allow(descriptor, READ):
             return None
         return os.pread(descriptor, limit, 0), info.st_mtime
     except OSError:

@@ -34,6 +34,14 @@ ITSELF = Group(
             description="It fails or hangs. The state of what it watches is unknown.",
         ),
         Alert(
+            "CollectorLimited",
+            'max by (cluster, instance, collector) (opsd_collector_state{state="limited"}) == 1',
+            severity="warning",
+            hold="5m",
+            summary="Collector {{ $labels.collector }} of {{ $labels.instance }} leaves things out",
+            description="A limit on runs, ranks, events or processor time bites. Other users' share is not affected.",
+        ),
+        Alert(
             "AgentSlow",
             "max by (cluster, instance) (rate(opsd_agent_missed_ticks_total[5m])) > 0.2",
             severity="warning",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class NodeWatch:
         self._clock = clock
         self._report = SlurmReport()
         self._thread: threading.Thread | None = None
+        self._ids: dict[str, int] = {}
 
     def __call__(self) -> SlurmReport:
         """The newest report; returns at once."""
@@ -47,12 +49,22 @@ class NodeWatch:
             _ = self._slurm.version
             nodes = self._slurm.nodes([self._node])
             jobs = self._slurm.jobs(node=self._node) if nodes else ()
-            self._report = SlurmReport(self._clock(), nodes[0] if nodes else None, jobs)
+            users = {str(job.id): user for job in jobs if (user := self._user_id(job.user)) is not None}
+            self._report = SlurmReport(self._clock(), nodes[0] if nodes else None, jobs, users=users)
         except SlurmMissing as error:
             self._report = SlurmReport(problem=str(error), absent=True)
         except SlurmError as error:
             self._report = replace(self._report, problem=str(error), absent=False)
         return self._report
+
+    def _user_id(self, name: str) -> int | None:
+        """The id of a user; asking for it may take as long as the directory service does."""
+        if name not in self._ids:
+            try:
+                self._ids[name] = pwd.getpwnam(name).pw_uid
+            except KeyError:
+                return None
+        return self._ids[name]
 
     def _ask_forever(self) -> None:
         while True:

@@ -2,35 +2,57 @@
 
 Each collector has its own daemon thread. One that does not return in time is not called again until it does: a driver
 call that hangs forever costs only one sleeping thread. One with an attribute ``interval_s`` is not called more often
-than that; its last reading stays valid meanwhile.
+than that; its last reading stays valid meanwhile. One that takes too much processor time waits longer, and readings
+have a most of samples and events: what users do on a node must not cost more than that.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Final
 
 from opsd.collectors.base import Collector, NoData, Reading
 
+CPU_SHARE: Final = 0.1
+CPU_BURST_S: Final = 2.0
+"""Share of a core that a collector may take, and seconds of processor time that it may take at once."""
+MAX_SAMPLES: Final = 20_000
+MAX_EVENTS: Final = 5_000
+"""Samples and events of a reading; further ones are left out."""
+LIMITED_S: Final = 30.0
+"""A collector counts as limited for this long, so that a limit that bites now and then is one line in the log."""
+
 
 class Health(StrEnum):
-    """The result of a collector's latest collection; ``starting`` until the first one has ended."""
+    """The result of a collector's latest collection; ``starting`` until the first one has ended.
+
+    ``limited`` is ``ok``, but that a limit has left something out, or has it collect less often.
+    """
 
     OK = "ok"
+    LIMITED = "limited"
     NO_DATA = "no_data"
     ERROR = "error"
     HUNG = "hung"
     STARTING = "starting"
+
+    @property
+    def delivers(self) -> bool:
+        """True if its reading counts."""
+        return self in (Health.OK, Health.LIMITED)
 
 
 @dataclass(slots=True)
 class Source:
     """What the agent knows of one collector.
 
-    ``fresh``: it delivered in this tick, or its last reading is still valid. Times are monotonic seconds.
+    ``fresh``: it delivered in this tick, or its last reading is still valid. ``limit`` is what a limit left out last.
+    Times are monotonic seconds.
     """
 
     collector: Collector
@@ -41,6 +63,8 @@ class Source:
     duration_s: float = 0.0
     errors: int = 0
     succeeded_at: float | None = None
+    limited_at: float = -math.inf
+    limit: str = ""
 
     @property
     def name(self) -> str:
@@ -49,15 +73,18 @@ class Source:
 
     def hold(self) -> None:
         """Keep the last reading for another tick, without its events."""
-        if self.health is Health.OK and not self.fresh:
+        if self.health.delivers and not self.fresh:
             self.reading, self.fresh = replace(self.reading, events=()), True
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
+    """``waits_s`` is how long the collector has to wait because of the processor time that it took."""
+
     result: Reading | NoData | BaseException
     started: float
     ended: float
+    waits_s: float
 
 
 class _Worker:
@@ -69,6 +96,7 @@ class _Worker:
         self._ended = ended
         self._interval_s: float = getattr(collector, "interval_s", 0.0)
         self._due = -math.inf
+        self._credit_s, self._credited = CPU_BURST_S, clock()
         self._go = threading.Semaphore(0)
         self.started: float | None = None
         self.outcome: _Outcome | None = None
@@ -90,16 +118,25 @@ class _Worker:
     def _work(self) -> None:
         while True:
             self._go.acquire()
-            started = self._clock()
+            started, used = self._clock(), time.thread_time()
             try:
                 result: Reading | NoData | BaseException = self._collector.collect()
             except BaseException as error:
                 # Even SystemExit from a plug-in must not end this thread or the agent.
                 result = error
+            ended, used = self._clock(), time.thread_time() - used
             with self._ended:
-                self.outcome = _Outcome(result, started, self._clock())
+                waits_s = self._charge(used, ended)
+                self._due = max(self._due, ended + waits_s)
+                self.outcome = _Outcome(result, started, ended, waits_s)
                 self.started = None
                 self._ended.notify()
+
+    def _charge(self, used_s: float, now: float) -> float:
+        """Take in the processor time of a collection that has ended; the seconds until the next one may begin."""
+        earned = (now - self._credited) * CPU_SHARE
+        self._credit_s, self._credited = min(CPU_BURST_S, self._credit_s + earned) - used_s, now
+        return max(0.0, -self._credit_s / CPU_SHARE)
 
 
 class Gatherer:
@@ -150,7 +187,12 @@ def _record(source: Source, outcome: _Outcome) -> None:
     result = outcome.result
     source.duration_s = outcome.ended - outcome.started
     if isinstance(result, Reading):
-        source.health, source.reason, source.fresh = Health.OK, "", True
+        result = _limited(result, outcome.waits_s)
+        if result.limited:
+            source.limited_at, source.limit = outcome.ended, result.limited
+        limited = outcome.ended - source.limited_at < LIMITED_S
+        source.health = Health.LIMITED if limited else Health.OK
+        source.reason, source.fresh = source.limit if limited else "", True
         source.succeeded_at = outcome.ended
         # A late reading and this one both belong to this tick; no event may be lost.
         source.reading = result if late is None else replace(result, events=(*late.events, *result.events))
@@ -162,3 +204,18 @@ def _record(source: Source, outcome: _Outcome) -> None:
         source.errors += 1
     if late is None:
         source.reading = Reading()
+
+
+def _limited(reading: Reading, waits_s: float) -> Reading:
+    """``reading`` without what is too much, and what to say about that."""
+    samples, events = len(reading.samples) - MAX_SAMPLES, len(reading.events) - MAX_EVENTS
+    said = [
+        reading.limited,
+        f"{samples} samples left out" if samples > 0 else "",
+        f"{events} events left out" if events > 0 else "",
+        f"it took too much processor time and pauses for {waits_s:.0f} s" if waits_s > 1.0 else "",
+    ]
+    limited = "; ".join(filter(None, said))
+    if samples <= 0 and events <= 0 and limited == reading.limited:
+        return reading
+    return replace(reading, samples=reading.samples[:MAX_SAMPLES], events=reading.events[-MAX_EVENTS:], limited=limited)

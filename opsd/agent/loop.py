@@ -21,6 +21,7 @@ PATIENCE = 0.5
 """Share of a tick that the loop waits for collectors; later readings are used in the next tick."""
 SECOND_LOOK_S = 0.1
 """Seconds from the first tick to the second, so that values that need two readings (rates, shares) come early."""
+_TROUBLE = (Health.ERROR, Health.HUNG, Health.LIMITED)
 CLOCK_STEP_S = 1.0
 """A difference of wall clock and monotonic clock above this is a step and not drift."""
 
@@ -114,11 +115,11 @@ class Loop:
         for source in sources:
             if source.fresh:
                 self._window.add(source.name, source.reading)
-            elif source.health is not Health.OK:
+            elif not source.health.delivers:
                 self._window.forget(source.name)
             if self._healths.get(source.name) is not source.health:
                 self._healths[source.name] = source.health
-                say = self._log.warning if source.health in (Health.ERROR, Health.HUNG) else self._log.info
+                say = self._log.warning if source.health in _TROUBLE else self._log.info
                 say("collector", collector=source.name, state=source.health.value, reason=source.reason)
         self._collectors = tuple(metrics.collector_samples(sources, self._wall_of_zero))
         self._window.add("agent", Reading(self._collectors))

@@ -18,7 +18,8 @@ from opsd.runbooks.base import Incident, Severity, State
 BUILD = Metric("opsd_build_info", "Release of the agent.", "info", labels=("version", "python"))
 COLLECTOR_STATE = Metric(
     "opsd_collector_state",
-    "1 for the state the collector is in: ok, no_data (nothing to collect from here), error, hung, starting.",
+    "1 for the state the collector is in: ok, limited (a limit leaves something out), no_data (nothing to collect from "
+    "here), error, hung, starting.",
     labels=("collector", "state"),
 )
 COLLECTOR_UP = Metric("opsd_collector_up", "1 if the collector's latest collection delivered.", labels=("collector",))
@@ -81,7 +82,7 @@ def collector_samples(sources: Sequence[Source], wall_of_zero: float) -> Iterato
         name = (source.name,)
         for state in Health:
             yield Sample(COLLECTOR_STATE, float(source.health is state), (source.name, state.value))
-        yield Sample(COLLECTOR_UP, float(source.health is Health.OK), name)
+        yield Sample(COLLECTOR_UP, float(source.health.delivers), name)
         yield Sample(COLLECTOR_SECONDS, source.duration_s, name)
         yield Sample(COLLECTOR_ERRORS, float(source.errors), name)
         at = source.succeeded_at

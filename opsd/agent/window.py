@@ -20,7 +20,7 @@ from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading
 F = TypeVar("F", GpuFact, RankFact, RunFact)
 
 MAX_EVENTS = 2_000
-"""Limit of stored events per kind; the oldest are dropped."""
+"""Limit of stored events per kind; the oldest are dropped of the user who has most."""
 MAX_SERIES = 50_000
 """Limit of stored series; further ones are dropped and counted in ``Window.refused``."""
 
@@ -47,7 +47,7 @@ class Window:
         self.times = array("d", [_NAN]) * self.ticks
         self._families: dict[str, dict[tuple[str, ...], Ring]] = {}
         self._count = 0
-        self._events: dict[str, deque[Event]] = {}
+        self._events: dict[str, dict[int | None, deque[Event]]] = {}
         self._readings: dict[str, Reading] = {}
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
         self._fresh: set[str] = set()
@@ -82,7 +82,7 @@ class Window:
         self._readings[collector] = reading
         self._kinds.clear()
         for event in reading.events:
-            self._events.setdefault(event.kind, deque(maxlen=MAX_EVENTS)).append(event)
+            self._remember(event)
         self._store(reading.samples)
 
     def forget(self, collector: str) -> None:
@@ -98,7 +98,8 @@ class Window:
     def events(self, kind: str, seconds: float) -> Sequence[Event]:
         """Events of ``kind`` that happened in the last ``seconds``, oldest first."""
         oldest = self.wall - seconds
-        return sorted((e for e in self._events.get(kind, ()) if e.at >= oldest), key=lambda e: e.at)
+        stored = self._events.get(kind, {}).values()
+        return sorted((e for events in stored for e in events if e.at >= oldest), key=lambda e: e.at)
 
     def known(self, collector: str) -> bool:
         """True if ``collector`` delivered in this tick."""
@@ -106,6 +107,15 @@ class Window:
 
     def __len__(self) -> int:
         return self._count
+
+    def _remember(self, event: Event) -> None:
+        of_kind = self._events.setdefault(event.kind, {})
+        of_kind.setdefault(event.user, deque()).append(event)
+        if sum(map(len, of_kind.values())) > MAX_EVENTS:
+            user, most = max(of_kind.items(), key=lambda item: len(item[1]))
+            most.popleft()
+            if not most:
+                del of_kind[user]
 
     def _facts(self, kind: type[F]) -> Sequence[F]:
         """The facts of one type, cached as runbooks ask for them dozens of times in a tick."""

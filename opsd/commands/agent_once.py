@@ -16,7 +16,10 @@ from opsd.agent.metrics import collector_samples
 from opsd.agent.web.exposition import Exposition
 from opsd.config import Settings
 
-_STYLES = {Health.OK: "green", Health.NO_DATA: "dim", Health.ERROR: "red", Health.HUNG: "red", Health.STARTING: "dim"}
+_STYLES = {
+    Health.OK: "green", Health.LIMITED: "yellow", Health.NO_DATA: "dim", Health.ERROR: "red", Health.HUNG: "red",
+    Health.STARTING: "dim",
+}  # fmt: skip
 
 
 def show(settings: Settings, form: str) -> int:

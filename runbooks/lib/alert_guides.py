@@ -128,6 +128,27 @@ The state of what it watches is unknown. Runbooks that need it open and resolve 
 """
         + NOTHING
     ),
+    "collector_limited": Guide.parse(
+        """
+# A collector leaves things out
+
+## Meaning
+Users of the node have more runs, ranks or events, or files in their folders, than the agent looks at. Its limits are
+shared evenly among users, runs that live come before those that have ended, and users of a GPU before others.
+
+## Impact
+Of the users who have most, some runs or ranks are not watched. Nobody else's are affected.
+
+## Diagnosis
+1. `opsd status`: what is left out. `opsd_ranks_left_out` has the numbers.
+2. `ls -ln /dev/shm/opsd | awk '{print $3}' | sort | uniq -c`: run folders by user id.
+
+## Mitigation
+- Folders of finished runs: their user's next `opsd launch` removes them after a day, or remove them by hand.
+- On purpose: talk to the user.
+"""
+        + NOTHING
+    ),
     "agent_slow": Guide.parse(
         """
 # An agent misses ticks

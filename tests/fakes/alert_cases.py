@@ -178,6 +178,10 @@ CASES: Mapping[str, Case] = {
             {f'opsd_collector_state{{{NODE},collector="host",state="error"}}': "0x50"},
         ],
     ),
+    "CollectorLimited": Case(
+        [{f'opsd_collector_state{{{NODE},collector="ranks",state="limited"}}': "1x50"}],
+        [{f'opsd_collector_state{{{NODE},collector="ranks",state="limited"}}': "0x50"}],
+    ),
     "AgentSlow": Case(
         [{f"opsd_agent_missed_ticks_total{{{NODE}}}": "0+6x60"}],
         [{f"opsd_agent_missed_ticks_total{{{NODE}}}": "0+1x60"}],

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.lib.run_files import parse_event, parse_run
-from opsd.collectors.ranks import MAX_EVENTS, RanksCollector
+from opsd.collectors.lib.run_watch import MAX_EVENTS
+from opsd.collectors.ranks import RanksCollector
 from tests.fakes.run_folder import Clock, read, reporter, values, write_run
 
 

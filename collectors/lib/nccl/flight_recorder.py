@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 MISSING, SCHEDULED, STARTED, COMPLETED = range(4)
 """How far a rank has come with a collective: not called, called, running on the device, done."""
 MAX_CALLS: Final = 256
 """Collectives kept of each process group of a dump, the newest."""
+MAX_GROUPS: Final = 64
 _PROGRESS: Final = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
 
 
@@ -78,7 +80,7 @@ def parse_dump(content: bytes) -> Dump:
                 calls.setdefault(name, {})[int(entry["collective_seq_id"])] = _call(entry)
         config = raw.get("pg_config", {}).values()
         members = {_text(group["name"]): _ranks(group["ranks"]) for group in config}
-        return Dump({name: _newest(found) for name, found in calls.items()}, members)
+        return Dump({name: _newest(found) for name, found in islice(calls.items(), MAX_GROUPS)}, members)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         raise DumpError(f"not a flight recorder dump, or half of one ({type(error).__name__})") from error
 

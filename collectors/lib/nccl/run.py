@@ -1,8 +1,8 @@
 """What the files of one run tell about NCCL: the logs of its ranks on this node, and flight recorder dumps.
 
 The folders belong to the run's user while the agent may be root. ``run.json`` names the folders of the run and of its
-logs; they are used only if the same user owns them, and nothing in them is reached through a symbolic link. ``tail``
-says how files are read.
+logs; they are opened with that user's rights, used only if the same user owns them, and nothing in them is reached
+through a symbolic link. ``tail`` says how files are read.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterator
+from itertools import islice, product
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, Verdict, judge, parse_dump
+from opsd.collectors.lib.rights import Rights, groups_of_process, open_as
 from opsd.collectors.lib.run_files import parse_run
+from opsd.collectors.lib.shares import Allowance
 from opsd.collectors.lib.tail import Tail, read_small
 
 LOGS = Metric("opsd_nccl_rank_logs", "Rank logs on this node that are followed for messages of NCCL.", labels=("run",))
@@ -30,6 +32,9 @@ MAX_RANKS: Final = 64
 """Ranks of a run on one node, and dumps of a run, that are followed."""
 MAX_EVENTS: Final = 16
 """Log messages told in one collection; the rest is only counted."""
+LOG_BYTES: Final = 2 << 20
+ENTRIES: Final = 2_048
+"""Bytes of logs, and entries of a folder, that are read in one look."""
 MAX_DUMP: Final = 8 << 20
 DUMPS: Final = "flight_recorder"
 """Folder of the dumps in the run folder; their names are rank-0000.json and so on."""
@@ -39,7 +44,6 @@ SAME_HANG_S: Final = 600.0
 _PAGE = re.compile(r"rank-(\d{4,6})\.page", re.ASCII)
 _DUMP = re.compile(r"rank-(\d{4,6})\.json", re.ASCII)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
 
 KINDS: Final = ("warning", "timeout", "error")
 MAX_TEXT: Final = 300
@@ -83,35 +87,43 @@ def _clean(text: str) -> str:
 
 
 class NcclRun:
-    """The run with the folder ``memory`` in shared memory. With ``skip_old`` what its files hold is passed over."""
+    """The run of the user ``owner`` with the folder ``memory`` in shared memory.
 
-    def __init__(self, memory: Path, *, skip_old: bool) -> None:
+    With ``skip_old`` what its files hold is passed over. Dumps are read as far as ``allowance`` goes.
+    """
+
+    def __init__(self, memory: Path, owner: int, *, skip_old: bool, allowance: Allowance) -> None:
+        self.owner = owner
         self._memory = memory
         self._run = memory.name
         self._skip_old = skip_old
+        self._rights = Rights(owner, frozenset())
         self._tails: dict[tuple[int, int], Tail] = {}
         self._counts: Counter[tuple[int, str]] = Counter()
-        self._dumps = _Dumps(self._run)
+        self._dumps = _Dumps(self._run, lambda size, wall: allowance.take(owner, size, wall))
         self.leads = False
 
-    def read(self, wall: float) -> Reading:
-        """What is new; ``leads`` says afterwards whether rank 0 of the run is on this node."""
+    def read(self, wall: float, log_bytes: int = LOG_BYTES) -> Reading:
+        """What is new; ``leads`` says afterwards whether rank 0 of the run is on this node.
+
+        At most ``log_bytes`` of logs are read, the rest at the next look.
+        """
         self.leads = False
         skip_old, self._skip_old = self._skip_old, False
         with _opened(self._memory) as memory:
-            if memory is None:
+            if memory is None or os.fstat(memory).st_uid != self.owner:
                 return Reading()
-            owner = os.fstat(memory).st_uid
             found = read_small("run.json", memory)
             ranks = _numbers(memory, _PAGE)
         run = parse_run(found[0], self._run, lambda pid, start: True) if found else None
         if run is None:
             return Reading()
         self.leads = 0 in ranks
-        with _opened(Path(run.folder)) as folder:
-            if folder is None or os.fstat(folder).st_uid != owner:
+        self._rights = Rights(self.owner, groups_of_process(run.launcher_pid, self.owner) or self._rights.groups)
+        with _opened_as(self._rights, run.folder) as folder:
+            if folder is None or os.fstat(folder).st_uid != self.owner:
                 return Reading((Sample(LOGS, 0, (self._run,)),))
-            messages, followed = self._read_logs(Path(run.logs), owner, run.generation, ranks, skip_old)
+            messages, followed = self._read_logs(run.logs, run.generation, ranks, skip_old, log_bytes)
             events = [self._event(rank, message, wall) for rank, message in messages[:MAX_EVENTS]]
             if self.leads:
                 events += self._dumps.read(folder, run, wall, skip_old)
@@ -122,7 +134,7 @@ class NcclRun:
         return Reading(tuple(samples), tuple(events))
 
     def _read_logs(
-        self, folder: Path, owner: int, generation: int, ranks: list[int], skip_old: bool
+        self, folder: str, generation: int, ranks: list[int], skip_old: bool, most: int
     ) -> tuple[list[tuple[int, LogMessage]], int]:
         """New messages of this generation and of what the one before has still written; how many logs are followed."""
         wanted = {(number, rank) for number in (generation - 1, generation) for rank in ranks}
@@ -130,22 +142,23 @@ class NcclRun:
         messages: list[tuple[int, LogMessage]] = []
         followed = 0
         for number in (generation - 1, generation):
-            with _opened(folder) as logs, _opened(Path(f"gen-{number:04d}"), logs) as place:
-                if place is None or os.fstat(place).st_uid != owner:
+            with _opened_as(self._rights, folder) as logs, _opened(Path(f"gen-{number:04d}"), logs) as place:
+                if place is None or os.fstat(place).st_uid != self.owner:
                     continue
                 for rank in ranks:
-                    lines = self._read_log(place, number, rank, skip_old)
+                    lines = self._read_log(place, number, rank, skip_old, most)
+                    most -= sum(map(len, lines))
                     messages += [(rank, message) for line in lines if (message := parse_line(line))]
                 followed += len(ranks) if number == generation else 0
         return messages, followed
 
-    def _read_log(self, place: int, generation: int, rank: int, skip_old: bool) -> list[bytes]:
+    def _read_log(self, place: int, generation: int, rank: int, skip_old: bool, most: int) -> list[bytes]:
         tail = self._tails.get((generation, rank))
         if tail is None:
-            tail = self._tails[generation, rank] = Tail(f"rank-{rank:04d}.log")
+            tail = self._tails[generation, rank] = Tail(f"rank-{rank:04d}.log", Rights(self.owner, frozenset()))
             if skip_old:
                 tail.skip(place)
-        return tail.read(place)
+        return tail.read(place, most)
 
     def _event(self, rank: int, message: LogMessage, wall: float) -> Event:
         data = {
@@ -156,21 +169,26 @@ class NcclRun:
             "operation": message.operation,
             "sequence": message.sequence,
         }
-        return Event("nccl_log", wall, f"rank {rank} of {self._run}: NCCL {message.kind}: {message.text}"[:256], data)
+        text = f"rank {rank} of {self._run}: NCCL {message.kind}: {message.text}"
+        return Event("nccl_log", wall, text[:256], data, self.owner)
 
 
 class _Dumps:
-    """The flight recorder dumps of a run; judged once no more of them arrive."""
+    """The flight recorder dumps of a run; judged once no more of them arrive. ``affords`` takes bytes and a time."""
 
-    def __init__(self, run: str) -> None:
-        self._run = run
+    def __init__(self, run: str, affords: Callable[[int, float], bool]) -> None:
+        self._run, self._affords = run, affords
         self._seen: dict[int, tuple[float, int]] = {}
         self._dumps: dict[int, tuple[float, Dump]] = {}
+        self._read_at: dict[int, float] = {}
         self._unjudged = False
         self._verdict: Verdict | None = None
 
     def read(self, folder: int, run: RunFact, wall: float, skip_old: bool) -> list[Event]:
         """Events about new dumps: one that cannot be used, or the verdict of all once they have settled."""
+        for rank in [rank for rank, at in self._read_at.items() if wall - at > SAME_HANG_S]:
+            del self._read_at[rank]
+            self._dumps.pop(rank, None)
         with _opened(Path(DUMPS), folder) as place:
             if place is None:
                 return []
@@ -196,6 +214,9 @@ class _Dumps:
                     yield rank
 
     def _load(self, place: int, rank: int, wall: float) -> Event | None:
+        if not self._affords(self._seen[rank][1], wall):
+            return None
+        self._read_at[rank] = wall
         found = read_small(f"rank-{rank:04d}.json", place, MAX_DUMP)
         try:
             if found is None:
@@ -226,7 +247,9 @@ class _Dumps:
 
 def _numbers(folder: int, pattern: re.Pattern[str]) -> list[int]:
     """The ranks that the files in ``folder`` are named after."""
-    return sorted(int(match[1]) for name in os.listdir(folder) if (match := pattern.fullmatch(name)))[:MAX_RANKS]
+    with os.scandir(folder) as found:
+        names = [entry.name for entry in islice(found, ENTRIES)]
+    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))[:MAX_RANKS]
 
 
 @contextlib.contextmanager
@@ -244,3 +267,16 @@ def _opened(path: Path, parent: int | None = None) -> Iterator[int | None]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _opened_as(rights: Rights, path: str) -> Iterator[int | None]:
+    """The folder ``path``, opened with the rights of a user; None if there is none for that user."""
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = open_as(rights, path, _FOLDER) if path.startswith("/") else None
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)

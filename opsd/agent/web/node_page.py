@@ -21,7 +21,7 @@ from opsd.collectors.base import GpuFact, RankFact, RunFact
 MAX_RUNS: Final = 8
 REFRESH_S: Final = (0, 5, 60)
 
-_HEALTH: Final = {Health.OK: "good", Health.ERROR: "bad", Health.HUNG: "bad"}
+_HEALTH: Final = {Health.OK: "good", Health.LIMITED: "warn", Health.ERROR: "bad", Health.HUNG: "bad"}
 
 
 def node_page(snapshot: Snapshot, history: History, about: Mapping[str, Any], *, refresh_s: int, now: float) -> bytes:

@@ -1,0 +1,71 @@
+"""Who works on this node as the driver and Slurm have it: what rank pages say is compared with that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from opsd.collectors.lib.processes import Identity, identify
+from opsd.rank_page import process_start
+
+RENEW_S: Final = 30.0
+"""A process is looked up again after this time: it may have been moved to another control group."""
+
+
+class Occupancy:
+    """Shared by the collectors of an agent. Each value is replaced as a whole by one thread and read by others.
+
+    ``holders`` are the processes that hold each GPU by index, as the driver lists them; a GPU that is left out is
+    unknown. ``jobs`` has the user of each job that Slurm runs here.
+    """
+
+    def __init__(self) -> None:
+        self.holders: Mapping[int, tuple[int, ...]] = {}
+        self.jobs: Mapping[str, int] = {}
+
+    def users_of_gpus(self) -> frozenset[int]:
+        """The users whose processes hold a GPU."""
+        found = (identify(pid) for pids in self.holders.values() for pid in pids)
+        return frozenset(identity.user for identity in found if identity)
+
+    def may_hold(self, gpu: int, user: int) -> bool:
+        """False if the driver lists processes on the GPU, and all of them are other users'."""
+        found = [identity.user for pid in self.holders.get(gpu, ()) if (identity := identify(pid))]
+        return not found or user in found
+
+    def confirms(self, job: str, user: int) -> bool:
+        """True if Slurm runs this job of this user here."""
+        return self.jobs.get(job) == user
+
+
+class Proof:
+    """What has been proved about one rank page or run of the user ``owner``, from look to look."""
+
+    def __init__(self, owner: int, occupancy: Occupancy, look_up: Callable[[int], Identity | None] = identify) -> None:
+        self._owner, self._occupancy, self._look_up = owner, occupancy, look_up
+        self._process: tuple[int, int] | None = None
+        self._identity: Identity | None = None
+        self._until = 0.0
+
+    def owns(self, pid: int, start: int, now: float) -> bool | None:
+        """Whether the process with this start time is the owner's; None if it is gone and was never seen."""
+        if process_start(pid) != start:
+            return self._process == (pid, start) or None
+        if self._process != (pid, start) or now >= self._until:
+            identity = self._look_up(pid)
+            if identity is None:
+                return None
+            if identity.user != self._owner:
+                return False
+            self._process, self._identity, self._until = (pid, start), identity, now + RENEW_S
+        return True
+
+    def job(self, claimed: str) -> str:
+        """The Slurm job that the process is in; ``claimed`` if Slurm runs it here for the owner; else ""."""
+        if self._identity is not None and self._identity.job:
+            return self._identity.job
+        return claimed if claimed and self._occupancy.confirms(claimed, self._owner) else ""
+
+    def gpu(self, claimed: int | None) -> int | None:
+        """``claimed`` unless another user's processes hold that GPU."""
+        return claimed if claimed is not None and self._occupancy.may_hold(claimed, self._owner) else None

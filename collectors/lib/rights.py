@@ -1,0 +1,115 @@
+"""Opening what a user has named, with that user's rights, while the agent may open anything.
+
+Each part of the path is opened and judged as the kernel would for the user (path_resolution(7), acl(5)), and what was
+judged is what is then read. Becoming the user would need privileges that the agent has no other use for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from collections import deque
+from pathlib import Path
+from typing import Final, NamedTuple
+
+READ: Final = 4
+SEARCH: Final = 1
+_MAX_LINKS: Final = 40
+_PART: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_ACL_ENTRY: Final = struct.Struct("<HHI")
+_ACL_HEADER: Final = 4
+_USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x02, 0x04, 0x08, 0x10, 0x20
+
+
+class Rights(NamedTuple):
+    """A user and the groups that the user is in."""
+
+    user: int
+    groups: frozenset[int]
+
+    def allow(self, descriptor: int, wanted: int) -> bool:
+        """Whether the user may do what the bits ``wanted`` say with an open inode. Raises OSError."""
+        info = os.fstat(descriptor)
+        if self.user == 0:
+            return True
+        if info.st_uid == self.user:
+            return (info.st_mode >> 6) & wanted == wanted
+        try:
+            acl = os.getxattr(f"/proc/self/fd/{descriptor}", "system.posix_acl_access")
+        except OSError:
+            acl = b""
+        if acl:
+            return self._allowed_by(acl, info.st_gid, wanted)
+        return (info.st_mode >> (3 if info.st_gid in self.groups else 0)) & wanted == wanted
+
+    def _allowed_by(self, acl: bytes, group: int, wanted: int) -> bool:
+        """The access check algorithm of acl(5), for a user who is not the owner."""
+        entries: list[tuple[int, int, int]] = list(_ACL_ENTRY.iter_unpack(acl[_ACL_HEADER:]))
+        mask = next((bits for tag, bits, _ in entries if tag == _MASK), 7)
+        named = [bits & mask for tag, bits, who in entries if tag == _USER and who == self.user]
+        if named:
+            return named[0] & wanted == wanted
+        groups = [
+            bits & mask
+            for tag, bits, who in entries
+            if (tag == _GROUP_OBJ and group in self.groups) or (tag == _GROUP and who in self.groups)
+        ]
+        if groups:
+            return any(bits & wanted == wanted for bits in groups)
+        return any(bits & wanted == wanted for tag, bits, _ in entries if tag == _OTHER)
+
+
+def groups_of_process(pid: int, user: int) -> frozenset[int]:
+    """The groups of a process of ``user``; none if it is gone or another user's (proc_pid_status(5))."""
+    try:
+        lines = (Path("/proc") / str(pid) / "status").read_text(errors="replace").splitlines()
+        found = {name: words.split() for name, _, words in (line.partition(":") for line in lines)}
+        if int(found["Uid"][0]) == user:
+            return frozenset(map(int, (found["Gid"][0], *found["Groups"])))
+    except (OSError, KeyError, ValueError, IndexError):
+        pass
+    return frozenset()
+
+
+def open_as(rights: Rights, path: str, flags: int) -> int:
+    """Open ``path``, absolute, for reading with ``flags`` if the user may. Raises OSError as open(2) would.
+
+    With O_NOFOLLOW the path must not end in a symbolic link.
+    """
+    at = os.open("/", _PART | os.O_DIRECTORY)
+    try:
+        parts, links = deque(_parts(path)), 0
+        while parts:
+            if stat.S_ISDIR(os.fstat(at).st_mode) and not rights.allow(at, SEARCH):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            found = os.open(parts.popleft(), _PART, dir_fd=at)
+            if not stat.S_ISLNK(os.fstat(found).st_mode):
+                os.close(at)
+                at = found
+                continue
+            links += 1
+            target = _target(found)
+            if links > _MAX_LINKS or (flags & os.O_NOFOLLOW and not parts):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            parts.extendleft(reversed(_parts(target)))
+            if target.startswith("/"):
+                os.close(at)
+                at = os.open("/", _PART | os.O_DIRECTORY)
+        if not rights.allow(at, READ):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return os.open(f"/proc/self/fd/{at}", (flags | os.O_CLOEXEC) & ~os.O_NOFOLLOW)
+    finally:
+        os.close(at)
+
+
+def _target(link: int) -> str:
+    try:
+        return os.readlink("", dir_fd=link)
+    finally:
+        os.close(link)
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]

@@ -1,0 +1,313 @@
+"""One run on this node: what its rank pages, its ``run.json`` and its event files tell, from look to look.
+
+The folder belongs to the user of the run while the agent may be root. ``tail`` says how files are read. What they say
+about processes, jobs and GPUs is compared with what the kernel, the driver and Slurm say (``occupancy``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from opsd.collectors.base import Event, Fact, RankFact, Reading, RunFact, Sample, StepFact
+from opsd.collectors.lib import rank_series as series
+from opsd.collectors.lib.occupancy import Occupancy, Proof
+from opsd.collectors.lib.processes import identify, process_letter
+from opsd.collectors.lib.run_files import parse_event, parse_run
+from opsd.collectors.lib.shares import Allowance
+from opsd.collectors.lib.tail import Tail, read_small
+from opsd.collectors.lib.user_series import data_mixture, evaluations
+from opsd.rank_page import PHASES, PageError, RankPage, page_writer, process_start, process_state, read_page
+
+MAX_RANKS: Final = 256
+"""Ranks looked at on one node; the rest is left out."""
+MAX_EVENTS: Final = 200
+"""Events of one kind and run that are passed on in one look, the newest; a trainer may write one in each step."""
+MAX_RELAYED: Final = 2_000
+"""Events of ranks remembered as passed on by their launcher."""
+ENTRIES: Final = 8_192
+EVENT_BYTES: Final = 1 << 20
+"""Entries of run folders, and bytes of event files, read of one owner in one look; the more runs, the less of each."""
+
+_RANK_FILE = re.compile(r"rank-(\d{4}|[1-9]\d{4,5})\.page(\.events\.jsonl)?", re.ASCII)
+_MAX_RUN_JSON = 64 << 10
+_JUDGED_PAGES: Final = 16
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def lives(folder: Path, owner: int, wall: float, linger_s: float) -> bool:
+    """Whether a launcher or rank of ``owner`` lives in this run, or its launcher ended at most ``linger_s`` ago."""
+    with contextlib.suppress(OSError), _opened(folder, owner) as descriptor:
+        found = read_small("run.json", descriptor, _MAX_RUN_JSON)
+        run = parse_run(found[0], folder.name, lambda pid, start: _runs_for(owner, pid, start)) if found else None
+        if run is not None and found is not None and (run.alive or wall - found[1] <= linger_s):
+            return True
+        pages = [number for number, is_page in _rank_files(descriptor, ENTRIES // 16) if is_page][:_JUDGED_PAGES]
+        for number in pages:
+            with contextlib.suppress(PageError):
+                if _runs_for(owner, *page_writer(_page(descriptor, number))):
+                    return True
+    return False
+
+
+def _runs_for(owner: int, pid: int, start: int) -> bool:
+    if process_start(pid) != start:
+        return False
+    identity = identify(pid)
+    return identity is not None and identity.user == owner
+
+
+class _Rank:
+    """What is remembered of a rank from look to look."""
+
+    def __init__(self, rank: int, proof: Proof) -> None:
+        self.events = Tail(f"rank-{rank:04d}.page.events.jsonl")
+        self.totals = series.PhaseTotals()
+        self.page: RankPage | None = None
+        self.steps: tuple[StepFact, ...] = ()
+        self.proof = proof
+
+
+class RunWatch:
+    """The run in ``folder``, which belongs to the user ``owner``.
+
+    ``demand`` is how many ranks have files in it. ``events_left_out`` were too many for ``allowance`` in this look.
+    """
+
+    def __init__(self, folder: Path, owner: int, linger_s: float, occupancy: Occupancy, allowance: Allowance) -> None:
+        self.owner = owner
+        self.demand = self.events_left_out = 0
+        self._folder = folder
+        self._run = folder.name
+        self._linger_s = linger_s
+        self._occupancy, self._allowance = occupancy, allowance
+        self._events = Tail("events.jsonl")
+        self._told = (evaluations(folder.name), data_mixture(folder.name))
+        self._relayed: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self._launcher = Proof(owner, occupancy)
+        self._ranks: dict[int, _Rank] = {}
+        self._files: Sequence[tuple[int, bool]] = ()
+        self._seen_alive: float | None = None
+
+    def list_ranks(self, entries: int) -> None:
+        """Read at most ``entries`` entries of the folder."""
+        self._files = ()
+        with contextlib.suppress(OSError), _opened(self._folder, self.owner) as folder:
+            self._files = _rank_files(folder, entries)
+        self.demand = len({number for number, _ in self._files})
+
+    def read(self, now: float, wall: float, *, ranks: int = MAX_RANKS, event_bytes: int = EVENT_BYTES) -> Reading:
+        """What the folder tells at the monotonic second ``now``; nothing if it has just been removed.
+
+        At most ``ranks`` ranks are looked at, and ``event_bytes`` of its event files read.
+        """
+        self.events_left_out = 0
+        try:
+            with _opened(self._folder, self.owner) as folder:
+                run = self._read_run(folder, now, wall)
+                numbers = self._known_ranks(ranks)
+                relayed = run is not None and run.alive
+                events = _newest(self._read_events(folder, now, wall, event_bytes, relayed=relayed))
+                pages, errors = self._read_pages(folder, numbers, now)
+        except OSError:
+            return Reading()
+        samples: list[Sample] = []
+        facts: list[Fact] = []
+        if run is not None:
+            facts.append(run)
+            samples += series.run_samples(run)
+        for page in pages:
+            process = process_state(page)
+            supervised = run is not None and run.alive and run.takes_part
+            if process is None and not supervised and now - page.changed > self._linger_s:
+                continue
+            fact = self._fact(page, process)
+            facts.append(fact)
+            samples += self._rank_samples(fact, page, now)
+        for told in self._told:
+            for event in events:
+                told.note(event)
+            if facts or errors:
+                samples += told.samples()
+        if facts or errors:
+            samples.append(Sample(series.PAGE_ERRORS, errors, (self._run,)))
+        return Reading(tuple(samples), events, tuple(facts))
+
+    def _read_run(self, folder: int, now: float, wall: float) -> RunFact | None:
+        found = read_small("run.json", folder, _MAX_RUN_JSON)
+        if found is None:
+            return None
+        content, modified = found
+        run = parse_run(content, self._run, lambda pid, start: self._launcher_lives(pid, start, now))
+        if run is None:
+            return None
+        if run.alive:
+            self._seen_alive = now
+        ended_s = wall - modified if self._seen_alive is None else now - self._seen_alive
+        if ended_s > self._linger_s:
+            return None
+        # Another run's socket would have the agent ask that run's launcher.
+        control = run.control if Path(run.control).parent == self._folder else ""
+        return replace(run, job=self._launcher.job(run.job), control=control, user=self.owner)
+
+    def _launcher_lives(self, pid: int, start: int, now: float) -> bool:
+        return process_start(pid) == start and self._launcher.owns(pid, start, now) is True
+
+    def _known_ranks(self, most: int) -> list[int]:
+        """The ranks that have a page. Those with any file at all are remembered, the others forgotten."""
+        numbers = sorted({number for number, _ in self._files})[:most]
+        known = self._ranks
+        self._ranks = {n: known.get(n) or _Rank(n, Proof(self.owner, self._occupancy)) for n in numbers}
+        return sorted(number for number, is_page in self._files if is_page and number in self._ranks)
+
+    def _read_events(self, folder: int, now: float, wall: float, most: int, *, relayed: bool) -> Iterator[Event]:
+        """New events of the launcher, and those of the ranks that no launcher relays into its own stream."""
+        lines = self._events.read(folder, most)
+        most -= sum(map(len, lines))
+        for line in lines:
+            if (event := parse_event(line, self._run, wall)) and self._affords(line, now):
+                self._remember(event)
+                yield replace(event, user=self.owner)
+        if relayed:
+            return
+        for number, rank in self._ranks.items():
+            lines = rank.events.read(folder, most)
+            most -= sum(map(len, lines))
+            for line in lines:
+                event = parse_event(line, self._run, wall, rank=number)
+                if event and _identity(event) not in self._relayed and self._affords(line, now):
+                    yield replace(event, user=self.owner)
+
+    def _affords(self, line: bytes, now: float) -> bool:
+        """Whether the agent keeps this event: the window remembers them for minutes."""
+        allowed = self._allowance.take(self.owner, len(line), now)
+        self.events_left_out += not allowed
+        return allowed
+
+    def _remember(self, event: Event) -> None:
+        """Note an event that the launcher may have from a rank of this node."""
+        rank = event.data.get("rank")
+        if isinstance(rank, int) and rank in self._ranks:
+            self._relayed[_identity(event)] = None
+            if len(self._relayed) > MAX_RELAYED:
+                self._relayed.popitem(last=False)
+
+    def _read_pages(self, folder: int, ranks: Sequence[int], now: float) -> tuple[list[RankPage], int]:
+        """The usable pages, and how many are not: of another rank than the name says, or of another user's process."""
+        pages = []
+        for number in ranks:
+            rank = self._ranks[number]
+            with contextlib.suppress(PageError):
+                page = rank.page = read_page(_page(folder, number), rank.page)
+                if page.rank == number and rank.proof.owns(page.pid, page.pid_start, now) is not False:
+                    pages.append(page)
+        return pages, len(ranks) - len(pages)
+
+    def _fact(self, page: RankPage, process: str | None) -> RankFact:
+        rank = self._ranks[page.rank]
+        rank.steps = _step_facts(page, rank.steps)
+        return RankFact(
+            run=self._run,
+            job=rank.proof.job(page.job),
+            rank=page.rank,
+            local_rank=page.local_rank,
+            world_size=page.world_size,
+            generation=page.generation,
+            gpu=rank.proof.gpu(page.gpu),
+            pid=page.pid,
+            state=page.state,
+            process=process,
+            phase=page.phase,
+            phase_since=page.phase_since,
+            changed=page.changed,
+            steps_reported=page.steps_reported,
+            committed_step=page.committed_step,
+            workers=page.workers,
+            steps=rank.steps,
+            worker_process=tuple(process_letter(pid) for pid, _ in page.workers),
+            user=self.owner,
+        )
+
+    def _rank_samples(self, fact: RankFact, page: RankPage, now: float) -> Iterator[Sample]:
+        labels = (self._run, str(fact.rank))
+        live = fact.live and fact.process != "Z"
+        yield Sample(series.UP, float(live), labels)
+        yield Sample(series.TOKENS, page.tokens, labels)
+        for phase, seconds in self._ranks[fact.rank].totals.update(page).items():
+            yield Sample(series.PHASE_SECONDS, seconds, (*labels, phase))
+        if fact.committed_step is not None:
+            yield Sample(series.COMMITTED, fact.committed_step, labels)
+        if fact.steps:
+            yield from series.step_samples(fact.steps[-1], labels)
+        if not live:
+            return
+        for phase in PHASES:
+            yield Sample(series.PHASE, float(phase == fact.phase), (*labels, phase))
+        yield Sample(series.PHASE_AGE, max(0.0, now - fact.phase_since), labels)
+        yield Sample(series.CHANGE_AGE, max(0.0, now - fact.changed), labels)
+        if (rate := series.tokens_per_second(page, now)) is not None:
+            yield Sample(series.TOKENS_RATE, rate, labels)
+            yield from series.model_samples(page, rate, labels)
+        if fact.gpu is not None:
+            yield Sample(series.JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
+
+
+def _step_facts(page: RankPage, known: Sequence[StepFact]) -> tuple[StepFact, ...]:
+    """The steps of ``page``; those among ``known``, the facts of an earlier look, are not made again."""
+    before = {fact.end: fact for fact in known}
+    return tuple(
+        before.get(s.end)
+        or StepFact(
+            s.step,
+            s.end,
+            s.duration_s,
+            s.tokens,
+            s.loss,
+            s.grad_norm,
+            dict(zip(PHASES, s.phase_s, strict=True)),
+            s.learning_rate,
+        )
+        for s in page.steps
+    )
+
+
+def _newest(events: Iterable[Event]) -> tuple[Event, ...]:
+    kept: dict[str, deque[Event]] = {}
+    for event in events:
+        kept.setdefault(event.kind, deque(maxlen=MAX_EVENTS)).append(event)
+    return tuple(event for each in kept.values() for event in each)
+
+
+def _identity(event: Event) -> tuple[object, ...]:
+    """The same for a rank's event and the launcher's copy of it."""
+    return str(event.data.get("rank")), event.data["event"], event.at
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, owner: int) -> Iterator[int]:
+    """The folder, held open so that it cannot be exchanged. Raises OSError if it is not there or another user's."""
+    descriptor = os.open(folder, _FOLDER)
+    try:
+        if os.fstat(descriptor).st_uid != owner:
+            raise PermissionError(f"{folder} belongs to another user now")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _rank_files(folder: int, entries: int) -> list[tuple[int, bool]]:
+    """Ranks that have files among the first ``entries`` of the folder, and whether the file is the page."""
+    with os.scandir(folder) as found:
+        names = [entry.name for entry in islice(found, entries)]
+    return [(int(match[1]), match[2] is None) for name in names if (match := _RANK_FILE.fullmatch(name))]
+
+
+def _page(folder: int, rank: int) -> Path:
+    return Path(f"/proc/self/fd/{folder}/rank-{rank:04d}.page")

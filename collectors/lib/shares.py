@@ -1,0 +1,52 @@
+"""Sharing what a node can afford among users, so that none of them is left without because of another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+
+def fill(demands: Sequence[int], total: int) -> list[int]:
+    """``total`` shared out: each gets an equal part, and what some do not need goes to the others."""
+    given, left = [0] * len(demands), total
+    for done, index in enumerate(sorted(range(len(demands)), key=lambda index: demands[index])):
+        given[index] = min(demands[index], left // (len(demands) - done))
+        left -= given[index]
+    return given
+
+
+def fill_by_owner(demands: Sequence[tuple[int, int]], total: int) -> list[int]:
+    """``total`` shared out first among owners, then by each among its own. ``demands`` are (owner, number)."""
+    by_owner: dict[int, list[int]] = defaultdict(list)
+    for index, (owner, _) in enumerate(demands):
+        by_owner[owner].append(index)
+    shares = fill([sum(demands[index][1] for index in indices) for indices in by_owner.values()], total)
+    given = [0] * len(demands)
+    for indices, share in zip(by_owner.values(), shares, strict=True):
+        for index, number in zip(indices, fill([demands[index][1] for index in indices], share), strict=True):
+            given[index] = number
+    return given
+
+
+class Allowance:
+    """Bytes that users may have kept: ``burst`` at once and ``rate`` a second, in equal parts for those there are."""
+
+    def __init__(self, burst: float, rate: float) -> None:
+        self._burst, self._rate = burst, rate
+        self._spent: dict[int, tuple[float, float]] = {}
+        self._users = 1
+
+    def begin(self, users: frozenset[int]) -> None:
+        """Say who takes from now on."""
+        self._users = max(1, len(users))
+        self._spent = {user: spent for user, spent in self._spent.items() if user in users}
+
+    def take(self, user: int, size: int, now: float) -> bool:
+        """Whether ``user`` may have ``size`` bytes more at the monotonic second ``now``."""
+        spent, at = self._spent.get(user, (0.0, now))
+        spent = max(0.0, spent - (now - at) * self._rate / self._users)
+        if spent + size > self._burst / self._users:
+            self._spent[user] = spent, now
+            return False
+        self._spent[user] = spent + size, now
+        return True
