@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -45,6 +45,8 @@ BUCKETS = (
 DATA_STALL_FACTOR = 3.0
 _FAILURES = ("rank_exited", "hang_detected", "node_lost", "ranks_gone", "restart_requested")
 _NS = 1_000_000_000
+
+Opener = Callable[[str, int], int]
 
 
 class LedgerError(Exception):
@@ -239,24 +241,25 @@ def _ns(seconds: float) -> int:
     return round(float(seconds) * _NS)
 
 
-def read_ledger(folder: Path) -> Ledger:
+def read_ledger(folder: Path, opener: Opener | None = None) -> Ledger:
     """The ledger of the run in ``folder``, from its events.jsonl and, if there is one, metrics.jsonl.
 
-    Lines cut off by a crash are skipped. Raises LedgerError if there are no events.
+    Lines cut off by a crash are skipped. ``opener`` opens the files, as in open(). Raises LedgerError if there are no
+    events.
     """
     try:
-        events = list(_lines(folder / "events.jsonl", ("t", "event", "generation")))
+        events = list(_lines(folder / "events.jsonl", ("t", "event", "generation"), opener))
     except OSError as error:
         raise LedgerError(f"{folder} is not a run folder: events.jsonl: {error.strerror}") from error
     try:
-        metrics = list(_lines(folder / "metrics.jsonl", ("t", "step", "generation")))
+        metrics = list(_lines(folder / "metrics.jsonl", ("t", "step", "generation"), opener))
     except OSError:
         metrics = []
     return make_ledger(events, metrics)
 
 
-def _lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8", errors="replace") as file:
+def _lines(path: Path, required: Sequence[str], opener: Opener | None) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8", errors="replace", opener=opener) as file:
         for line in file:
             try:
                 record = json.loads(line)

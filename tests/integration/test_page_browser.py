@@ -50,7 +50,7 @@ def node() -> tuple[Snapshot, History]:
 
 def application() -> App:
     shown, history = node()
-    ledgers = Ledgers(lambda _: LedgerResult(LEDGER))
+    ledgers = Ledgers(lambda _folder, _user: LedgerResult(LEDGER))
     for _ in range(100):
         if ledgers.of(shown.runs[0]).ledger:
             break

@@ -80,7 +80,7 @@ def rank(number: int, **changes: Any) -> RankFact:
 def run(name: str = "train", **changes: Any) -> RunFact:
     fields: dict[str, Any] = {
         "run": name, "job": "4242", "node": "n", "state": "running", "generation": 2, "launcher_pid": 1, "alive": True,
-        "world_size": 8, "control": "", "folder": "", "logs": "",
+        "world_size": 8, "control": "", "folder": "", "logs": "", "user": 1000,
     }  # fmt: skip
     return RunFact(**{**fields, **changes})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -149,7 +150,7 @@ def test_a_ledger_is_made_when_somebody_looks() -> None:
     """Once at a time, and again after a rest that grows with the work."""
     clock, may_end, folders = FakeClock(), threading.Event(), []
 
-    def make(folder: Path) -> LedgerResult:
+    def make(folder: Path, _user: int) -> LedgerResult:
         folders.append(str(folder))
         assert may_end.wait(20)
         clock.advance(10.0)
@@ -170,15 +171,15 @@ def test_a_ledger_is_made_when_somebody_looks() -> None:
 
 def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
     """By the command of the same name; a folder that is none is told in its words."""
-    assert "is not a run folder" in make_ledger(tmp_path).problem
+    assert "is not a run folder" in make_ledger(tmp_path, os.getuid()).problem
     events = [{"t": 100.0, "event": "generation_started", "generation": 1}, {"t": 160.0, "event": "finished"}]
     lines = [json.dumps({"generation": 1, "exit_code": 0, **event}) for event in events]
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
-    made = make_ledger(tmp_path)
+    made = make_ledger(tmp_path, os.getuid())
     assert made.ledger is not None and made.ledger["wall_s"] == 60.0
     step = json.dumps({"t": 110.0, "step": 1, "generation": 1, "loss": 1.0}) + "\n"
     (tmp_path / "metrics.jsonl").write_text(step * 500_000)
-    assert "too long for the agent" in make_ledger(tmp_path).problem
+    assert "too long for the agent" in make_ledger(tmp_path, os.getuid()).problem
 
 
 WITHOUT_SETPRIORITY = """
@@ -196,7 +197,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_char_p(fil
 try:
     os.setpriority(os.PRIO_PROCESS, 0, 19)
 except PermissionError:
-    print(json.dumps(make_ledger(Path(sys.argv[1])).ledger))
+    print(json.dumps(make_ledger(Path(sys.argv[1]), os.getuid()).ledger))
 """
 
 
@@ -217,7 +218,7 @@ def test_a_ledger_is_made_where_priorities_may_not_be_set(tmp_path: Path) -> Non
 def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:
     """Whatever goes wrong with one."""
 
-    def make(folder: Path) -> LedgerResult:
+    def make(folder: Path, _user: int) -> LedgerResult:
         if folder.name == "a":
             raise RuntimeError("a bug")
         return LedgerResult(LEDGER)

@@ -1,7 +1,8 @@
 """The ledgers of the runs of this node, for the page of a job.
 
 A ledger is computed from the files of the run, which may be long and may lie on a file system that hangs. A separate
-process does it on demand, and requests do not wait: they get the last result.
+process does it on demand, and requests do not wait: they get the last result. Where the files are says the run's user,
+so they are opened with that user's rights.
 """
 
 from __future__ import annotations
@@ -44,48 +45,49 @@ class Ledgers:
 
     def __init__(
         self,
-        make: Callable[[Path], LedgerResult] | None = None,
+        make: Callable[[Path, int], LedgerResult] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make, self._clock = make or make_ledger, clock
-        self._made: dict[str, tuple[LedgerResult, float]] = {}
+        self._made: dict[tuple[str, int], tuple[LedgerResult, float]] = {}
         self._busy = False
         self._guard = threading.Lock()
 
     def of(self, run: RunFact) -> LedgerResult:
         """The ledger of ``run``, at most about a minute old; the first call says that it is being computed."""
+        if run.user is None:
+            return LedgerResult(None, "it is not known whose run this is")
+        which = run.folder, run.user
         with self._guard:
-            made, stale_at = self._made.get(
-                run.folder, (LedgerResult(None, "it is being made: load the page again"), 0.0)
-            )
+            made, stale_at = self._made.get(which, (LedgerResult(None, "it is being made: load the page again"), 0.0))
             if self._clock() >= stale_at and not self._busy:
                 self._busy = True
-                threading.Thread(target=self._renew, args=(run.folder,), name="ledger", daemon=True).start()
+                threading.Thread(target=self._renew, args=which, name="ledger", daemon=True).start()
         return made
 
-    def _renew(self, folder: str) -> None:
+    def _renew(self, folder: str, user: int) -> None:
         began, made = self._clock(), LedgerResult(None, "it could not be made: the agent's log has why")
         try:
-            made = self._make(Path(folder))
+            made = self._make(Path(folder), user)
         finally:
-            self._keep(folder, made, began)
+            self._keep((folder, user), made, began)
 
-    def _keep(self, folder: str, made: LedgerResult, began: float) -> None:
+    def _keep(self, which: tuple[str, int], made: LedgerResult, began: float) -> None:
         with self._guard:
             self._busy = False
             ended = self._clock()
-            self._made.pop(folder, None)
-            self._made[folder] = made, ended + max(FRESH_S, REST * (ended - began))
+            self._made.pop(which, None)
+            self._made[which] = made, ended + max(FRESH_S, REST * (ended - began))
             while len(self._made) > KEPT:
                 del self._made[next(iter(self._made))]
 
 
-def make_ledger(folder: Path) -> LedgerResult:
-    """The ledger of the run in ``folder``, made by ``opsd ledger`` at the lowest priority and within limits."""
+def make_ledger(folder: Path, user: int) -> LedgerResult:
+    """The ledger of the run of ``user`` in ``folder``, made by a process of the lowest priority and within limits."""
     try:
         maker = subprocess.Popen(
-            [sys.executable, "-P", "-m", "opsd", "ledger", "--json", "--", str(folder)],
+            [sys.executable, "-P", "-m", "opsd.ledger.for_user", str(user), str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,0 +1,52 @@
+"""``python -m opsd.ledger.for_user UID FOLDER``: the ledger of a run as JSON, read with the rights of its user."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pwd
+import stat
+import sys
+from pathlib import Path
+
+from opsd.collectors.lib.rights import Rights, open_as
+from opsd.ledger.ledger import Ledger, LedgerError, read_ledger
+
+
+def ledger_for_user(folder: Path, user: int) -> Ledger:
+    """The ledger of the run in ``folder`` if ``user`` can read its files. Raises LedgerError or PermissionError."""
+    rights = Rights(user, groups_of(user))
+
+    def opener(path: str, flags: int) -> int:
+        descriptor = open_as(rights, path, flags | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+
+    return read_ledger(folder, opener)
+
+
+def groups_of(user: int) -> frozenset[int]:
+    """The groups of a user; none if nobody knows the user."""
+    try:
+        known = pwd.getpwuid(user)
+    except KeyError:
+        return frozenset()
+    return frozenset(os.getgrouplist(known.pw_name, known.pw_gid))
+
+
+def main() -> int:
+    """Print the ledger, or on stderr why there is none."""
+    user, folder = int(sys.argv[1]), Path(sys.argv[2])
+    try:
+        print(json.dumps(ledger_for_user(folder, user).as_dict(), indent=1))
+    except (LedgerError, OSError) as error:
+        print(f"opsd ledger: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
