@@ -32,7 +32,7 @@ SWAP_SHARE = 2 / 3
 
 
 class ActionError(Exception):
-    """An action that was refused or failed; the message says why in one sentence."""
+    """An action that was refused before it changed anything; the message says why in one sentence."""
 
 
 PowerLimiter = Callable[[int, float], None]
@@ -82,15 +82,15 @@ class Executor:
         """
         once = threading.Lock()
 
-        def report(ok: bool, detail: str) -> None:
+        def report(ok: bool, detail: str, refused: bool = False) -> None:
             if once.acquire(blocking=False):
-                self.outcomes.put(Outcome(incident, number, ok, detail))
+                self.outcomes.put(Outcome(incident, number, ok, detail, refused))
 
         def work() -> None:
             self._before_acting()
-            ok, detail = self.perform(action)
+            done = self._attempt(action)
             overdue.cancel()
-            report(ok, detail)
+            report(*done)
 
         overdue = threading.Timer(self._deadline_s, report, (False, f"has not ended within {self._deadline_s:g} s"))
         overdue.daemon = True
@@ -99,16 +99,23 @@ class Executor:
 
     def perform(self, action: Action) -> tuple[bool, str]:
         """Execute ``action`` now; returns whether it worked, and what was done or why not."""
+        ok, detail, _ = self._attempt(action)
+        return ok, detail
+
+    def _attempt(self, action: Action) -> tuple[bool, str, bool]:
+        """The same, and whether it was refused: then nothing has been changed."""
         verb = self._verbs.get(action.verb)
         if verb is None:
-            return False, f"no such action: {action.verb}"
+            return False, f"no such action: {action.verb}", True
         try:
-            return True, verb(action)
-        except (ActionError, ControlError, SlurmError) as error:
-            return False, str(error)
+            return True, verb(action), False
+        except ActionError as error:
+            return False, str(error), True
+        except (ControlError, SlurmError) as error:
+            return False, str(error), False
         except Exception as error:
             # A driver or library may raise anything; the incident must record the failure.
-            return False, f"{type(error).__name__}: {error}"
+            return False, f"{type(error).__name__}: {error}", False
 
     def _kill_process(self, action: Action) -> str:
         pid, rank = _integer(action, "pid"), _integer(action, "rank")

@@ -108,9 +108,9 @@ class Journal:
 
     def action(self, incident: str, past: PastAction) -> Intention:
         """Record that an action begins, which must wait until that is on the disk."""
-        statement = "INSERT INTO actions (incident, kind, verb, target, at) VALUES (?, ?, ?, ?, ?)"
+        statement = "INSERT INTO actions (incident, kind, verb, target, at, user) VALUES (?, ?, ?, ?, ?, ?)"
         intention = Intention(self._state)
-        self._append((statement, (incident, past.kind, past.verb, past.target, past.at)), intention)
+        self._append((statement, (incident, past.kind, past.verb, past.target, past.at, past.user)), intention)
         return intention
 
     def flush(self, patience_s: float) -> bool:

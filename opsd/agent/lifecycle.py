@@ -59,6 +59,7 @@ class Outcome:
     number: int
     ok: bool
     detail: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,11 @@ def started(incident: Incident, actions: Iterable[Mapping[str, object]], now: fl
     )
 
 
+def told(incident: Incident, actions: Iterable[Mapping[str, object]]) -> Incident:
+    """The incident after notifications (as recorded, outcome "running") were started apart from an attempt."""
+    return replace(incident, actions=(*incident.actions, *actions))
+
+
 def noted(incident: Incident, actions: Iterable[Mapping[str, object]]) -> Incident:
     """The incident with actions that were only recommended, or refused; each is recorded once."""
     known = {_same(action) for action in incident.actions}
@@ -104,14 +110,14 @@ def resumed(incident: Incident, now: float) -> Incident:
 
     The time of health starts over, as the time without an agent is unknown.
     """
-    incident = replace(incident, healthy_since=None)
-    if incident.state is not State.ACTING:
-        return incident
     actions = tuple(
         {**action, "outcome": "unknown", "detail": RESTARTED} if action.get("outcome") == "running" else action
         for action in incident.actions
     )
-    return replace(incident, state=State.VERIFYING, acted_at=now, actions=actions, verdict=RESTARTED)
+    incident = replace(incident, healthy_since=None, actions=actions)
+    if incident.state is not State.ACTING:
+        return incident
+    return replace(incident, state=State.VERIFYING, acted_at=now, verdict=RESTARTED)
 
 
 def shifted(incident: Incident, seconds: float) -> Incident:
@@ -209,7 +215,7 @@ def _evidence(incident: Incident, finding: Finding) -> tuple[Evidence, ...]:
 
 def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules, now: float) -> Incident:
     """The incident after outcomes of actions. After the last one the effect is verified, or a failure tried again."""
-    if not outcomes or incident.state is not State.ACTING:
+    if not outcomes:
         return incident
     actions = list(incident.actions)
     for outcome in outcomes:
@@ -221,7 +227,7 @@ def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules
             "ended_at": now,
         }
     after = replace(incident, actions=tuple(actions))
-    if any(action.get("outcome") == "running" for action in actions):
+    if incident.state is not State.ACTING or any(action.get("outcome") == "running" for action in actions):
         return after
     failures = [outcome.detail for outcome in outcomes if not outcome.ok]
     if failures and incident.attempts < rule.max_attempts:

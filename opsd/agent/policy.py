@@ -13,6 +13,8 @@ from opsd.settings.silences import Silence, active_silence
 HOUR_S = 3600.0
 HARMLESS = frozenset({"notify"})
 """Verbs that change nothing on the node: no cool-down, no rate limit, and also executed in mode recommend."""
+OF_A_RUN = frozenset({"kill_process", "restart_generation"})
+"""Verbs that touch the processes of a run's user; all others that change something are about hardware."""
 
 
 class Verdict(StrEnum):
@@ -54,12 +56,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PastAction:
-    """An action executed at the epoch second ``at`` for an incident of ``kind``."""
+    """An action executed at the epoch second ``at`` for an incident of ``kind``.
+
+    ``user`` is whose processes it was about, None for hardware. One that was ``refused`` has changed nothing.
+    """
 
     kind: str
     verb: str
     target: str
     at: float
+    user: int | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +86,14 @@ def decide(
     limits: Limits,
     started_at: float,
     now: float,
+    user_of: Callable[[Action], int | None] = lambda _action: None,
 ) -> tuple[Decision, ...]:
     """Decide about ``actions``, which form one attempt. Times are epoch seconds, ``started_at`` that of the agent.
 
     In mode observe there are no decisions. An attempt is all or nothing: if one of its actions is refused, all are, so
-    that no remedy is executed halfway. A muted notification does not refuse the others.
+    that no remedy is executed halfway. Notifications stand apart: neither do they refuse the others, nor the reverse.
+    ``user_of`` tells whose processes an action is about. Each user has a budget for each kind of incident, and so has
+    the hardware, so that nobody can use up another's.
     """
     if mode == "observe":
         return ()
@@ -94,7 +104,7 @@ def decide(
         lambda _action: _stale(incident, started_at),
         lambda _action: muted if active_silence(limits.maintenance, incident.kind, now) else "",
         lambda action: _cooling(incident.kind, action, history, limits, now),
-        lambda _action: _too_many(actions, history, limits, now),
+        lambda action: _too_many(incident.kind, action, actions, history, limits, now, user_of),
     )
     decisions = []
     for action in actions:
@@ -105,10 +115,14 @@ def decide(
             decisions.append(Decision(action, Verdict.RUN))
         else:
             decisions.append(Decision(action, Verdict.RECOMMEND, "policy mode is recommend"))
-    if refused := next((decision for decision in decisions if decision.verdict is Verdict.REFUSE), None):
+    changing = (decision for decision in decisions if decision.action.verb not in HARMLESS)
+    if refused := next((decision for decision in changing if decision.verdict is Verdict.REFUSE), None):
         together = f"part of an attempt that is refused: {refused.reason}"
         decisions = [
-            d if d.verdict is Verdict.REFUSE else Decision(d.action, Verdict.REFUSE, together) for d in decisions
+            d
+            if d.verdict is Verdict.REFUSE or d.action.verb in HARMLESS
+            else Decision(d.action, Verdict.REFUSE, together)
+            for d in decisions
         ]
     return (*decisions, *(Decision(action, Verdict.REFUSE, muted) for action in silent))
 
@@ -126,8 +140,23 @@ def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: L
     return f"acted on {action.target} for {kind} less than {cooldown_s:g} s ago" if recent else ""
 
 
-def _too_many(actions: Sequence[Action], history: Sequence[PastAction], limits: Limits, now: float) -> str:
-    wanted = sum(action.verb not in HARMLESS for action in actions)
-    recent = sum(now - past.at < HOUR_S and past.verb not in HARMLESS for past in history)
-    limit = limits.max_actions_per_hour
-    return f"the limit of {limit} actions an hour is reached" if wanted and recent + wanted > limit else ""
+def _too_many(
+    kind: str,
+    action: Action,
+    actions: Sequence[Action],
+    history: Sequence[PastAction],
+    limits: Limits,
+    now: float,
+    user_of: Callable[[Action], int | None],
+) -> str:
+    if action.verb in HARMLESS:
+        return ""
+    user, limit = user_of(action), limits.max_actions_per_hour
+    wanted = sum(other.verb not in HARMLESS and user_of(other) == user for other in actions)
+    recent = sum(
+        past.kind == kind and past.user == user
+        and now - past.at < HOUR_S and past.verb not in HARMLESS and not past.refused
+        for past in history
+    )  # fmt: skip
+    whose = "" if user is None else f" for the processes of user {user}"
+    return f"the limit of {limit} actions an hour is reached{whose}" if recent + wanted > limit else ""

@@ -54,12 +54,14 @@ def from_json(text: object) -> Incident:
 
 
 def past_action(row: Sequence[object], now: float) -> PastAction:
-    """The action of a row with kind, verb, target and time; a time to come is taken for ``now``. Raises RecordError."""
-    *texts, at = row
+    """The action of a row with kind, verb, target, time and user; a time to come is ``now``. Raises RecordError."""
+    *texts, at, user = row
     if not all(isinstance(text, str) for text in texts) or not _is_time(at):
         raise RecordError("not an action")
+    if user is not None and not isinstance(user, int):
+        raise RecordError("not an action of a user")
     kind, verb, target = map(str, texts)
-    return PastAction(kind, verb, target, min(at, now))
+    return PastAction(kind, verb, target, min(at, now), user)
 
 
 def clean(text: str) -> str:

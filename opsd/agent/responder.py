@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from opsd.agent import correlate, incidents, lifecycle
 from opsd.agent.actions import Executor
@@ -16,7 +17,7 @@ from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
-from opsd.agent.policy import Decision, Limits, PastAction, Verdict, decide
+from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
 from opsd.runbooks.base import Action, Incident, State, View
 
@@ -117,10 +118,24 @@ class Responder:
         while not self._executor.outcomes.empty():
             outcome = self._executor.outcomes.get()
             verb = verbs.get((outcome.incident, outcome.number), "unknown")
+            if outcome.refused:
+                self._take_back(outcome)
             self.actions[verb, "ok" if outcome.ok else "failed"] += 1
             self._log.info("action ended", incident=outcome.incident, verb=verb, ok=outcome.ok, detail=outcome.detail)
             outcomes.append(outcome)
         return outcomes
+
+    def _take_back(self, outcome: Outcome) -> None:
+        """What was refused on the way has changed nothing, and costs none of the budget."""
+        incident = next((i for i in self.current if i.id == outcome.incident), None)
+        if incident is None:
+            return
+        action = incident.actions[outcome.number]
+        wanted = incident.kind, action["verb"], action["target"], action["at"]
+        self._history = [
+            replace(past, refused=True) if (past.kind, past.verb, past.target, past.at) == wanted else past
+            for past in self._history
+        ]
 
     def _act(self, view: View) -> None:
         """Decide about every open incident and start the actions that the policy admits."""
@@ -128,13 +143,17 @@ class Responder:
         remedies = self._judge.remedies(waiting, view)
         self._idle = frozenset(name for name, actions in remedies.items() if not actions)
         self._history = [past for past in self._history if view.wall - past.at < KEEP_ACTIONS_S]
-        changed = {}
+        changed, user_of = {}, _user_of(view)
         for incident in waiting:
             actions, mode = remedies.get(incident.id, ()), self._mode_of(incident.kind)
-            decisions = decide(incident, actions, mode, self._history, self._limits, self._started_at, view.wall)
+            decisions = decide(
+                incident, actions, mode, self._history, self._limits, self._started_at, view.wall, user_of
+            )
             after = self._note([d for d in decisions if d.verdict is not Verdict.RUN], incident, view.wall)
             admitted = [decision.action for decision in decisions if decision.verdict is Verdict.RUN]
-            changed[incident.kind, incident.key] = self._start(admitted, after, view.wall) if admitted else after
+            refused = any(d.verdict is Verdict.REFUSE and d.action.verb not in HARMLESS for d in decisions)
+            start = self._start_notifications if refused else self._start
+            changed[incident.kind, incident.key] = start(admitted, after, view.wall, user_of) if admitted else after
         self._book = replace(self._book, incidents={**self._book.incidents, **changed})
 
     def _note(self, decisions: Sequence[Decision], incident: Incident, wall: float) -> Incident:
@@ -146,21 +165,42 @@ class Responder:
             self._log.info("not done", incident=incident.id, verb=verb, outcome=outcome, reason=note["detail"])
         return after
 
-    def _start(self, actions: Sequence[Action], incident: Incident, wall: float) -> Incident:
+    def _start(
+        self, actions: Sequence[Action], incident: Incident, wall: float, user_of: Callable[[Action], int | None]
+    ) -> Incident:
         """Start one attempt. It is in the journal first: the executor waits for that."""
         records = [_recorded(action, "running", "", wall) for action in actions]
         after = lifecycle.started(incident, records, wall)
         self._record(after, wall)
         text = f"attempt {after.attempts}"
         self._journal.transition(Transition(after.id, after.kind, incident.state, after.state, wall, text))
+        self._submit(actions, incident, wall, user_of)
+        return after
+
+    def _start_notifications(
+        self, actions: Sequence[Action], incident: Incident, wall: float, user_of: Callable[[Action], int | None]
+    ) -> Incident:
+        """Notify, once, of an incident whose other actions are refused for now; it waits for these."""
+        known = {(past["verb"], past["target"]) for past in incident.actions if past["outcome"] != str(Verdict.REFUSE)}
+        new = [action for action in actions if (action.verb, action.target) not in known]
+        if not new:
+            return incident
+        after = lifecycle.told(incident, [_recorded(action, "running", "", wall) for action in new])
+        self._record(after, wall)
+        self._submit(new, incident, wall, user_of)
+        return after
+
+    def _submit(
+        self, actions: Sequence[Action], incident: Incident, wall: float, user_of: Callable[[Action], int | None]
+    ) -> None:
+        """Hand ``actions`` to the executor; ``incident`` is as before them."""
         for number, action in enumerate(actions, len(incident.actions)):
-            past = PastAction(incident.kind, action.verb, action.target, wall)
+            past = PastAction(incident.kind, action.verb, action.target, wall, user_of(action))
             self._history.append(past)
             self._journal.action(incident.id, past)
             said = {"verb": action.verb, "target": action.target, "reason": action.reason}
             self._log.warning("acting", incident=incident.id, **said)
             self._executor.submit(incident.id, number, action)
-        return after
 
     def _tell(self, incident: Incident, transition: Transition) -> None:
         if transition.before is None:
@@ -178,6 +218,19 @@ class Responder:
         if before is None or _essence(before) != _essence(incident) or abs(wall - at) >= REWRITE_S:
             self._written[incident.id] = (incident, wall)
             self._journal.incident(incident)
+
+
+def _user_of(view: View) -> Callable[[Action], int | None]:
+    """A function that tells whose processes an action is about; None for hardware and for a run that is gone."""
+    users = {**{run.run: run.user for run in view.runs}, **{rank.run: rank.user for rank in view.ranks}}
+
+    def user(action: Action) -> int | None:
+        if action.verb not in OF_A_RUN:
+            return None
+        run = action.args.get("run") or Path(str(action.args.get("control", ""))).parent.name
+        return users.get(str(run))
+
+    return user
 
 
 def _recorded(action: Action, outcome: str, detail: str, at: float) -> Mapping[str, object]:

@@ -50,9 +50,11 @@ CREATE TABLE transitions (
 );
 CREATE TABLE actions (
   number INTEGER PRIMARY KEY, incident TEXT NOT NULL, at REAL NOT NULL,
-  kind TEXT NOT NULL, verb TEXT NOT NULL, target TEXT NOT NULL
+  kind TEXT NOT NULL, verb TEXT NOT NULL, target TEXT NOT NULL, user INTEGER
 );
 """
+_ADDED = ("actions", "user", "INTEGER", 0)
+"""A column that journals of this schema may still lack."""
 
 
 class StoreError(Exception):
@@ -107,7 +109,7 @@ class Store:
         ended = (
             "SELECT rowid, id, document FROM incidents WHERE resolved_at IS NOT NULL ORDER BY opened_at DESC LIMIT ?"
         )
-        actions = "SELECT rowid, kind, verb, target, at FROM actions WHERE at > ? ORDER BY at"
+        actions = "SELECT rowid, kind, verb, target, at, user FROM actions WHERE at > ? ORDER BY at"
         with self._reporting():
             odd: dict[str, list[int]] = {"incidents": [], "actions": []}
             content = JournalContent(
@@ -220,6 +222,8 @@ def _open(path: Path, now: float) -> sqlite3.Connection:
             raise _UnusableError("damaged", "is damaged")
         if version == 0:
             database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif tables == _own_tables() - {_ADDED}:
+            database.execute("ALTER TABLE actions ADD COLUMN user INTEGER")
         elif tables != _own_tables():
             raise _UnusableError("foreign", "has other tables than opsd's")
         database.execute("DELETE FROM incidents WHERE resolved_at < ?", (now - KEEP_S,))

@@ -69,7 +69,10 @@ class PolicySettings(Section):
         description="Seconds before the same kind of incident may be acted on again at the same target.",
     )
     max_actions_per_hour: int = Field(
-        default=12, ge=0, description="Beyond this many actions in an hour opsd does nothing more by itself."
+        default=12,
+        ge=0,
+        description="Beyond this many actions in an hour about one kind of incident opsd only notifies; counted for "
+        "each user whose processes it acts on, and for the hardware.",
     )
     hold_s: float = Field(
         default=300.0,

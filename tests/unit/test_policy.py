@@ -41,14 +41,29 @@ def test_the_same_target_is_left_alone_for_the_cool_down() -> None:
     assert verdicts(history=[replace(recent, kind="rank_hang")]) == [Verdict.RUN]
 
 
-def test_actions_per_hour_are_limited_over_all_kinds() -> None:
-    """The fourth action within an hour is refused; notifications do not count."""
-    past = [PastAction("k", "set_power_limit", str(i), NOW - 100 * i) for i in range(3)]
+def test_actions_per_hour_are_limited() -> None:
+    """The fourth action within an hour is refused; notifications do not count, and are never refused for it."""
+    past = [PastAction(INCIDENT.kind, "set_power_limit", str(i), NOW - 100 * i) for i in range(3)]
     assert verdicts(history=past) == [Verdict.REFUSE]
     assert verdicts(history=past[:2]) == [Verdict.RUN]
-    assert verdicts(history=[*past[:2], PastAction("k", "notify", "x", NOW)]) == [Verdict.RUN]
+    assert verdicts(history=[*past[:2], PastAction(INCIDENT.kind, "notify", "x", NOW)]) == [Verdict.RUN]
     assert verdicts(history=[*past[:2], replace(past[2], at=NOW - 3601)]) == [Verdict.RUN]
     assert verdicts((TELL,), history=past) == [Verdict.RUN]
+    assert verdicts((KILL, TELL), history=past) == [Verdict.REFUSE, Verdict.RUN]
+
+
+def test_nobody_uses_up_the_actions_of_others() -> None:
+    """Each kind of incident has a budget, in it each user and the hardware; what was refused costs nothing."""
+    spent = [PastAction(INCIDENT.kind, "kill_process", str(i), NOW - 100, user=1000) for i in range(3)]
+
+    def of(user: int | None, history: list[PastAction]) -> Verdict:
+        (decision,) = decide(INCIDENT, (KILL,), "act", history, LIMITS, START, NOW, lambda _action: user)
+        return decision.verdict
+
+    assert of(1000, spent) is Verdict.REFUSE
+    assert of(1001, spent) is of(None, spent) is Verdict.RUN
+    assert of(1000, [replace(past, kind="rank_hang") for past in spent]) is Verdict.RUN
+    assert of(1000, [*spent[:2], replace(spent[2], refused=True)]) is Verdict.RUN
 
 
 def test_no_half_of_an_attempt_is_carried_out() -> None:
