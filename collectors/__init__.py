@@ -35,3 +35,8 @@ NAMES = (
 def plugins() -> tuple[Plugin[Any], ...]:
     """Every collector as it is registered."""
     return tuple(import_module(f"{__name__}.{name}").COLLECTOR for name in NAMES)
+
+
+def witnesses() -> frozenset[str]:
+    """The names of the collectors whose sources are the kernel and drivers."""
+    return frozenset(plugin.name for plugin in plugins() if plugin.witness)

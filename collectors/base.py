@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from opsd.settings.section import CollectorSettings, Section
 
@@ -191,6 +191,18 @@ class Collector(Protocol):
         ...
 
 
+@runtime_checkable
+class Supplementary(Protocol):
+    """A collector that adds to the readings of the collector ``yields_to`` about the same things."""
+
+    @property
+    def yields_to(self) -> str: ...
+
+    def beside(self, own: Reading, other: Reading) -> tuple[Reading, str]:
+        """What ``own`` adds to the ``other`` reading, and what is wrong with it, "" if nothing. Called in the loop."""
+        ...
+
+
 class Sections(Protocol):
     """The settings of the agent, by the class of a section."""
 
@@ -228,10 +240,12 @@ class Plugin(Generic[S]):
     """A collector for registration in ``opsd.collectors``. ``name`` is that of the collector and of its section.
 
     ``labels`` says for each label of its metrics what the values are and what bounds their number: no label takes
-    whatever users make up.
+    whatever users make up. A ``witness`` reads the kernel or a driver, for which no user can speak: only on such a word
+    does the agent change hardware or drain the node.
     """
 
     name: str
     settings: type[S]
     make: Callable[[S, Context], Collector]
     labels: Mapping[str, str] = field(default_factory=dict)
+    witness: bool = False

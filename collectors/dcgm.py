@@ -1,12 +1,14 @@
 """GPUs through DCGM, where it runs on the node: dcgm-exporter's series as they are, or those of the host engine itself.
 
-The exporter refreshes its values at its own pace (every 30 s by default), so this asks rarely. No counter is read
-twice: ``Yielding`` takes these series out of the NVML collector's readings while they come from here.
+They add what the driver does not tell. Any user of the node can listen where the exporter should: it is believed by the
+owner of its socket, never replaces a value of the driver, and is compared with it. The exporter refreshes its values at
+its own pace (every 30 s by default), so this asks rarely.
 """
 
 from __future__ import annotations
 
 import http.client
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,8 +18,10 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
-from opsd.collectors.base import Collector, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.base import Context, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine
+from opsd.collectors.lib.gpu_sources import Comparison
+from opsd.collectors.lib.listener import UntrustedError, connect, trusted_uids
 from opsd.collectors.lib.nvml import gpm
 from opsd.collectors.lib.nvml import series as nvml_series
 from opsd.settings.section import CollectorSettings, LocalUrl
@@ -26,10 +30,21 @@ URL: Final = "http://localhost:9400/metrics"
 MAX_ANSWER: Final = 8 << 20
 UP = Metric("opsd_dcgm_exporter_up", "1 if dcgm-exporter on this node answered the last question.")
 ENGINE_UP = Metric("opsd_dcgm_engine_up", "1 if the DCGM host engine was read, which it is without dcgm-exporter.")
+UNTRUSTED = Metric(
+    "opsd_dcgm_untrusted", "1 if a user who is not believed listens where dcgm-exporter or the host engine should."
+)
+DISAGREEMENTS = Metric(
+    "opsd_dcgm_disagreements", "GPUs, and values that rarely change, of which DCGM and the driver tell differently."
+)
 SERIES: Final = {
     metric.name: metric for metric in (*nvml_series.METRICS, *gpm.METRICS) if metric.name.startswith("DCGM_FI_")
 }
 """What is taken over; anything else that the exporter has is Prometheus's own to scrape."""
+STEADY: Final = frozenset(
+    metric.name
+    for metric in (nvml_series.REMAP_FAILURE, nvml_series.REMAPPED_CORRECTABLE, nvml_series.REMAPPED_UNCORRECTABLE)
+)
+"""Values that change so rarely that two sources must agree on them."""
 
 
 class DcgmError(Exception):
@@ -62,14 +77,19 @@ def _blank(value: float) -> bool:
     return value >= 0x7FFFFFFFFFFFFFF0 or 0 <= value - float(1 << 47) < 16
 
 
-def fetch(url: str, timeout_s: float) -> str:
-    """The page at ``url``, in twice ``timeout_s``. Raises ConnectionRefusedError if nothing listens, or DcgmError."""
+def fetch(url: str, timeout_s: float, uids: frozenset[int]) -> str:
+    """The page at ``url``, in twice ``timeout_s``, from a listener of ``uids``.
+
+    Raises ConnectionRefusedError if nothing listens, UntrustedError if it is another user's, or DcgmError.
+    """
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "localhost", parts.port or 80, timeout=timeout_s)
-    deadline = time.monotonic() + timeout_s
+    host, port = parts.hostname or "localhost", parts.port or 80
+    http_connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        connection.request("GET", parts.path or "/metrics")
-        response = connection.getresponse()
+        http_connection.sock = connect(host, port, uids, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        http_connection.request("GET", parts.path or "/metrics")
+        response = http_connection.getresponse()
         if response.status != http.client.OK:
             raise DcgmError(f"{url} answered with status {response.status}")
         body = bytearray()
@@ -83,26 +103,33 @@ def fetch(url: str, timeout_s: float) -> str:
     except (OSError, http.client.HTTPException) as error:
         raise DcgmError(f"{url} does not answer: {type(error).__name__} {error}") from error
     finally:
-        connection.close()
+        http_connection.close()
 
 
 class DcgmSettings(CollectorSettings):
-    """GPUs through dcgm-exporter or else the DCGM host engine, where one runs; NVML is not asked for what it has."""
+    """GPUs through dcgm-exporter or the DCGM host engine, where one runs: what the driver does not tell."""
 
     url: LocalUrl = Field(
         default="http://localhost:9400/metrics", description="Where dcgm-exporter answers on this node."
     )
     interval_s: float = Field(default=5.0, ge=0, le=3600, description="Seconds between two questions to it.")
+    users: tuple[str, ...] = Field(
+        default=("root",),
+        strict=False,
+        description="Users, by name or number, whose exporter or host engine is believed; besides root and opsd's own.",
+    )
 
 
 class DcgmCollector:
     """dcgm-exporter at ``url``, or else the host ``engine``, asked every ``period_s`` seconds.
 
     In between the last answer stands, and so does its last failure: a collector that fails must not seem to recover.
+    An exporter is believed if its process belongs to one of ``uids``.
     """
 
     name = "dcgm"
-    metrics = (UP, ENGINE_UP, *SERIES.values())
+    metrics = (UP, ENGINE_UP, UNTRUSTED, DISAGREEMENTS, *SERIES.values())
+    yields_to = "nvml"
 
     def __init__(
         self,
@@ -112,14 +139,19 @@ class DcgmCollector:
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         engine: HostEngine | None = None,
+        uids: frozenset[int] = frozenset({0}),
+        node: str = "",
     ) -> None:
         self._url = url
-        self._engine = engine or HostEngine(SERIES)
+        self._engine = engine or HostEngine(SERIES, uids=uids)
+        self._uids = uids
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._clock = clock
         self._asked: float | None = None
         self._last: Reading | NoData | DcgmError = NoData("dcgm-exporter has not been asked yet")
+        self._untrusted = ""
+        self._comparison = Comparison(STEADY, node or os.uname().nodename)
         self.covered: frozenset[str] = frozenset()
 
     def collect(self) -> Reading | NoData:
@@ -138,47 +170,49 @@ class DcgmCollector:
             raise self._last.with_traceback(None)
         return self._last
 
+    def beside(self, own: Reading, driver: Reading) -> tuple[Reading, str]:
+        """What ``own`` adds to what the driver tells, under the driver's labels; and what is wrong with it.
+
+        Called in the agent's loop, with the newest readings of both.
+        """
+        told = tuple(sample for sample in own.samples if sample.metric is not DISAGREEMENTS)
+        samples, differing = self._comparison.merge(told, driver, self._clock())
+        wrong = [self._untrusted] if self._untrusted else []
+        if differing:
+            wrong.append(f"DCGM and the driver disagree on {', '.join(differing[:3])}")
+        return replace(own, samples=(*samples, Sample(DISAGREEMENTS, len(differing)))), "; ".join(wrong)
+
     def _ask(self) -> Reading | NoData:
-        self.covered = frozenset()
+        self.covered, self._untrusted = frozenset(), ""
+        samples: tuple[Sample, ...] | None = None
+        source = UP
         try:
-            samples: tuple[Sample, ...] | None = tuple(parse_exposition(fetch(self._url, self._timeout_s)))
-            source = UP
+            samples = tuple(parse_exposition(fetch(self._url, self._timeout_s, self._uids)))
         except ConnectionRefusedError:
-            samples, source = self._from_engine(), ENGINE_UP
+            pass
+        except UntrustedError as error:
+            self._untrusted = str(error)
         if samples is None:
+            samples, source = self._from_engine(), ENGINE_UP
+        if samples is None and not self._untrusted:
             return NoData(f"no dcgm-exporter at {self._url}, and no DCGM host engine")
-        self.covered = frozenset(sample.metric.name for sample in samples)
-        up = tuple(Sample(metric, float(metric is source)) for metric in (UP, ENGINE_UP))
-        return Reading((*up, *samples))
+        self.covered = frozenset(sample.metric.name for sample in samples or ())
+        up = tuple(Sample(metric, float(metric is source and samples is not None)) for metric in (UP, ENGINE_UP))
+        return Reading((*up, Sample(UNTRUSTED, float(bool(self._untrusted))), *(samples or ())))
 
     def _from_engine(self) -> tuple[Sample, ...] | None:
         try:
             return self._engine.read()
+        except UntrustedError as error:
+            self._untrusted = str(error)
+            return None
         except EngineError as error:
             raise DcgmError(str(error)) from error
 
 
-class Yielding:
-    """``collector`` without the samples whose metric ``covered`` names right now."""
-
-    def __init__(self, collector: Collector, covered: Callable[[], frozenset[str]]) -> None:
-        self._collector = collector
-        self._covered = covered
-        self.name = collector.name
-        self.metrics = collector.metrics
-
-    def collect(self) -> Reading | NoData:
-        """The collector's reading, less what comes from elsewhere."""
-        reading = self._collector.collect()
-        covered = self._covered()
-        if isinstance(reading, NoData) or not covered:
-            return reading
-        return replace(reading, samples=tuple(s for s in reading.samples if s.metric.name not in covered))
+def _make(settings: DcgmSettings, context: Context) -> DcgmCollector:
+    uids = trusted_uids(settings.users)
+    return DcgmCollector(settings.url, period_s=settings.interval_s, uids=uids, node=context.node)
 
 
-COLLECTOR = Plugin(
-    "dcgm",
-    DcgmSettings,
-    lambda settings, _context: DcgmCollector(settings.url, period_s=settings.interval_s),
-    nvml_series.DCGM_LABELS,
-)
+COLLECTOR = Plugin("dcgm", DcgmSettings, _make, nvml_series.DCGM_LABELS)

@@ -309,4 +309,6 @@ def _filesystem(mount: Path) -> Iterator[Sample]:
         yield Sample(INODES_FREE, info.f_ffree, labels)
 
 
-COLLECTOR = Plugin("host", HostSettings, lambda settings, _context: HostCollector(mounts=settings.mounts), LABELS)
+COLLECTOR = Plugin(
+    "host", HostSettings, lambda settings, _context: HostCollector(mounts=settings.mounts), LABELS, witness=True
+)

@@ -257,4 +257,5 @@ COLLECTOR = Plugin(
     InfinibandSettings,
     lambda settings, _context: InfinibandCollector(settings.root, interval_s=settings.interval_s),
     LABELS,
+    witness=True,
 )

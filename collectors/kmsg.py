@@ -260,4 +260,5 @@ COLLECTOR = Plugin(
         context.state and context.state / "kmsg.json", ledger=context.shared(XidLedger)
     ),
     {**XID_LABELS, **LABELS},
+    witness=True,
 )

@@ -229,5 +229,5 @@ def _text(file: Path) -> str:
 
 
 COLLECTOR = Plugin(
-    "nvme", NvmeSettings, lambda settings, _context: NvmeCollector(interval_s=settings.interval_s), LABELS
+    "nvme", NvmeSettings, lambda settings, _context: NvmeCollector(interval_s=settings.interval_s), LABELS, witness=True
 )

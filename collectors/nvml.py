@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, GpuFact, NoData, Plugin, Reading, Sample
-from opsd.collectors.dcgm import DcgmCollector, Yielding
+from opsd.collectors.dcgm import DcgmCollector
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Xid, XidLedger, xid_event
 from opsd.collectors.lib.nvml import gpm, series
@@ -238,20 +238,19 @@ class PowerControl:
 
 
 def _make(settings: NvmlSettings, context: Context) -> Collector:
-    def covered() -> frozenset[str]:
+    def profiled_elsewhere() -> bool:
         dcgm = context.collector(DcgmCollector)
-        return dcgm.covered if dcgm else frozenset()
+        return dcgm is not None and not _PROFILING.isdisjoint(dcgm.covered)
 
-    collector = NvmlCollector(
+    return NvmlCollector(
         settings.library,
         hostname=context.node,
         xids=context.shared(XidLedger),
         process_letter=process_letter if sees_all_processes() else None,
         profiling=settings.profiling,
-        profiled_elsewhere=lambda: not _PROFILING.isdisjoint(covered()),
+        profiled_elsewhere=profiled_elsewhere,
         occupancy=context.shared(Occupancy),
     )
-    return Yielding(collector, covered)
 
 
-COLLECTOR = Plugin("nvml", NvmlSettings, _make, {**series.LABELS, **XID_LABELS})
+COLLECTOR = Plugin("nvml", NvmlSettings, _make, {**series.LABELS, **XID_LABELS}, witness=True)

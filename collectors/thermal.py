@@ -87,4 +87,4 @@ def _text(path: Path) -> str:
         return ""
 
 
-COLLECTOR = Plugin("thermal", ThermalSettings, lambda _settings, _context: ThermalCollector(), LABELS)
+COLLECTOR = Plugin("thermal", ThermalSettings, lambda _settings, _context: ThermalCollector(), LABELS, witness=True)

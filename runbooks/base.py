@@ -145,6 +145,11 @@ class Series(Protocol):
     def labels(self) -> Mapping[str, str]: ...
 
     @property
+    def source(self) -> str:
+        """The collector that delivers it."""
+        ...
+
+    @property
     def last(self) -> float | None:
         """The newest value, or None if the newest tick has none."""
         ...

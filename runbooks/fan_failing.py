@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
-from opsd.runbooks.lib.gpus import by_gpu, job_text, newest, rank_on
+from opsd.runbooks.lib.gpus import by_gpu, job_evidence, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.trends import Trend, blocks, due, thirds, trend
 
@@ -167,7 +167,7 @@ def _finding(view: View, rising: Sequence[_Rising]) -> Finding:
         summary=f"{who} hotter at the same power{soon}",
         culprit=culprit,
         confidence=0.7,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in [*facts, job_text(rank)]),
+        evidence=(*told(view, worst.uuid, TEMPERATURE, *facts), job_evidence(view, rank)),
         cost=Cost(text="nothing yet; a throttled GPU slows the whole job down"),
         job=rank.job if rank else "",
         data={"before": {gpu.uuid: gpu.before for gpu in rising}},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opsd.runbooks.base import Action, Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.gpus import blamed, by_gpu, job_text, newest
+from opsd.runbooks.base import Action, Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.lib.gpus import blamed, by_gpu, job_evidence, newest, told
 from opsd.runbooks.lib.signals import growth, number, text
 
 ERRORS = "opsd_gpu_ecc_errors_total"
@@ -24,7 +24,6 @@ def _finding(view: View, series: Series, kind: str, errors: float, seconds: floa
     facts = [
         f"{errors:.0f} {kind} ECC errors in the last {seconds:.0f} s, {total:.0f} since the driver was loaded",
         "a row remapping waits for a reset of the GPU" if pending else "",
-        job_text(rank),
     ]
     return Finding(
         kind="gpu_ecc",
@@ -33,7 +32,7 @@ def _finding(view: View, series: Series, kind: str, errors: float, seconds: floa
         summary=f"GPU {gpu} has {kind} memory errors",
         culprit=culprit,
         confidence=0.98 if fatal else 0.8,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
+        evidence=(*told(view, uuid, ERRORS, *facts), job_evidence(view, rank)),
         cost=Cost(text="the process that used the memory is killed by the driver" if fatal else ""),
         job=rank.job if rank else "",
         data={"uuid": uuid, "gpu": gpu, "errors": kind, "total": total},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
-from opsd.runbooks.lib.gpus import blamed, by_gpu, job_text, newest
+from opsd.runbooks.lib.gpus import blamed, by_gpu, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
 from opsd.runbooks.lib.trends import each_minute, hours_until
@@ -50,9 +50,8 @@ def _finding(view: View, series: Series, minutes: Sequence[float], hours: float)
     facts = [
         f"{minutes[-1]:.0f} corrected ECC errors in the last minute, {minutes[0]:.0f} {len(minutes)} minutes ago",
         f"at this growth {BURST:.0f} a minute in {hours:.1f} hours",
-        f"{remapped:.0f} rows have been replaced for corrected errors" if remapped else "",
-        job_text(rank),
     ]
+    replaced = f"{remapped:.0f} rows have been replaced for corrected errors" if remapped else ""
     return Finding(
         kind="gpu_ecc_trend",
         key=uuid,
@@ -60,7 +59,11 @@ def _finding(view: View, series: Series, minutes: Sequence[float], hours: float)
         summary=f"GPU {gpu} corrects more and more memory errors",
         culprit=culprit,
         confidence=0.7,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
+        evidence=(
+            *told(view, uuid, ERRORS, *facts),
+            *told(view, uuid, REMAPPED, replaced),
+            job_evidence(view, rank),
+        ),
         cost=Cost(text="nothing yet; an error that cannot be corrected ends the rank"),
         job=rank.job if rank else "",
         data={"uuid": uuid, "gpu": gpu, "a_minute": minutes[-1]},

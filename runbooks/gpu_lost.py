@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import blamed, gpu_of, job_text, xids_of
+from opsd.runbooks.lib.gpus import blamed, gpu_of, job_evidence, xids_of
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import counted, text
 
 
 def _finding(gpu: GpuFact, view: View) -> Finding:
     culprit, rank = blamed(view, gpu.index, gpu.lost or "")
-    facts = [
-        f"the driver says of GPU {gpu.index} ({gpu.pci_bus_id}): {gpu.lost}",
-        job_text(rank),
-        *(f"{event.message} {view.wall - event.at:.0f} s ago" for event in xids_of(view, gpu, 60.0)[-3:]),
+    said = f"the driver says of GPU {gpu.index} ({gpu.pci_bus_id}): {gpu.lost}"
+    xids = [
+        Evidence(f"{xid.message} {view.wall - xid.at:.0f} s ago", text(xid.data, "source"), view.wall)
+        for xid in xids_of(view, gpu, 60.0)[-3:]
     ]
     waiting = rank.world_size if rank else 1
     return Finding(
@@ -26,7 +26,7 @@ def _finding(gpu: GpuFact, view: View) -> Finding:
         summary=f"GPU {gpu.index} ({gpu.pci_bus_id}) is lost",
         culprit=culprit,
         confidence=0.98,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts),
+        evidence=(Evidence(said, "NVML", view.wall), job_evidence(view, rank), *xids),
         cost=Cost(1.0, 0.0, f"{counted(waiting, 'GPU')} cannot train while it is gone" if rank else "one GPU less"),
         job=rank.job if rank else "",
         data={"uuid": gpu.uuid, "gpu": gpu.index},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opsd.runbooks.base import Action, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import blamed, job_text, newest
+from opsd.runbooks.base import Action, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.gpus import blamed, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import text
 
@@ -27,11 +27,7 @@ def _detect(view: View) -> Iterator[Finding]:
 def _finding(view: View, uuid: str, gpu: int, failed: bool, rows: float | None) -> Finding:
     what = "remapping a row of its memory has failed" if failed else "a remapped row of its memory waits for a reset"
     culprit, rank = blamed(view, gpu, what)
-    facts = [
-        f"GPU {gpu}: {what}",
-        f"{rows:.0f} rows were remapped after uncorrectable errors so far" if rows is not None else "",
-        job_text(rank),
-    ]
+    remapped = f"{rows:.0f} rows were remapped after uncorrectable errors so far" if rows is not None else ""
     return Finding(
         kind="gpu_row_remap",
         key=uuid,
@@ -39,7 +35,11 @@ def _finding(view: View, uuid: str, gpu: int, failed: bool, rows: float | None) 
         summary=f"GPU {gpu}: {what}",
         culprit=culprit,
         confidence=0.98,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
+        evidence=(
+            *told(view, uuid, FAILED if failed else PENDING, f"GPU {gpu}: {what}"),
+            *told(view, uuid, ROWS, remapped),
+            job_evidence(view, rank),
+        ),
         job=rank.job if rank else "",
         data={"uuid": uuid, "gpu": gpu},
     )
@@ -48,8 +48,8 @@ def _finding(view: View, uuid: str, gpu: int, failed: bool, rows: float | None) 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     failed = incident.severity is Severity.CRITICAL
     advice = "take the node out, the GPU has to be replaced" if failed else "reset the GPU when its job is over"
-    told = Action("notify", target=view.node, reason=f"{incident.summary}: {advice}")
-    return (*swap_out(incident, view), told) if failed else (told,)
+    notice = Action("notify", target=view.node, reason=f"{incident.summary}: {advice}")
+    return (*swap_out(incident, view), notice) if failed else (notice,)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

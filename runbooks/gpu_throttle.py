@@ -10,7 +10,6 @@ from opsd.runbooks.base import (
     Action,
     Cost,
     Culprit,
-    Evidence,
     Finding,
     Guide,
     Incident,
@@ -19,7 +18,7 @@ from opsd.runbooks.base import (
     Severity,
     View,
 )
-from opsd.runbooks.lib.gpus import loaded, rank_on
+from opsd.runbooks.lib.gpus import by_gpu, loaded, rank_on, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import counted, integer, latest, number, seconds_spent, text, usual
 
@@ -28,7 +27,7 @@ REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")
 """Clocks-event reasons that are throttles. The software power cap is not one: near 700 W it is the normal state."""
 
 THROTTLED = "opsd_gpu_throttle_seconds_total"
-CLOCK = "DCGM_FI_DEV_SM_CLOCK"
+CLOCK, TEMPERATURE, POWER = "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
 
 SHORT_S, SHORT_LIMIT_S = 6.0, 3.0
 VIEWS = ((SHORT_S, SHORT_LIMIT_S), (10.0, 3.5), (30.0, 9.0))
@@ -81,7 +80,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _slowdown(view: View, uuid: str, throttled: set[str]) -> tuple[float, float] | None:
     """(clock, the clock it should have) in MHz: that of the healthy GPUs under load, else its own past."""
-    clocks = {series.labels["UUID"]: series for series in view.select(CLOCK)}
+    clocks = {uuid: series for uuid, (series, *_) in by_gpu(view, CLOCK).items()}
     if uuid not in clocks or (clock := usual(clocks[uuid], SHORT_S)) is None:
         return None
     under_load = loaded(view)
@@ -106,17 +105,17 @@ def _finding(
     share = 0.0 if slowdown is None else 1.0 - slowdown[0] / slowdown[1]
     waiting = rank.world_size if rank else 1
     job = rank.job if rank else ""
-    temperature = latest(view, "DCGM_FI_DEV_GPU_TEMP", UUID=uuid)
+    temperature = latest(view, TEMPERATURE, UUID=uuid)
     power, limit = (
-        latest(view, "DCGM_FI_DEV_POWER_USAGE", UUID=uuid),
+        latest(view, POWER, UUID=uuid),
         latest(view, "opsd_gpu_power_limit_watts", UUID=uuid),
     )
-    facts = [
-        f"throttled by {' and '.join(reasons)} for {spent_s:.0f} s of the last 10 minutes",
-        f"SM clock {slowdown[0]:.0f} MHz, {slowdown[1]:.0f} MHz expected under load" if slowdown else "",
-        f"temperature {temperature:.0f} °C" if temperature is not None else "",
-        f"power {power:.0f} W of {limit:.0f} W" if power is not None and limit is not None else "",
-    ]
+    facts = {
+        THROTTLED: f"throttled by {' and '.join(reasons)} for {spent_s:.0f} s of the last 10 minutes",
+        CLOCK: f"SM clock {slowdown[0]:.0f} MHz, {slowdown[1]:.0f} MHz expected under load" if slowdown else "",
+        TEMPERATURE: f"temperature {temperature:.0f} °C" if temperature is not None else "",
+        POWER: f"power {power:.0f} W of {limit:.0f} W" if power is not None and limit is not None else "",
+    }
     whose = f"of job {job}" if job else f"of run {rank.run}" if rank else "of this GPU's work"
     return Finding(
         kind="gpu_throttle",
@@ -125,7 +124,7 @@ def _finding(
         summary=f"GPU {gpu} is throttled by {' and '.join(reasons)}",
         culprit=Culprit("gpu", view.node, gpu, rank.rank if rank else None, " and ".join(reasons)),
         confidence=0.95 if rank else 0.9,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts if fact),
+        evidence=tuple(one for metric, fact in facts.items() for one in told(view, uuid, metric, fact)),
         cost=Cost(
             share,
             share * waiting * spent_s,
@@ -147,18 +146,20 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     default = latest(view, "opsd_gpu_power_limit_default_watts", UUID=uuid)
     if not thermal or limit is None or default is None:
         cause = "check the cooling" if thermal else "check power supplies and the board"
-        told = Action("notify", target=view.node, reason=f"{incident.summary}: {cause}, then replace the node")
-        return (*swap_out(incident, view), told)
+        notice = Action("notify", target=view.node, reason=f"{incident.summary}: {cause}, then replace the node")
+        return (*swap_out(incident, view), notice)
     least = max(LOWEST * default, latest(view, "opsd_gpu_power_limit_min_watts", UUID=uuid) or 0.0)
-    power = view.select("DCGM_FI_DEV_POWER_USAGE", UUID=uuid)
+    power = view.select(POWER, UUID=uuid)
     draws = [draw for series in power if (draw := usual(series, SHORT_LIMIT_S)) is not None]
     watts = round(max(min([CUT * limit, *(BELOW_DRAW * draw for draw in draws)]), least))
-    told = Action("notify", target=view.node, reason=f"{incident.summary}: have its cooling serviced, replace the node")
+    notice = Action(
+        "notify", target=view.node, reason=f"{incident.summary}: have its cooling serviced, replace the node"
+    )
     if watts >= limit:
-        return (*swap_out(incident, view), told)
+        return (*swap_out(incident, view), notice)
     args = {"gpu": gpu, "watts": watts, "restore_watts": _limit_before(incident, limit)}
     why = f"{incident.summary}: less power is less heat, and a steady clock"
-    return (Action("set_power_limit", target=uuid, args=args, reason=why), told)
+    return (Action("set_power_limit", target=uuid, args=args, reason=why), notice)
 
 
 def _limit_before(incident: Incident, limit: float) -> float:

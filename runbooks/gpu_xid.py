@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, job_text
+from opsd.runbooks.lib.gpus import by_gpu, job_evidence
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.runs import FRESH_S, REMEMBERED_S
 from opsd.runbooks.lib.signals import integer, latest, number, text
@@ -186,7 +186,8 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, x
         confidence=sure,
         evidence=(
             *(Evidence(f"{xid.message}{_times(xid)}", text(xid.data, "source"), xid.at) for xid in _worst(xids)),
-            *(Evidence(fact, "Xid catalogue", view.wall) for fact in (asks, job_text(live))),
+            Evidence(asks, "Xid catalogue", view.wall),
+            job_evidence(view, live),
         ),
         cost=Cost(text="the driver ends the program that used it" if rank else ""),
         job=rank.job if rank else "",

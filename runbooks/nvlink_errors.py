@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.gpus import blamed, by_gpu, fresh, job_text
+from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.lib.gpus import blamed, by_gpu, fresh, job_evidence, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
@@ -65,7 +65,7 @@ def _finding(view: View, uuid: str, gpu: int, down: Sequence[str], errors: Seque
         summary=f"NVLink of GPU {gpu}: {' and '.join(what)}",
         culprit=culprit,
         confidence=0.9,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in [*what, job_text(rank)]),
+        evidence=(*told(view, uuid, ERRORS, *what), job_evidence(view, rank)),
         cost=Cost(text="collectives inside the node run at the pace of its slowest link"),
         job=rank.job if rank else "",
         data={"uuid": uuid, "gpu": gpu},

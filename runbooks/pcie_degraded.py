@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import blamed, by_gpu, job_text, loaded, newest, rank_on
+from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.gpus import blamed, by_gpu, job_evidence, loaded, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
@@ -67,7 +67,7 @@ def _detect(view: View) -> Iterator[Finding]:
 def _finding(view: View, uuid: str, gpu: int, faults: Sequence[str]) -> Finding:
     what = " and ".join(faults)
     culprit, rank = blamed(view, gpu, what)
-    facts = [f"PCIe link of GPU {gpu}: {what}", job_text(rank)]
+    said = told(view, uuid, REPLAYS, f"PCIe link of GPU {gpu}: {what}")
     return Finding(
         kind="pcie_degraded",
         key=uuid,
@@ -75,7 +75,7 @@ def _finding(view: View, uuid: str, gpu: int, faults: Sequence[str]) -> Finding:
         summary=f"the PCIe link of GPU {gpu} is degraded: {what}",
         culprit=culprit,
         confidence=0.9,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in facts),
+        evidence=(*said, job_evidence(view, rank)),
         cost=Cost(text="copies between host and GPU, and network traffic of this GPU, are slower"),
         job=rank.job if rank else "",
         data={"uuid": uuid, "gpu": gpu},

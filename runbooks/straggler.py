@@ -9,7 +9,7 @@ from statistics import median
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import CLOCK, unfit_gpus
-from opsd.runbooks.lib.gpus import newest
+from opsd.runbooks.lib.gpus import newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import ranks_of, recovered, slowdown
 from opsd.runbooks.lib.signals import excess, integer, spread, text
@@ -145,11 +145,12 @@ def _diagnose(finding: Finding, view: View) -> Finding:
     behind = _clock_behind(view, gpu) if gpu is not None and view.known("nvml") else ""
     if not behind:
         return finding
+    uuid = next((fact.uuid for fact in view.gpus if fact.index == gpu), "")
     return replace(
         finding,
         culprit=replace(finding.culprit, component="gpu", detail="low clock"),
         confidence=0.9,
-        evidence=(*finding.evidence, Evidence(behind, "NVML", view.wall)),
+        evidence=(*finding.evidence, *told(view, uuid, CLOCK, behind)),
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from opsd.collectors.base import GpuFact, RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, newest
+from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.gpus import by_gpu, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import run_of
 from opsd.runbooks.lib.signals import text
@@ -108,7 +108,10 @@ def _finding(view: View, gpu: GpuFact, what: str, used: float | None) -> Finding
         summary=f"GPU {gpu.index} of {view.node}: {what}",
         culprit=Culprit("gpu", view.node, gpu.index, detail=what),
         confidence=0.85,
-        evidence=tuple(Evidence(fact, "NVML", view.wall) for fact in (f"GPU {gpu.index}: {what}", memory) if fact),
+        evidence=(
+            *told(view, gpu.uuid, PROCESSES, f"GPU {gpu.index}: {what}"),
+            *told(view, gpu.uuid, USED, memory),
+        ),
         cost=Cost(text="the next rank on this GPU may run out of memory, or shares it with a stranger"),
         data={"uuid": gpu.uuid},
     )

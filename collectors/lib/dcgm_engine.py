@@ -6,16 +6,20 @@ DCGM, in a separate folder.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from opsd.collectors.base import Metric, Sample
+from opsd.collectors.lib.listener import UntrustedError, check_owner, connect
 
 FOLDERS: Final = (
     Path("/usr/share/datacenter-gpu-manager-4/bindings/python3"),
@@ -55,13 +59,26 @@ def find_bindings(folders: Sequence[Path] = FOLDERS) -> Path | None:
     return None
 
 
-def runs(address: tuple[str, int] = ("localhost", PORT), timeout_s: float = 0.5) -> bool:
-    """True if something listens where the host engine does."""
+def runs(uids: frozenset[int], address: tuple[str, int] = ("localhost", PORT), timeout_s: float = 0.5) -> bool:
+    """True if a process of ``uids`` listens where the host engine does. Raises UntrustedError if it is another's."""
     try:
-        socket.create_connection(address, timeout=timeout_s).close()
+        connect(*address, uids, timeout_s).close()
     except OSError:
         return False
     return True
+
+
+def check_connections(uids: frozenset[int], port: int = PORT) -> None:
+    """Raise UntrustedError if this process has a connection to a ``port`` of this node that is not held by ``uids``.
+
+    The bindings connect by themselves, perhaps to another listener than the one that was looked at before.
+    """
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if path.is_socket():
+                with socket.socket(fileno=os.dup(int(path.name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+                        check_owner(one, uids, time.monotonic())
 
 
 def new_reader(folder: Path, names: Sequence[str], hostname: str = "localhost") -> tuple[Reader, dict[int, str]]:
@@ -92,20 +109,22 @@ class HostEngine:
         metrics: Mapping[str, Metric],
         *,
         folders: Sequence[Path] = FOLDERS,
-        running: Callable[[], bool] = runs,
+        uids: frozenset[int] = frozenset({0}),
+        running: Callable[[], bool] | None = None,
         make: Callable[[Path, Sequence[str]], tuple[Reader, dict[int, str]]] = new_reader,
         hostname: str = os.uname().nodename,
     ) -> None:
         # Profiling fields need a licence of their own and fail as a group; the driver is asked for what they tell.
         self._metrics = {name: metric for name, metric in metrics.items() if not name.startswith("DCGM_FI_PROF_")}
         self._folders = folders
-        self._running = running
+        self._uids = uids
+        self._running = running or partial(runs, uids)
         self._make = make
         self._hostname = hostname
         self._reader: tuple[Reader, dict[int, str]] | None = None
 
     def read(self) -> tuple[Sample, ...] | None:
-        """The engine's newest values; None if there is no engine. Raises EngineError."""
+        """The engine's newest values; None if there is no engine. Raises EngineError, and UntrustedError."""
         folder = find_bindings(self._folders)
         if folder is None or not self._running():
             self._reader = None
@@ -113,6 +132,7 @@ class HostEngine:
         if self._reader is None:
             self._reader = self._make(folder, list(self._metrics))
         reader, names = self._reader
+        self._check_connections()
         try:
             samples = tuple(self._samples(reader, names))
         except Exception as error:  # see new_reader
@@ -122,6 +142,13 @@ class HostEngine:
             self._reader = None
             raise EngineError("the DCGM host engine runs and tells nothing of any GPU")
         return samples
+
+    def _check_connections(self) -> None:
+        try:
+            check_connections(self._uids)
+        except UntrustedError:
+            self._reader = None
+            raise
 
     def _samples(self, reader: Reader, names: Mapping[int, str]) -> Iterator[Sample]:
         for gpu, values in reader.GetLatestGpuValuesAsFieldIdDict().items():

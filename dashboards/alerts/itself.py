@@ -72,6 +72,16 @@ ITSELF = Group(
             description="The kernel wrote faster than the agent read. An Xid may be among the lost messages.",
         ),
         Alert(
+            "ExporterDoubtful",
+            "(max by (cluster, instance) (opsd_dcgm_untrusted) == 1) or "
+            "(max by (cluster, instance) (opsd_dcgm_disagreements) > 0)",
+            severity="info",
+            hold="10m",
+            summary="What DCGM says on {{ $labels.instance }} is doubtful",
+            description="A user who is not believed listens on its port, or it disagrees with the driver. The driver's "
+            "values count.",
+        ),
+        Alert(
             "RankPagesBroken",
             "max by (cluster, instance, run) (opsd_rank_page_errors) > 0",
             severity="warning",

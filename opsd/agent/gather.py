@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
-from opsd.collectors.base import Collector, NoData, Reading
+from opsd.collectors.base import Collector, NoData, Reading, Supplementary
 
 CPU_SHARE: Final = 0.1
 CPU_BURST_S: Final = 2.0
@@ -144,6 +144,7 @@ class Gatherer:
 
     def __init__(self, collectors: Sequence[Collector], *, deadline_s: float, clock: Callable[[], float]) -> None:
         self.sources = tuple(Source(collector) for collector in collectors)
+        self._supplementary = [(s, s.collector) for s in self.sources if isinstance(s.collector, Supplementary)]
         self._deadline_s = deadline_s
         self._clock = clock
         self._ended = threading.Condition()
@@ -169,7 +170,16 @@ class Gatherer:
                 self._take(source, worker)
                 if not worker.busy and worker not in awaited:
                     source.hold()
+        self._merge()
         return self.sources
+
+    def _merge(self) -> None:
+        """Leave of supplementary readings what they add, in this tick, to those that they are supplementary to."""
+        for source, collector in self._supplementary:
+            if source.health.delivers:
+                other = next((one.reading for one in self.sources if one.name == collector.yields_to), Reading())
+                source.reading, wrong = collector.beside(source.reading, other)
+                source.reason = source.reason if source.health is Health.LIMITED else wrong
 
     def _take(self, source: Source, worker: _Worker) -> None:
         outcome, worker.outcome = worker.outcome, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -69,6 +70,20 @@ class Judge:
     def remedies(self, incidents: Iterable[Incident], view: View) -> Mapping[str, Sequence[Action]]:
         """Incident id -> the actions that its runbook wants; incidents whose runbook is blind now are left out."""
         return {i.id: tuple(self._try(r, partial(r.remedy, i, view), ())) for i, r in self._seen(incidents, view)}
+
+    def confirmed(self, incident: Incident, view: View) -> Sequence[Action]:
+        """The actions that the runbook wants by what ``view`` shows, nothing of the incident's past; () if none."""
+        runbook = self.runbooks[incident.kind]
+
+        def ask() -> Sequence[Action]:
+            found = (runbook.diagnose(finding, view) for finding in runbook.detect(view))
+            now = next((finding for finding in found if finding.key == incident.key), None)
+            if now is None:
+                return ()
+            fresh = replace(incident, severity=now.severity, summary=now.summary, culprit=now.culprit, data=now.data)
+            return tuple(runbook.remedy(fresh, view))
+
+        return self._try(runbook, ask, ())
 
     def _seen(self, incidents: Iterable[Incident], view: View) -> Iterator[tuple[Incident, Runbook]]:
         """The incidents that can be judged now, with their runbooks."""

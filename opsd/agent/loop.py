@@ -73,7 +73,7 @@ class Loop:
         self._window, self._judge, self._responder, self._journal = window, judge, responder, journal
         self._log, self._interval_s, self._clock = log, interval_s, clock
         self._gatherer = Gatherer(collectors, deadline_s=deadline_s, clock=clock.monotonic)
-        self._healths: dict[str, Health] = {}
+        self._healths: dict[str, tuple[Health, str]] = {}
         self._wall_of_zero = clock.wall() - clock.monotonic()
         self._collectors: tuple[Sample, ...] = ()
         self._ticks = self._missed = 0
@@ -117,9 +117,10 @@ class Loop:
                 self._window.add(source.name, source.reading)
             elif not source.health.delivers:
                 self._window.forget(source.name)
-            if self._healths.get(source.name) is not source.health:
-                self._healths[source.name] = source.health
-                say = self._log.warning if source.health in _TROUBLE else self._log.info
+            wrong = source.reason if source.health is Health.OK else ""
+            if self._healths.get(source.name) != (source.health, wrong):
+                self._healths[source.name] = source.health, wrong
+                say = self._log.warning if wrong or source.health in _TROUBLE else self._log.info
                 say("collector", collector=source.name, state=source.health.value, reason=source.reason)
         self._collectors = tuple(metrics.collector_samples(sources, self._wall_of_zero))
         self._window.add("agent", Reading(self._collectors))

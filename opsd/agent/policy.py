@@ -87,8 +87,11 @@ def decide(
     started_at: float,
     now: float,
     user_of: Callable[[Action], int | None] = lambda _action: None,
+    confirmed: Sequence[Action] = (),
 ) -> tuple[Decision, ...]:
     """Decide about ``actions``, which form one attempt. Times are epoch seconds, ``started_at`` that of the agent.
+
+    ``confirmed`` are the actions that the kernel and the drivers alone give reason for now.
 
     In mode observe there are no decisions. An attempt is all or nothing: if one of its actions is refused, all are, so
     that no remedy is executed halfway. Notifications stand apart: neither do they refuse the others, nor the reverse.
@@ -103,6 +106,7 @@ def decide(
     checks: tuple[Callable[[Action], str], ...] = (
         lambda _action: _stale(incident, started_at),
         lambda _action: muted if active_silence(limits.maintenance, incident.kind, now) else "",
+        lambda action: _unconfirmed(action, confirmed),
         lambda action: _cooling(incident.kind, action, history, limits, now),
         lambda action: _too_many(incident.kind, action, actions, history, limits, now, user_of),
     )
@@ -130,6 +134,18 @@ def decide(
 def _stale(incident: Incident, started_at: float) -> str:
     newest = max((evidence.at for evidence in incident.evidence), default=incident.opened_at)
     return "its evidence is older than this agent's start" if newest < started_at else ""
+
+
+def needs_witness(action: Action) -> bool:
+    """True if it changes hardware or takes the node out, for which the word of kernel or driver is needed."""
+    return action.verb not in HARMLESS | OF_A_RUN
+
+
+def _unconfirmed(action: Action, confirmed: Sequence[Action]) -> str:
+    same = ((one.verb, one.target, one.args) for one in confirmed)
+    if not needs_witness(action) or (action.verb, action.target, action.args) in same:
+        return ""
+    return "neither kernel nor driver gives a reason for it now"
 
 
 def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: Limits, now: float) -> str:

@@ -17,9 +17,10 @@ from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
-from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide
+from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide, needs_witness
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
-from opsd.runbooks.base import Action, Incident, State, View
+from opsd.agent.window import Window
+from opsd.runbooks.base import Action, Incident, State
 
 REWRITE_S = 30.0
 """An incident without changes is written to the journal this often, in seconds."""
@@ -70,7 +71,7 @@ class Responder:
         self._started_at += seconds
         self._history = [replace(past, at=past.at + seconds) for past in self._history]
 
-    def respond(self, view: View) -> None:
+    def respond(self, view: Window) -> None:
         """One tick: update incidents from ``view`` and start actions."""
         observed = lifecycle.Observed(
             findings=self._judge.findings(view),
@@ -99,7 +100,7 @@ class Responder:
         if any(incident.id in current for incident in self.ended):
             self.ended = deque((i for i in self.ended if i.id not in current), maxlen=MAX_ENDED)
 
-    def _correlate(self, view: View, ended: Sequence[Incident]) -> None:
+    def _correlate(self, view: Window, ended: Sequence[Incident]) -> None:
         """Update which incidents are symptoms of which."""
         if not self._book.incidents:
             return
@@ -137,7 +138,7 @@ class Responder:
             for past in self._history
         ]
 
-    def _act(self, view: View) -> None:
+    def _act(self, view: Window) -> None:
         """Decide about every open incident and start the actions that the policy admits."""
         waiting = [i for i in self.current if i.state is State.OPEN and i.cause is None]
         remedies = self._judge.remedies(waiting, view)
@@ -146,8 +147,9 @@ class Responder:
         changed, user_of = {}, _user_of(view)
         for incident in waiting:
             actions, mode = remedies.get(incident.id, ()), self._mode_of(incident.kind)
+            confirmed = self._judge.confirmed(incident, view.witnessed) if any(map(needs_witness, actions)) else ()
             decisions = decide(
-                incident, actions, mode, self._history, self._limits, self._started_at, view.wall, user_of
+                incident, actions, mode, self._history, self._limits, self._started_at, view.wall, user_of, confirmed
             )
             after = self._note([d for d in decisions if d.verdict is not Verdict.RUN], incident, view.wall)
             admitted = [decision.action for decision in decisions if decision.verdict is Verdict.RUN]
@@ -220,7 +222,7 @@ class Responder:
             self._journal.incident(incident)
 
 
-def _user_of(view: View) -> Callable[[Action], int | None]:
+def _user_of(view: Window) -> Callable[[Action], int | None]:
     """A function that tells whose processes an action is about; None for hardware and for a run that is gone."""
     users = {**{run.run: run.user for run in view.runs}, **{rank.run: rank.user for rank in view.ranks}}
 

@@ -12,7 +12,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RunFact, Sample
@@ -31,23 +31,34 @@ _NAN = math.nan
 _FIRST_LIMIT = 2.0**20
 
 
+Teller = tuple[int | None, bool]
+"""The user whose word an event is, None for nobody's, and whether a witness told it."""
+Family = dict[tuple[str, ...], "Ring"]
+Families = dict[str, Family]
+
+
 class Window:
     """Implements ``runbooks.base.View``. Used in one thread.
 
-    Each tick: ``begin``, then ``add`` for every collector that delivered.
+    Each tick: ``begin``, then ``add`` for every collector that delivered. What the collectors ``witnesses`` tell, whose
+    sources are the kernel and drivers, is kept apart from what exporters and users tell; ``witnessed`` has it alone.
     """
 
-    def __init__(self, node: str, *, seconds: float = 600.0, interval_s: float = 1.0) -> None:
+    def __init__(
+        self, node: str, *, seconds: float = 600.0, interval_s: float = 1.0, witnesses: Collection[str] = ()
+    ) -> None:
         self.node = node
+        self.witnesses = frozenset((*witnesses, "agent"))
         self.now = 0.0
         self.wall = 0.0
         self.refused = 0
         self.ticks = math.ceil(seconds / interval_s) + 1
         self.tick = -1
         self.times = array("d", [_NAN]) * self.ticks
-        self._families: dict[str, dict[tuple[str, ...], Ring]] = {}
+        self._witnessed: Families = {}
+        self._told: Families = {}
         self._count = 0
-        self._events: dict[str, dict[int | None, deque[Event]]] = {}
+        self._events: dict[str, dict[Teller, deque[Event]]] = {}
         self._readings: dict[str, Reading] = {}
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
         self._fresh: set[str] = set()
@@ -81,9 +92,10 @@ class Window:
         self._fresh.add(collector)
         self._readings[collector] = reading
         self._kinds.clear()
+        witness = collector in self.witnesses
         for event in reading.events:
-            self._remember(event)
-        self._store(reading.samples)
+            self._remember(event, (event.user, witness))
+        self._store(reading.samples, self._witnessed if witness else self._told, collector)
 
     def forget(self, collector: str) -> None:
         """Drop the facts of a collector that failed; its series have no sample in this tick."""
@@ -92,14 +104,22 @@ class Window:
 
     def select(self, metric: str, **labels: str) -> Sequence[Ring]:
         """Every series of ``metric`` seen within the window whose labels include ``labels``."""
-        rings = self._families.get(metric, {}).values()
-        return [ring for ring in rings if ring.matches(labels)] if labels else list(rings)
+        witnessed, told = self._witnessed.get(metric, {}), self._told.get(metric, {})
+        rings = [*witnessed.values(), *told.values()]
+        if witnessed and told:  # of the same series the one that has a value, the witness's if both have
+            rings = [ring for ring in rings if not _superseded(ring, witnessed, told)]
+        return [ring for ring in rings if ring.matches(labels)] if labels else rings
 
     def events(self, kind: str, seconds: float) -> Sequence[Event]:
         """Events of ``kind`` that happened in the last ``seconds``, oldest first."""
         oldest = self.wall - seconds
         stored = self._events.get(kind, {}).values()
         return sorted((e for events in stored for e in events if e.at >= oldest), key=lambda e: e.at)
+
+    @property
+    def witnessed(self) -> Witnessed:
+        """The same window without the series and events that are another's word than the kernel's or a driver's."""
+        return Witnessed(self, self._witnessed, self._events)
 
     def known(self, collector: str) -> bool:
         """True if ``collector`` delivered in this tick."""
@@ -108,14 +128,14 @@ class Window:
     def __len__(self) -> int:
         return self._count
 
-    def _remember(self, event: Event) -> None:
+    def _remember(self, event: Event, teller: Teller) -> None:
         of_kind = self._events.setdefault(event.kind, {})
-        of_kind.setdefault(event.user, deque()).append(event)
+        of_kind.setdefault(teller, deque()).append(event)
         if sum(map(len, of_kind.values())) > MAX_EVENTS:
-            user, most = max(of_kind.items(), key=lambda item: len(item[1]))
+            busiest, most = max(of_kind.items(), key=lambda item: len(item[1]))
             most.popleft()
             if not most:
-                del of_kind[user]
+                del of_kind[busiest]
 
     def _facts(self, kind: type[F]) -> Sequence[F]:
         """The facts of one type, cached as runbooks ask for them dozens of times in a tick."""
@@ -126,7 +146,7 @@ class Window:
             )
         return cast("Sequence[F]", known)
 
-    def _store(self, samples: Iterable[Sample]) -> None:
+    def _store(self, samples: Iterable[Sample], families: Families, source: str) -> None:
         """The hot loop: about 0.5 microseconds per sample."""
         tick, slot = self.tick, self.tick % self.ticks
         before, rebases = tick - 1, 0
@@ -135,13 +155,13 @@ class Window:
         for sample_metric, value, labels in samples:
             if sample_metric is not metric:
                 metric = sample_metric
-                family = self._families.setdefault(metric.name, {})
+                family = families.setdefault(metric.name, {})
             ring = family.get(labels)
             if ring is None:
                 if self._count >= MAX_SERIES:
                     self.refused += 1
                     continue
-                ring = family[labels] = Ring(self, metric, labels, value)
+                ring = family[labels] = Ring(self, metric, labels, value, source)
                 self._count += 1
             if ring.tick != before:
                 ring.skip_to(tick)
@@ -156,21 +176,57 @@ class Window:
 
     def _drop_unseen(self) -> None:
         oldest = self.tick - self.ticks
-        for name, family in list(self._families.items()):
-            for labels in [labels for labels, ring in family.items() if ring.tick <= oldest]:
-                del family[labels]
-                self._count -= 1
-            if not family:
-                del self._families[name]
+        for families in (self._witnessed, self._told):
+            for name, family in list(families.items()):
+                for labels in [labels for labels, ring in family.items() if ring.tick <= oldest]:
+                    del family[labels]
+                    self._count -= 1
+                if not family:
+                    del families[name]
+
+
+class Witnessed:
+    """Implements ``runbooks.base.View`` over what kernel and drivers have said. Ranks and runs are those of the pages.
+
+    Valid in the tick of its making.
+    """
+
+    def __init__(
+        self, window: Window, families: Families, events: Mapping[str, Mapping[Teller, Iterable[Event]]]
+    ) -> None:
+        self.node, self.now, self.wall = window.node, window.now, window.wall
+        self.gpus, self.ranks, self.runs = window.gpus, window.ranks, window.runs
+        self.known = window.known
+        self._families = families
+        self._events = events
+
+    def select(self, metric: str, **labels: str) -> Sequence[Ring]:
+        """Every witnessed series of ``metric`` whose labels include ``labels``."""
+        return [ring for ring in self._families.get(metric, {}).values() if ring.matches(labels)]
+
+    def events(self, kind: str, seconds: float) -> Sequence[Event]:
+        """Witnessed events of ``kind`` of the last ``seconds``, oldest first."""
+        stored = (events for (_, witness), events in self._events.get(kind, {}).items() if witness)
+        oldest = self.wall - seconds
+        return sorted((e for events in stored for e in events if e.at >= oldest), key=lambda e: e.at)
+
+
+def _superseded(ring: Ring, witnessed: Family, told: Family) -> bool:
+    """True if the other book has the same series, and that has a value where this one has none."""
+    first, second = witnessed.get(ring.values_of), told.get(ring.values_of)
+    if first is None or second is None:
+        return False
+    return ring is (first if first.last is None and second.last is not None else second)
 
 
 class Ring:
     """One series; implements ``runbooks.base.Series``."""
 
-    __slots__ = ("_labels", "base", "limit", "metric", "offsets", "tick", "value", "values_of", "window")
+    __slots__ = ("_labels", "base", "limit", "metric", "offsets", "source", "tick", "value", "values_of", "window")
 
-    def __init__(self, window: Window, metric: Metric, labels: tuple[str, ...], value: float) -> None:
+    def __init__(self, window: Window, metric: Metric, labels: tuple[str, ...], value: float, source: str) -> None:
         self.window = window
+        self.source = source
         self.metric = metric
         self.values_of = labels
         self._labels: dict[str, str] | None = None

@@ -16,6 +16,7 @@ from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
+from opsd.collectors import witnesses
 from opsd.collectors.nvml import NvmlSettings, PowerControl
 from opsd.collectors.ranks import RanksSettings
 from opsd.config import Settings
@@ -81,7 +82,7 @@ def build_loop(settings: Settings, journal: Journal, log: Log) -> Loop:
         listeners=_listeners(settings, notifier, log),
     )
     return Loop(
-        Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s),
+        Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses()),
         collectors.build(settings, agent.state_dir),
         judge,
         responder,

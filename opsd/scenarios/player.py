@@ -18,6 +18,7 @@ from opsd.agent.logs import Log
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
+from opsd.collectors import witnesses
 from opsd.collectors.base import NoData
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Action, Incident
@@ -69,7 +70,7 @@ class _Player:
     def play(self) -> PlayedScenario:
         with tempfile.TemporaryDirectory(prefix="opsd-scenario-") as folder:
             journal = Journal(Path(folder), lambda _problem: None)
-            window, responder = Window(NODE, interval_s=self._look_s), self._responder(journal)
+            window, responder = Window(NODE, interval_s=self._look_s, witnesses=witnesses()), self._responder(journal)
             for look in range(int(self._scenario.duration / self._look_s) + 1):
                 stepped = self._go_to(look * self._look_s)
                 if stepped:

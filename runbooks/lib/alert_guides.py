@@ -210,6 +210,29 @@ This kind of incident may go unnoticed on that node. All others are detected as 
 """
         + NOTHING
     ),
+    "exporter_doubtful": Guide.parse(
+        """
+# What DCGM says is doubtful
+
+## Meaning
+A user who is not believed listens where dcgm-exporter or the DCGM host engine should, or DCGM and the driver tell
+different things: a GPU that the driver does not know, another index, other numbers of remapped rows for two minutes.
+
+## Impact
+None on the driver's values, which count where both tell something. What only DCGM has, such as `DCGM_FI_PROF_*`, may be
+missing or wrong. The agent changes no hardware and drains no node on DCGM's word.
+
+## Diagnosis
+1. `opsd status`: the line of the collector `dcgm` says which of the two it is, and of what.
+2. `ss -ltnpe sport = :9400 or sport = :5555`: which process listens, and whose it is.
+3. `nvidia-smi -L` beside `curl -s localhost:9400/metrics | grep GPU_TEMP`: are these the same GPUs?
+
+## Mitigation
+- A user's process: end it, and ask the user why. An exporter that runs as a user of its own: name it in `dcgm.users`.
+- Other GPUs or indexes: give the exporter all GPUs of the node; restart it after GPUs were replaced.
+"""
+        + NOTHING
+    ),
     "kernel_log_lost": Guide.parse(
         """
 # Kernel messages were missed

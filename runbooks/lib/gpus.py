@@ -5,20 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from opsd.collectors.base import Event, GpuFact, RankFact
-from opsd.runbooks.base import Culprit, Series, View
+from opsd.runbooks.base import Culprit, Evidence, Series, View
 from opsd.runbooks.lib.signals import latest, text, usual
 
 LOADED_PERCENT = 30.0
 LOAD_S = 6.0
 """A GPU is under load if its utilization has been above this in the last seconds."""
+SOURCES = {"nvml": "NVML", "dcgm": "DCGM"}
+"""What the collectors' sources are called in evidence."""
 
 
 def by_gpu(view: View, metric: str, **labels: str) -> dict[str, list[Series]]:
-    """The series of ``metric`` for each GPU, by UUID."""
+    """The series of ``metric`` for each GPU, by UUID; those without a sample in this tick come last.
+
+    A GPU may have changed its index or its model's name and have old series beside the new ones.
+    """
     found: dict[str, list[Series]] = {}
-    for series in view.select(metric, **labels):
+    for series in sorted(view.select(metric, **labels), key=lambda series: series.last is None):
         found.setdefault(series.labels["UUID"], []).append(series)
     return found
+
+
+def told(view: View, uuid: str, metric: str, *facts: str) -> tuple[Evidence, ...]:
+    """``facts`` (empty ones left out) as evidence from what delivers the GPU's series of ``metric``."""
+    series = by_gpu(view, metric).get(uuid)
+    source = SOURCES.get(series[0].source, series[0].source) if series else SOURCES["nvml"]
+    return tuple(Evidence(fact, source, view.wall) for fact in facts if fact)
+
+
+def job_evidence(view: View, rank: RankFact | None) -> Evidence:
+    """Whose rank works on a GPU, which only the rank pages tell."""
+    return Evidence(job_text(rank), "rank pages", view.wall)
 
 
 def newest(view: View, metric: str, **labels: str) -> dict[str, float]:

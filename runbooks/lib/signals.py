@@ -25,9 +25,9 @@ def excess(value: float, peers: Sequence[float]) -> float:
 
 
 def latest(view: View, metric: str, **labels: str) -> float | None:
-    """The newest value of the only series that matches, None if there is none, several or no fresh sample."""
-    series = view.select(metric, **labels)
-    return series[0].last if len(series) == 1 else None
+    """The value of the only series that matches and has one in this tick, None if there is none or several."""
+    values = [value for series in view.select(metric, **labels) if (value := series.last) is not None]
+    return values[0] if len(values) == 1 else None
 
 
 def usual(series: Series, seconds: float) -> float | None:

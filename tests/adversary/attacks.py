@@ -30,3 +30,22 @@ def invent_run(shm: str, name: str, *fields: dict[str, object]) -> None:
         reporter.step(tokens=1, loss=2.0)
         print("lives", flush=True)
         time.sleep(0.5)
+
+
+def false_exporter(host: str, port: int, page: str) -> None:
+    """Listen where dcgm-exporter does, and answer every question with ``page``."""
+    import socket
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    server = Server((host, port), Handler)
+    print("listens", flush=True)
+    server.serve_forever()

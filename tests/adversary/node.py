@@ -73,6 +73,11 @@ class Node(Opsd):
             return [call for call in calls if call[:2] == ["scontrol", "update"]]
         return []
 
+    def status(self) -> dict[str, Any]:
+        """What the agent says of itself; empty while it does not answer."""
+        status: dict[str, Any] = json.loads(self.get("/api/v1/status") or "{}")
+        return status
+
     def incidents(self) -> list[dict[str, Any]]:
         """The incidents that the agent shows, the current and the ended ones."""
         found: list[dict[str, Any]] = json.loads(self.get("/api/v1/incidents") or '{"incidents": []}')["incidents"]

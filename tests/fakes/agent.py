@@ -55,7 +55,7 @@ class Agent:
             judge, self.executor, self.journal, SILENT,
             mode_of=lambda _kind: mode, limits=limits, started_at=self.clock.wall(), listeners=listeners,
         )  # fmt: skip
-        window = Window("node", seconds=60)
+        window = Window("node", seconds=60, witnesses=[collector.name for collector in collectors])
         clocks = Clock(self.clock.monotonic, self.clock.wall)
         self.loop = Loop(
             window, collectors, judge, self.responder, self.journal, SILENT,

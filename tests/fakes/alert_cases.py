@@ -196,6 +196,10 @@ CASES: Mapping[str, Case] = {
         [{f'opsd_kmsg_dropped_total{{{NODE},reason="overrun"}}': "0x30 5x20"}],
         [{f'opsd_kmsg_dropped_total{{{NODE},reason="overrun"}}': "5x50"}],
     ),
+    "ExporterDoubtful": Case(
+        [{f"opsd_dcgm_untrusted{{{NODE}}}": "1x50"}, {f"opsd_dcgm_disagreements{{{NODE}}}": "2x50"}],
+        [{f"opsd_dcgm_untrusted{{{NODE}}}": "0x50", f"opsd_dcgm_disagreements{{{NODE}}}": "0x50"}],
+    ),
     "RankPagesBroken": Case(
         [{f"opsd_rank_page_errors{{{NODE},{RUN}}}": "1x50"}], [{f"opsd_rank_page_errors{{{NODE},{RUN}}}": "0x50"}]
     ),

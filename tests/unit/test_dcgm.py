@@ -1,7 +1,8 @@
-"""The DCGM collector against a small HTTP server, and the NVML series that give way to it."""
+"""The DCGM collector against a small HTTP server, and whom it believes."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -11,10 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from opsd.collectors.base import Metric, NoData, Reading, Sample
-from opsd.collectors.dcgm import DcgmCollector, DcgmError, Yielding, parse_exposition
+from opsd.collectors.base import NoData, Reading
+from opsd.collectors.dcgm import DcgmCollector, DcgmError, parse_exposition
+from opsd.collectors.lib.listener import trusted_uids
 from opsd.collectors.lib.nvml.series import GPU_TEMP, PCIE_REPLAYS, SM_CLOCK
 
+OWN = trusted_uids(())
 LABELS = (
     'gpu="0",UUID="GPU-1",pci_bus_id="00000000:1B:00.0",device="nvidia0",modelName="NVIDIA H100 80GB HBM3",'
     'Hostname="n1",DCGM_FI_DRIVER_VERSION="570.86"'
@@ -87,12 +90,13 @@ def exporter() -> Iterator[ExporterServer]:
 
 def test_the_exporters_series_are_taken_over(exporter: ExporterServer) -> None:
     """Names, labels and values are the same as the NVML collector's would be."""
-    collector = DcgmCollector(exporter.url)
+    collector = DcgmCollector(exporter.url, uids=OWN)
     reading = collector.collect()
     assert isinstance(reading, Reading)
     found = {(sample.metric.name, sample.labels): sample.value for sample in reading.samples}
     assert found.pop(("opsd_dcgm_exporter_up", ())) == 1
     assert found.pop(("opsd_dcgm_engine_up", ())) == 0
+    assert found.pop(("opsd_dcgm_untrusted", ())) == 0
     assert found == {
         (SM_CLOCK.name, KEY): 1980,
         (GPU_TEMP.name, KEY): 61,
@@ -121,7 +125,7 @@ def test_each_series_comes_once() -> None:
 def test_it_is_asked_at_its_own_pace(exporter: ExporterServer) -> None:
     """Between two questions the last answer stands."""
     now = 0.0
-    collector = DcgmCollector(exporter.url, period_s=5.0, clock=lambda: now)
+    collector = DcgmCollector(exporter.url, uids=OWN, period_s=5.0, clock=lambda: now)
     first = collector.collect()
     now = 4.9
     assert collector.collect() is first
@@ -141,9 +145,9 @@ def test_no_exporter_is_an_expected_absence() -> None:
 
 @pytest.mark.parametrize("trouble", ["hangs", "fails", "garbage"])
 def test_trouble_uncovers_the_series(exporter: ExporterServer, trouble: str) -> None:
-    """An exporter that stops answering is an error, within the timeout, and NVML's series come back."""
+    """An exporter that stops answering is an error, within the timeout, and covers nothing then."""
     now = 0.0
-    collector = DcgmCollector(exporter.url, timeout_s=0.5, clock=lambda: now)
+    collector = DcgmCollector(exporter.url, uids=OWN, timeout_s=0.5, clock=lambda: now)
     collector.collect()
     assert collector.covered
     exporter.page = {"hangs": None, "fails": PAGE, "garbage": 'DCGM_FI_DEV_GPU_TEMP{gpu="0} 61 x\n'}[trouble]
@@ -162,25 +166,13 @@ def test_trouble_uncovers_the_series(exporter: ExporterServer, trouble: str) -> 
     assert isinstance(collector.collect(), Reading)
 
 
-class Nvml:
-    """A collector with one series that dcgm-exporter has too and one that it has not."""
-
-    name = "nvml"
-    own = Metric("opsd_gpu_up", "x")
-    metrics = (SM_CLOCK, own)
-    reading: Reading | NoData = Reading((Sample(SM_CLOCK, 1.0), Sample(own, 1.0)))
-
-    def collect(self) -> Reading | NoData:
-        return self.reading
-
-
-def test_nvml_gives_way_only_where_and_while_the_series_come_from_dcgm() -> None:
-    """Nothing is reported twice, and nothing is missing when dcgm-exporter is gone."""
-    covered: frozenset[str] = frozenset({SM_CLOCK.name})
-    collector = Yielding(Nvml(), lambda: covered)
+def test_another_users_exporter_is_not_believed(exporter: ExporterServer) -> None:
+    """It is asked nothing; that it is there shows, and why nothing comes of it."""
+    collector = DcgmCollector(exporter.url, uids=frozenset({os.geteuid() + 1}))
     reading = collector.collect()
     assert isinstance(reading, Reading)
-    assert [sample.metric for sample in reading.samples] == [Nvml.own]
-    covered = frozenset()
-    assert collector.collect() is Nvml.reading
-    assert (collector.name, collector.metrics) == (Nvml.name, Nvml.metrics)
+    assert {s.metric.name: s.value for s in reading.samples} == {
+        "opsd_dcgm_exporter_up": 0.0, "opsd_dcgm_engine_up": 0.0, "opsd_dcgm_untrusted": 1.0,
+    }  # fmt: skip
+    assert collector.beside(reading, Reading())[1].endswith(f"belongs to user {os.geteuid()}, who is not believed")
+    assert (exporter.asked, collector.covered) == (0, frozenset())

@@ -65,7 +65,7 @@ def test_the_engine_gives_the_same_samples_as_the_exporter(bindings: Path) -> No
     dcgm = collector(engine(bindings, FakeReader()))
     reading = dcgm.collect()
     assert isinstance(reading, Reading)
-    values = {(sample.metric.name, sample.labels[:3]): sample.value for sample in reading.samples[2:]}
+    values = {(sample.metric.name, sample.labels[:3]): sample.value for sample in reading.samples[3:]}
     assert values == {
         (GPU_TEMP.name, ("0", "GPU-a", "0000:1B:00.0")): 61.0,
         (SM_CLOCK.name, ("0", "GPU-a", "0000:1B:00.0")): 1980.0,

@@ -69,9 +69,21 @@ def test_nobody_uses_up_the_actions_of_others() -> None:
 def test_no_half_of_an_attempt_is_carried_out() -> None:
     """If one action is refused, so are those that go with it."""
     history = [PastAction("dataloader_stall", "kill_process", KILL.target, NOW - 1)]
-    decisions = decide(INCIDENT, (KILL, Action("set_power_limit", "gpu")), "act", history, Limits(), START, NOW)
+    decisions = decide(INCIDENT, (KILL, Action("restart_generation", "r")), "act", history, Limits(), START, NOW)
     assert [d.verdict for d in decisions] == [Verdict.REFUSE, Verdict.REFUSE]
     assert "part of an attempt" in decisions[1].reason
+
+
+def test_hardware_is_changed_only_on_the_word_of_kernel_or_driver() -> None:
+    """For the same action: another power limit is another one."""
+    limit = Action("set_power_limit", "gpu", {"watts": 500})
+
+    def verdict(*confirmed: Action) -> list[Verdict]:
+        return [d.verdict for d in decide(INCIDENT, (limit,), "act", (), Limits(), START, NOW, confirmed)]
+
+    assert verdict() == [Verdict.REFUSE]
+    assert verdict(replace(limit, args={"watts": 100})) == [Verdict.REFUSE]
+    assert verdict(replace(limit, reason="in other words")) == [Verdict.RUN]
 
 
 def test_nothing_is_done_about_what_happened_before_the_agent_started() -> None:

@@ -178,3 +178,33 @@ def test_ten_thousand_series_of_ten_minutes_fit_into_30_mib() -> None:
     finally:
         tracemalloc.stop()
     assert used <= 30 * 2**20
+
+
+def test_what_exporters_and_users_tell_is_no_witness() -> None:
+    """The witnessed view has the kernel's and the drivers' series and events, the window both."""
+    window = Window("node", seconds=10, witnesses=["nvml"])
+    window.begin(0.0, 100.0)
+    for collector in ("nvml", "dcgm"):
+        told = Sample(GAUGE, 1.0, (collector,))
+        window.add(collector, Reading((told,), (Event("xid", 100.0, collector),)))
+    assert [(series.source, series.labels["gpu"]) for series in window.select(GAUGE.name)] == [
+        ("nvml", "nvml"), ("dcgm", "dcgm"),
+    ]  # fmt: skip
+    assert [series.source for series in window.witnessed.select(GAUGE.name)] == ["nvml"]
+    assert [event.message for event in window.witnessed.events("xid", 5.0)] == ["nvml"]
+    assert len(window.events("xid", 5.0)) == 2
+
+
+def test_of_one_series_from_two_sources_the_one_with_a_value_is_there() -> None:
+    """The witness's if both have one; neither is there twice."""
+    window = Window("node", seconds=10, witnesses=["nvml"])
+
+    def seen(*delivers: str) -> list[str]:
+        window.begin(window.now + 1.0, 100.0)
+        for collector in delivers:
+            window.add(collector, Reading((Sample(GAUGE, 1.0, ("0",)),)))
+        return [series.source for series in window.select(GAUGE.name)]
+
+    assert [seen("dcgm"), seen("dcgm", "nvml"), seen("nvml"), seen("dcgm"), seen()] == [
+        ["dcgm"], ["nvml"], ["nvml"], ["dcgm"], ["nvml"],
+    ]  # fmt: skip
