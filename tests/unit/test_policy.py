@@ -79,7 +79,7 @@ def test_hardware_is_changed_only_on_the_word_of_kernel_or_driver() -> None:
     limit = Action("set_power_limit", "gpu", {"watts": 500})
 
     def verdict(*confirmed: Action) -> list[Verdict]:
-        return [d.verdict for d in decide(INCIDENT, (limit,), "act", (), Limits(), START, NOW, confirmed)]
+        return [d.verdict for d in decide(INCIDENT, (limit,), "act", (), Limits(), START, NOW, confirmed=confirmed)]
 
     assert verdict() == [Verdict.REFUSE]
     assert verdict(replace(limit, args={"watts": 100})) == [Verdict.REFUSE]
