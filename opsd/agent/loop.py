@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from opsd.agent import metrics
@@ -78,6 +78,8 @@ class Loop:
         self._collectors: tuple[Sample, ...] = ()
         self._ticks = self._missed = 0
         self.snapshot = Snapshot(-1, clock.monotonic(), clock.wall())
+        self.others: list[Callable[[], Iterable[Sample]]] = []
+        """Samples of other parts of the agent; called once a tick."""
 
     def run(self, stop: threading.Event, after_tick: Callable[[], None] = lambda: None) -> None:
         """Tick until ``stop`` is set, on a fixed grid; missed ticks are skipped and counted."""
@@ -150,3 +152,5 @@ class Loop:
             self._judge.runbooks, responder.current, responder.opened, self._judge.errors
         )
         yield from metrics.action_samples(responder.actions)
+        for other in self.others:
+            yield from other()

@@ -56,10 +56,19 @@ ACTIONS = Metric(
     "counter",
     labels=("verb", "outcome"),
 )
+HTTP_CONNECTIONS = Metric("opsd_http_connections", "Open connections to the agent's HTTP server.")
+HTTP_REFUSED = Metric(
+    "opsd_http_refused_total",
+    "Connections closed and requests refused: slow (header or reading took too long), share (its user or address had "
+    "too many connections), full (there were too many), password, host (a name that is not this agent's), malformed.",
+    "counter",
+    labels=("reason",),
+)
 
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
+    HTTP_CONNECTIONS, HTTP_REFUSED,
 )  # fmt: skip
 LABELS: Final = {
     "version": "one",
@@ -70,6 +79,7 @@ LABELS: Final = {
     "severity": "severities of incidents",
     "verb": "actions of the agent",
     "outcome": "ok, failed, recommended, refused",
+    "reason": "reasons of the HTTP server to refuse",
 }
 
 CURRENT_STATES = (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)
@@ -147,3 +157,10 @@ def journal_samples(problem: str, backlog: int, lost: int) -> Iterator[Sample]:
     yield Sample(JOURNAL_UP, float(not problem))
     yield Sample(JOURNAL_BACKLOG, float(backlog))
     yield Sample(JOURNAL_LOST, float(lost))
+
+
+def http_samples(connections: int, refused: Mapping[str, int]) -> Iterator[Sample]:
+    """The HTTP server: open connections, and what was refused by reason."""
+    yield Sample(HTTP_CONNECTIONS, float(connections))
+    for reason, number in refused.items():
+        yield Sample(HTTP_REFUSED, float(number), (reason,))

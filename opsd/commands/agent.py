@@ -51,6 +51,7 @@ def serve(settings: Settings) -> int:
     from opsd.agent.web.access import load as load_web
     from opsd.agent.web.app import App
     from opsd.agent.web.history import History
+    from opsd.agent.web.hosts import own_hosts
     from opsd.agent.web.job_nodes import PeerError, job_nodes
     from opsd.agent.web.server import Server
     from opsd.agent.wiring import build_journal, build_loop
@@ -64,7 +65,8 @@ def serve(settings: Settings) -> int:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.USAGE
     try:
-        server = Server(settings.agent.listen, log, web)
+        hosts = own_hosts(settings.agent.node, settings.agent.names)
+        server = Server(settings.agent.listen, log, web, hosts)
     except OSError as error:
         click.echo(
             f"opsd: cannot listen on {settings.agent.listen}: {error.strerror}; another agent may be running, "
@@ -74,6 +76,7 @@ def serve(settings: Settings) -> int:
         return exitcodes.FAILED
     journal = build_journal(settings, log)
     loop = build_loop(settings, journal, log)
+    loop.others.append(server.samples)
     facts = {"node": settings.agent.node, "mode": settings.policy.mode, "started_at": time.time()}
     history = History()
     stale_s = max(5.0, 3 * settings.agent.interval_s)

@@ -24,6 +24,13 @@ class AgentSettings(Section):
         default="127.0.0.1:9477",
         description="Address and port of /metrics and the API. Everybody who reaches it can read it.",
     )
+    names: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[("node-17.cluster.example",)],
+        description="More names under which others reach this agent over plain HTTP. It also answers to addresses and "
+        "the node's own names, and refuses all others, so that no web page reads it through a browser.",
+    )
     web_config: AnyPath | None = Field(
         default=None,
         examples=["/etc/opsd/web.yml"],

@@ -2,7 +2,7 @@
 
 It has those keys of https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md that matter to
 a metrics server; relative file names are relative to the file's own folder. Everything is read once, when the agent
-starts. Restart the agent after a certificate was renewed; nothing is lost.
+starts and when it reloads its configuration; `systemctl reload opsd` after a certificate was renewed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import binascii
 import hashlib
 import ssl
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,16 +61,18 @@ class WebConfig:
         self._right: set[bytes] = set()
         self._guard = threading.Lock()
 
+    def recalls(self, authorization: str) -> bool:
+        """Whether a request with this ``Authorization`` header may be answered, as far as is known without a hash."""
+        return not self._users or _digest(authorization) in self._right
+
     def admits(self, authorization: str) -> bool:
         """Whether a request with this ``Authorization`` header may be answered.
 
-        Only one hash at a time is computed. Users in the cache do not wait for it.
+        Takes a tenth of a second for a password that was not seen before; only one hash at a time is computed.
         """
-        if not self._users:
+        if self.recalls(authorization):
             return True
-        digest = hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).digest()
-        if digest in self._right:
-            return True
+        digest = _digest(authorization)
         with self._guard:
             if not self._matches(authorization):
                 return False
@@ -90,6 +93,30 @@ class WebConfig:
             return False
         right = bcrypt.checkpw(password.encode()[:72], self._users.get(user, _NOBODY))
         return right and user in self._users
+
+
+class Attempts:
+    """How many passwords a peer may try: ``BURST`` at once, then one every ``PER_S`` seconds. For one thread."""
+
+    BURST, PER_S, MAX_PEERS = 10, 1.0, 1024
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._free_at: dict[str, float] = {}
+
+    def allow(self, peer: str) -> bool:
+        """Count an attempt of ``peer``; whether it may be made."""
+        now = self._clock()
+        free_at = max(self._free_at.pop(peer, 0.0), now)
+        allowed = free_at + self.PER_S <= now + self.BURST * self.PER_S
+        self._free_at[peer] = free_at + self.PER_S * allowed
+        if len(self._free_at) > self.MAX_PEERS:
+            del self._free_at[next(iter(self._free_at))]
+        return allowed
+
+
+def _digest(authorization: str) -> bytes:
+    return hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).digest()
 
 
 def load(path: Path) -> WebConfig:

@@ -74,7 +74,7 @@ class App:
         self._history = history or History()
         self._ledgers = ledgers or Ledgers()
         self._job_nodes = job_nodes
-        self._pages = PageCache()
+        self._pages, self._job_pages = PageCache(), PageCache()
         self._stale_s = stale_s
         self._exposition = Exposition(lambda: latest().samples)
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
@@ -87,6 +87,11 @@ class App:
             "/api/v1/incidents": self._incidents,
             "/api/v1/statistics": lambda _request: _json(api.incident_statistics(self._latest())),
         }
+
+    @staticmethod
+    def is_slow(path: str) -> bool:
+        """Whether the answer may have to wait for files of users."""
+        return path.startswith("/job/")
 
     def __call__(self, request: Request) -> Answer:
         """The answer to one request. Thread-safe."""
@@ -162,7 +167,7 @@ class App:
                 latest, self._history, self._ledgers.of, id, node, now, self._job_nodes.of if self._job_nodes else None
             )
 
-        body = self._pages.get(id, latest, now, make)
+        body = self._job_pages.get(id, latest, now, make)
         if body is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
         return HTTPStatus.OK, body, HEADERS

@@ -47,7 +47,7 @@ class Exposition(Collector):
 
     def render(self, accept: str = "", accept_encoding: str = "") -> tuple[bytes, dict[str, str]]:
         """Body and headers for a scrape with these request headers: OpenMetrics and gzip if the scraper takes them."""
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = _encoder(accept)
         headers = {"Content-Type": content_type}
         zipped = bool(gzip_accepted(accept_encoding))
         if zipped:
@@ -92,6 +92,14 @@ class Exposition(Collector):
         if openmetrics:
             lines.append("# EOF\n")
         return "".join(lines).encode()
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """What encodes the format that ``accept`` asks for, and its content type; the plain one if that makes no sense."""
+    try:
+        return choose_encoder(accept)
+    except Exception:  # the parser of prometheus-client raises whatever it meets in versions that are none
+        return choose_encoder("")
 
 
 def _zip(body: bytes) -> bytes:

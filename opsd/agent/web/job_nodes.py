@@ -145,6 +145,8 @@ class JobNodes:
 class Asker:
     """Asks agents that are configured like this one: same port, TLS if this one has it, user and password from a file.
 
+    Without TLS agents that want a password are not asked.
+
     Raises PeerError if the files that the settings name cannot be used.
     """
 
@@ -154,10 +156,13 @@ class Asker:
         self._scheme = "https" if tls else "http"
         self._context = _trusting(settings.peer_ca_file) if tls else None
         self._headers = _authorization(settings.peer_credentials_file) if settings.web_config else {}
+        self._exposed = bool(self._headers) and not tls
 
     def __call__(self, node: str, job: str) -> Answer:
         """What the agent of ``node`` knows about ``job``."""
         url = f"{self._scheme}://{node}:{self._port}"
+        if self._exposed:
+            return Answer(node, url, problem="is not asked: without TLS the password would go in the clear")
         try:
             status, body = self._get(node, f"/api/v1/jobs/{job}")
         except (OSError, ValueError, http.client.HTTPException) as error:

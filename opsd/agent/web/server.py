@@ -1,173 +1,341 @@
 """The agent's HTTP server: GET and HEAD only, loopback by default.
 
-Each request has a thread from a small pool, and a few seconds in total. A client that does not read, or writes a byte a
-minute, is disconnected and cannot block the agent.
+One thread serves all connections and waits for none of them; others answer complete and authenticated requests. Each
+peer (a user of this machine, or an address) has a share of the connections and of the threads, and each connection a
+few seconds. So a client that is slow, silent or greedy costs itself an answer and nobody else.
 """
 
 from __future__ import annotations
 
+import errno
+import selectors
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
-from opsd import __version__
+import h11
+
 from opsd.agent.logs import Log
-from opsd.agent.web.access import WebConfig
-from opsd.agent.web.app import App, Request, problem
+from opsd.agent.metrics import http_samples
+from opsd.agent.web.access import Attempts, WebConfig
+from opsd.agent.web.app import Answer, App, Request, problem
+from opsd.agent.web.connection import Connection, Stage
+from opsd.agent.web.hosts import Hosts
+from opsd.agent.web.lanes import Lane
+from opsd.agent.web.peers import peer_of
+from opsd.collectors.base import Sample
 
-MAX_CONNECTIONS = 64
-CONNECTION_S = 5.0
+MAX_CONNECTIONS: Final = 256
+MAX_PER_PEER: Final = 64
+HEADER_S: Final = 2.0
+"""A request's header, and the TLS handshake before it, must be complete after this many seconds."""
+CONNECTION_S: Final = 5.0
 """A connection is closed after this many seconds in any case."""
-POLL_S = 0.2
-"""Interval of checks of connections, and the longest time to stop, in seconds."""
+POLL_S: Final = 0.2
+"""Interval of checks of connections while there are any, in seconds."""
+PAUSE_S: Final = 0.5
+"""Seconds without accepting connections after the process had no descriptors left."""
+REFUSALS: Final = ("slow", "share", "full", "password", "host", "malformed")
+"""Why connections are closed and requests refused: the client was too slow, its peer has more than its share of the
+connections, there are too many in total, a wrong password or too many attempts, another host's name, no HTTP."""
+_AT_ONCE = 32
+"""Connections accepted before those that are open get their turn."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-    server_version = f"opsd/{__version__}"
-    sys_version = ""
-    timeout = CONNECTION_S
-    wbufsize = 1 << 16
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def _answer(self, *, with_body: bool) -> None:
-        if not self.server.web.admits(self.headers.get("Authorization", "")):
-            status, body, headers = problem(HTTPStatus.UNAUTHORIZED, "this agent asks for a user and a password")
-            self._send(status, body, {**headers, "WWW-Authenticate": 'Basic realm="opsd", charset="UTF-8"'}, with_body)
-            return
-        try:
-            request = self._request()
-        except ValueError:
-            self.send_error(HTTPStatus.BAD_REQUEST, "not an address that can be understood")
-            return
-        try:
-            status, body, headers = self.server.app(request)
-        except Exception:
-            self.server.log.exception("request failed", path=request.path)
-            status, body, headers = problem(HTTPStatus.INTERNAL_SERVER_ERROR, "a bug in opsd; the agent's log has more")
-        self._send(status, body, headers, with_body)
-
-    def _send(self, status: HTTPStatus, body: bytes, headers: Mapping[str, str], with_body: bool) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def _request(self) -> Request:
-        """The parsed request. Raises ValueError for an invalid address, or one with too many parameters."""
-        url = urlsplit(self.path)
-        return Request(
-            url.path,
-            parse_qs(url.query, max_num_fields=20),
-            self.headers.get("Accept", ""),
-            self.headers.get("Accept-Encoding", ""),
-        )
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: there is a scrape every second."""
-
-
-class Server(ThreadingHTTPServer):
+class Server:
     """Listens on ``listen`` ("127.0.0.1:9477", "[::1]:9477") at once, and answers from ``start`` to ``close``.
 
-    ``web`` has certificate and passwords; without it every client is answered, unencrypted.
+    ``web`` has certificate and passwords and may be replaced at any time; without it every client is answered,
+    unencrypted. ``hosts`` are the names that are answered without TLS. ``refused`` counts by reason.
 
     Raises OSError if the address cannot be listened on.
     """
 
-    block_on_close = False
-    request_queue_size = 64
-
     app: App
 
-    def __init__(self, listen: str, log: Log, web: WebConfig | None = None) -> None:
+    def __init__(self, listen: str, log: Log, web: WebConfig | None = None, hosts: Hosts | None = None) -> None:
         self.log = log
         self.web = web or WebConfig()
-        self._open: dict[socket.socket, float] = {}
-        self._guard = threading.Lock()
-        self._threads_kept = ThreadPoolExecutor(MAX_CONNECTIONS, "http")
+        self.hosts = hosts or Hosts()
+        self.refused: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, int(port)), _Handler)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, int(port)), family=family, backlog=MAX_CONNECTIONS)
+        self._listener.setblocking(False)
+        host, self.server_port, *_ = self._listener.getsockname()
+        self.address = f"[{host}]:{self.server_port}" if ":" in host else f"{host}:{self.server_port}"
+        """Host and port in use, for instance after listening on port 0."""
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._open: dict[Connection, None] = {}
+        self._of_peer: Counter[str] = Counter()
+        self._attempts = Attempts()
+        self._answers: deque[tuple[Connection, Answer]] = deque()
+        self._quick, self._slow = Lane("http", 4, share=3), Lane("http-pages", 2, share=1)
+        self._passwords = Lane("http-passwords", 1, share=1)
+        self._accept_at = 0.0
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
 
     def start(self, app: App) -> None:
         """Answer requests with ``app``, including those that are already waiting."""
         self.app = app
-        threading.Thread(target=self.serve_forever, args=(POLL_S,), name="http", daemon=True).start()
+        self._thread.start()
 
     @property
-    def address(self) -> str:
-        """Host and port in use, for instance after listening on port 0."""
-        host = f"[{self.server_name}]" if self.address_family == socket.AF_INET6 else self.server_name
-        return f"{host}:{self.server_port}"
+    def connections(self) -> int:
+        """The number of open connections."""
+        return len(self._open)
+
+    def samples(self) -> Iterator[Sample]:
+        """The server's metrics."""
+        return http_samples(self.connections, dict(self.refused))
 
     def close(self) -> None:
         """Stop serving and close all connections."""
-        self.shutdown()
-        self._cut_off(opened_before=time.monotonic())
-        self.server_close()
-        self._threads_kept.shutdown(wait=False)
+        self._closing = True
+        self._rouse()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
+        for lane in (self._quick, self._slow, self._passwords):
+            lane.close()
+        for each in (self._listener, self._wake, self._woken):
+            each.close()
 
-    def server_bind(self) -> None:
-        """Bind without http.server's look-up of the host name, which a dead name server would delay."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+    # -- the thread of the connections ---------------------------------------------------------------------------
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; the thread that answers it does the TLS handshake."""
-        connection, address = super().get_request()
-        if self.web.context is not None:
-            connection = self.web.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        return connection, address
-
-    def verify_request(self, request: Any, _client_address: Any) -> bool:
-        """Refuse a connection while all threads are in use."""
-        with self._guard:
-            if len(self._open) >= MAX_CONNECTIONS:
-                return False
-            self._open[request] = time.monotonic()
-            return True
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of the pool: starting fifty threads at once would take as long as fifty answers."""
-        self._threads_kept.submit(self.process_request_thread, request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close and remove a connection."""
-        with self._guard:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Every ``POLL_S``: close connections that are over their time limit."""
-        self._cut_off(opened_before=time.monotonic() - CONNECTION_S)
-
-    def _cut_off(self, *, opened_before: float) -> None:
-        with self._guard:
-            for connection in [c for c, since in self._open.items() if since < opened_before]:
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            while not self._closing:
                 try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue
+                    self._turn()
+                except Exception:
+                    self.log.exception("a bug in the HTTP server")
+                    time.sleep(POLL_S)
+            for connection in [*self._open]:
+                self._close(connection)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that disconnected, or was disconnected, is no error."""
+    def _turn(self) -> None:
+        """Do what is possible now; waits for something to do."""
+        for key, _ in self._selector.select(POLL_S if self._open or self._accept_at else None):
+            if key.data is not None:
+                self._proceed(key.data)
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+        while self._answers:
+            connection, answer = self._answers.popleft()
+            self.refused["password"] += answer[0] is HTTPStatus.UNAUTHORIZED
+            if connection.open:
+                self._proceed(connection, answer)
+        self._close_late(time.monotonic())
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                raw, _address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._pause()
+                    return
+                continue
+            try:
+                peer = peer_of(raw)
+                self._make_room(peer)
+                connection = Connection(raw, peer, self.web.context, time.monotonic())
+            except OSError:  # it has gone already
+                raw.close()
+                continue
+            self._open[connection] = None
+            self._of_peer[peer] += 1
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+            self._proceed(connection)
+
+    def _pause(self) -> None:
+        """Accept nothing for a while: a connection that cannot be accepted would keep this thread busy."""
+        self._accept_at = time.monotonic() + PAUSE_S
+        self._selector.unregister(self._listener)
+        if self._open:
+            self._refuse(self._oldest([*self._open]), "full")
+
+    def _make_room(self, peer: str) -> None:
+        """Close a connection of ``peer`` if it has its share, or one of the peer with the most if there are too many.
+
+        Those whose request is not complete go first: a client that is there for an answer sends it at once.
+        """
+        if self._of_peer[peer] >= MAX_PER_PEER:
+            self._refuse(self._oldest([c for c in self._open if c.peer == peer]), "share")
+        elif len(self._open) >= MAX_CONNECTIONS:
+            ((busiest, _),) = self._of_peer.most_common(1)
+            self._refuse(self._oldest([c for c in self._open if c.peer == busiest]), "full")
+
+    def _oldest(self, connections: list[Connection]) -> Connection:
+        return min(connections, key=lambda c: (c.stage is not Stage.READING, c.opened_at))
+
+    def _proceed(self, connection: Connection, answer: Answer | None = None) -> None:
+        """Read or write what is possible now; ``answer`` is there once there is one."""
+        try:
+            if answer is not None:
+                connection.answer(*answer)
+            if connection.stage is Stage.READING and (request := connection.receive()) is not None:
+                self._admit(connection, request)
+            if connection.stage is Stage.WRITING and connection.send():
+                self._close(connection)
+                return
+        except h11.RemoteProtocolError as error:
+            self.refused["malformed"] += 1
+            self._give_up(connection, HTTPStatus(error.error_status_hint), "not HTTP that can be understood")
+            return
+        except ssl.SSLError:
+            self._refuse(connection, "malformed")
+            return
+        except OSError:  # the client has gone
+            self._close(connection)
+            return
+        except Exception:
+            self.log.exception("a bug in the HTTP server", peer=connection.peer)
+            self._close(connection)
+            return
+        self._await(connection)
+
+    def _await(self, connection: Connection) -> None:
+        """Tell the selector what the connection waits for."""
+        registered = self._selector.get_map().get(connection.socket)
+        if not connection.events:
+            self._selector.unregister(connection.socket)
+        elif registered is None:
+            self._selector.register(connection.socket, connection.events, connection)
+        elif registered.events != connection.events:
+            self._selector.modify(connection.socket, connection.events, connection)
+
+    def _give_up(self, connection: Connection, status: HTTPStatus, text: str) -> None:
+        """Say what is wrong, if the client takes it at once, and close."""
+        with suppress(OSError, h11.LocalProtocolError):
+            connection.answer(*problem(status, text))
+            connection.send()
+        self._close(connection)
+
+    def _close_late(self, now: float) -> None:
+        for connection in [*self._open]:
+            age_s = now - connection.opened_at
+            if age_s < HEADER_S:
+                break  # the others are younger
+            if connection.stage is Stage.READING or (age_s >= CONNECTION_S and connection.stage is Stage.WRITING):
+                self._refuse(connection, "slow")
+            elif age_s >= CONNECTION_S:
+                self._close(connection)
+        if self._accept_at and now >= self._accept_at:
+            self._accept_at = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        self.refused[reason] += 1
+        self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        if connection not in self._open:
+            return
+        del self._open[connection]
+        self._of_peer[connection.peer] -= 1
+        if not self._of_peer[connection.peer]:
+            del self._of_peer[connection.peer]
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        connection.close()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _admit(self, connection: Connection, asked: h11.Request) -> None:
+        """Refuse the request, or have it answered in another thread: first the password, then the rest."""
+        headers = _headers(asked)
+        if asked.method not in (b"GET", b"HEAD"):
+            connection.answer(*problem(HTTPStatus.NOT_IMPLEMENTED, "only GET and HEAD: the agent can only be read"))
+            return
+        if self.web.context is None and not self.hosts.admit(headers.get("host", "")):
+            self.refused["host"] += 1
+            said = f"this agent has another name than {headers['host']!r}; agent.names has those that it answers to"
+            connection.answer(*problem(HTTPStatus.MISDIRECTED_REQUEST, said))
+            return
+        try:
+            request = _request(asked, headers)
+        except ValueError:
+            connection.answer(*problem(HTTPStatus.BAD_REQUEST, "not an address that can be understood"))
+            return
+        password = headers.get("authorization", "")
+        if self.web.recalls(password):
+            self._start(connection, request)
+        elif not password:
+            connection.answer(*_unauthorized())
+        elif not self._attempts.allow(connection.peer):
+            self.refused["password"] += 1
+            connection.answer(*problem(HTTPStatus.TOO_MANY_REQUESTS, "too many passwords; try again in some seconds"))
+        else:
+            self._passwords.submit(connection.peer, partial(self._check_password, connection, request, password))
+
+    # -- the other threads ---------------------------------------------------------------------------------------
+
+    def _check_password(self, connection: Connection, request: Request, password: str) -> None:
+        if not connection.open:
+            return
+        if self.web.admits(password):
+            self._start(connection, request)
+        else:
+            self._finish(connection, _unauthorized())
+
+    def _start(self, connection: Connection, request: Request) -> None:
+        lane = self._slow if self.app.is_slow(request.path) else self._quick
+        lane.submit(connection.peer, partial(self._answer, connection, request))
+
+    def _answer(self, connection: Connection, request: Request) -> None:
+        if not connection.open:
+            return
+        try:
+            answer = self.app(request)
+        except Exception:
+            self.log.exception("request failed", path=request.path)
+            answer = problem(HTTPStatus.INTERNAL_SERVER_ERROR, "a bug in opsd; the agent's log has more")
+        self._finish(connection, answer)
+
+    def _finish(self, connection: Connection, answer: Answer) -> None:
+        self._answers.append((connection, answer))
+        self._rouse()
+
+    def _rouse(self) -> None:
+        with suppress(OSError):  # full: it is awake, closed: it needs no waking
+            self._wake.send(b"\0")
+
+
+def _headers(request: h11.Request) -> dict[str, str]:
+    """The headers by their names in lower case; of several with one name the first."""
+    found: dict[str, str] = {}
+    for name, value in request.headers:
+        found.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return found
+
+
+def _request(asked: h11.Request, headers: dict[str, str]) -> Request:
+    """The parsed request. Raises ValueError for an invalid address, or one with too many parameters."""
+    url = urlsplit(asked.target.decode("latin-1"))
+    query = parse_qs(url.query, max_num_fields=20)
+    return Request(url.path, query, headers.get("accept", ""), headers.get("accept-encoding", ""))
+
+
+def _unauthorized() -> Answer:
+    status, body, headers = problem(HTTPStatus.UNAUTHORIZED, "this agent asks for a user and a password")
+    return status, body, {**headers, "WWW-Authenticate": 'Basic realm="opsd", charset="UTF-8"'}
