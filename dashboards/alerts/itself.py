@@ -58,6 +58,22 @@ ITSELF = Group(
             description="Incidents are kept only in memory and are lost if the agent restarts.",
         ),
         Alert(
+            "ConfigRefused",
+            "max by (cluster, instance) (opsd_config_last_reload_successful) == 0",
+            severity="warning",
+            hold="2m",
+            summary="{{ $labels.instance }} has refused its configuration",
+            description="The agent goes on with the settings that it had. It would not start with the file as it is.",
+        ),
+        Alert(
+            "AgentCrowded",
+            'sum by (cluster, instance, reason) (rate(opsd_http_refused_total{reason!="host"}[5m])) > 1',
+            severity="warning",
+            hold="5m",
+            summary="Somebody crowds the HTTP server of {{ $labels.instance }} ({{ $labels.reason }})",
+            description="Each user and each address has a share, so scrapes still succeed. It costs the node CPU time.",
+        ),
+        Alert(
             "RunbookFailing",
             "sum by (cluster, instance, kind) (increase(opsd_runbook_errors_total[10m])) > 0",
             severity="warning",

@@ -34,7 +34,7 @@ class Annotator:
     def __init__(self, url: str, token_file: Path, node: str, log: Log) -> None:
         self._url, self._token_file, self._node, self._log = url.rstrip("/"), token_file, node, log
         self._ids: OrderedDict[str, int] = OrderedDict()
-        self._waiting: Queue[tuple[Incident, Transition]] = Queue(MAX_WAITING)
+        self._waiting: Queue[tuple[Incident, Transition] | None] = Queue(MAX_WAITING)
         threading.Thread(target=self._work, name="annotate", daemon=True).start()
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
@@ -44,9 +44,14 @@ class Annotator:
             with contextlib.suppress(Full):
                 self._waiting.put_nowait((incident, transition))
 
+    def close(self) -> None:
+        """End once what is queued is sent."""
+        with contextlib.suppress(Full):
+            self._waiting.put_nowait(None)
+
     def _work(self) -> None:
-        while True:
-            incident, transition = self._waiting.get()
+        while (waiting := self._waiting.get()) is not None:
+            incident, transition = waiting
             try:
                 self._annotate(incident, transition)
             except AnnotationError as error:

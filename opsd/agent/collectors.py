@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from opsd.collectors import plugins
@@ -72,13 +73,19 @@ class NodeWatch:
             time.sleep(self._period_s)
 
 
+@cache
+def _watch(node: str, period_s: float) -> NodeWatch:
+    """The same for collectors that are made again, as its thread does not end."""
+    return NodeWatch(CommandSlurm(), node, period_s=period_s)
+
+
 def build(settings: Settings, state: Path | None = None) -> list[Collector]:
     """The collectors that are enabled. ``state`` is where they may keep what outlives the agent, None for nowhere."""
     context = Context(
         settings,
         settings.agent.node,
         state,
-        slurm_reports=lambda node, period_s: NodeWatch(CommandSlurm(), node, period_s=period_s),
+        slurm_reports=_watch,
     )
     for plugin in plugins():
         own = settings.section(plugin.settings)

@@ -98,6 +98,7 @@ class _Worker:
         self._due = -math.inf
         self._credit_s, self._credited = CPU_BURST_S, clock()
         self._go = threading.Semaphore(0)
+        self._stopped = False
         self.started: float | None = None
         self.outcome: _Outcome | None = None
         threading.Thread(target=self._work, name=f"collect-{collector.name}", daemon=True).start()
@@ -115,9 +116,16 @@ class _Worker:
         self._due = self.started + self._interval_s
         self._go.release()
 
+    def stop(self) -> None:
+        """End the thread once the collector has returned."""
+        self._stopped = True
+        self._go.release()
+
     def _work(self) -> None:
         while True:
             self._go.acquire()
+            if self._stopped:
+                return
             started, used = self._clock(), time.thread_time()
             try:
                 result: Reading | NoData | BaseException = self._collector.collect()
@@ -180,6 +188,11 @@ class Gatherer:
                 other = next((one.reading for one in self.sources if one.name == collector.yields_to), Reading())
                 source.reading, wrong = collector.beside(source.reading, other)
                 source.reason = source.reason if source.health is Health.LIMITED else wrong
+
+    def close(self) -> None:
+        """Collect no more."""
+        for worker in self._workers:
+            worker.stop()
 
     def _take(self, source: Source, worker: _Worker) -> None:
         outcome, worker.outcome = worker.outcome, None

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from opsd.agent import metrics
 from opsd.agent.gather import Gatherer, Health, Source
@@ -72,7 +73,8 @@ class Loop:
     ) -> None:
         self._window, self._judge, self._responder, self._journal = window, judge, responder, journal
         self._log, self._interval_s, self._clock = log, interval_s, clock
-        self._gatherer = Gatherer(collectors, deadline_s=deadline_s, clock=clock.monotonic)
+        self._gather = partial(Gatherer, deadline_s=deadline_s, clock=clock.monotonic)
+        self._gatherer = self._gather(collectors)
         self._healths: dict[str, tuple[Health, str]] = {}
         self._wall_of_zero = clock.wall() - clock.monotonic()
         self._collectors: tuple[Sample, ...] = ()
@@ -94,6 +96,20 @@ class Loop:
             self._missed += due - number - 1
             number = due
             stop.wait(origin + number * self._interval_s - self._clock.monotonic())
+
+    def replace_collectors(self, collectors: Sequence[Collector]) -> None:
+        """Collect from these from now on. What the window has of those with the same names stays."""
+        gone = {source.name for source in self._gatherer.sources} - {collector.name for collector in collectors}
+        self._gatherer.close()
+        self._gatherer = self._gather(collectors)
+        for name in gone:
+            self._window.forget(name)
+            self._healths.pop(name, None)
+
+    def replace_judge(self, judge: Judge) -> None:
+        """Judge by this one from now on; the counters stay."""
+        judge.errors = self._judge.errors
+        self._judge = judge
 
     def tick(self) -> None:
         """One round of everything."""

@@ -64,11 +64,20 @@ HTTP_REFUSED = Metric(
     "counter",
     labels=("reason",),
 )
+CONFIG_OK = Metric(
+    "opsd_config_last_reload_successful",
+    "1 if the latest attempt to load the configuration succeeded; 0: the one before it is in force.",
+)
+CONFIG_AT = Metric(
+    "opsd_config_last_reload_success_timestamp_seconds",
+    "Unix time at which the configuration in force was loaded.",
+    unit="seconds",
+)
 
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
-    HTTP_CONNECTIONS, HTTP_REFUSED,
+    HTTP_CONNECTIONS, HTTP_REFUSED, CONFIG_OK, CONFIG_AT,
 )  # fmt: skip
 LABELS: Final = {
     "version": "one",
@@ -164,3 +173,9 @@ def http_samples(connections: int, refused: Mapping[str, int]) -> Iterator[Sampl
     yield Sample(HTTP_CONNECTIONS, float(connections))
     for reason, number in refused.items():
         yield Sample(HTTP_REFUSED, float(number), (reason,))
+
+
+def reload_samples(problem: str, loaded_at: float) -> Iterator[Sample]:
+    """The configuration; ``problem`` is "" if the latest attempt to load it succeeded, at the epoch second."""
+    yield Sample(CONFIG_OK, float(not problem))
+    yield Sample(CONFIG_AT, loaded_at)

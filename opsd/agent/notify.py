@@ -75,7 +75,7 @@ class Announcer:
         muted: Callable[[str, float], str] = lambda _kind, _wall: "",
     ) -> None:
         self._notify, self._node, self._log, self._muted = notify, node, log, muted
-        self._waiting: Queue[tuple[str, dict[str, object]]] = Queue(MAX_WAITING)
+        self._waiting: Queue[tuple[str, dict[str, object]] | None] = Queue(MAX_WAITING)
         threading.Thread(target=self._work, name="announce", daemon=True).start()
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
@@ -103,9 +103,14 @@ class Announcer:
         with contextlib.suppress(Full):
             self._waiting.put_nowait((text, fields))
 
+    def close(self) -> None:
+        """End once what is queued is sent."""
+        with contextlib.suppress(Full):
+            self._waiting.put_nowait(None)
+
     def _work(self) -> None:
-        while True:
-            text, fields = self._waiting.get()
+        while (waiting := self._waiting.get()) is not None:
+            text, fields = waiting
             try:
                 self._notify(text, fields)
             except ActionError as error:

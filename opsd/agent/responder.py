@@ -65,6 +65,23 @@ class Responder:
         """The incidents that are not over."""
         return tuple(self._book.incidents.values())
 
+    def replace_policy(
+        self,
+        judge: Judge,
+        executor: Executor,
+        mode_of: Callable[[str], str],
+        limits: Limits,
+        listeners: Sequence[Listener],
+    ) -> Sequence[Listener]:
+        """Judge, act and tell by these from now on; returns the former listeners.
+
+        Incidents, history and counters stay, and so do the outcomes of actions that are under way.
+        """
+        executor.outcomes = self._executor.outcomes
+        self._judge, self._executor, self._mode_of, self._limits = judge, executor, mode_of, limits
+        former, self._listeners = self._listeners, listeners
+        return former
+
     def clock_stepped(self, seconds: float) -> None:
         """Shift all times by a step of the wall clock."""
         self._book = incidents.shifted(self._book, seconds)

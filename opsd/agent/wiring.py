@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import cache
 
 from opsd.agent import collectors
@@ -16,7 +17,7 @@ from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
 from opsd.agent.policy import Limits
 from opsd.agent.responder import Listener, Responder
 from opsd.agent.window import Window
-from opsd.collectors import witnesses
+from opsd.collectors import plugins, witnesses
 from opsd.collectors.nvml import NvmlSettings, PowerControl
 from opsd.collectors.ranks import RanksSettings
 from opsd.config import Settings
@@ -57,31 +58,69 @@ def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listene
     return told
 
 
-def build_loop(settings: Settings, journal: Journal, log: Log) -> Loop:
-    """The loop with everything connected, before the first collection."""
-    agent, policy, receiver = settings.agent, settings.policy, settings.notify.receiver
+def _executor(settings: Settings, journal: Journal, notifier: Notifier) -> Executor:
     nvml = settings.section(NvmlSettings)
-    notifier: Notifier = WebhookNotifier(log, receiver) if receiver else LogNotifier(log)
-    executor = Executor(
+    return Executor(
         shm=settings.section(RanksSettings).root,
         notify=notifier,
         set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
-        drain_node=_drainer(settings) if policy.drain else None,
+        drain_node=_drainer(settings) if settings.policy.drain else None,
         before_acting=lambda: journal.flush(1.0),
     )
-    judge = Judge(RUNBOOKS, log, hold_s=policy.hold_s, max_relapses=policy.max_relapses)
-    limits = Limits.of(policy)
+
+
+def _judge(settings: Settings, log: Log) -> Judge:
+    return Judge(RUNBOOKS, log, hold_s=settings.policy.hold_s, max_relapses=settings.policy.max_relapses)
+
+
+def _notifier(settings: Settings, log: Log) -> Notifier:
+    receiver = settings.notify.receiver
+    return WebhookNotifier(log, receiver) if receiver else LogNotifier(log)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What of the agent a reload of the configuration reaches."""
+
+    loop: Loop
+    responder: Responder
+    journal: Journal
+    log: Log
+
+    def reconfigure(self, old: Settings, new: Settings) -> None:
+        """Go on with ``new`` settings instead of the ``old`` ones, but for ``[agent]``. For the loop's thread.
+
+        Collectors are made again only if one of their sections has changed, so that no history is lost otherwise.
+        """
+        names = [plugin.name for plugin in plugins()]
+        changed = any(getattr(old, name) != getattr(new, name) for name in names)
+        made = collectors.build(new, new.agent.state_dir) if changed else None
+        judge, notifier = _judge(new, self.log), _notifier(new, self.log)
+        executor, listeners = _executor(new, self.journal, notifier), _listeners(new, notifier, self.log)
+        if made is not None:
+            self.loop.replace_collectors(made)
+        self.loop.replace_judge(judge)
+        mode_of, limits = new.policy.mode_of, Limits.of(new.policy)
+        for former in self.responder.replace_policy(judge, executor, mode_of, limits, listeners):
+            if isinstance(former, Announcer | Annotator):
+                former.close()
+
+
+def build(settings: Settings, journal: Journal, log: Log) -> Parts:
+    """The loop with everything connected, before the first collection."""
+    agent, policy = settings.agent, settings.policy
+    notifier, judge = _notifier(settings, log), _judge(settings, log)
     responder = Responder(
         judge,
-        executor,
+        _executor(settings, journal, notifier),
         journal,
         log,
         mode_of=policy.mode_of,
-        limits=limits,
+        limits=Limits.of(policy),
         started_at=time.time(),
         listeners=_listeners(settings, notifier, log),
     )
-    return Loop(
+    loop = Loop(
         Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses()),
         collectors.build(settings, agent.state_dir),
         judge,
@@ -91,3 +130,4 @@ def build_loop(settings: Settings, journal: Journal, log: Log) -> Loop:
         interval_s=agent.interval_s,
         deadline_s=agent.deadline_s,
     )
+    return Parts(loop, responder, journal, log)

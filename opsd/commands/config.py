@@ -1,22 +1,29 @@
-"""``opsd config``: check a file, show the settings in force, write a commented file."""
+"""``opsd config``: check a file, show the settings in force, write a commented file, reload."""
 
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from opsd import config as settings
+from opsd import exitcodes
+from opsd.commands.agent_client import Agent, with_agent
 from opsd.commands.options import config_options
+from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
+
+RELOAD_S = 15.0
 
 
 @click.group()
 def config() -> None:
-    """Check, show or create the configuration file."""
+    """Check, show, create or reload the configuration."""
 
 
 @config.command()
@@ -40,6 +47,42 @@ def _is_open(file: Path) -> bool:
     with suppress(OSError):
         return bool(file.stat().st_mode & stat.S_IROTH)
     return False
+
+
+@config.command()
+@with_agent
+def reload(agent: Agent) -> int:
+    """Have the agent of this node read its configuration again, and say what came of it.
+
+    A file that is wrong is refused and the agent goes on with what it has. `systemctl reload opsd` does the same. Exits
+    with 1 if the configuration was refused, or no agent could be asked.
+    """
+    before = agent.ask("/api/v1/status").get("config", {})
+    try:
+        os.kill(pid_of_agent(load(agent.file).agent.state_dir), signal.SIGHUP)
+    except (LookupError, OSError) as error:
+        fail(f"the agent cannot be told: {error}; `systemctl reload opsd` as root does it")
+    deadline = time.monotonic() + RELOAD_S
+    while (after := agent.ask("/api/v1/status").get("config", {})).get("reloads") == before.get("reloads"):
+        if time.monotonic() > deadline:
+            fail(f"the agent has not read its configuration within {RELOAD_S:g} s; its log may say why")
+        time.sleep(0.1)
+    if after["problem"]:
+        fail(f"refused, the old configuration stays: {after['problem']}")
+    waiting = ", ".join(after["needs_restart"])
+    click.echo(f"reloaded; at the next start of the agent: {waiting}" if waiting else "reloaded")
+    return exitcodes.OK
+
+
+def pid_of_agent(state: Path, locks: Path = Path("/proc/locks")) -> int:
+    """The process that holds the journal in ``state``, by what the kernel says. Raises LookupError, OSError."""
+    held = (state / "journal.lock").stat()
+    device = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
+    for line in locks.read_text().splitlines():
+        _, kind, _, _, pid, file, *_ = line.replace("-> ", "").split()
+        if (kind, file) == ("FLOCK", device):
+            return int(pid)
+    raise LookupError(f"no agent has its journal in {state}")
 
 
 @config.command()

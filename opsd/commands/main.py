@@ -21,7 +21,7 @@ COMMANDS = {
     "chaos": "Cause a fault on purpose on this node, bounded in time, and undo it.",
     "checkpoint": "List, verify, audit, prune and upload checkpoints.",
     "completion": "Print the completion script for your shell.",
-    "config": "Check, show or create the configuration file.",
+    "config": "Check, show, create or reload the configuration.",
     "dashboards": "Build the Grafana boards, check that they are current, push them.",
     "demo": "Train a small model, break it six ways, watch it recover.",
     "deploy": "List, show or copy systemd units, batch scripts, rules, Ansible.",

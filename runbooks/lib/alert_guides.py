@@ -191,6 +191,49 @@ If the agent restarts now, it loses the incidents since then, and how often each
 """
         + NOTHING
     ),
+    "config_refused": Guide.parse(
+        """
+# A node has refused its configuration
+
+## Meaning
+The agent was told to reload its configuration (SIGHUP, `systemctl reload opsd`), and the file, or one that it names, is
+wrong. Nothing of it was applied.
+
+## Impact
+The agent goes on with the settings that it had. If it starts again, it ends at once with the same sentence.
+
+## Diagnosis
+1. `opsd config check`: what is wrong, in one sentence.
+2. `opsd status --json`: `config.problem` has what the agent said.
+3. `journalctl -u opsd | grep refused`: since when.
+
+## Mitigation
+- Correct the file, then `opsd config reload`.
+"""
+        + NOTHING
+    ),
+    "agent_crowded": Guide.parse(
+        """
+# Somebody crowds the HTTP server of a node
+
+## Meaning
+The agent closes connections or refuses requests, more than one a second: of clients that are slow (`slow`), of a user
+or an address with more than its share of connections (`share`), of too many in total (`full`), with wrong passwords
+(`password`), or that do not speak HTTP (`malformed`).
+
+## Impact
+Scrapes of others still succeed: each user of the node and each address has a share. It costs CPU time of the node, and
+may be an attempt to blind the agent or to guess a password.
+
+## Diagnosis
+1. `ss -tnp 'sport = :9477'` on the node: who is connected. Users of the node are shown with their process.
+2. The label `reason`: `password` is a client with an old password, or somebody who guesses.
+
+## Mitigation
+- Correct or stop the client. A firewall keeps strangers from the port; on loopback, talk to the user.
+"""
+        + NOTHING
+    ),
     "runbook_failing": Guide.parse(
         """
 # A runbook raises errors

@@ -188,6 +188,18 @@ CASES: Mapping[str, Case] = {
         at="12m",
     ),
     "JournalDown": Case([{f"opsd_journal_up{{{NODE}}}": "0x50"}], [{f"opsd_journal_up{{{NODE}}}": "1x50"}]),
+    "ConfigRefused": Case(
+        [{f"opsd_config_last_reload_successful{{{NODE}}}": "0x50"}],
+        [{f"opsd_config_last_reload_successful{{{NODE}}}": "1x50"}],
+    ),
+    "AgentCrowded": Case(
+        [{f'opsd_http_refused_total{{{NODE},reason="slow"}}': "0+120x60"}],
+        [
+            {f'opsd_http_refused_total{{{NODE},reason="slow"}}': "0+6x60"},
+            {f'opsd_http_refused_total{{{NODE},reason="host"}}': "0+120x60"},
+        ],
+        at="12m",
+    ),
     "RunbookFailing": Case(
         [{f'opsd_runbook_errors_total{{{NODE},kind="gpu_ecc"}}': "0x30 1x20"}],
         [{f'opsd_runbook_errors_total{{{NODE},kind="gpu_ecc"}}': "1x50"}],

@@ -57,7 +57,11 @@ class Request:
 
 
 class App:
-    """Answers requests from the newest snapshot. ``stale_s``: a loop that has not ticked for longer is not healthy."""
+    """Answers requests from the newest snapshot.
+
+    ``stale_s``: a loop that has not ticked for longer is not healthy. ``job_nodes`` may be replaced at any time;
+    ``config`` is the state of the configuration.
+    """
 
     def __init__(
         self,
@@ -68,12 +72,14 @@ class App:
         history: History | None = None,
         ledgers: Ledgers | None = None,
         job_nodes: JobNodes | None = None,
+        config: Callable[[], Mapping[str, object]] | None = None,
     ) -> None:
         self._latest = latest
         self._facts = facts
         self._history = history or History()
         self._ledgers = ledgers or Ledgers()
-        self._job_nodes = job_nodes
+        self.job_nodes = job_nodes
+        self._config = config
         self._pages, self._job_pages = PageCache(), PageCache()
         self._stale_s = stale_s
         self._exposition = Exposition(lambda: latest().samples)
@@ -123,7 +129,8 @@ class App:
         return self._healthz(request)
 
     def _status(self, _request: Request) -> Answer:
-        return _json(api.status(self._latest(), self._facts, time.monotonic()))
+        facts = {**self._facts, "config": self._config()} if self._config else self._facts
+        return _json(api.status(self._latest(), facts, time.monotonic()))
 
     def _incidents(self, request: Request) -> Answer:
         text = request.query.get("limit", [str(DEFAULT_LIMIT)])[-1]
@@ -162,10 +169,10 @@ class App:
         latest, now = self._latest(), time.monotonic()
         node = str(self._facts.get("node", ""))
 
+        others = self.job_nodes
+
         def make() -> bytes | None:
-            return job_page(
-                latest, self._history, self._ledgers.of, id, node, now, self._job_nodes.of if self._job_nodes else None
-            )
+            return job_page(latest, self._history, self._ledgers.of, id, node, now, others.of if others else None)
 
         body = self._job_pages.get(id, latest, now, make)
         if body is None:
