@@ -26,7 +26,7 @@ from opsd.preflight.report import ReportError
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
 from opsd.spares import pool, state, verdict
-from opsd.spares.corpus import Corpus, digest_of, read_corpora
+from opsd.spares.corpus import Corpus, digest_of, needs_proof, proven, read_corpora, sha256_of
 from opsd.spares.stage import remove
 from opsd.spares.stage import stage as copy
 from opsd.spares.stage import verify as compare
@@ -88,18 +88,29 @@ def stage(settings: Settings, rate: float | None) -> int:
     with _watched("staging", _work(settings, rate)) as work:
         done = _or_fail(lambda: copy(storage, corpora, Path(settings.spare.folder), work))
     click.echo(f"{done.size / 1e9:.2f} GB were missing and are there now" if done.size else "everything is there")
-    digest, now = digest_of(corpora), time.time()
+    identity, now = digest_of(corpora), time.time()
     known = here.state if here.state.holds_for(settings.spare) else SpareState()
     verified_at = now if done.compared else 0.0 if known.damaged else known.verified_at
     staged = SpareState(
         source=settings.spare.source,
         folder=settings.spare.folder,
-        digest=digest,
+        digest=identity,
         staged_bytes=sum(corpus.size for corpus in corpora),
         staged_at=now,
         verified_at=verified_at,
     )
-    return here.conclude(staged, digest)
+    return here.conclude(staged, identity)
+
+
+@spare.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def digest(folder: Path) -> int:
+    """Print what spare.digest has to be for the shards in FOLDER: the data of a run, where the run has it."""
+    corpora = _or_fail(lambda: read_corpora(Folder(folder)))
+    found = sha256_of(corpora)
+    _or_fail(lambda: proven(corpora, found))
+    click.echo(found)
+    return exitcodes.OK
 
 
 @spare.command()
@@ -208,8 +219,14 @@ class Here:
         spare = self.settings.spare
         if not spare.source or not spare.folder:
             raise click.UsageError("set spare.source and spare.folder: what is staged, and where to")
+        if needs_proof(spare.source) and not spare.digest:
+            raise click.UsageError(
+                f"anybody on the network may answer for {spare.source}: set spare.digest to what `opsd spare digest` "
+                "prints where the run has its data, or use https"
+            )
         storage = open_storage(spare.source)
-        return storage, read_corpora(storage)
+        corpora = read_corpora(storage)
+        return storage, proven(corpora, spare.digest) if spare.digest else corpora
 
     def conclude(self, found: SpareState, source_digest: str) -> int:
         """Judge, keep and tell the verdict; the exit code."""

@@ -16,7 +16,14 @@ class SpareSettings(CollectorSettings):
         default="",
         examples=["s3://datasets/smollm3"],
         description="Folder or URL with the token shards that spares must have, with a folder per source of a mixture; "
-        "the web server of a node that has them (python -m http.server) is one too.",
+        "the web server of a node that has them (python -m http.server) is one too, with spare.digest.",
+    )
+    digest: str = Field(
+        default="",
+        pattern=r"^(sha256:[0-9a-f]{64})?$",
+        examples=["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"],
+        description="What `opsd spare digest` prints for the data of the run; only this data is staged then. "
+        "Needed for a source at http:// or ftp://, where anybody on the network may answer.",
     )
     folder: str = Field(
         default="", examples=["/scratch/shards"], description="Folder on local NVMe into which they are copied."

@@ -22,11 +22,11 @@ from opsd.checkpoints.manifest import FileEntry, sync_folder
 from opsd.spares.corpus import INDEX, Corpus, indexed
 from opsd.spares.storage import Folder, Storage
 from opsd.spares.transfer import (
-    PREFIX,
     Progress,
     StageError,
     Transfer,
     Work,
+    matches,
     open_file,
     part_of,
     reporting,
@@ -100,8 +100,8 @@ def verify(corpora: Sequence[Corpus], target: Path, work: Work) -> list[str]:
             return
         try:
             with open_file(path, os.O_RDONLY) as file:
-                digest = transfer.hash(file, work.rate_limit)
-            if not transfer.stop.is_set() and PREFIX + digest.hexdigest() != entry.checksum:
+                digest = transfer.hash(file, work.rate_limit, entry)
+            if not transfer.stop.is_set() and not matches(digest, entry):
                 path.unlink()
                 bad.append(f"{path} was damaged and has been removed")
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import threading
@@ -11,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import xxhash
 
@@ -20,7 +21,15 @@ from opsd.spares.storage import Storage, StorageError
 
 BLOCK = 1 << 22
 LOOK_S = 0.5
-PREFIX = "xxh3_128:"
+_XXH3, _SHA256 = "xxh3_128:", "sha256:"
+
+
+class Digest(Protocol):
+    """A hash of hashlib or xxhash."""
+
+    def update(self, block: bytes, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
 
 
 class StageError(Exception):
@@ -124,7 +133,7 @@ class Transfer:
         with open_file(part, os.O_RDWR | os.O_CREAT) as file:
             if os.fstat(file.fileno()).st_size > entry.size:
                 file.truncate(0)
-            digest = self.hash(file, RateLimit(None))
+            digest = self.hash(file, RateLimit(None), entry)
             counted = file.tell()
             if counted < entry.size:
                 with storage.open(source, counted) as origin:
@@ -136,7 +145,7 @@ class Transfer:
                         self.progress.add(len(block))
             if self.stop.is_set():
                 raise StageError("stopped")
-            if counted == entry.size and PREFIX + digest.hexdigest() == entry.checksum:
+            if counted == entry.size and matches(digest, entry):
                 file.flush()
                 os.fsync(file.fileno())
                 return True
@@ -144,14 +153,19 @@ class Transfer:
             file.truncate(0)
             return False
 
-    def hash(self, file: BinaryIO, rate_limit: RateLimit) -> xxhash.xxh3_128:
-        """The digest of the rest of ``file``."""
-        digest = xxhash.xxh3_128()
+    def hash(self, file: BinaryIO, rate_limit: RateLimit, entry: FileEntry) -> Digest:
+        """The digest of the rest of ``file``, by the algorithm of the checksum of ``entry``."""
+        digest: Digest = hashlib.sha256() if entry.checksum.startswith(_SHA256) else xxhash.xxh3_128()
         while not self.stop.is_set() and (block := file.read(BLOCK)):
             rate_limit(len(block))
             digest.update(block)
             self.progress.add(len(block))
         return digest
+
+
+def matches(digest: Digest, entry: FileEntry) -> bool:
+    """Whether ``digest`` is the checksum of ``entry``."""
+    return entry.checksum in (_XXH3 + digest.hexdigest(), _SHA256 + digest.hexdigest())
 
 
 def _read(origin: BinaryIO, source: str, size: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from dataclasses import asdict
@@ -19,7 +20,8 @@ def make_corpus(folder: Path, *, shards: int = 3, seed: int = 0) -> int:
 
     def file(name: str, size: int) -> dict[str, object]:
         (folder / name).write_bytes(rng.randbytes(size))
-        return asdict(FileEntry(name, size, checksum(folder / name)))
+        sha256 = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        return {**asdict(FileEntry(name, size, checksum(folder / name))), "sha256": sha256}
 
     described = [
         {

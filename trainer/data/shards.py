@@ -13,6 +13,7 @@ target it ends the previous one. So every token of a shard is a target, with its
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,11 +42,16 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a corpus: its name in the folder, size in bytes, and ``algorithm:hexdigest`` of the content."""
+    """A file of a corpus: its name in the folder, size in bytes, and ``algorithm:hexdigest`` of the content.
+
+    The checksum is fast and detects damage; ``sha256``, hexadecimal, is for copies over networks that are not trusted.
+    Indexes of earlier releases do not have it.
+    """
 
     name: str
     size: int
     checksum: str
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,9 @@ class Index:
 
 def describe(path: Path) -> File:
     """The entry for an existing file."""
-    return File(path.name, path.stat().st_size, checksum(path))
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return File(path.name, path.stat().st_size, checksum(path), sha256)
 
 
 def read_index(folder: Path) -> Index:
