@@ -78,7 +78,11 @@ def _diagnose(finding: Finding, view: View) -> Finding:
     problems = [e for e in view.events("nccl_ras", back) if text(e.data, "kind") in (*SILENT, *BEHIND)]
     logs = [e for e in view.events("nccl_log", back) if text(e.data, "run") == run and e.data.get("kind") != "warning"]
     told = [(e, source) for events, source in ((records, "flight recorder"), (problems, "NCCL RAS")) for e in events]
-    named = [(_recorded(records[-1], run, view), 0.85)] if records else [(_by_ras(e, view), 0.7) for e in problems]
+    named = (
+        [(_recorded(records[-1], run, view), number(records[-1].data, "confidence") or 0.85)]
+        if records
+        else [(_by_ras(e, view), 0.7) for e in problems]
+    )
     found = next(((culprit, sure) for culprit, sure in named if culprit is not None), None)
     evidence = [Evidence(event.message, source, event.at) for event, source in told[-4:]]
     evidence += [Evidence(event.message, "rank log", event.at) for event in logs[-2:]]
@@ -87,16 +91,17 @@ def _diagnose(finding: Finding, view: View) -> Finding:
 
 
 def _recorded(event: Event, run: str, view: View) -> Culprit:
-    """The rank that did not come to the collective, or the network if all have come."""
+    """The rank that keeps the others waiting, or the network if all have come."""
     listed = event.data.get("culprits")
     ranks = [int(rank) for rank in listed if isinstance(rank, int)] if isinstance(listed, list | tuple) else []
     what = f"{text(event.data, 'operation')} {text(event.data, 'sequence')} of group {text(event.data, 'group')}"
     if not ranks:
         return Culprit("network", view.node, detail=f"every rank has come to {what}")
     page = rank_of(view, run, ranks[0])
-    others = f", nor did {counted(len(ranks) - 1, 'other')}" if len(ranks) > 1 else ""
+    others = f", with {counted(len(ranks) - 1, 'other')}" if len(ranks) > 1 else ""
+    cause = text(event.data, "cause") or "never called"
     node, gpu = (view.node, page.gpu) if page is not None else (None, None)
-    return Culprit("rank", node, gpu, ranks[0], f"did not come to {what}{others}")
+    return Culprit("rank", node, gpu, ranks[0], f"{cause}: {what}{others}")
 
 
 def _by_ras(event: Event, view: View) -> Culprit | None:

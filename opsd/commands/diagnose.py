@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.console import Console
@@ -16,8 +16,11 @@ from opsd import exitcodes
 from opsd.agent.diagnosis import Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
+from opsd.collectors.lib.nccl.dump_folder import read_dumps
+from opsd.collectors.lib.nccl.flight_recorder import DumpError
+from opsd.collectors.lib.nccl.stuck import evidence, judge, ranges
 from opsd.collectors.ranks import RanksCollector, RanksSettings
-from opsd.commands.agent_client import Agent, NoAgent, Refused, agent_options
+from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
 from opsd.commands.options import option
 from opsd.commands.output import fail, printable
 from opsd.commands.settings import load
@@ -27,12 +30,27 @@ _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknow
 
 @click.command()
 @option("--job", default="", help="Only the job with this id, or the run with this name.")
-@agent_options
-def diagnose(job: str, agent: Agent, as_json: bool) -> int:
+@option(
+    "--flight-recorder",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Judge a folder of dumps of PyTorch's flight recorder, of any program: who keeps the others waiting?",
+)
+@option(
+    "--json", "output", type=click.File("w"), is_flag=False, flag_value="-", help="Print JSON, or write it to FILE."
+)
+@with_agent
+def diagnose(job: str, folder: Path | None, agent: Agent, output: IO[str] | None) -> int:
     """Diagnose the runs on this node now: do they hang, or do data, network or kernels slow them down?
 
     Asks the agent, or reads the rank pages of this machine if no agent runs. Ends with 1 if there is no such run.
+
+    With --flight-recorder it asks nobody but judges the dumps in DIR, pickles or JSON, one file a rank with the rank as
+    the last number of its name. Ends with 1 if none of them can be used.
     """
+    if folder is not None:
+        return _judge_dumps(folder, output)
     incidents: Sequence[dict[str, Any]] = ()
     try:
         answer = agent.get("/api/v1/ranks", job=job)
@@ -49,12 +67,36 @@ def diagnose(job: str, agent: Agent, as_json: bool) -> int:
     diagnoses = diagnoses_of(ranks, node, now)
     if not diagnoses:
         fail(f"no run{f' or job {job}' if job else ''} trains on {node}; `opsd status` shows what does")
-    if as_json:
-        click.echo(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1))
+    if output is not None:
+        print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1), file=output)
     else:
         console = Console(highlight=False)
         for diagnosis in diagnoses:
             console.print(*_lines(diagnosis, incidents), sep="\n", soft_wrap=True)
+    return exitcodes.OK
+
+
+def _judge_dumps(folder: Path, output: IO[str] | None) -> int:
+    try:
+        dumps, unusable = read_dumps(folder)
+    except (OSError, DumpError) as error:
+        fail(f"{folder} cannot be judged: {error}")
+    if not dumps:
+        why = next((f"; {name} is {reason}" for name, reason in unusable.items()), "")
+        fail(f"{folder} has no dump of PyTorch's flight recorder with a rank in its name{why}")
+    verdict = judge(dumps)
+    facts = [*evidence(verdict), *(f"{name} could not be used: {why}" for name, why in unusable.items())]
+    culprits = list(verdict.culprits) if verdict else []
+    if output is not None:
+        cause, sure = (verdict.cause, verdict.confidence) if verdict else ("nothing waits", 0.0)
+        found = {"culprits": culprits, "cause": cause, "confidence": sure, "evidence": facts}
+        print(json.dumps(found | ({"operation": asdict(verdict)} if verdict else {}), indent=1), file=output)
+        return exitcodes.OK
+    console = Console(highlight=False)
+    console.print(*(printable(fact) for fact in facts), sep="\n", soft_wrap=True)
+    if verdict is not None:
+        named = f"look at rank{'s' * (len(culprits) != 1)} {ranges(culprits)}" if culprits else "no rank stands out"
+        console.print(f"[bold]{named}[/bold]: {verdict.cause}; confidence {verdict.confidence:.0%}", soft_wrap=True)
     return exitcodes.OK
 
 

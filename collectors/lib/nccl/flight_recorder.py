@@ -1,23 +1,37 @@
-"""PyTorch's flight recorder: which ranks did not come to the earliest collective that others wait in.
+"""PyTorch's flight recorder: what the dump of one rank says about the collectives that have not ended.
 
-Dumps are read as JSON, as written by ``torch._C._distributed_c10d._dump_fr_trace_json`` (seen with torch 2.13, format
-version 2.10). PyTorch's own dump files are pickles, which can run code when loaded: they are recognized, never loaded.
+Dumps are JSON, as written by ``torch._C._distributed_c10d._dump_fr_trace_json``, or the pickles that torch's watchdog
+writes (seen with format versions 2.9 and 2.10). A pickle is read with nothing but plain values allowed in it: it cannot
+name a class or a function, and so cannot run anything.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping
+import pickle
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Final
 
-MISSING, SCHEDULED, STARTED, COMPLETED = range(4)
-"""How far a rank has come with a collective: not called, called, running on the device, done."""
+CALLED, SCHEDULED, STARTED = range(3)
+"""How far a rank has come with a collective: called, with no more known; called; running on the device."""
 MAX_CALLS: Final = 256
-"""Collectives kept of each process group of a dump, the newest."""
-MAX_GROUPS: Final = 64
-_PROGRESS: Final = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
+MAX_GROUPS: Final = 256
+"""Collectives kept of each process group of a dump, the newest, and groups."""
+MAX_ENTRIES: Final = 65_536
+MAX_MEMBERS: Final = 1 << 20
+"""Entries of a dump, and ranks in all its groups together, that are looked at."""
+_CACHED: Final = 1 << 16
+_PROGRESS: Final = {"scheduled": SCHEDULED, "started": STARTED}
+_POINT_TO_POINT: Final = re.compile(r"(send|recv) (\d{1,6})(->|<-)(\d{1,6})")
+_MALFORMED: Final = (
+    ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError, EOFError, MemoryError,
+    pickle.UnpicklingError,
+)  # fmt: skip
 
 
 class DumpError(Exception):
@@ -26,135 +40,151 @@ class DumpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective on one rank: its operation, when it was called (epoch nanoseconds), how far it has come."""
+    """One operation on one rank that is not known to have ended, in a group that the program has ``described``.
 
+    ``record`` orders the calls of the rank, ``called_ns`` is in epoch nanoseconds, ``shape`` has sizes and types.
+    ``pair`` are source and destination within the group if it is point-to-point; ``sequence`` orders the others.
+    """
+
+    group: str
+    described: str
+    sequence: int
     operation: str
+    record: int
     called_ns: int
     progress: int
+    shape: str = ""
+    pair: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
     """The dump of one rank.
 
-    ``calls`` has the recent collectives by process group and sequence number, ``members`` the ranks of each process
-    group where the dump tells.
+    ``last`` is the newest collective that the rank has called in each process group, ``members`` the ranks of each in
+    their order. What was called before ``forgotten_ns`` the ring no longer knows; 0 if it still knows all.
     """
 
-    calls: Mapping[str, Mapping[int, Call]]
-    members: Mapping[str, frozenset[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The earliest collective that did not complete everywhere.
-
-    ``missing`` have never called it, ``not_started`` have called it but their device has not begun it while others'
-    have, ``no_dump`` left nothing to judge them by (the culprit often cannot write one), ``waiting`` are the others.
-    """
-
-    group: str
-    sequence: int
-    operation: str
-    missing: tuple[int, ...]
-    not_started: tuple[int, ...]
-    no_dump: tuple[int, ...]
-    waiting: tuple[int, ...]
-
-    @property
-    def culprits(self) -> tuple[int, ...]:
-        """The ranks to look at first; empty if all have come and the fault lies between them."""
-        return self.missing or self.no_dump or self.not_started
+    calls: tuple[Call, ...]
+    last: Mapping[str, int]
+    members: Mapping[str, tuple[int, ...]]
+    forgotten_ns: int
 
 
 def parse_dump(content: bytes) -> Dump:
-    """A dump from its JSON. Raises DumpError."""
-    if content.startswith((b"\x80", b"PK")):
-        raise DumpError("a pickle, which opsd never loads; have the trainer write _dump_fr_trace_json() instead")
+    """A dump from JSON or a pickle. Raises DumpError."""
     try:
-        raw = json.loads(content)
-        calls: dict[str, dict[int, Call]] = {}
-        for entry in raw["entries"]:
+        raw = _PlainUnpickler(io.BytesIO(content)).load() if content.startswith(b"\x80") else json.loads(content)
+        entries = _list(raw["entries"])[-MAX_ENTRIES:]
+        last: dict[str, int] = {}
+        for entry in entries:
             if not entry.get("is_p2p"):
                 name = _text(entry["process_group"][0])
-                calls.setdefault(name, {})[int(entry["collective_seq_id"])] = _call(entry)
-        config = raw.get("pg_config", {}).values()
-        members = {_text(group["name"]): _ranks(group["ranks"]) for group in config}
-        return Dump({name: _newest(found) for name, found in islice(calls.items(), MAX_GROUPS)}, members)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+                last[name] = max(last.get(name, 0), int(entry["collective_seq_id"]))
+        members: dict[str, tuple[int, ...]] = {}
+        for group in raw.get("pg_config", {}).values():
+            members[_text(group["name"])] = _ranks(group["ranks"], MAX_MEMBERS - sum(map(len, members.values())))
+        oldest: Mapping[str, Any] = min(entries, key=lambda entry: int(entry["time_created_ns"]), default={})
+        forgotten = int(oldest["time_created_ns"]) if oldest.get("record_id") else 0
+        return Dump(_newest(entries), last, members, forgotten)
+    except _ForeignPickle as error:
+        raise DumpError(f"a pickle that asks for {error}; a dump has plain values only") from error
+    except _MALFORMED as error:
         raise DumpError(f"not a flight recorder dump, or half of one ({type(error).__name__})") from error
 
 
-def _call(entry: Mapping[str, Any]) -> Call:
+class _ForeignPickle(Exception):
+    """A pickle that would run something when it is loaded."""
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Python's own unpickler: that in C takes any amount of memory for a number in the file."""
+
+    def find_class(self, module: str, name: str) -> object:
+        raise _ForeignPickle(_text(f"{module}.{name}"))
+
+
+def _newest(entries: Iterable[Mapping[str, Any]]) -> tuple[Call, ...]:
+    """The calls that may not have ended, in the order in which they were made."""
+    calls: dict[str, list[Call]] = {}
+    for entry in entries:
+        if (call := _call(entry)) is not None:
+            calls.setdefault(call.group, []).append(call)
+    kept = [
+        call
+        for found in islice(calls.values(), MAX_GROUPS)
+        for call in sorted(found, key=lambda call: call.record)[-MAX_CALLS:]
+    ]
+    return tuple(sorted(kept, key=lambda call: call.record))
+
+
+def _call(entry: Mapping[str, Any]) -> Call | None:
+    """The call of an entry, None if it is over: retired once that was seen."""
     operation = _text(entry["profiling_name"])
-    # NCCL's watchdog retires what has completed. Gloo has no states: there, to have called is all that is known.
-    over = entry.get("retired") or not operation.startswith("nccl")
-    return Call(operation, int(entry["time_created_ns"]), COMPLETED if over else _PROGRESS[entry["state"]])
+    state = _text(entry["state"])
+    if entry.get("retired") or state == "completed":
+        return None
+    pair = _pair(operation) if entry.get("is_p2p") else None
+    if entry.get("is_p2p") and pair is None:  # the frame around a batch of them
+        return None
+    # Gloo has no states: to have called, and perhaps to be over, is all that is known.
+    progress = _PROGRESS[state] if operation.startswith("nccl") else CALLED
+    shape = _shape(entry.get("input_sizes"), entry.get("input_dtypes"), entry.get("output_sizes"))
+    created, sequence = int(entry["time_created_ns"]), int(entry["collective_seq_id"])
+    record = int(entry.get("record_id", created))
+    group, described = map(_text, entry["process_group"][:2])
+    return Call(group, described, sequence, operation, record, created, progress, shape, pair)
+
+
+def _pair(operation: str) -> tuple[int, int] | None:
+    match = _POINT_TO_POINT.search(operation)
+    if match is None:
+        return None
+    here, there = int(match[2]), int(match[4])
+    return (here, there) if match[1] == "send" else (there, here)
+
+
+# A pickle can refer to one list many times, and nested so to more items than memory holds: all is looked at bounded.
 
 
 def _text(value: object) -> str:
     """Raises UnicodeEncodeError for half a surrogate pair, which JSON can hold but UTF-8 cannot."""
+    if not isinstance(value, (str, int)):
+        raise TypeError("a list where a name is expected")
     text = str(value)[:64]
     text.encode()
     return text
 
 
-def _newest(calls: Mapping[int, Call]) -> dict[int, Call]:
-    return {sequence: calls[sequence] for sequence in sorted(calls)[-MAX_CALLS:]}
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("no list where one is expected")
+    return value
 
 
-def _ranks(listed: object) -> frozenset[int]:
-    """The ranks of a group: a list, or in older versions a list in a string."""
-    ranks = json.loads(listed) if isinstance(listed, str) else listed
-    if not isinstance(ranks, list):
-        raise TypeError("ranks is not a list")
-    return frozenset(int(rank) for rank in ranks)
+def _shape(*columns: object) -> str:
+    """The sizes and types of the first tensors, as text."""
+    tensors = [item for column in columns for item in _list(column or [])[:8]]
+    return str([_list(item)[:8] if isinstance(item, list) else _text(item) for item in tensors if _flat(item)])
 
 
-def judge(dumps: Mapping[int, Dump], world: frozenset[int] = frozenset()) -> Verdict | None:
-    """What the dumps of some or all ranks, by rank, tell; None if every collective has completed everywhere.
-
-    ``world`` are the ranks of groups that no dump lists the members of. Of several process groups the one whose
-    collective was called first is blamed: the others wait for it.
-    """
-    stuck = list(_stuck(dumps, world))
-    return min(stuck, key=lambda found: found[0])[1] if stuck else None
+def _flat(item: object) -> bool:
+    return not isinstance(item, list) or not any(isinstance(size, (list, dict, tuple)) for size in item[:8])
 
 
-def _stuck(dumps: Mapping[int, Dump], world: frozenset[int]) -> Iterator[tuple[int, Verdict]]:
-    """For each process group its earliest incomplete collective, with the time at which it was first called."""
-    groups = sorted({name for dump in dumps.values() for name in dump.calls})
-    for group in groups:
-        members = next((d.members[group] for d in dumps.values() if group in d.members), world)
-        callers = {rank: dump for rank, dump in dumps.items() if group in dump.calls or rank in members}
-        for sequence in sorted({number for dump in callers.values() for number in dump.calls.get(group, ())}):
-            progress = {rank: _progress(dump, group, sequence) for rank, dump in callers.items()}
-            if min(progress.values()) < COMPLETED:
-                calls = [
-                    dump.calls[group][sequence] for dump in callers.values() if sequence in dump.calls.get(group, ())
-                ]
-                first = min(calls, key=lambda call: call.called_ns)
-                silent = tuple(sorted(members - dumps.keys()))
-                yield first.called_ns, _verdict(group, sequence, first.operation, progress, silent)
-                break
+def _ranks(listed: object, most: int) -> tuple[int, ...]:
+    """The ranks of a group: a list, or a list in a string."""
+    ranks = _parsed(listed) if isinstance(listed, str) and len(listed) < _CACHED else _numbers(listed)
+    if len(ranks) > most:
+        raise ValueError("more members than any run has")
+    return ranks
 
 
-def _progress(dump: Dump, group: str, sequence: int) -> int:
-    calls = dump.calls.get(group, {})
-    if sequence in calls:
-        return calls[sequence].progress
-    # The recorder is a ring: what is older than its oldest entry has been called and is over.
-    return COMPLETED if calls and sequence < min(calls) else MISSING
+def _numbers(listed: object) -> tuple[int, ...]:
+    return tuple(map(int, _list(json.loads(listed) if isinstance(listed, str) else listed)))
 
 
-def _verdict(
-    group: str, sequence: int, operation: str, progress: Mapping[int, int], no_dump: tuple[int, ...]
-) -> Verdict:
-    furthest = max(progress.values())
-
-    def at(*levels: int) -> tuple[int, ...]:
-        return tuple(sorted(rank for rank, level in progress.items() if level in levels))
-
-    lagging = at(SCHEDULED) if furthest > SCHEDULED else ()
-    waiting = tuple(rank for rank in at(SCHEDULED, STARTED, COMPLETED) if rank not in lagging)
-    return Verdict(group, sequence, operation, at(MISSING), lagging, no_dump, waiting)
+@lru_cache(maxsize=64)
+def _parsed(listed: str) -> tuple[int, ...]:
+    """The dumps of all ranks list the same ranks."""
+    return _numbers(listed)

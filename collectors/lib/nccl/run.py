@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice, product
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
-from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, Verdict, judge, parse_dump
+from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
+from opsd.collectors.lib.nccl.stuck import Verdict, judge
 from opsd.collectors.lib.rights import Rights, groups_of_process, open_as
 from opsd.collectors.lib.run_files import parse_run
 from opsd.collectors.lib.shares import Allowance
@@ -29,7 +31,9 @@ MESSAGES = Metric(
 )
 
 MAX_RANKS: Final = 64
-"""Ranks of a run on one node, and dumps of a run, that are followed."""
+"""Ranks of a run on one node that are followed."""
+MAX_DUMPS: Final = 16_384
+"""Dumps of a run that are judged."""
 MAX_EVENTS: Final = 16
 """Log messages told in one collection; the rest is only counted."""
 LOG_BYTES: Final = 2 << 20
@@ -37,12 +41,14 @@ ENTRIES: Final = 2_048
 """Bytes of logs, and entries of a folder, that are read in one look."""
 MAX_DUMP: Final = 8 << 20
 DUMPS: Final = "flight_recorder"
-"""Folder of the dumps in the run folder; their names are rank-0000.json and so on."""
+"""Folder of the dumps in the run folder; their names are rank-0000.json, or rank_0 if torch has written them."""
+READ_S: Final = 0.5
+"""How long one collection reads dumps; the others follow in the next."""
 SAME_HANG_S: Final = 600.0
 """Dumps are of one hang if they were written within this time; older ones are of an earlier one."""
 
 _PAGE = re.compile(r"rank-(\d{4,6})\.page", re.ASCII)
-_DUMP = re.compile(r"rank-(\d{4,6})\.json", re.ASCII)
+_DUMP = re.compile(r"rank-(\d{4,6})\.json|rank_(\d{1,6})", re.ASCII)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 KINDS: Final = ("warning", "timeout", "error")
@@ -178,7 +184,7 @@ class _Dumps:
 
     def __init__(self, run: str, affords: Callable[[int, float], bool]) -> None:
         self._run, self._affords = run, affords
-        self._seen: dict[int, tuple[float, int]] = {}
+        self._seen: dict[str, tuple[float, int]] = {}
         self._dumps: dict[int, tuple[float, Dump]] = {}
         self._read_at: dict[int, float] = {}
         self._unjudged = False
@@ -192,8 +198,12 @@ class _Dumps:
         with _opened(Path(DUMPS), folder) as place:
             if place is None:
                 return []
-            changed = list(self._changed(place))
-            events = [] if skip_old else [event for rank in changed if (event := self._load(place, rank, wall))]
+            changed, events = False, list[Event]()
+            deadline = time.monotonic() + READ_S
+            for rank, name in self._changed(place, deadline):
+                changed = True
+                if not skip_old and (event := self._load(place, rank, name, wall)):
+                    events.append(event)
         if changed or not self._unjudged:
             return events
         self._unjudged = False
@@ -205,19 +215,21 @@ class _Dumps:
         self._verdict = verdict
         return events
 
-    def _changed(self, place: int) -> Iterator[int]:
-        for rank in _numbers(place, _DUMP):
+    def _changed(self, place: int, deadline: float) -> Iterator[tuple[int, str]]:
+        with os.scandir(place) as found:
+            names = [entry.name for entry in islice(found, MAX_DUMPS)]
+        for name in sorted(filter(_DUMP.fullmatch, names)):
             with contextlib.suppress(OSError):
-                info = os.stat(f"rank-{rank:04d}.json", dir_fd=place, follow_symlinks=False)
-                if self._seen.get(rank) != (info.st_mtime, info.st_size):
-                    self._seen[rank] = (info.st_mtime, info.st_size)
-                    yield rank
+                info = os.stat(name, dir_fd=place, follow_symlinks=False)
+                if self._seen.get(name) != (info.st_mtime, info.st_size) and time.monotonic() < deadline:
+                    self._seen[name] = (info.st_mtime, info.st_size)
+                    yield int(name.partition(".")[0][5:]), name
 
-    def _load(self, place: int, rank: int, wall: float) -> Event | None:
-        if not self._affords(self._seen[rank][1], wall):
+    def _load(self, place: int, rank: int, name: str, wall: float) -> Event | None:
+        if not self._affords(self._seen[name][1], wall):
             return None
         self._read_at[rank] = wall
-        found = read_small(f"rank-{rank:04d}.json", place, MAX_DUMP)
+        found = read_small(name, place, MAX_DUMP)
         try:
             if found is None:
                 raise DumpError(f"not a regular file of at most {MAX_DUMP >> 20} MiB")
@@ -236,6 +248,8 @@ class _Dumps:
             "group": verdict.group,
             "sequence": verdict.sequence,
             "operation": verdict.operation,
+            "cause": verdict.cause,
+            "confidence": verdict.confidence,
             "culprits": list(verdict.culprits),
             "missing": list(verdict.missing),
             "not_started": list(verdict.not_started),

@@ -1,0 +1,251 @@
+"""Who keeps the others waiting, from the flight recorder dumps of some or all ranks.
+
+Each rank waits in operations that have not ended; each of those waits for the ranks that have not called it. A rank
+that waits in another operation passes the blame on. What remains are ranks that wait for nobody: they have stopped on
+the host, or their device does not end what has ended on others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from opsd.collectors.lib.nccl.flight_recorder import CALLED, SCHEDULED, Call, Dump
+
+NEVER_CALLED: Final = "never called"
+MISMATCHED: Final = "called something else"
+NO_DUMP: Final = "left no dump"
+DEVICE: Final = "device does not go on"
+DEADLOCK: Final = "wait for each other"
+BETWEEN: Final = "all have called it"
+
+_CONFIDENCE: Final = {NEVER_CALLED: 0.9, MISMATCHED: 0.85, NO_DUMP: 0.6, DEVICE: 0.7, DEADLOCK: 0.5, BETWEEN: 0.3}
+"""With the dumps of all ranks; it falls with the share of ranks that left one."""
+
+_SYMMETRIC: Final = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "barrier")
+"""Collectives that end nowhere before all ranks have come."""
+_SAME_SHAPE: Final = ("all_reduce", "allreduce", "broadcast", "_all_gather_base", "_reduce_scatter_base")
+"""Collectives in which all ranks give equal sizes and types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who keeps the others waiting, and in which operation, the earliest that waits for them.
+
+    ``culprits`` are the ranks to look at first; empty if all have come and the fault lies between them. ``missing``
+    have not called the operation, ``not_started`` have but their device has not begun or ended it while others' have,
+    ``no_dump`` left nothing to judge them by, ``waiting`` are the others.
+    """
+
+    cause: str
+    culprits: tuple[int, ...]
+    confidence: float
+    group: str
+    described: str
+    sequence: int
+    operation: str
+    missing: tuple[int, ...]
+    not_started: tuple[int, ...]
+    no_dump: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+_Key = tuple[str, int, tuple[int, int] | None]
+"""An operation: the group, and its number or the two places of a point-to-point one."""
+
+
+@dataclass(slots=True)
+class _Operation:
+    """An operation that has not ended somewhere: the calls of those that wait in it, and where its members are."""
+
+    key: _Key
+    calls: dict[int, Call] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+
+    @property
+    def first(self) -> Call:
+        return min(self.calls.values(), key=lambda call: call.called_ns)
+
+    def is_one_of(self, names: tuple[str, ...]) -> bool:
+        return any(name in self.first.operation for name in names)
+
+
+def judge(dumps: Mapping[int, Dump], world: frozenset[int] = frozenset()) -> Verdict | None:
+    """What the dumps, by rank, tell; None if every operation has ended everywhere.
+
+    ``world`` are the ranks of groups that no dump lists the members of.
+    """
+    operations = sorted(_operations(dumps, tuple(sorted(world))), key=lambda operation: operation.first.called_ns)
+    if not operations:
+        return None
+    found = next(_causes(operations, dumps), None)
+    cause, culprits, operation = found or (BETWEEN, (), operations[0])
+    everybody = world.union(dumps, *([*op.calls, *op.missing, *op.silent, *op.ended] for op in operations))
+    return _verdict(cause, tuple(sorted(culprits)), operation, len(dumps) / len(everybody))
+
+
+def _operations(dumps: Mapping[int, Dump], world: tuple[int, ...]) -> Iterator[_Operation]:
+    """The first operation of each group and pair that each rank waits in."""
+    members = {name: ranks for dump in dumps.values() for name, ranks in dump.members.items()}
+    found: dict[_Key, _Operation] = {}
+    for rank, dump in dumps.items():
+        for call in dump.calls:
+            key = (call.group, call.sequence if call.pair is None else 0, call.pair)
+            found.setdefault(key, _Operation(key)).calls.setdefault(rank, call)
+    callers: dict[str, list[int]] = {}
+    for rank, dump in dumps.items():
+        for group in dump.last:
+            callers.setdefault(group, []).append(rank)
+    for operation in found.values():
+        known = world or tuple(callers.get(operation.key[0], ()))
+        _place(operation, _participants(operation, members, known), dumps)
+    earliest: dict[tuple[int, str, object], _Key] = {}
+    for key, operation in sorted(found.items(), key=lambda item: item[0][1]):
+        if operation.missing or operation.silent or operation.first.progress != CALLED:
+            for rank in operation.calls:
+                earliest.setdefault((rank, key[0], key[2]), key)
+    wanted = set(earliest.values())
+    yield from (operation for key, operation in found.items() if key in wanted)
+
+
+def _participants(
+    operation: _Operation, members: Mapping[str, tuple[int, ...]], world: tuple[int, ...]
+) -> tuple[int, ...]:
+    group, _, pair = operation.key
+    ranks = members.get(group, world) or tuple(operation.calls)
+    if pair is None:
+        return ranks
+    return tuple(ranks[place] for place in pair if place < len(ranks))
+
+
+def _place(operation: _Operation, ranks: tuple[int, ...], dumps: Mapping[int, Dump]) -> None:
+    """Where each member of the operation is that does not wait in it."""
+    group, sequence, pair = operation.key
+    for rank in {*ranks} - operation.calls.keys():
+        dump = dumps.get(rank)
+        if dump is None:
+            operation.silent.append(rank)
+        elif pair is None and _over(dump, group, sequence, operation.first.called_ns):
+            operation.ended.append(rank)
+        else:
+            operation.missing.append(rank)
+
+
+def _over(dump: Dump, group: str, sequence: int, called_ns: int) -> bool:
+    """Whether the rank has called and ended the collective. The recorder is a ring: it may have forgotten that."""
+    if group in dump.last:
+        return sequence <= dump.last[group]
+    return dump.forgotten_ns > called_ns
+
+
+def _causes(
+    operations: list[_Operation], dumps: Mapping[int, Dump]
+) -> Iterator[tuple[str, frozenset[int], _Operation]]:
+    """Causes with their culprits, the best proven first."""
+    for operation in operations:
+        if odd := _odd(operation):
+            yield MISMATCHED, odd, operation
+    waiting = {rank for operation in operations for rank in operation.calls}
+    lagging = {rank for operation in operations for rank in _lagging(operation, dumps)}
+    for cause, ranks in (
+        (NEVER_CALLED, [set(op.missing) - waiting for op in operations]),
+        (DEVICE, [lagging.intersection(op.missing) for op in operations]),
+        (NO_DUMP, [set(op.silent) for op in operations]),
+        (DEVICE, [lagging.intersection(op.calls) for op in operations]),
+    ):
+        if first := next((op for op, found in zip(operations, ranks, strict=True) if found), None):
+            yield cause, frozenset().union(*ranks), first
+    complete = [op for op in operations if not op.missing and not op.silent and _all_at_the_front(op, operations)]
+    for operation in complete:
+        yield (DEVICE, behind, operation) if (behind := _not_begun(operation)) else (BETWEEN, frozenset(), operation)
+    blocking = [op for op in operations if op.missing]
+    if blocking:
+        yield DEADLOCK, frozenset().union(*(op.missing for op in blocking)), blocking[0]
+
+
+def _odd(operation: _Operation) -> frozenset[int]:
+    """The ranks that have called another operation, or with another shape, than most."""
+    if operation.key[2] is not None:
+        return frozenset()
+    same = operation.is_one_of(_SAME_SHAPE)
+    said = {rank: (call.operation, call.shape if same else "") for rank, call in operation.calls.items()}
+    (usual, _), *others = Counter(said.values()).most_common()
+    return frozenset(rank for rank, one in said.items() if one != usual) if others else frozenset()
+
+
+def _lagging(operation: _Operation, dumps: Mapping[int, Dump]) -> list[int]:
+    """Ranks whose first unended operation has ended on others."""
+    if not operation.ended or operation.key[2] is not None or not operation.is_one_of(_SYMMETRIC):
+        return []
+    return [rank for rank, call in operation.calls.items() if dumps[rank].calls[0] == call]
+
+
+def _not_begun(operation: _Operation) -> frozenset[int]:
+    """Ranks whose device has not begun what others' have."""
+    begun = max(call.progress for call in operation.calls.values()) > SCHEDULED
+    return frozenset(rank for rank, call in operation.calls.items() if begun and call.progress == SCHEDULED)
+
+
+def _all_at_the_front(operation: _Operation, operations: list[_Operation]) -> bool:
+    """Whether no rank in the operation waits in an earlier one."""
+    return all(
+        call.record <= other.calls[rank].record
+        for rank, call in operation.calls.items()
+        for other in operations
+        if rank in other.calls
+    )
+
+
+def _verdict(cause: str, culprits: tuple[int, ...], operation: _Operation, share: float) -> Verdict:
+    """The verdict about an operation; ``share`` of the ranks left a dump."""
+    first = operation.first
+    behind = tuple(
+        sorted(_not_begun(operation) | (set(culprits) & operation.calls.keys() if cause == DEVICE else set()))
+    )
+    waiting = tuple(sorted(operation.calls.keys() - set(behind) | set(operation.ended)))
+    sure = round(_CONFIDENCE[cause] * (0.5 + 0.5 * share), 2)
+    missing, silent = tuple(sorted(operation.missing)), tuple(sorted(operation.silent))
+    return Verdict(
+        cause,
+        culprits,
+        sure,
+        first.group,
+        first.described,
+        first.sequence,
+        first.operation,
+        missing,
+        behind,
+        silent,
+        waiting,
+    )
+
+
+def evidence(verdict: Verdict | None) -> list[str]:
+    """The verdict in sentences."""
+    if verdict is None:
+        return ["every operation that the dumps know of has ended everywhere"]
+    what = f"{verdict.operation} {verdict.sequence} of group {verdict.group}, {verdict.described}"
+    told = [f"{what}: rank {ranges(verdict.waiting) or 'nobody'} waits in it or has passed it"]
+    for ranks, text in (
+        (verdict.missing, "has not called it"),
+        (verdict.not_started, "has called it, and the device has not begun or ended it as others have"),
+        (verdict.no_dump, "left no dump"),
+    ):
+        told += [f"rank {ranges(ranks)} {text}"] if ranks else []
+    elsewhere = sorted({*verdict.culprits} - {*verdict.missing, *verdict.not_started, *verdict.no_dump})
+    return [*told, f"rank {ranges(elsewhere)} keeps others waiting in another operation"] if elsewhere else told
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ranks in short: 1, 2, 3 and 7 are "1-3, 7"."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)
