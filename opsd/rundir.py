@@ -19,6 +19,8 @@ from typing import TypedDict
 from opsd.rank_page import process_runs
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+RECORDER = "flight_recorder"
+"""Where the ranks' flight recorder dumps go, in the run's folder."""
 KEEP_FINISHED_S = 24 * 3600
 _MAX_NAME = 63
 _MAX_TWINS = 100
@@ -75,7 +77,7 @@ class RunFolders:
             name, memory, hold = _first_free(shared, run) if alone else (run, *_claim(shared, run))
             folder = (folder or default_root() / name).absolute()
             folders = cls(name, folder, memory, (logs / name if logs else folder / "logs").absolute(), hold)
-            for path in (folder, folders.logs, folders.stacks):
+            for path in (folder, folders.logs, folders.stacks, folder / RECORDER):
                 path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"the run's folder {error.filename} cannot be made: {error.strerror}") from error

@@ -99,3 +99,25 @@ def test_a_run_that_had_begun_before_is_not_ended_at_once(tmp_path: Path) -> Non
     with Launched(tmp_path, "1 / 0", TWO) as launched:
         assert launched.wait() == exitcodes.REPEATED
         assert "twice before the first step" in launched.err
+
+
+RECORDED = """
+import json, torch, torch.distributed as dist
+from pathlib import Path
+from torch._C._distributed_c10d import _dump_fr_trace_json
+dist.init_process_group("gloo")
+for _ in range(3):
+    dist.all_reduce(torch.ones(1))
+folder = Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"]).parent
+print(folder.is_dir(), folder.parent.resolve() == Path(os.environ["OPSD_RUN_DIR"]).resolve())
+print("recorded", len(json.loads(_dump_fr_trace_json(True, False))["entries"]))
+dist.destroy_process_group()
+"""
+
+
+def test_the_flight_recorder_is_on(tmp_path: Path) -> None:
+    """A program that says nothing about it has its collectives recorded, with a place for the dumps."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    with Launched(tmp_path, "import os\n" + RECORDED) as launched:
+        assert launched.wait(120) == exitcodes.OK
+        assert launched.log().splitlines() == ["True True", "recorded 3"]

@@ -14,6 +14,7 @@ from opsd.launch.ranks.settings import (
     Assignment,
     Program,
     Settings,
+    flight_recorder,
     free_port,
     gpu_count,
     gpu_of,
@@ -40,7 +41,7 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "8", "TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "OPSD_RANK_PAGE": str(tmp_path / "page"),
         "OPSD_GENERATION": "3", "OPSD_RUN": "r", "OPSD_RUN_DIR": str(tmp_path), "OPSD_JOB": "77", "OPSD_NODE": "n1",
-        "OPSD_GPU": "6", "OPSD_LAUNCHER": launcher_mark(),
+        "OPSD_GPU": "6", "OPSD_LAUNCHER": launcher_mark(), **flight_recorder(tmp_path, {}),
     }  # fmt: skip
 
 
@@ -55,8 +56,11 @@ def test_what_a_generation_tells_is_known(tmp_path: Path) -> None:
 
 def test_user_settings_win(tmp_path: Path) -> None:
     """What the user has set for the ranks is left alone."""
-    env = settings_of(2).environment(0, tmp_path, {"OMP_NUM_THREADS": "7"})
+    env = settings_of(2).environment(0, tmp_path, {"OMP_NUM_THREADS": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
     assert env["OMP_NUM_THREADS"] == "7"
+    assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "0"
+    assert "TORCH_FR_BUFFER_SIZE" not in env, "torch would read it first"
+    assert env["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight_recorder" / "rank_")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Literal
 
 from opsd.launch.io.console import STDERR, STDOUT, Routing
 from opsd.launch.ranks.process import LAUNCHER, launcher_mark
+from opsd.rundir import RECORDER
 
 PREFIX = "[rank${rank}]: "
 StreamMap = Mapping[int | None, int]
@@ -166,6 +167,7 @@ class Settings:
         environment = {
             **threads,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **flight_recorder(run_dir, base),
             **base,
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_size),
@@ -202,6 +204,20 @@ class Settings:
             "OPSD_RANK_PAGE": str(page),
             "OPSD_GENERATION": str(generation),
         }
+
+
+def flight_recorder(run_dir: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which torch records collectives and dumps them when one times out; the user's own win.
+
+    Torch has two names for each, reads the new one first, and puts the rank behind the name of the file.
+    """
+    dump = str(run_dir / RECORDER / "rank_")
+    values = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): dump,
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    return {name: value for names, value in values.items() if base.keys().isdisjoint(names) for name in names}
 
 
 def own_gpu_only(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
